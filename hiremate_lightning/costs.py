@@ -1,0 +1,78 @@
+"""What each node costs: time and workspace, and an analytic estimate of both.
+
+A `Profile` is what solvers and the simulator read. `profiling.py` measures one on the device; `estimate` computes one from
+operation counts, the same on every machine, for tests and for planning without the device.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from .graph import Graph, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Costs by node of a graph.
+
+    Attributes:
+        time_ms: Milliseconds of one run.
+        workspace_bytes: Bytes needed only while the node runs, beyond its outputs.
+        device: Where it was measured, or "estimate".
+    """
+
+    time_ms: tuple[float, ...]
+    workspace_bytes: tuple[int, ...]
+    device: str
+
+    def to_json(self) -> str:
+        """Write the profile as JSON; `profile_from_json` reads it back, equal."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+
+def profile_from_json(text: str) -> Profile:
+    """Read a profile written by `Profile.to_json`."""
+    data = json.loads(text)
+    return Profile(tuple(data["time_ms"]), tuple(data["workspace_bytes"]), data["device"])
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A stand-in device for estimates.
+
+    Attributes:
+        flops_per_ms: Arithmetic throughput; the default is one core of a present-day server in single precision.
+        bytes_per_ms: Memory throughput, for operations that only move data.
+        launch_ms: Fixed cost of an operation that does any work; views cost nothing.
+    """
+
+    flops_per_ms: float = 5e7
+    bytes_per_ms: float = 1e7
+    launch_ms: float = 0.005
+
+
+def estimate(graph: Graph, machine: Machine = Machine()) -> Profile:
+    """Estimate each node's time as its arithmetic plus its memory traffic; workspaces are taken as 0."""
+
+    def node_ms(index: int) -> float:
+        node = graph.nodes[index]
+        if not graph.allocates[index] and not node.is_mutating and not node.flops:
+            return 0.0
+        tensors = dict.fromkeys((*node.inputs, *node.outputs))
+        storages = dict.fromkeys(graph.tensors[t].storage for t in tensors)
+        traffic = sum(graph.storages[s].size_bytes for s in storages if s is not None)
+        return machine.launch_ms + node.flops / machine.flops_per_ms + traffic / machine.bytes_per_ms
+
+    times = tuple(node_ms(index) for index in range(len(graph.nodes)))
+    return Profile(times, (0,) * len(times), "estimate")
+
+
+def step_time_ms(graph: Graph, profile: Profile) -> float:
+    """Add up the time of the step without recomputation."""
+    return sum(profile.time_ms[n] for n in (*graph.forward, *graph.backward))
+
+
+def phase_time_ms(graph: Graph, profile: Profile, phase: Phase) -> float:
+    """Add up the time of the forward or of the backward, without recomputation."""
+    return sum(profile.time_ms[n] for n in (graph.forward if phase is Phase.FORWARD else graph.backward))

@@ -1,0 +1,228 @@
+"""The data-flow graph of one training step, forward and backward, without torch.
+
+A `Node` is one computation. A `Tensor` is one value. Several tensors may share one `Storage` (views, aliases): bytes are counted in
+storages, never in tensors. Everything is indexed by position: `Graph.nodes[i]`, `Graph.tensors[i]`, `Graph.storages[i]`, and the
+records refer to each other by these indices, so that a graph is hashable, comparable and serialisable.
+
+The backward may recompute a forward tensor by running `recomputer(tensor)`: its producer where that is deterministic, else a
+*replay* node that rebuilds the tensor from saved values (a dropout's output from its input and its mask), else nothing: then
+the tensor can only be saved. Random numbers are never drawn again.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+FORMAT_VERSION = 1
+OUTSIDE = "outside"  # op of the node that stands for what runs between the captured forward and its backward
+
+
+class Phase(str, Enum):
+    """The half of the training step to which a node belongs."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class StorageKind(str, Enum):
+    """What a storage holds; only `ACTIVATION`, `GRADIENT` and `TANGENT` bytes come and go within a step."""
+
+    PARAMETER = "parameter"
+    INPUT = "input"  # buffers, the batch, and what else exists before the step
+    ACTIVATION = "activation"  # allocated by a forward node
+    GRADIENT = "gradient"  # allocated by a backward node
+    TANGENT = "tangent"  # gradient of an output, handed in by the caller's backward
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the bytes are there before the step and after it."""
+        return self in (StorageKind.PARAMETER, StorageKind.INPUT)
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A block of memory.
+
+    Attributes:
+        size_bytes: Bytes of the block as its allocator hands it out, 0 if it is not on the planned device.
+        kind: What it holds.
+    """
+
+    size_bytes: int
+    kind: StorageKind
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One value.
+
+    Attributes:
+        name: Name in the captured graph.
+        storage: Index of its storage, None for a value that is not a tensor (a symbolic size, say).
+        shape: Sizes.
+        dtype: Element type, such as "float32"; "" for a value that is not a tensor.
+        producer: Index of the node that first computes it, None for an input of the graph.
+    """
+
+    name: str
+    storage: int | None
+    shape: tuple[int, ...]
+    dtype: str
+    producer: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One computation.
+
+    Attributes:
+        name: Name in the captured graph.
+        op: Qualified name of the operator.
+        phase: Forward or backward. A replay node is a forward node that is no part of the forward order.
+        inputs: Tensors read, each once, in order of first appearance.
+        outputs: Tensors computed.
+        key: Equal for nodes that do the same work: operator, shapes, strides, dtypes, device and scalar arguments.
+        is_random: Draws random numbers; never run twice.
+        is_mutating: Writes to one of its inputs; never run twice.
+        reads_mutated: Reads a buffer that the step overwrites: its second run would see other numbers; never run twice.
+        flops: Floating-point operations, 0 where unknown or none.
+        module: Path of the module that called it, "" for none.
+        source: "file:line" of the user's code, "" for none.
+        replays: For a replay node, the node whose outputs it rebuilds.
+    """
+
+    name: str
+    op: str
+    phase: Phase
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    key: str = ""
+    is_random: bool = False
+    is_mutating: bool = False
+    reads_mutated: bool = False
+    flops: int = 0
+    module: str = ""
+    source: str = ""
+    replays: int | None = None
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether running it again gives the same values and changes nothing else."""
+        return self.phase is Phase.FORWARD and not (self.is_random or self.is_mutating or self.reads_mutated)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One training step.
+
+    Attributes:
+        nodes: All computations, replay nodes included.
+        tensors: All values.
+        storages: All blocks of memory.
+        forward: Nodes of the forward, in order of execution.
+        backward: Nodes of the backward, in order of execution; the order is part of the problem, not of the solution.
+        inputs: Tensors that exist before the forward.
+        tangents: Tensors handed in at the start of the backward.
+        outputs: Tensors that the forward returns.
+        gradients: Tensors that the backward returns; they live to its end.
+        held: Tensors that live from their computation to the end of the step, whatever the schedule.
+    """
+
+    nodes: tuple[Node, ...]
+    tensors: tuple[Tensor, ...]
+    storages: tuple[Storage, ...]
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    inputs: tuple[int, ...]
+    tangents: tuple[int, ...]
+    outputs: tuple[int, ...]
+    gradients: tuple[int, ...]
+    held: tuple[int, ...] = ()
+
+    @cached_property
+    def recomputers(self) -> tuple[int | None, ...]:
+        """For each tensor, the node that can compute it again during the backward, or None."""
+        found: list[int | None] = [None] * len(self.tensors)
+        for index, node in enumerate(self.nodes):
+            if node.is_repeatable and node.op != OUTSIDE:
+                for tensor in node.outputs:
+                    if found[tensor] is None or node.replays is None:
+                        found[tensor] = index
+        return tuple(found)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes by storage that a step allocates: 0 for what is resident before it."""
+        return tuple(0 if storage.kind.is_resident else storage.size_bytes for storage in self.storages)
+
+    @cached_property
+    def needed(self) -> tuple[int, ...]:
+        """Forward tensors and inputs that the backward reads or returns, in order of their index."""
+        made_before = set(self.inputs) | {t for node in self.forward for t in self.nodes[node].outputs}
+        read = {t for node in self.backward for t in self.nodes[node].inputs} | set(self.gradients)
+        return tuple(sorted(read & made_before))
+
+    @cached_property
+    def allocates(self) -> tuple[tuple[int, ...], ...]:
+        """For each node, the storages that appear when it runs: those of its outputs that none of its inputs have."""
+        appear = []
+        for node in self.nodes:
+            read = {self.tensors[t].storage for t in node.inputs}
+            made = dict.fromkeys(self.tensors[t].storage for t in node.outputs)
+            appear.append(
+                tuple(s for s in made if s is not None and s not in read and not self.storages[s].kind.is_resident)
+            )
+        return tuple(appear)
+
+    def to_json(self) -> str:
+        """Write the graph as JSON; `graph_from_json` reads it back, equal."""
+        return json.dumps({"format": FORMAT_VERSION, **asdict(self)}, separators=(",", ":"))
+
+
+def graph_from_json(text: str) -> Graph:
+    """Read a graph written by `Graph.to_json`.
+
+    Raises:
+        ValueError: If it was written in another format.
+    """
+    data = json.loads(text)
+    if data.pop("format", None) != FORMAT_VERSION:
+        raise ValueError(f"Not a graph of format {FORMAT_VERSION}: write it again with this version")
+
+    def freeze(record: dict[str, Any]) -> dict[str, Any]:
+        return {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
+
+    nodes = tuple(Node(**{**freeze(n), "phase": Phase(n["phase"])}) for n in data.pop("nodes"))
+    tensors = tuple(Tensor(**freeze(t)) for t in data.pop("tensors"))
+    storages = tuple(Storage(s["size_bytes"], StorageKind(s["kind"])) for s in data.pop("storages"))
+    return Graph(nodes, tensors, storages, **freeze(data))
+
+
+def with_outside(graph: Graph, held_bytes: int) -> Graph:
+    """Add what runs between the captured forward and its backward (the loss, say) as one node at the turn.
+
+    The bytes that it allocates and never frees within the step are `held_bytes`; what it needs only while it runs is its
+    workspace, which belongs to the profile.
+
+    Args:
+        graph: A captured graph.
+        held_bytes: Bytes that outside code holds when the backward starts, at least 0.
+
+    Returns:
+        A graph whose last forward node is the outside.
+    """
+    storage = Storage(held_bytes, StorageKind.ACTIVATION)
+    tensor = Tensor("outside_held", len(graph.storages), (held_bytes,), "uint8", len(graph.nodes))
+    node = Node("outside", OUTSIDE, Phase.FORWARD, graph.outputs, (len(graph.tensors),), OUTSIDE, is_random=True)
+    return replace(
+        graph,
+        nodes=(*graph.nodes, node),
+        tensors=(*graph.tensors, tensor),
+        storages=(*graph.storages, storage),
+        forward=(*graph.forward, len(graph.nodes)),
+        held=(*graph.held, len(graph.tensors)),
+    )

@@ -1,0 +1,151 @@
+"""A schedule: the straight-line program of one training step, and how a solution is lowered to it.
+
+The forward part runs the forward nodes in order. At the turn only `saved` tensors (and what the caller holds) survive. The backward
+part runs backward nodes and, before some of them, forward nodes once more. A tensor is freed after the last use of each of its
+definitions; `lower` makes that explicit, so that the simulator and the executor see the same `Free`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .graph import Graph, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Run a node: it defines all its outputs, afresh if it ran before."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Drop the last reference to a tensor."""
+
+    tensor: int
+
+
+Operation = Compute | Free
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Operations of the forward and of the backward, and what is handed from one to the other.
+
+    Attributes:
+        forward: Operations up to the turn.
+        saved: Tensors handed to the backward: the inputs that it reads and the activations that are kept.
+        backward: Operations after the turn.
+    """
+
+    forward: tuple[Operation, ...]
+    saved: tuple[int, ...]
+    backward: tuple[Operation, ...]
+
+    def recomputed(self, graph: Graph) -> tuple[int, ...]:
+        """List the forward nodes that run in the backward, once for each run."""
+        nodes = (op.node for op in self.backward if isinstance(op, Compute))
+        return tuple(node for node in nodes if graph.nodes[node].phase is Phase.FORWARD)
+
+
+def lower(graph: Graph, recompute: Sequence[Sequence[int]]) -> Schedule:
+    """Turn decisions into a schedule.
+
+    Args:
+        graph: The step.
+        recompute: R, for each position of `graph.backward` the forward nodes that run just before it, in order; one more
+            entry may follow, for what only the returned gradients need.
+
+    Returns:
+        The schedule. What is saved follows from it: all that the backward reads before computing it.
+    """
+    order: list[int] = []
+    for position, before in enumerate(recompute):
+        order.extend(before)
+        if position < len(graph.backward):
+            order.append(graph.backward[position])
+    never_freed = set(graph.inputs)
+    backward, read_first = _with_frees(graph, order, live=set(graph.gradients), never_freed=never_freed)
+    tangents = set(graph.tangents)
+    unread = tuple(Free(t) for t in graph.tangents if t not in read_first)
+    saved = tuple(sorted(read_first - tangents))
+    survive = {*saved, *graph.held}
+    leaving = tuple(Free(t) for t in dict.fromkeys(graph.outputs) if t not in survive and t not in never_freed)
+    forward, _ = _with_frees(graph, graph.forward, live=survive | set(graph.outputs), never_freed=never_freed)
+    return Schedule(forward + leaving, saved, unread + backward)
+
+
+def _with_frees(
+    graph: Graph, order: Sequence[int], live: set[int], never_freed: set[int]
+) -> tuple[tuple[Operation, ...], set[int]]:
+    """Add the frees of a straight-line program by liveness, from its end; return also what it reads before defining it."""
+    reversed_operations: list[Operation] = []
+    for index in reversed(order):
+        node = graph.nodes[index]
+        dead = [t for t in node.outputs if t not in live]
+        live.difference_update(node.outputs)
+        dead += [t for t in node.inputs if t not in live and t not in never_freed]
+        live.update(node.inputs)
+        reversed_operations.extend(Free(t) for t in reversed(dead))
+        reversed_operations.append(Compute(index))
+    return tuple(reversed(reversed_operations)), live
+
+
+def keep_all(graph: Graph) -> tuple[tuple[int, ...], ...]:
+    """Give the decisions of plain training: nothing is recomputed."""
+    return ((),) * (len(graph.backward) + 1)
+
+
+def recompute_lazily(graph: Graph, kept: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+    """Give the decisions that keep some storages through the turn and recompute all else just before its first use.
+
+    A recomputed tensor is held to its last use; storages whose tensors can't be recomputed are kept in any case.
+
+    Args:
+        graph: The step.
+        kept: Storages to keep.
+
+    Returns:
+        For each position of `graph.backward`, and once more for what only the gradients need, the nodes to run before it.
+    """
+    kept = set(kept)
+    available = set(graph.inputs) | set(graph.tangents)
+    for index in graph.forward:
+        for tensor in graph.nodes[index].outputs:
+            storage = graph.tensors[tensor].storage
+            if storage is None or storage in kept or graph.recomputers[tensor] is None:
+                available.add(tensor)
+            elif graph.storages[storage].kind.is_resident:
+                available.add(tensor)
+    decisions = []
+    for index in graph.backward:
+        before: list[int] = []
+        for tensor in graph.nodes[index].inputs:
+            _ensure(graph, tensor, available, before)
+        available.update(graph.nodes[index].outputs)
+        decisions.append(tuple(before))
+    last: list[int] = []
+    for tensor in graph.gradients:
+        _ensure(graph, tensor, available, last)
+    return (*decisions, tuple(last))
+
+
+def _ensure(graph: Graph, tensor: int, available: set[int], before: list[int]) -> None:
+    """Append what must run for a tensor to be there; without recursion, since chains are thousands of nodes long."""
+    stack = [tensor]
+    while stack:
+        top = stack[-1]
+        if top in available:
+            stack.pop()
+            continue
+        recomputer = graph.recomputers[top]
+        assert recomputer is not None, f"backward tensor {graph.tensors[top].name} is read before it is computed"
+        missing = [t for t in graph.nodes[recomputer].inputs if t not in available]
+        if missing:
+            stack.extend(reversed(missing))
+            continue
+        before.append(recomputer)
+        available.update(graph.nodes[recomputer].outputs)
+        stack.pop()

@@ -1,0 +1,142 @@
+"""People's units, read and written: the only module that knows that GiB is 2**30 and GB is 10**9.
+
+A budget has three forms. Bytes (`"12 GiB"`, `"800 MB"`, an int) are absolute. A share (`"60%"`, a float in (0, 1]) is of what the
+unplanned step adds at its peak. `"auto"` is what the device has free, less a margin. `Budget` holds which one was meant; only
+the session can turn a share or "auto" into bytes, since only it knows the step and the device.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from .errors import BudgetError
+
+BYTES_PER_UNIT = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+FORMS = (
+    'bytes ("12 GiB", "800 MB", or an int such as 12_884_901_888), '
+    'a share of what the step adds at its peak ("60%", or a float in (0, 1]), or "auto"'
+)
+_NUMBER = re.compile(r"\s*([0-9][0-9_,]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A budget as it was asked for: exactly one of bytes or share is set, or neither for "auto"."""
+
+    size_bytes: int | None = None
+    share: float | None = None
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the device decides."""
+        return self.size_bytes is None and self.share is None
+
+    def __str__(self) -> str:
+        """Write it as a user would."""
+        if self.size_bytes is not None:
+            return format_bytes(self.size_bytes)
+        return "auto" if self.share is None else f"{100 * self.share:g}%"
+
+
+def parse_budget(value: int | float | str | Budget) -> Budget:
+    """Read a budget in any of its three forms.
+
+    Args:
+        value: Bytes as an int of at least 1 MiB or as a string with a unit; a share as a float in (0, 1] or as a string with
+            `%`; or `"auto"`.
+
+    Returns:
+        The budget, not yet resolved to bytes.
+
+    Raises:
+        BudgetError: If the value is none of the three forms. The text shows them.
+    """
+    if isinstance(value, Budget):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise _unreadable(value, f"it is a {type(value).__name__}")
+    if isinstance(value, str):
+        return _parse_text(value)
+    if isinstance(value, float):
+        return _parse_float(value)
+    return _parse_int(value)
+
+
+def _parse_text(text: str) -> Budget:
+    if text.strip().lower() == "auto":
+        return Budget()
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        raise _unreadable(text, "it is not a number with a unit")
+    number = float(match[1].replace(",", "").replace("_", ""))
+    unit = match[2].upper()
+    if unit == "%":
+        if not 0 < number <= 100:
+            raise _unreadable(text, "a percentage must be above 0 and at most 100")
+        return Budget(share=number / 100)
+    if not unit:
+        raise _unreadable(text, "it has no unit", hint=f' Did you mean "{text.strip()} GiB"?')
+    if unit not in BYTES_PER_UNIT:
+        units = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB or %"
+        raise _unreadable(text, f"{match[2]!r} is not one of the units {units}")
+    return _check_bytes(math.floor(number * BYTES_PER_UNIT[unit]), text)
+
+
+def _parse_float(value: float) -> Budget:
+    if 0 < value <= 1:
+        return Budget(share=value)
+    if value >= 2**20 and value.is_integer():  # YAML reads 8e9 as a float
+        return Budget(size_bytes=int(value))
+    raise _unreadable(value, "a float must be a share in (0, 1]")
+
+
+def _parse_int(value: int) -> Budget:
+    if 0 < value < 2**20:
+        raise _unreadable(value, f"{value} bytes is less than 1 MiB", hint=f' Did you mean "{value} GiB"?')
+    return _check_bytes(value, value)
+
+
+def _check_bytes(size_bytes: int, given: object) -> Budget:
+    if size_bytes <= 0:
+        raise _unreadable(given, "a budget must be above zero")
+    return Budget(size_bytes=size_bytes)
+
+
+def _unreadable(value: object, reason: str, hint: str = "") -> BudgetError:
+    return BudgetError(f"Cannot read the budget {value!r}: {reason}. Expected {FORMS}.{hint}")
+
+
+def format_bytes(size_bytes: int | float) -> str:
+    """Write bytes for people, in binary units, with three significant digits."""
+    sign, size = ("-" if size_bytes < 0 else ""), abs(size_bytes)
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            number = size / unit
+            return f"{sign}{number:.{max(0, 2 - int(math.log10(number)))}f} {name}"
+    return f"{sign}{size:.0f} B"
+
+
+def format_time(time_ms: float) -> str:
+    """Write a duration for people: microseconds, milliseconds, seconds or minutes."""
+    if time_ms < 1:
+        return f"{1000 * time_ms:.0f} us"
+    if time_ms < 1000:
+        return f"{time_ms:.3g} ms"
+    return f"{time_ms / 1000:.3g} s" if time_ms < 600_000 else f"{time_ms / 60_000:.3g} min"
+
+
+def format_ratio(ratio: float) -> str:
+    """Write an overhead, a ratio, as a signed percentage."""
+    return f"{100 * ratio:+.1f}%"
