@@ -1,0 +1,67 @@
+"""The torch.compile backend: Dynamo's captured code in, planned parts out.
+
+Dynamo guards on shapes, dtypes and modes and survives graph breaks; AOTAutograd functionalises and traces the joint graph. What
+is left to do here is to cut that graph for execution. Inference graphs run as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from . import torch_private
+from .capture import Captured, capture
+from .execution import Part, stub_modules
+
+
+def planning_backend(make_part: Callable[[Captured], Part]) -> Any:
+    """Build a backend that hands each captured graph to a session.
+
+    Args:
+        make_part: Called once for each joint graph; the part that it returns runs in the graph's place.
+
+    Returns:
+        A backend for `torch.compile(..., backend=...)`.
+    """
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return _Compilation(make_part).compile(module, inputs)
+
+    return backend
+
+
+class _Compilation:
+    """The state of one compilation: AOTAutograd calls partition, then forward, then backward."""
+
+    def __init__(self, make_part: Callable[[Captured], Part]) -> None:
+        self._make_part = make_part
+        self._captured: Captured | None = None
+        self._part: Part | None = None
+
+    def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        backend = torch_private.make_backend(
+            partition=self._partition, forward=self._forward, backward=self._backward, inference=self._inference
+        )
+        return backend(module, inputs)
+
+    def _partition(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
+        joint.graph.eliminate_dead_code()
+        joint.recompile()
+        self._captured = capture(joint, num_fwd_outputs)
+        return stub_modules(self._captured)
+
+    def _forward(self, _: fx.GraphModule, __: Sequence[Any]) -> torch_private.Boxed:
+        assert self._captured is not None, "AOTAutograd compiles a forward only after it partitioned"
+        torch_private.allow_retain_graph()
+        self._part = part = self._make_part(self._captured)
+        return torch_private.mark_boxed(lambda arguments: part.forward(arguments))
+
+    def _backward(self, _: fx.GraphModule, __: Sequence[Any]) -> torch_private.Boxed:
+        part = self._part
+        assert part is not None, "AOTAutograd compiles a backward only after its forward"
+        return torch_private.mark_boxed(lambda arguments: part.backward(arguments))
+
+    def _inference(self, module: fx.GraphModule, _: Sequence[Any]) -> torch_private.Boxed:
+        return torch_private.boxed(module)

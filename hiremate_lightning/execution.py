@@ -1,0 +1,285 @@
+"""Run schedules on a captured graph, and change them without capturing again.
+
+AOTAutograd is told that the forward saves one value, an empty token. The values that a plan really saves ride on that token, together with
+the backward program that fits them. So a plan can be replaced at any time, even between a forward and its backward: steps under way
+finish with what they started with.
+
+A `Program` is a pair of straight-line FX modules made from one `Schedule`. Their generated code takes its arguments in a list
+that it empties and drops each value after its last use, which is where the schedule says `Free`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from . import torch_private
+from .capture import Captured
+from .schedule import Compute, Operation, Schedule
+
+FREED = (
+    "Trying to backward through the graph a second time, but the saved values have already been freed. "
+    "Specify retain_graph=True in the first backward if you need a second one."
+)
+CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+    "{name} is at version {found}; expected version {expected} instead"
+)
+
+
+class Observer(Protocol):
+    """Hears of each run of a part; what it returns is ignored."""
+
+    def before_forward(self, part: Part) -> None:
+        """A forward is about to run."""
+
+    def after_forward(self, part: Part, outputs: Sequence[Any]) -> None:
+        """A forward has run."""
+
+    def before_backward(self, part: Part) -> None:
+        """A backward is about to run."""
+
+    def after_backward(self, part: Part) -> None:
+        """A backward has run."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A schedule, ready to run on a captured graph.
+
+    Attributes:
+        schedule: What it does.
+        forward: Takes the inputs in a list, returns outputs followed by saved values.
+        backward: Takes saved values followed by tangents in a list, returns gradients.
+        forward_module: FX module of the forward.
+        backward_module: FX module of the backward.
+        saved_names: Name of each saved value.
+        returned: For each saved value, whether the forward also returns it.
+        checked: For each saved value, whether a change in place between forward and backward is an error.
+    """
+
+    schedule: Schedule
+    forward: torch_private.Boxed
+    backward: torch_private.Boxed
+    forward_module: fx.GraphModule
+    backward_module: fx.GraphModule
+    saved_names: tuple[str, ...]
+    returned: tuple[bool, ...]
+    checked: tuple[bool, ...]
+
+
+def build(captured: Captured, schedule: Schedule) -> Program:
+    """Generate the two straight-line programs of a schedule.
+
+    Args:
+        captured: The captured graph.
+        schedule: A valid schedule of its graph.
+
+    Returns:
+        The programs, compiled to Python.
+    """
+    graph = captured.graph
+    saved = tuple(captured.fx_values[t] for t in schedule.saved)
+    forward = _forward_module(captured, schedule, saved)
+    backward = _backward_module(captured, schedule, saved)
+    outputs = set(captured.forward_outputs)
+    inputs = set(graph.inputs)
+    return Program(
+        schedule=schedule,
+        forward=torch_private.boxed(forward),
+        backward=torch_private.boxed(backward),
+        forward_module=forward,
+        backward_module=backward,
+        saved_names=tuple(v.name for v in saved),
+        returned=tuple(v in outputs for v in saved),
+        checked=tuple(
+            (v in outputs or t in inputs) and t not in captured.mutated
+            for t, v in zip(schedule.saved, saved, strict=True)
+        ),
+    )
+
+
+def _forward_module(captured: Captured, schedule: Schedule, saved: Sequence[fx.Node]) -> fx.GraphModule:
+    graph = fx.Graph()
+    values = {p: graph.node_copy(p) for p in captured.placeholders}
+    _copy_constants(captured, graph, values)
+    _emit(captured, schedule.forward, graph, values)
+    outputs = [values[v] if isinstance(v, fx.Node) else v for v in captured.forward_outputs]
+    graph.output((*outputs, *(values[v] for v in saved)))
+    return fx.GraphModule(captured.joint, graph, "PlannedForward")
+
+
+def _backward_module(captured: Captured, schedule: Schedule, saved: Sequence[fx.Node]) -> fx.GraphModule:
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for value in (*saved, *captured.tangents):
+        values[value] = graph.placeholder(value.name)
+    _copy_constants(captured, graph, values)
+    _emit(captured, schedule.backward, graph, values)
+    graph.output(tuple(values[v] if isinstance(v, fx.Node) else v for v in captured.backward_outputs))
+    return fx.GraphModule(captured.joint, graph, "PlannedBackward")
+
+
+def _copy_constants(captured: Captured, graph: fx.Graph, values: dict[fx.Node, fx.Node]) -> None:
+    for node in captured.joint.graph.find_nodes(op="get_attr"):
+        if node not in values:
+            values[node] = graph.node_copy(node)
+
+
+def _emit(
+    captured: Captured, operations: Sequence[Operation], graph: fx.Graph, values: dict[fx.Node, fx.Node]
+) -> None:
+    """Append the operations of a schedule; generated code frees by itself, after the last use."""
+    for operation in operations:
+        if not isinstance(operation, Compute) or operation.node >= len(captured.fx_nodes):
+            continue
+        record, node = captured.graph.nodes[operation.node], captured.fx_nodes[operation.node]
+        if record.replays is not None:
+            _emit_dropout(node, captured.fx_values[record.outputs[0]], graph, values)
+            continue
+        copy = graph.node_copy(node, lambda n: values[n])
+        for tensor in record.outputs:
+            value = captured.fx_values[tensor]
+            if value is node:
+                values[value] = copy
+            else:
+                part = graph.call_function(operator.getitem, (copy, value.args[1]))
+                part.meta = value.meta
+                values[value] = part
+
+
+def _emit_dropout(node: fx.Node, output: fx.Node, graph: fx.Graph, values: dict[fx.Node, fx.Node]) -> None:
+    mask = next(u for u in node.users if u.target is operator.getitem and u.args[1] == 1)
+    probability = float(node.args[1])  # type: ignore[arg-type]
+    scale = 0.0 if probability == 1 else 1.0 / (1.0 - probability)
+    applied = graph.call_function(apply_dropout_mask, (values[node.args[0]], values[mask], scale))  # type: ignore[index]
+    applied.meta = output.meta
+    values[output] = applied
+
+
+def apply_dropout_mask(source: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """Rebuild a dropout's output from its input and its mask, with the operations of `native_dropout`, bit for bit."""
+    return torch.mul(source, mask).mul_(scale)
+
+
+class Part:
+    """One captured graph and the programs that run it.
+
+    Attributes:
+        captured: The captured graph.
+        observer: Hears of each run, None for no one.
+        choose: Gives the program for the run that starts; called before each forward.
+    """
+
+    def __init__(self, captured: Captured, choose: Callable[[Part], Program]) -> None:
+        self.captured = captured
+        self.choose = choose
+        self.observer: Observer | None = None
+        self._count = len(captured.forward_outputs)
+
+    def forward(self, arguments: list[Any]) -> list[Any]:
+        """Run the forward: inputs in, outputs and the token out."""
+        program = self.choose(self)
+        observer = self.observer
+        if observer is not None:
+            observer.before_forward(self)
+        results = list(program.forward(arguments))
+        outputs, saved = results[: self._count], results[self._count :]
+        del results
+        token = torch.empty(0)
+        token.hiremate = _Saved(program, _detach_returned(program, saved))  # type: ignore[attr-defined]
+        if observer is not None:
+            observer.after_forward(self, outputs)
+        return [*outputs, token]
+
+    def backward(self, arguments: list[Any]) -> Sequence[Any]:
+        """Run the backward: the token and tangents in, gradients out."""
+        token, *tangents = arguments
+        arguments.clear()
+        observer = self.observer
+        if observer is not None:
+            observer.before_backward(self)
+        values = token.hiremate.take(keep=torch_private.backward_will_run_again())
+        program = token.hiremate.program
+        del token
+        values.extend(tangents)
+        del tangents
+        gradients = program.backward(values)
+        if observer is not None:
+            observer.after_backward(self)
+        return gradients
+
+
+def _detach_returned(program: Program, saved: list[Any]) -> list[Any]:
+    """Detach what is also returned: a returned tensor gets a grad_fn that holds the token, which would hold the tensor."""
+    return [
+        v.detach() if returned and isinstance(v, torch.Tensor) else v
+        for v, returned in zip(saved, program.returned, strict=True)
+    ]
+
+
+class _Saved:
+    """The values that a forward saved, with the program whose backward reads them."""
+
+    __slots__ = ("program", "values", "versions")
+
+    def __init__(self, program: Program, values: list[Any]) -> None:
+        self.program = program
+        self.values: list[Any] | None = values
+        self.versions = [
+            torch_private.version_of(v) if checked and isinstance(v, torch.Tensor) else None
+            for v, checked in zip(values, program.checked, strict=True)
+        ]
+
+    def take(self, keep: bool) -> list[Any]:
+        """Hand the values to a backward; they are gone afterwards unless another backward was announced."""
+        if self.values is None:
+            raise RuntimeError(FREED)
+        for value, name, expected in zip(self.values, self.program.saved_names, self.versions, strict=True):
+            if expected is not None and torch_private.version_of(value) != expected:
+                found = torch_private.version_of(value)
+                raise RuntimeError(CHANGED.format(name=name, found=found, expected=expected))
+        values = self.values
+        if keep:
+            return list(values)
+        self.values = None
+        return values
+
+
+def stub_modules(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Make the two modules that AOTAutograd partitions into: only their calling convention counts, they never run."""
+    with torch_private.fake_mode_of([n.meta.get("val") for n in captured.placeholders]):
+        token = torch.empty(0)
+    forward = _stub_forward(captured, token)
+    backward = fx.Graph()
+    backward.placeholder("token").meta["val"] = token
+    for tangent in captured.tangents:
+        backward.placeholder(tangent.name).meta = dict(tangent.meta)
+    gradients = []
+    for value in captured.backward_outputs:
+        if isinstance(value, fx.Node):
+            stand_in = backward.call_function(torch.empty, ((0,),))
+            stand_in.meta = dict(value.meta)
+            gradients.append(stand_in)
+        else:
+            gradients.append(value)
+    backward.output(tuple(gradients)).meta["desc"] = list(captured.output_descriptions[1])
+    return fx.GraphModule(captured.joint, forward), fx.GraphModule(captured.joint, backward)
+
+
+def _stub_forward(captured: Captured, token: torch.Tensor) -> fx.Graph:
+    graph = fx.Graph()
+    values = {p: graph.node_copy(p) for p in captured.placeholders}
+    _copy_constants(captured, graph, values)
+    _emit(captured, [Compute(n) for n in captured.graph.forward], graph, values)
+    made = graph.call_function(torch.empty, ((0,),))
+    made.meta["val"] = token
+    outputs = [values[v] if isinstance(v, fx.Node) else v for v in captured.forward_outputs]
+    description = [*captured.output_descriptions[0], torch_private.describe_saved(0)]
+    graph.output((*outputs, made)).meta["desc"] = description
+    return graph

@@ -1,0 +1,153 @@
+"""Every private torch API that the project uses, and nothing else.
+
+Checked on the torch versions in `CHECKED_VERSIONS`; `tests/test_torch_private.py` fails loudly when one of them moves. What they are for:
+
+* AOTAutograd with our own partitioner: the only way to the joint forward and backward graph of what Dynamo captured;
+* the slot that `nn.Module.compile` uses: the only way to take over a call that keeps state_dict, deepcopy and pickle as they are;
+* boxed code generation of FX graphs, so that arguments die as they are used;
+* two facts about a running backward: whether it will be run again, and a tensor's version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, SavedForBackwardsAOTOutput
+from torch._functorch.partitioners import _extract_fwd_bwd_outputs, _has_tag_is_backward, _is_tangent
+from torch._guards import TracingContext, detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._ops import HigherOrderOperator
+from torch.fx.graph import _BoxedCodeGen
+from torch.utils._pytree import tree_leaves as leaves
+from torch.utils._python_dispatch import _disable_current_modes
+
+CHECKED_VERSIONS = ("2.13",)
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+Compiler = Callable[[fx.GraphModule, Sequence[Any]], Boxed]
+
+
+def make_backend(partition: Callable[..., Any], forward: Compiler, backward: Compiler, inference: Compiler) -> Any:
+    """Build a torch.compile backend from a partitioner of the joint graph and three compilers; no decompositions."""
+    return aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+
+
+def joint_outputs(joint: fx.GraphModule, num_forward: int) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    """Split the outputs of a joint graph: forward values, backward values, and AOTAutograd's descriptions of both."""
+    return _extract_fwd_bwd_outputs(joint, num_fwd_outputs=num_forward)
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a placeholder of the joint graph is the gradient of an output."""
+    return bool(_is_tangent(node))
+
+
+def is_tagged_backward(node: fx.Node) -> bool:
+    """Whether autograd, not the user's forward, made this node."""
+    return bool(_has_tag_is_backward(node))
+
+
+def describe_saved(index: int) -> Any:
+    """Describe a saved value to AOTAutograd."""
+    return SavedForBackwardsAOTOutput(index)
+
+
+def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode:
+    """Find the mode in which fake values were made."""
+    mode = detect_fake_mode(values)
+    return mode if mode is not None else FakeTensorMode()
+
+
+def overwritten_inputs(placeholders: Sequence[fx.Node], descriptions: Sequence[Any]) -> list[fx.Node]:
+    """List the inputs that are written to after the forward, by AOTAutograd's descriptions of the forward's outputs."""
+    written = [d.mutated_input for d in descriptions if isinstance(d, InputMutationAOTOutput)]
+    return [p for p in placeholders if p.meta.get("desc") in written]
+
+
+def allow_retain_graph() -> None:
+    """Tell AOTAutograd that no saved buffer is reused, so that `retain_graph=True` stays legal.
+
+    To be called inside the forward compiler.
+    """
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
+
+
+def backward_will_run_again() -> bool:
+    """Whether the running backward was called with `retain_graph=True`."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Count the in-place changes of a tensor; -1 for one made in inference mode, which has no count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def boxed(module: fx.GraphModule) -> Boxed:
+    """Compile an FX graph to a function that takes its arguments in one list, which it empties."""
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+    run = module.forward
+    return mark_boxed(lambda arguments: run(arguments))
+
+
+def mark_boxed(function: Boxed) -> Boxed:
+    """Tell AOTAutograd that a function empties its argument list."""
+    function._boxed_call = True  # type: ignore[attr-defined]
+    return function
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identify a storage, fake ones included, as long as a tensor on it lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def int_hint(value: Any) -> int:
+    """Read a size that may be symbolic, without guarding on it."""
+    if isinstance(value, torch.SymInt):
+        hint = value.node.hint
+        return int(hint) if hint is not None else 0
+    return int(value)
+
+
+def real_mode() -> Any:
+    """Leave the tracing modes for a while, so that operations run on real tensors."""
+    return _disable_current_modes()
+
+
+CALL_SLOT = "_compiled_call_impl"
+
+
+def get_call(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """Give the function that stands in for a module's call, None where there is none."""
+    call: Callable[..., Any] | None = module.__dict__.get(CALL_SLOT)
+    return call
+
+
+def set_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+    """Let a function stand in for a module's call, hooks included; None restores the module."""
+    if call is None:
+        module.__dict__.pop(CALL_SLOT, None)
+    else:
+        module.__dict__[CALL_SLOT] = call
+
+
+def plain_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module as if nothing stood in for it: hooks, then its forward as found now."""
+    return module._call_impl(*args, **kwargs)
+
+
+def reset_recompile_count(function: Callable[..., Any]) -> None:
+    """Forget what Dynamo compiled for a function."""
+    torch._dynamo.reset_code(getattr(function, "__code__", function))
