@@ -1,0 +1,363 @@
+"""Measure on the device: time and workspace of each distinct operation, and the peak of anything.
+
+Each distinct operation (operator, shapes, strides, dtypes, device, scalar arguments: `Node.key`) is run alone, on made-up inputs of
+its own shapes, so that profiling never needs more memory than the operation itself. Workspace is what the allocator
+hands out while the operation runs, beyond its outputs. Random state is restored; no gradient or buffer of the model is touched.
+
+On the CPU the allocator's own events are read, through the profiler; a dispatch mode would miss what kernels allocate inside. On
+CUDA the caching allocator's statistics are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import operator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from . import torch_private
+from .capture import Captured, allocated_bytes
+from .costs import Profile, estimate
+from .execution import apply_dropout_mask
+
+log = logging.getLogger("hiremate_lightning")
+
+CACHE_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileOptions:
+    """How carefully to measure an operation.
+
+    Attributes:
+        warmup: Runs before the first that counts.
+        repeats: Timed runs; the fastest counts, since other load only ever adds.
+        time_limit_ms: Stop repeating an operation once its timed runs took this long together, after two at least.
+    """
+
+    warmup: int = 1
+    repeats: int = 8
+    time_limit_ms: float = 200.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one operation costs."""
+
+    time_ms: float
+    workspace_bytes: int
+
+
+@dataclass
+class CostCache:
+    """Costs of distinct operations, in memory and, where a folder is given, on disk.
+
+    A file that can't be read, or was written by another version or device, is ignored.
+
+    Attributes:
+        folder: Where to keep the costs between runs, None for nowhere.
+    """
+
+    folder: Path | None = None
+    _costs: dict[str, dict[str, Cost]] = field(default_factory=dict)
+
+    def costs_on(self, device: torch.device) -> dict[str, Cost]:
+        """Give the costs known for a device; what is added to them is kept."""
+        name = describe_device(device)
+        if name not in self._costs:
+            self._costs[name] = self._read(name)
+        return self._costs[name]
+
+    def write(self, device: torch.device) -> None:
+        """Keep the costs of a device on disk."""
+        if self.folder is None:
+            return
+        name = describe_device(device)
+        rows = {key: [c.time_ms, c.workspace_bytes] for key, c in sorted(self._costs[name].items())}
+        path = self._path(name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps({"format": CACHE_FORMAT, "device": name, "costs": rows}))
+            partial.replace(path)
+        except OSError as error:
+            log.warning("Could not keep the profile in %s (%s); the next run measures again", path, error)
+
+    def _path(self, name: str) -> Path:
+        assert self.folder is not None
+        return self.folder / f"profile-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+
+    def _read(self, name: str) -> dict[str, Cost]:
+        if self.folder is None or not self._path(name).is_file():
+            return {}
+        try:
+            data = json.loads(self._path(name).read_text())
+            if data["format"] != CACHE_FORMAT or data["device"] != name:
+                raise ValueError("it was written for another version or device")
+            return {key: Cost(float(time_ms), int(size)) for key, (time_ms, size) in data["costs"].items()}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("Ignored the profile in %s: %s", self._path(name), error)
+            return {}
+
+
+def describe_device(device: torch.device) -> str:
+    """Name what the costs depend on besides the operation: device, threads, torch version."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    return f"{device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def measure(
+    captured: Captured,
+    cache: CostCache,
+    options: ProfileOptions = ProfileOptions(),
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Profile:
+    """Measure each distinct operation of a captured graph once.
+
+    Args:
+        captured: The captured graph.
+        cache: Costs already known; new ones are added and written.
+        options: How carefully to measure.
+        progress: Called with the number of operations measured and their total.
+
+    Returns:
+        Costs by node. A node that can't be run alone gets its analytic estimate, with a logged reason.
+    """
+    graph = captured.graph
+    costs = cache.costs_on(captured.device)
+    missing = {n.key: i for i, n in enumerate(graph.nodes) if n.key not in costs and i < len(captured.fx_nodes)}
+    fallback = estimate(graph)
+    with _undisturbed(captured.device):
+        for done, (key, index) in enumerate(missing.items()):
+            progress(done, len(missing))
+            costs[key] = _measure_node(captured, index, options) or Cost(fallback.time_ms[index], 0)
+    if missing:
+        progress(len(missing), len(missing))
+        cache.write(captured.device)
+    known = [costs.get(n.key, Cost(0.0, 0)) for n in graph.nodes]
+    return Profile(
+        tuple(c.time_ms for c in known), tuple(c.workspace_bytes for c in known), describe_device(captured.device)
+    )
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Leave random state, gradient mode and autocast as they are found."""
+    devices = [device] if device.type == "cuda" else []
+    with (
+        torch_private.real_mode(),
+        torch.random.fork_rng(devices=devices),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield
+
+
+def _measure_node(captured: Captured, index: int, options: ProfileOptions) -> Cost | None:
+    record, node = captured.graph.nodes[index], captured.fx_nodes[index]
+    if not captured.graph.allocates[index] and not record.is_mutating and not record.flops:
+        return Cost(_VIEW_MS, 0)
+    try:
+        run = _runner(captured, index)
+        result = run()
+        output_bytes = _storage_bytes(result, captured.device)
+        del result
+        workspace = max(0, measure_peak(run, captured.device) - output_bytes)
+        return Cost(_time_ms(run, captured.device, options), workspace)
+    except Exception as error:  # any operator may refuse made-up inputs: the estimate takes its place
+        log.debug("Could not measure %s alone (%s: %s); estimated", record.op, type(error).__name__, error)
+        return None
+
+
+_VIEW_MS = 0.002  # what a view costs the interpreter; kernels on top of it are what matters
+
+
+def _runner(captured: Captured, index: int) -> Callable[[], Any]:
+    record, node = captured.graph.nodes[index], captured.fx_nodes[index]
+    made: dict[fx.Node, Any] = {}
+
+    def argument(source: fx.Node) -> Any:
+        if source not in made:
+            made[source] = _made_up(source.meta.get("val"))
+        return made[source]
+
+    if record.replays is not None:
+        mask = next(u for u in node.users if u.target is operator.getitem and u.args[1] == 1)
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        inputs = (argument(source), argument(mask))
+        return lambda: apply_dropout_mask(inputs[0], inputs[1], 1.0)
+    if not callable(node.target):
+        raise TypeError("its target can't be called")
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), argument)
+    target = node.target
+    return lambda: target(*args, **kwargs)
+
+
+def _made_up(value: Any) -> Any:
+    """Make an input of the same shape, strides, dtype and device: ordinary numbers, zeros for integers."""
+    if isinstance(value, torch.Tensor):
+        size = [torch_private.int_hint(s) for s in value.shape]
+        stride = [torch_private.int_hint(s) for s in value.stride()]
+        made = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+        if value.dtype.is_floating_point and 0 not in stride:
+            return made.normal_() if value.dtype.itemsize >= 2 else made.zero_()
+        return made.fill_(1) if value.dtype.is_floating_point or value.dtype == torch.bool else made.zero_()
+    if isinstance(value, (list, tuple)):
+        return type(value)(_made_up(v) for v in value)
+    return torch_private.int_hint(value) if isinstance(value, torch.SymInt) else value
+
+
+def _storage_bytes(result: Any, device: torch.device) -> int:
+    tensors = [t for t in torch_private.leaves(result) if isinstance(t, torch.Tensor) and t.device == device]
+    storages = {torch_private.storage_id(t): t.untyped_storage().nbytes() for t in tensors}
+    return sum(allocated_bytes(size, device) for size in storages.values())
+
+
+def _time_ms(run: Callable[[], Any], device: torch.device, options: ProfileOptions) -> float:
+    for _ in range(options.warmup):
+        run()
+    times: list[float] = []
+    while len(times) < options.repeats and (len(times) < 2 or sum(times) < options.time_limit_ms):
+        times.append(_time_once_ms(run, device))
+    return min(times)
+
+
+def _time_once_ms(run: Callable[[], Any], device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - start)
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    before.record()
+    run()
+    after.record()
+    torch.cuda.synchronize(device)
+    return float(before.elapsed_time(after))
+
+
+def measure_peak(function: Callable[[], Any], device: torch.device | str = "cpu") -> int:
+    """Run a function and give the bytes that it added at its peak to what was allocated before.
+
+    Args:
+        function: Called once, without arguments.
+        device: Where its memory counts.
+
+    Returns:
+        Peak above the start, in bytes by the allocator's own events, at least 0.
+    """
+    with MemoryMeter(torch.device(device)) as meter:
+        function()
+    return max((interval.peak_bytes for interval in meter.intervals), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Memory between two marks, in bytes relative to the start of the measurement.
+
+    Attributes:
+        label: The mark at its start.
+        start_bytes: Live at the mark.
+        peak_bytes: Most that lived until the next mark.
+    """
+
+    label: str
+    start_bytes: int
+    peak_bytes: int
+
+
+class MemoryMeter:
+    """Measures live bytes and peaks between marks, by the allocator's own events.
+
+    On CUDA this resets the allocator's peak statistics at every mark. On the CPU the profiler runs meanwhile, so another profiler
+    must not; `is_available` tells.
+
+    Attributes:
+        intervals: One for each mark, filled when the measurement ends.
+    """
+
+    _MARK = "hiremate_mark:"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._profile: profile | None = None
+        self.intervals: list[Interval] = []
+
+    @staticmethod
+    def is_available(device: torch.device) -> bool:
+        """Whether nothing else occupies the means of measurement."""
+        return device.type == "cuda" or not torch.autograd.profiler._is_profiler_enabled
+
+    def __enter__(self) -> MemoryMeter:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Begin to measure; the first mark is called "start"."""
+        self.intervals = []
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            self._base = torch.cuda.memory_allocated(self._device)
+        else:
+            self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self._profile.__enter__()
+        self.mark("start")
+
+    def mark(self, label: str) -> None:
+        """Begin a new interval."""
+        if self._device.type == "cuda":
+            self._close_interval()
+            live = torch.cuda.memory_allocated(self._device) - self._base
+            self.intervals.append(Interval(label, live, live))
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            with record_function(self._MARK + label):
+                pass
+
+    def stop(self) -> None:
+        """End the measurement and fill `intervals`."""
+        if self._device.type == "cuda":
+            self._close_interval()
+        elif self._profile is not None:
+            self._profile.__exit__(None, None, None)
+            self._read_events(self._profile)
+            self._profile = None
+
+    def _close_interval(self) -> None:
+        if self.intervals:
+            last = self.intervals.pop()
+            peak = torch.cuda.max_memory_allocated(self._device) - self._base
+            self.intervals.append(Interval(last.label, last.start_bytes, max(peak, last.start_bytes)))
+
+    def _read_events(self, finished: profile) -> None:
+        events = []
+        for event in finished.profiler.kineto_results.events():  # type: ignore[union-attr]
+            name = event.name()
+            if name == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
+                events.append((event.start_ns(), 1, event.nbytes(), ""))
+            elif name.startswith(self._MARK):
+                events.append((event.start_ns(), 0, 0, name.removeprefix(self._MARK)))
+        live, label, start, peak = 0, "", 0, 0
+        for _, is_memory, size, mark in sorted(events):
+            if not is_memory:
+                if label:
+                    self.intervals.append(Interval(label, start, peak))
+                label, start, peak = mark, live, live
+            live += size
+            peak = max(peak, live)
+        self.intervals.append(Interval(label, start, peak))
