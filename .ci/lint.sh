@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# Check style and formatting of all Python in the repository.
+source "$(dirname "$0")/setup.sh"
+"$python" -m ruff check .
+"$python" -m ruff format --check .

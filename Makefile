@@ -1,0 +1,22 @@
+# Each target first sets up what it needs in .venv, which is quick when nothing has changed; see .ci/setup.sh.
+# ARGS=... is passed on: make test ARGS="-k layers"
+
+.PHONY: help demo test lint typecheck
+
+help:
+	@echo "make demo       train a GPT twice, plain and under a byte budget, and compare"
+	@echo "make test       run the tests"
+	@echo "make lint       check style"
+	@echo "make typecheck  check types"
+
+demo:
+	@bash -c 'source .ci/setup.sh && exec "$$python" examples/gpt.py $(ARGS)'
+
+test:
+	@.ci/test.sh $(ARGS)
+
+lint:
+	@.ci/lint.sh
+
+typecheck:
+	@.ci/typecheck.sh
