@@ -12,7 +12,7 @@ the tensor can only be saved. Random numbers are never drawn again.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -200,29 +200,3 @@ def graph_from_json(text: str) -> Graph:
     tensors = tuple(Tensor(**freeze(t)) for t in data.pop("tensors"))
     storages = tuple(Storage(s["size_bytes"], StorageKind(s["kind"])) for s in data.pop("storages"))
     return Graph(nodes, tensors, storages, **freeze(data))
-
-
-def with_outside(graph: Graph, held_bytes: int) -> Graph:
-    """Add what runs between the captured forward and its backward (the loss, say) as one node at the turn.
-
-    The bytes that it allocates and never frees within the step are `held_bytes`; what it needs only while it runs is its
-    workspace, which belongs to the profile.
-
-    Args:
-        graph: A captured graph.
-        held_bytes: Bytes that outside code holds when the backward starts, at least 0.
-
-    Returns:
-        A graph whose last forward node is the outside.
-    """
-    storage = Storage(held_bytes, StorageKind.ACTIVATION)
-    tensor = Tensor("outside_held", len(graph.storages), (held_bytes,), "uint8", len(graph.nodes))
-    node = Node("outside", OUTSIDE, Phase.FORWARD, graph.outputs, (len(graph.tensors),), OUTSIDE, is_random=True)
-    return replace(
-        graph,
-        nodes=(*graph.nodes, node),
-        tensors=(*graph.tensors, tensor),
-        storages=(*graph.storages, storage),
-        forward=(*graph.forward, len(graph.nodes)),
-        held=(*graph.held, len(graph.tensors)),
-    )

@@ -66,31 +66,43 @@ def lower(graph: Graph, recompute: Sequence[Sequence[int]]) -> Schedule:
         order.extend(before)
         if position < len(graph.backward):
             order.append(graph.backward[position])
-    never_freed = set(graph.inputs)
-    backward, read_first = _with_frees(graph, order, live=set(graph.gradients), never_freed=never_freed)
-    tangents = set(graph.tangents)
+    stay = {*graph.inputs, *graph.held}
+    backward, read_first = _with_frees(graph, order, set(graph.gradients), stay)
     unread = tuple(Free(t) for t in graph.tangents if t not in read_first)
-    saved = tuple(sorted(read_first - tangents))
-    survive = {*saved, *graph.held}
-    leaving = tuple(Free(t) for t in dict.fromkeys(graph.outputs) if t not in survive and t not in never_freed)
-    forward, _ = _with_frees(graph, graph.forward, live=survive | set(graph.outputs), never_freed=never_freed)
+    saved = tuple(sorted(read_first.difference(graph.tangents)))
+    survive = {*saved, *stay}
+    leaving = tuple(Free(t) for t in dict.fromkeys(graph.outputs) if t not in survive)
+    forward, _ = _with_frees(graph, graph.forward, {*saved, *graph.outputs}, stay)
     return Schedule(forward + leaving, saved, unread + backward)
 
 
 def _with_frees(
-    graph: Graph, order: Sequence[int], live: set[int], never_freed: set[int]
+    graph: Graph, order: Sequence[int], returned: set[int], stay: set[int]
 ) -> tuple[tuple[Operation, ...], set[int]]:
-    """Add the frees of a straight-line program by liveness, from its end; return also what it reads before defining it."""
+    """Add the frees of a straight-line program by liveness, from its end.
+
+    Args:
+        graph: The step.
+        order: Nodes in order of execution.
+        returned: Tensors that are read at its end.
+        stay: Tensors that are never freed.
+
+    Returns:
+        The operations, and the tensors that must be there at their start.
+    """
     reversed_operations: list[Operation] = []
+    live, needed = returned | stay, set(returned)
     for index in reversed(order):
         node = graph.nodes[index]
         dead = [t for t in node.outputs if t not in live]
         live.difference_update(node.outputs)
-        dead += [t for t in node.inputs if t not in live and t not in never_freed]
+        needed.difference_update(node.outputs)
+        dead += [t for t in node.inputs if t not in live]
         live.update(node.inputs)
+        needed.update(node.inputs)
         reversed_operations.extend(Free(t) for t in reversed(dead))
         reversed_operations.append(Compute(index))
-    return tuple(reversed(reversed_operations)), live
+    return tuple(reversed(reversed_operations)), needed
 
 
 def keep_all(graph: Graph) -> tuple[tuple[int, ...], ...]:

@@ -133,7 +133,7 @@ def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
     runs = [0] * len(graph.nodes)
     _replay(memory, profile, schedule.forward, runs, timeline)
     turn = len(timeline)
-    memory.check_live((*schedule.saved, *graph.held), "The schedule saves")
+    memory.check_live(schedule.saved, "The schedule saves")
     survivors = {*schedule.saved, *graph.held, *graph.inputs}
     for tensor in [t for t in memory.block_of if t not in survivors]:
         memory.free(tensor)

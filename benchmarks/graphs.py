@@ -1,0 +1,62 @@
+"""Capture the benchmark models' training steps and write them as JSON: graphs and profiles for the solver benchmarks.
+
+    python benchmarks/graphs.py FOLDER [MODEL ...]
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+from models import MODELS
+
+from hiremate_lightning.backend import planning_backend
+from hiremate_lightning.capture import Captured
+from hiremate_lightning.execution import Part, Program, build
+from hiremate_lightning.profiling import CostCache, measure
+from hiremate_lightning.schedule import keep_all, lower
+
+
+def capture_step(name: str) -> list[Captured]:
+    """Run one step of a model and give its captured graphs."""
+    module, batch = MODELS[name]()
+    programs: dict[int, Program] = {}
+    found: list[Captured] = []
+
+    def make_part(captured: Captured) -> Part:
+        found.append(captured)
+        part = Part(captured, lambda p: programs[id(p)])
+        programs[id(part)] = build(captured, lower(captured.graph, keep_all(captured.graph)))
+        return part
+
+    loss = torch.compile(module, backend=planning_backend(make_part), dynamic=False)(*batch)
+    loss.backward()
+    return found
+
+
+def main() -> None:
+    """Write the largest captured graph of each model."""
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    cache = CostCache()
+    for name in sys.argv[2:] or MODELS:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        start = time.perf_counter()
+        captured = max(capture_step(name), key=lambda c: len(c.graph.nodes))
+        middle = time.perf_counter()
+        profile = measure(captured, cache)
+        end = time.perf_counter()
+        (folder / f"{name}.graph.json").write_text(captured.graph.to_json())
+        (folder / f"{name}.profile.json").write_text(profile.to_json())
+        sys.stdout.write(
+            f"{name}: {len(captured.graph.forward)}+{len(captured.graph.backward)} nodes, "
+            f"captured in {middle - start:.1f} s, profiled in {end - middle:.1f} s\n"
+        )
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

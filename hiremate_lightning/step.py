@@ -1,0 +1,225 @@
+"""One graph for the whole training step: its captured calls, and the code that runs outside of them.
+
+A step may run several captured graphs (graph breaks, several planned modules) or one of them several times, with code between
+them that nobody captured: the loss, say. `merge` puts all of it into one `Graph`, so that solvers and the simulator see
+one problem under one budget. Outside code becomes one node between two calls, whose outputs are the bytes that it holds until
+the step ends and whose workspace is what it needs meanwhile, both as measured. `split` gives each call its own decisions back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from .costs import Profile
+from .graph import OUTSIDE, Graph, Node, Phase, Storage, StorageKind, Tensor
+
+Decisions = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Outside code between two captured calls, in bytes above what was live when it started.
+
+    Attributes:
+        held_bytes: Live when the next call starts, and taken to live to the end of the step.
+        peak_bytes: Most that lived meanwhile.
+    """
+
+    held_bytes: int = 0
+    peak_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One run of a captured graph within a step, forward and backward.
+
+    Attributes:
+        graph: The captured graph.
+        profile: Its costs.
+        links: For each input that an earlier call's output shares its storage with: that call and that output.
+        alive: Outputs that someone still holds when the backward of this call starts.
+        passed_on: Gradients that outside code or another call consumes; the others stay to the end of the step.
+        after_forward: What runs outside between this forward and the next call.
+        before_backward: What runs outside between the previous backward and this one; nothing for the first backward.
+    """
+
+    graph: Graph
+    profile: Profile
+    links: dict[int, tuple[int, int]] = field(default_factory=dict)
+    alive: tuple[int, ...] = ()
+    passed_on: tuple[int, ...] = ()
+    after_forward: Gap = Gap()
+    before_backward: Gap = Gap()
+
+
+@dataclass(frozen=True)
+class Step:
+    """A merged step.
+
+    Attributes:
+        graph: All calls and the outside.
+        profile: Costs of its nodes.
+        owners: For each node, the call that it belongs to and its index there; None for outside code.
+        spans: For each call, the first position of its backward in `graph.backward`, and their number.
+    """
+
+    graph: Graph
+    profile: Profile
+    owners: tuple[tuple[int, int] | None, ...]
+    spans: tuple[tuple[int, int], ...]
+
+    def split(self, recompute: Decisions) -> tuple[Decisions, ...]:
+        """Give each call its own decisions."""
+        rows: list[list[list[int]]] = [[[] for _ in range(count + 1)] for _, count in self.spans]
+        for position, before in enumerate(recompute):
+            for node in before:
+                owner = self.owners[node]
+                assert owner is not None, "outside code is never recomputed"
+                call, index = owner
+                first, count = self.spans[call]
+                assert position <= first + count or position == len(self.graph.backward), "recomputed too late"
+                rows[call][min(max(0, position - first), count)].append(index)
+        return tuple(tuple(tuple(row) for row in call) for call in rows)
+
+
+def merge(calls: Sequence[Call], backward_order: Sequence[int]) -> Step:
+    """Put the calls of a step into one graph.
+
+    Args:
+        calls: The calls in the order of their forwards.
+        backward_order: Their indices in the order of their backwards.
+
+    Returns:
+        The step, ready to be planned.
+    """
+    builder = _Merger(tuple(calls))
+    for index in range(len(calls)):
+        builder.add_call(index)
+        builder.add_outside_after_forward(index)
+    spans: dict[int, tuple[int, int]] = {}
+    previous: int | None = None
+    for index in backward_order:
+        if previous is not None:
+            builder.add_outside_before_backward(previous, index)
+        spans[index] = (len(builder.backward), len(calls[index].graph.backward))
+        builder.backward.extend(builder.node_at[index] + n for n in calls[index].graph.backward)
+        previous = index
+    return builder.finish(tuple(backward_order), spans)
+
+
+class _Merger:
+    """Appends the records of each call, its indices shifted behind those before."""
+
+    def __init__(self, calls: tuple[Call, ...]) -> None:
+        self.calls = calls
+        self.nodes: list[Node] = []
+        self.tensors: list[Tensor] = []
+        self.storages: list[Storage] = []
+        self.forward: list[int] = []
+        self.backward: list[int] = []
+        self.inputs: list[int] = []
+        self.held: list[int] = []
+        self.times: list[float] = []
+        self.workspaces: list[int] = []
+        self.owners: list[tuple[int, int] | None] = []
+        self.outside: list[tuple[Gap, list[int], list[int], Phase]] = []
+        self.node_at: list[int] = []
+        self.tensor_at: list[int] = []
+        self.storage_at: list[int] = []
+
+    def add_call(self, index: int) -> None:
+        call = self.calls[index]
+        graph, nodes, tensors, storages = call.graph, len(self.nodes), len(self.tensors), len(self.storages)
+        self.node_at.append(nodes)
+        self.tensor_at.append(tensors)
+        self.storage_at.append(storages)
+        self.storages.extend(graph.storages)
+        linked = {graph.tensors[t].storage: self._linked_storage(link) for t, link in call.links.items()}
+        for tensor in graph.tensors:
+            storage = tensor.storage
+            if storage is not None:
+                storage = linked[storage] if storage in linked else storage + storages
+            producer = None if tensor.producer is None else tensor.producer + nodes
+            self.tensors.append(replace(tensor, storage=storage, producer=producer))
+        for position, node in enumerate(graph.nodes):
+            self.nodes.append(
+                replace(
+                    node,
+                    inputs=tuple(t + tensors for t in node.inputs),
+                    outputs=tuple(t + tensors for t in node.outputs),
+                    replays=None if node.replays is None else node.replays + nodes,
+                )
+            )
+            self.owners.append((index, position))
+        self.times.extend(call.profile.time_ms)
+        self.workspaces.extend(call.profile.workspace_bytes)
+        self.forward.extend(n + nodes for n in graph.forward)
+        self.inputs.extend(t + tensors for t in graph.inputs if t not in call.links)
+        self.held.extend(t + tensors for t in call.alive)
+        self.held.extend(t + tensors for t in graph.held)
+
+    def _linked_storage(self, link: tuple[int, int]) -> int | None:
+        call, tensor = link
+        return self.tensors[self.tensor_at[call] + tensor].storage
+
+    def add_outside_after_forward(self, index: int) -> None:
+        """Hold what outside code holds, and hand the next call those of its inputs that came from earlier calls."""
+        call = self.calls[index]
+        read = [self.tensor_at[index] + t for t in call.graph.outputs]
+        handed = []
+        if index + 1 < len(self.calls):
+            following = self.calls[index + 1]
+            start = len(self.tensors)  # where the next call's tensors will be
+            handed = [start + t for t in following.links]
+            read.extend(self.tensor_at[c] + t for c, t in following.links.values())
+        self._outside(call.after_forward, read, handed, self.forward, Phase.FORWARD)
+
+    def add_outside_before_backward(self, previous: int, index: int) -> None:
+        """Turn the gradients that the previous backward passed on into the tangents of the next one."""
+        read = [self.tensor_at[previous] + t for t in self.calls[previous].passed_on]
+        handed = [self.tensor_at[index] + t for t in self.calls[index].graph.tangents]
+        self._outside(self.calls[index].before_backward, read, handed, self.backward, Phase.BACKWARD)
+
+    def _outside(self, gap: Gap, read: list[int], handed: list[int], order: list[int], phase: Phase) -> None:
+        """Reserve a place in an order; the node itself is appended at the end."""
+        self.outside.append((gap, read, handed, phase))
+        order.append(-len(self.outside))
+
+    def finish(self, backward_order: tuple[int, ...], spans: dict[int, tuple[int, int]]) -> Step:
+        """Append the outside nodes, last, so that no call's indices depend on them."""
+        number = {-i: self._append_outside(*outside) for i, outside in enumerate(self.outside, start=1)}
+        last = backward_order[0]
+        gradients = [
+            self.tensor_at[i] + t
+            for i, call in enumerate(self.calls)
+            for t in call.graph.gradients
+            if t not in call.passed_on or i == backward_order[-1]
+        ]
+        graph = Graph(
+            nodes=tuple(self.nodes),
+            tensors=tuple(self.tensors),
+            storages=tuple(self.storages),
+            forward=tuple(number.get(n, n) for n in self.forward),
+            backward=tuple(number.get(n, n) for n in self.backward),
+            inputs=tuple(self.inputs),
+            tangents=tuple(self.tensor_at[last] + t for t in self.calls[last].graph.tangents),
+            outputs=tuple(self.tensor_at[-1] + t for t in self.calls[-1].graph.outputs),
+            gradients=tuple(dict.fromkeys(gradients)),
+            held=tuple(dict.fromkeys(self.held)),
+        )
+        profile = Profile(tuple(self.times), tuple(self.workspaces), self.calls[0].profile.device)
+        return Step(graph, profile, tuple(self.owners), tuple(spans[i] for i in range(len(self.calls))))
+
+    def _append_outside(self, gap: Gap, read: list[int], handed: list[int], phase: Phase) -> int:
+        node, tensor = len(self.nodes), len(self.tensors)
+        kind = StorageKind.ACTIVATION if phase is Phase.FORWARD else StorageKind.GRADIENT
+        self.tensors.append(Tensor("outside_held", len(self.storages), (gap.held_bytes,), "uint8", node))
+        self.storages.append(Storage(gap.held_bytes, kind))
+        outputs = (*handed, tensor)
+        self.nodes.append(Node(OUTSIDE, OUTSIDE, phase, tuple(dict.fromkeys(read)), outputs, OUTSIDE, is_random=True))
+        self.held.append(tensor)
+        self.times.append(0.0)
+        self.workspaces.append(max(0, gap.peak_bytes - gap.held_bytes))
+        self.owners.append(None)
+        return node
