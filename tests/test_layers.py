@@ -40,9 +40,10 @@ ORDER = (
     "report",
     "planner",
     "session",
-    "integrations",
+    "targets",
     "api",
     "__init__",
+    "integrations",
     "callbacks",
 )
 TORCH_FREE = ("graph", "schedule", "costs", "simulation", "step", "partition", "solvers", "plan", "planner")
@@ -263,6 +264,7 @@ def test_loading_a_framework_would_be_seen() -> None:
         (find_reversed_imports, "solvers.base", "from .ilp import solve"),
         (find_reversed_imports, "session", "from .callbacks import HiRemateCallback"),
         (find_reversed_imports, "session", "import hiremate_lightning"),
+        (find_reversed_imports, "api", "from .integrations import accelerate"),
         (find_torch_in_pure_modules, "solvers.ilp", "import torch"),
         (find_torch_in_pure_modules, "graph", "from torch import fx"),
         (find_frameworks_in_core, "session", "from lightning.pytorch import Trainer"),
