@@ -11,7 +11,7 @@ that it empties and drops each value after its last use, which is where the sche
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from torch import fx
 
 from . import torch_private
 from .capture import Captured
+from .graph import Phase
 from .schedule import Compute, Operation, Schedule
 
 FREED = (
@@ -32,20 +33,23 @@ CHANGED = (
 )
 
 
-class Observer(Protocol):
-    """Hears of each run of a part; what it returns is ignored."""
+class Conductor(Protocol):
+    """Chooses the program of each run of a part, and hears of it.
 
-    def before_forward(self, part: Part) -> None:
-        """A forward is about to run."""
+    What `start` returns beside the program comes back with each later call about the same run.
+    """
 
-    def after_forward(self, part: Part, outputs: Sequence[Any]) -> None:
-        """A forward has run."""
+    def start(self, part: Part, arguments: Sequence[Any]) -> tuple[Program, Any]:
+        """Choose the program of the forward that is about to run."""
 
-    def before_backward(self, part: Part) -> None:
-        """A backward is about to run."""
+    def forward_done(self, run: Any, outputs: Sequence[Any]) -> None:
+        """Hear that the forward has run."""
 
-    def after_backward(self, part: Part) -> None:
-        """A backward has run."""
+    def backward_starts(self, run: Any, tangents: Sequence[Any]) -> None:
+        """Hear that the backward is about to run."""
+
+    def backward_done(self, run: Any) -> None:
+        """Hear that the backward has run."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,7 @@ def _emit(
             _emit_dropout(node, captured.fx_values[record.outputs[0]], graph, values)
             continue
         copy = graph.node_copy(node, lambda n: values[n])
+        copy.meta["phase"] = record.phase
         for tensor in record.outputs:
             value = captured.fx_values[tensor]
             if value is node:
@@ -158,7 +163,7 @@ def _emit_dropout(node: fx.Node, output: fx.Node, graph: fx.Graph, values: dict[
     probability = float(node.args[1])  # type: ignore[arg-type]
     scale = 0.0 if probability == 1 else 1.0 / (1.0 - probability)
     applied = graph.call_function(apply_dropout_mask, (values[node.args[0]], values[mask], scale))  # type: ignore[index]
-    applied.meta = output.meta
+    applied.meta = {**output.meta, "phase": Phase.FORWARD}
     values[output] = applied
 
 
@@ -168,50 +173,39 @@ def apply_dropout_mask(source: torch.Tensor, mask: torch.Tensor, scale: float) -
 
 
 class Part:
-    """One captured graph and the programs that run it.
+    """One captured graph, run by programs that its conductor chooses.
 
     Attributes:
         captured: The captured graph.
-        observer: Hears of each run, None for no one.
-        choose: Gives the program for the run that starts; called before each forward.
     """
 
-    def __init__(self, captured: Captured, choose: Callable[[Part], Program]) -> None:
+    def __init__(self, captured: Captured, conductor: Conductor) -> None:
         self.captured = captured
-        self.choose = choose
-        self.observer: Observer | None = None
+        self._conductor = conductor
         self._count = len(captured.forward_outputs)
 
     def forward(self, arguments: list[Any]) -> list[Any]:
         """Run the forward: inputs in, outputs and the token out."""
-        program = self.choose(self)
-        observer = self.observer
-        if observer is not None:
-            observer.before_forward(self)
+        program, run = self._conductor.start(self, arguments)
         results = list(program.forward(arguments))
         outputs, saved = results[: self._count], results[self._count :]
         del results
         token = torch.empty(0)
-        token.hiremate = _Saved(program, _detach_returned(program, saved))  # type: ignore[attr-defined]
-        if observer is not None:
-            observer.after_forward(self, outputs)
+        token.hiremate = _Saved(program, run, _detach_returned(program, saved))  # type: ignore[attr-defined]
+        self._conductor.forward_done(run, outputs)
         return [*outputs, token]
 
     def backward(self, arguments: list[Any]) -> Sequence[Any]:
         """Run the backward: the token and tangents in, gradients out."""
-        token, *tangents = arguments
+        saved: _Saved = arguments[0].hiremate
+        tangents = arguments[1:]
         arguments.clear()
-        observer = self.observer
-        if observer is not None:
-            observer.before_backward(self)
-        values = token.hiremate.take(keep=torch_private.backward_will_run_again())
-        program = token.hiremate.program
-        del token
+        self._conductor.backward_starts(saved.run, tangents)
+        values = saved.take(keep=torch_private.backward_will_run_again())
         values.extend(tangents)
         del tangents
-        gradients = program.backward(values)
-        if observer is not None:
-            observer.after_backward(self)
+        gradients = saved.program.backward(values)
+        self._conductor.backward_done(saved.run)
         return gradients
 
 
@@ -226,10 +220,11 @@ def _detach_returned(program: Program, saved: list[Any]) -> list[Any]:
 class _Saved:
     """The values that a forward saved, with the program whose backward reads them."""
 
-    __slots__ = ("program", "values", "versions")
+    __slots__ = ("program", "run", "values", "versions")
 
-    def __init__(self, program: Program, values: list[Any]) -> None:
+    def __init__(self, program: Program, run: Any, values: list[Any]) -> None:
         self.program = program
+        self.run = run
         self.values: list[Any] | None = values
         self.versions = [
             torch_private.version_of(v) if checked and isinstance(v, torch.Tensor) else None

@@ -14,10 +14,11 @@ import hashlib
 import json
 import logging
 import operator
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from . import torch_private
 from .capture import Captured, allocated_bytes
 from .costs import Profile, estimate
-from .execution import apply_dropout_mask
+from .execution import Program, apply_dropout_mask
+from .graph import Phase
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -314,6 +316,7 @@ class MemoryMeter:
             torch.cuda.synchronize(self._device)
             self._base = torch.cuda.memory_allocated(self._device)
         else:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # its own lines about starting and stopping
             self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             self._profile.__enter__()
         self.mark("start")
@@ -361,3 +364,63 @@ class MemoryMeter:
             live += size
             peak = max(peak, live)
         self.intervals.append(Interval(label, start, peak))
+
+
+class TimedRun:
+    """Runs a program node by node and adds up its time, and that of what it recomputes.
+
+    Attributes:
+        total_ms: Time of all nodes.
+        recompute_ms: Time of the forward nodes that ran in the backward.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.total_ms = 0.0
+        self.recompute_ms = 0.0
+
+    def wrap(self, program: Program) -> Program:
+        """Give a program that does the same, timed."""
+        return replace(
+            program,
+            forward=lambda arguments: self._run(program.forward_module, arguments, recomputed=None),
+            backward=lambda arguments: self._run(program.backward_module, arguments, recomputed=Phase.FORWARD),
+        )
+
+    def _run(self, module: fx.GraphModule, arguments: list[Any], recomputed: Phase | None) -> Any:
+        interpreter = _TimedInterpreter(module, self._device)
+        result = interpreter.boxed_run(arguments)
+        for node, elapsed_ms in interpreter.times():
+            self.total_ms += elapsed_ms
+            if recomputed is not None and node.meta.get("phase") is recomputed:
+                self.recompute_ms += elapsed_ms
+        return result
+
+
+class _TimedInterpreter(fx.Interpreter):
+    """Takes the time of each node; values are freed after their last use, as in generated code."""
+
+    def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
+        super().__init__(module, garbage_collect_values=True)
+        self._on_gpu = device.type == "cuda"
+        self._clocks: list[tuple[fx.Node, Any, Any]] = []
+
+    def run_node(self, node: fx.Node) -> Any:
+        before = self._read_clock()
+        result = super().run_node(node)
+        self._clocks.append((node, before, self._read_clock()))
+        return result
+
+    def _read_clock(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def times(self) -> Iterator[tuple[fx.Node, float]]:
+        """Give each node's milliseconds."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        for node, before, after in self._clocks:
+            yield node, before.elapsed_time(after) if self._on_gpu else 1e3 * (after - before)

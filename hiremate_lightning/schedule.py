@@ -113,7 +113,8 @@ def keep_all(graph: Graph) -> tuple[tuple[int, ...], ...]:
 def recompute_lazily(graph: Graph, kept: Iterable[int]) -> tuple[tuple[int, ...], ...]:
     """Give the decisions that keep some storages through the turn and recompute all else just before its first use.
 
-    A recomputed tensor is held to its last use; storages whose tensors can't be recomputed are kept in any case.
+    A recomputed tensor is held to its last use; storages whose tensors can't be recomputed are kept in any case, and so
+    are those that the caller holds.
 
     Args:
         graph: The step.
@@ -122,12 +123,12 @@ def recompute_lazily(graph: Graph, kept: Iterable[int]) -> tuple[tuple[int, ...]
     Returns:
         For each position of `graph.backward`, and once more for what only the gradients need, the nodes to run before it.
     """
-    kept = set(kept)
+    stays: set[int | None] = {*kept, *(graph.tensors[t].storage for t in graph.held)}
     available = set(graph.inputs) | set(graph.tangents)
     for index in graph.forward:
         for tensor in graph.nodes[index].outputs:
             storage = graph.tensors[tensor].storage
-            if storage is None or storage in kept or graph.recomputers[tensor] is None:
+            if storage is None or storage in stays or graph.recomputers[tensor] is None:
                 available.add(tensor)
             elif graph.storages[storage].kind.is_resident:
                 available.add(tensor)

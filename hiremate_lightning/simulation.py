@@ -3,8 +3,9 @@
 The simulator is the oracle of the project. It counts storages, not tensors: a block lives as long as any tensor on it. It knows
 the graph, the costs and the schedule, and no solver: nothing here is shared with the models that propose schedules.
 Counted: all that the step allocates, each block at the size its allocator hands out, tangents, gradients as they appear, outputs
-and outside code at the turn, and the workspace of the running node. Resident bytes (parameters, batch, optimizer state)
-are the same for every schedule; the caller adds them.
+and outside code, and the workspace of the running node. What the caller holds is never given back, whatever the schedule
+frees or runs again. Resident bytes (parameters, batch, optimizer state) are the same for every schedule; the caller adds
+them.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class _Memory:
         self.block_of: dict[int, int] = {}  # live tensor -> block, -1 for one that costs nothing
         self.tensors_on: list[int] = []  # block -> number of live tensors
         self.block_bytes: list[int] = []
+        self.to_hold = set(graph.held)
 
     def check_live(self, tensors: tuple[int, ...], why: str) -> None:
         for tensor in tensors:
@@ -101,7 +103,8 @@ class _Memory:
                 self.free(tensor)
             self.block_of[tensor] = block
             if block >= 0:
-                self.tensors_on[block] += 1
+                self.tensors_on[block] += 1 + (tensor in self.to_hold)  # the holder's own reference is never dropped
+                self.to_hold.discard(tensor)
 
     def free(self, tensor: int) -> None:
         self.check_live((tensor,), "The schedule frees")

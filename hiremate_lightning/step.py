@@ -83,17 +83,19 @@ class Step:
         return tuple(tuple(tuple(row) for row in call) for call in rows)
 
 
-def merge(calls: Sequence[Call], backward_order: Sequence[int]) -> Step:
+def merge(calls: Sequence[Call], backward_order: Sequence[int], stale_bytes: int = 0) -> Step:
     """Put the calls of a step into one graph.
 
     Args:
         calls: The calls in the order of their forwards.
         backward_order: Their indices in the order of their backwards.
+        stale_bytes: Bytes that exist when the step begins and are freed between forward and backward: gradients of the
+            previous step, where `zero_grad` comes after the forward.
 
     Returns:
         The step, ready to be planned.
     """
-    builder = _Merger(tuple(calls))
+    builder = _Merger(tuple(calls), stale_bytes)
     for index in range(len(calls)):
         builder.add_call(index)
         builder.add_outside_after_forward(index)
@@ -111,8 +113,9 @@ def merge(calls: Sequence[Call], backward_order: Sequence[int]) -> Step:
 class _Merger:
     """Appends the records of each call, its indices shifted behind those before."""
 
-    def __init__(self, calls: tuple[Call, ...]) -> None:
+    def __init__(self, calls: tuple[Call, ...], stale_bytes: int) -> None:
         self.calls = calls
+        self.stale_bytes = stale_bytes
         self.nodes: list[Node] = []
         self.tensors: list[Tensor] = []
         self.storages: list[Storage] = []
@@ -189,6 +192,7 @@ class _Merger:
     def finish(self, backward_order: tuple[int, ...], spans: dict[int, tuple[int, int]]) -> Step:
         """Append the outside nodes, last, so that no call's indices depend on them."""
         number = {-i: self._append_outside(*outside) for i, outside in enumerate(self.outside, start=1)}
+        self._append_stale(number[-len(self.calls)])
         last = backward_order[0]
         gradients = [
             self.tensor_at[i] + t
@@ -210,6 +214,18 @@ class _Merger:
         )
         profile = Profile(tuple(self.times), tuple(self.workspaces), self.calls[0].profile.device)
         return Step(graph, profile, tuple(self.owners), tuple(spans[i] for i in range(len(self.calls))))
+
+    def _append_stale(self, turn: int) -> None:
+        """Hold stale gradients from the start of the step to the last outside code before the backward, `turn`."""
+        node, tensor = len(self.nodes), len(self.tensors)
+        self.tensors.append(Tensor("stale_gradients", len(self.storages), (self.stale_bytes,), "uint8", node))
+        self.storages.append(Storage(self.stale_bytes, StorageKind.ACTIVATION))
+        self.nodes.append(Node("stale_gradients", OUTSIDE, Phase.FORWARD, (), (tensor,), OUTSIDE, is_random=True))
+        self.nodes[turn] = replace(self.nodes[turn], inputs=(*self.nodes[turn].inputs, tensor))
+        self.forward.insert(0, node)
+        self.times.append(0.0)
+        self.workspaces.append(0)
+        self.owners.append(None)
 
     def _append_outside(self, gap: Gap, read: list[int], handed: list[int], phase: Phase) -> int:
         node, tensor = len(self.nodes), len(self.tensors)

@@ -10,6 +10,7 @@ Checked on the torch versions in `CHECKED_VERSIONS`; `tests/test_torch_private.p
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,9 +22,14 @@ from torch._functorch.partitioners import _extract_fwd_bwd_outputs, _has_tag_is_
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._ops import HigherOrderOperator
+from torch._dynamo.exc import TorchDynamoException as CompileError
 from torch.fx.graph import _BoxedCodeGen
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves as leaves
 from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = ["CompileError", "HigherOrderOperator", "leaves"]
 
 CHECKED_VERSIONS = ("2.13",)
 
@@ -113,6 +119,12 @@ def storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def watch_storage(tensor: torch.Tensor) -> Callable[[], bool]:
+    """Give a function that tells whether a tensor's storage still lives, without keeping it alive."""
+    reference = StorageWeakRef(tensor.untyped_storage())
+    return lambda: not reference.expired()
+
+
 def int_hint(value: Any) -> int:
     """Read a size that may be symbolic, without guarding on it."""
     if isinstance(value, torch.SymInt):
@@ -148,6 +160,14 @@ def plain_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-def reset_recompile_count(function: Callable[..., Any]) -> None:
-    """Forget what Dynamo compiled for a function."""
-    torch._dynamo.reset_code(getattr(function, "__code__", function))
+def on_optimizer_step(hook: Callable[[torch.optim.Optimizer], None]) -> Any:
+    """Call a function after each step of any optimizer; the handle that is returned removes it."""
+    return register_optimizer_step_post_hook(lambda optimizer, args, kwargs: hook(optimizer))
+
+
+def free_host_bytes() -> int:
+    """Give the bytes of memory that the machine could still hand out."""
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return 2**62  # a system that does not tell: no limit

@@ -1,0 +1,145 @@
+"""The callback that plans a LightningModule's training steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from hiremate_lightning.api import make_options
+from hiremate_lightning.plan import Plan
+from hiremate_lightning.session import Session
+from hiremate_lightning.targets import StepTarget, Targets
+
+UNSUPPORTED_STRATEGIES = {
+    "FSDPStrategy": "its parameters are sharded while the plan runs. Use strategy='ddp'.",
+    "ModelParallelStrategy": "its parameters are sharded while the plan runs. Use strategy='ddp'.",
+    "DeepSpeedStrategy": "DeepSpeed schedules memory itself. Use strategy='ddp'.",
+    "SingleDeviceXLAStrategy": "XLA decides on memory itself. Train on CUDA or on the CPU.",
+    "XLAStrategy": "XLA decides on memory itself. Train on CUDA or on the CPU.",
+}
+
+
+class HiRemateCallback(Callback):
+    """Train within a budget of bytes, with the same numbers.
+
+    The model's calls are taken over in `setup("fit")` and given back when fitting ends, also by an exception. Its first training step
+    is captured and runs at the least memory; the next one runs by a plan of the whole step. State dict, checkpoints,
+    optimizers and logs stay what they are. Validation, test and prediction are not planned.
+
+    Args:
+        budget: Bytes ("12 GiB", "800 MB", an int) that must not be passed at any moment of a training step, all that is
+            allocated on the device included; or a share ("60%", a float in (0, 1]) of what the unplanned step adds to what
+            exists before it; or "auto" for what the device has free.
+        target: Paths of the submodules to plan; "training_step" for the whole step, loss included; None for the module's
+            `forward` where `training_step` calls it, else for the outermost submodules that it calls.
+        time_limit_s: Seconds for solving one plan.
+        max_plans: Most plans to keep, one for each kind of step (input shapes, for example).
+        on_infeasible: "raise" where nothing fits the budget, or "warn" to train on with the least memory found.
+        cache_dir: Folder for measured costs, reused by later runs; None for no files.
+        solver: Name of the strategy.
+        verbose: Whether to report plans and measurements, on rank zero.
+
+    Attributes:
+        plan: The latest plan, None before there is one; it stays after fitting.
+
+    Raises:
+        BudgetError: If the budget can't be read.
+        ConfigurationError: If another argument is out of its range.
+
+    Example:
+        >>> trainer = Trainer(callbacks=[HiRemateCallback(budget="10 GiB")])
+    """
+
+    def __init__(
+        self,
+        budget: int | float | str = "auto",
+        *,
+        target: str | Sequence[str] | None = None,
+        time_limit_s: float = 30.0,
+        max_plans: int = 8,
+        on_infeasible: str = "raise",
+        cache_dir: str | Path | None = None,
+        solver: str = "hilp",
+        verbose: bool = True,
+    ) -> None:
+        self._options = make_options(
+            budget,
+            time_limit_s=time_limit_s,
+            max_plans=max_plans,
+            on_infeasible=on_infeasible,
+            cache_dir=cache_dir,
+            solver=solver,
+            verbose=verbose,
+        )
+        self._target = target
+        self._targets: Targets | StepTarget | None = None
+        self.plan: Plan | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to a running fit, so that spawned processes can have the callback."""
+        return {**self.__dict__, "_targets": None}
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Take over the model's calls."""
+        if stage != "fit":
+            return
+        self._refuse(trainer, pl_module)
+        session = Session(pl_module, self._options)
+        session.listeners.append(self._note)
+        if self._target == StepTarget.METHOD:
+            self._targets = StepTarget(pl_module, session)
+        else:
+            self._targets = Targets(pl_module, session, self._target)
+        self._targets.attach()
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take over modules that `configure_model` added, and count the optimizers."""
+        if self._targets is not None:
+            self._targets.attach()
+            for optimizer in trainer.optimizers:
+                self._targets.session.watch_optimizer(optimizer)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        """End the step: what follows (validation, checkpoints, the next batch) is not measured."""
+        if self._targets is not None:
+            self._targets.session.end_step()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Give the model's calls back."""
+        self._detach()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Give the model's calls back."""
+        if stage == "fit":
+            self._detach()
+
+    def _detach(self) -> None:
+        if self._targets is not None:
+            self._targets.detach()
+            self._targets = None
+
+    def _note(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def _refuse(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        others = [c for c in trainer.callbacks if isinstance(c, HiRemateCallback) and c is not self]  # type: ignore[attr-defined]
+        if others:
+            raise MisconfigurationException("There are two HiRemateCallbacks in this Trainer. Keep one of them.")
+        strategy = type(trainer.strategy).__name__
+        if strategy in UNSUPPORTED_STRATEGIES:
+            reason = UNSUPPORTED_STRATEGIES[strategy]
+            raise MisconfigurationException(f"HiRemateCallback can't plan under {strategy}: {reason}")
+        if getattr(pl_module, "_compiler_ctx", None) is not None:
+            raise MisconfigurationException(
+                "HiRemateCallback can't plan a compiled LightningModule. Pass the module itself, without torch.compile."
+            )
+        if self._target == StepTarget.METHOD and not pl_module.automatic_optimization:
+            raise MisconfigurationException(
+                "target='training_step' needs automatic optimization: with manual optimization the backward is inside of it. "
+                "Leave target out to plan the submodules."
+            )

@@ -1,0 +1,125 @@
+"""The functions for scripts: plan a model, stop planning it, look at its plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .errors import ConfigurationError
+from .plan import Plan
+from .planner import PlanOptions
+from .session import Session, SessionOptions
+from .solvers.base import get_strategy
+from .targets import Target, Targets, targets_of
+from .units import Budget, parse_budget
+
+
+def make_options(
+    budget: int | float | str | Budget,
+    *,
+    time_limit_s: float = 30.0,
+    max_plans: int = 8,
+    on_infeasible: str = "raise",
+    cache_dir: str | Path | None = None,
+    solver: str = "hilp",
+    verbose: bool = True,
+) -> SessionOptions:
+    """Check the arguments that all ways to plan share.
+
+    Raises:
+        BudgetError: If the budget can't be read.
+        ConfigurationError: If another argument is out of its range; the text names it.
+    """
+    get_strategy(solver)
+    if on_infeasible not in ("raise", "warn"):
+        raise ConfigurationError(f"on_infeasible must be 'raise' or 'warn', found {on_infeasible!r}")
+    if not time_limit_s > 0:
+        raise ConfigurationError(f"time_limit_s must be above 0 seconds, found {time_limit_s!r}")
+    if max_plans < 1:
+        raise ConfigurationError(f"max_plans must be at least 1, found {max_plans!r}")
+    return SessionOptions(
+        budget=parse_budget(budget),
+        plan=PlanOptions(solver, time_limit_s, on_infeasible),
+        max_plans=max_plans,
+        cache_dir=None if cache_dir is None else Path(cache_dir),
+        verbose=verbose,
+    )
+
+
+def hiremate(
+    model: nn.Module,
+    budget: int | float | str = "auto",
+    *,
+    target: Target = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    time_limit_s: float = 30.0,
+    max_plans: int = 8,
+    on_infeasible: str = "raise",
+    cache_dir: str | Path | None = None,
+    solver: str = "hilp",
+    verbose: bool = True,
+) -> nn.Module:
+    """Train a model within a budget of bytes, with the same numbers.
+
+    The model is planned at its first training steps and stays what it is: same class, parameters, state_dict. A second call
+    changes the budget and plans again, without capturing again.
+
+    Args:
+        model: The module to train. A DistributedDataParallel is planned inside.
+        budget: Bytes ("12 GiB", "800 MB", an int) that must not be passed at any moment of a training step, all that is
+            allocated on the device included; or a share ("60%", a float in (0, 1]) of what the unplanned step adds to what
+            exists before it; or "auto" for what the device has free.
+        target: Paths of the submodules to plan; None for the outermost ones that are called.
+        optimizer: Its state counts; found by itself at its first step where not given.
+        time_limit_s: Seconds for solving one plan.
+        max_plans: Most plans to keep, one for each kind of step (input shapes, for example).
+        on_infeasible: "raise" where nothing fits the budget, or "warn" to train on with the least memory found.
+        cache_dir: Folder for measured costs, reused by later runs; None for no files.
+        solver: Name of the strategy.
+        verbose: Whether to report plans and measurements.
+
+    Returns:
+        The same module.
+
+    Raises:
+        BudgetError: If the budget can't be read.
+        ConfigurationError: If the model or an argument can't be used; nothing is changed then.
+
+    Example:
+        >>> model = hiremate(model, budget="10 GiB")
+    """
+    options = make_options(
+        budget,
+        time_limit_s=time_limit_s,
+        max_plans=max_plans,
+        on_infeasible=on_infeasible,
+        cache_dir=cache_dir,
+        solver=solver,
+        verbose=verbose,
+    )
+    root = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    known = targets_of(root) if isinstance(root, nn.Module) else None
+    if known is not None:
+        known.session.set_budget(options.budget)
+        return model
+    session = Session(root, options)
+    if optimizer is not None:
+        session.watch_optimizer(optimizer)
+    Targets(root, session, target).attach()
+    return model
+
+
+def remove_hiremate(model: nn.Module) -> nn.Module:
+    """Stop planning a model; it runs as it did before. A model that is not planned is left alone."""
+    known = targets_of(model)
+    if known is not None:
+        known.detach()
+    return model
+
+
+def get_plan(model: nn.Module) -> Plan | None:
+    """Give the plan of a model's latest kind of step, None before its second training step."""
+    known = targets_of(model)
+    return None if known is None else known.session.plan

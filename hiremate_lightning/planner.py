@@ -1,0 +1,156 @@
+"""From a step and a budget to a plan: solve, lower, simulate, and refuse what does not fit.
+
+No plan leaves this module unless its simulated peak is within the budget, whichever strategy proposed it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from .errors import InfeasibleBudgetError
+from .plan import Plan, PlanningTime
+from .schedule import keep_all, lower
+from .simulation import Simulation, simulate
+from .solvers import smallest_budget
+from .solvers.base import Problem, Solution, SolveOptions, get_strategy, replay
+from .step import Step
+from .units import Budget, format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """How to plan.
+
+    Attributes:
+        solver: Name of the strategy.
+        time_limit_s: Seconds for solving one plan.
+        on_infeasible: "raise" to stop where no schedule fits, "warn" to train on with the least memory found.
+    """
+
+    solver: str = "hilp"
+    time_limit_s: float = 30.0
+    on_infeasible: str = "raise"
+
+
+def unplanned(step: Step) -> Simulation:
+    """Simulate the step with everything kept."""
+    return simulate(step.graph, step.profile, lower(step.graph, keep_all(step.graph)))
+
+
+def resolve(budget: Budget, resident_bytes: int, unplanned_bytes: int, free_bytes: int) -> int:
+    """Turn a budget into bytes.
+
+    Args:
+        budget: The budget as asked for.
+        resident_bytes: Bytes that exist before the step.
+        unplanned_bytes: Bytes that the unplanned step adds at its peak.
+        free_bytes: Bytes that the device could still hand out before the step.
+
+    Returns:
+        The most bytes that may be allocated at any moment of a step, resident bytes included.
+    """
+    if budget.size_bytes is not None:
+        return budget.size_bytes
+    if budget.share is not None:
+        return resident_bytes + int(budget.share * unplanned_bytes)
+    return resident_bytes + int(free_bytes * (1 - AUTO_MARGIN))
+
+
+AUTO_MARGIN = 0.08  # share of the free bytes that "auto" leaves for fragmentation and for what runs outside
+
+
+def make_plan(
+    step: Step,
+    budget: Budget,
+    budget_bytes: int,
+    resident_bytes: int,
+    options: PlanOptions,
+    target: str = "",
+    planning: PlanningTime = PlanningTime(),
+    margin_bytes: int = 0,
+) -> Plan:
+    """Solve a step under a budget.
+
+    Args:
+        step: The merged step.
+        budget: The budget as asked for.
+        budget_bytes: The same in bytes, resident bytes included.
+        resident_bytes: Bytes that exist before the step.
+        options: How to plan.
+        target: Path of the planned module, for reports.
+        planning: Seconds that the stages before took.
+        margin_bytes: Bytes of the budget to leave free, because an earlier plan was measured that much above it.
+
+    Returns:
+        A plan whose simulated peak is within the budget; with `on_infeasible="warn"` the one with the smallest peak found.
+
+    Raises:
+        InfeasibleBudgetError: If no schedule within the budget was found. It names the smallest budget found.
+    """
+    start = time.perf_counter()
+    problem = Problem(
+        step.graph,
+        step.profile,
+        max(0, budget_bytes - margin_bytes - resident_bytes),
+        SolveOptions(time_limit_s=options.time_limit_s),
+    )
+    solution = get_strategy(options.solver)(problem)
+    if not _fits(problem, solution):
+        solution = _least_memory(problem, solution)
+        if solution.peak_bytes > problem.budget_bytes and options.on_infeasible == "raise":
+            raise infeasible(problem, solution, budget, budget_bytes, resident_bytes, target)
+    planning = replace(planning, solve_s=time.perf_counter() - start)
+    return Plan(target, step.graph, step.profile, solution, budget, budget_bytes, resident_bytes, planning)
+
+
+def check_feasible(step: Step, budget: Budget, budget_bytes: int, resident_bytes: int, target: str) -> None:
+    """Stop early where not even the captured part of a step fits, before anything ran.
+
+    What runs outside is not known yet. It raises the peak of every schedule; a budget that is a share of the unplanned peak
+    rises with it, so for one the outside is given the benefit of the doubt: four times the bytes of the outputs.
+
+    Raises:
+        InfeasibleBudgetError: If no schedule of the captured part fits.
+    """
+    problem = Problem(step.graph, step.profile, max(0, budget_bytes - resident_bytes))
+    smallest = smallest_budget(problem)
+    outputs = sum(step.graph.sizes[s] for t in step.graph.outputs if (s := step.graph.tensors[t].storage) is not None)
+    doubt = int(4 * outputs * (budget.share or 0))
+    if replay(problem, smallest.recompute).peak_bytes > problem.budget_bytes + doubt:
+        raise infeasible(problem, smallest, budget, budget_bytes, resident_bytes, target)
+
+
+def _fits(problem: Problem, solution: Solution) -> bool:
+    """Replay a solution with the independent simulator: what a strategy says of itself doesn't count."""
+    return solution.is_feasible and replay(problem, solution.recompute).peak_bytes <= problem.budget_bytes
+
+
+def _least_memory(problem: Problem, failed: Solution) -> Solution:
+    smallest = smallest_budget(problem)
+    peak = replay(problem, smallest.recompute).peak_bytes
+    return replace(smallest, peak_bytes=peak, stopped_by=failed.stopped_by or smallest.stopped_by)
+
+
+def infeasible(
+    problem: Problem, smallest: Solution, budget: Budget, budget_bytes: int, resident_bytes: int, target: str
+) -> InfeasibleBudgetError:
+    """Build the error that says which budget would do, and what stands in the way."""
+    simulation = replay(problem, smallest.recompute)
+    needed = resident_bytes + simulation.peak_bytes
+    node = problem.graph.nodes[simulation.peak_moment.node]
+    where = f"module {node.module!r}" if node.module else "the code outside the planned modules"
+    share = ""
+    if budget.share is not None:
+        unplanned_bytes = replay(problem, keep_all(problem.graph)).peak_bytes
+        share = f", {100 * simulation.peak_bytes / unplanned_bytes:.1f}% of what the unplanned step adds"
+    return InfeasibleBudgetError(
+        f"The budget {budget} ({budget_bytes:,} bytes) is too small for {target or 'this model'}. "
+        f"The smallest budget found is {format_bytes(needed)} ({needed:,} bytes{share}), of which {format_bytes(resident_bytes)} "
+        f"are resident (parameters, gradients, optimizer state, batch). The peak is at {node.op} in {where}. "
+        "Raise the budget, make the batch smaller, or pass on_infeasible='warn' to train with the least memory. "
+        "(CUDA out of memory. is what this would have become.)",
+        budget_bytes=budget_bytes,
+        smallest_bytes=needed,
+        module=node.module,
+    )

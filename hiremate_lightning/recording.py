@@ -1,0 +1,199 @@
+"""What happens in one training step: which captured graphs run, in which order, and what the code between them allocates.
+
+A `StepRecord` lives for one step. It marks the start and the end of each forward and backward in the memory measurement, finds the inputs
+that are an earlier run's outputs, and sees which outputs are still held when a backward starts. `calls` turns that into the
+records that `step.merge` puts together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import torch_private
+from .costs import Profile
+from .execution import Part, Program
+from .graph import Graph
+from .profiling import Interval, MemoryMeter
+from .step import Call, Gap
+
+
+@dataclass(eq=False)
+class Run:
+    """One run of a part.
+
+    Attributes:
+        part: What runs.
+        number: Number of the part within its session.
+        index: Position among the forwards of the step.
+        program: The program that runs it.
+        links: For each input that is an earlier run's output: that run and that output.
+        passed_on: Gradients of inputs that other code computed: they don't stay with a parameter.
+        outputs: For each output, whether its storage still lives, and its address.
+        alive: Outputs that lived when the backward started, None before it starts.
+    """
+
+    part: Part
+    number: int
+    index: int
+    program: Program
+    links: dict[int, tuple[int, int]] = field(default_factory=dict)
+    passed_on: tuple[int, ...] = ()
+    outputs: dict[int, tuple[Callable[[], bool], int]] = field(default_factory=dict)
+    alive: tuple[int, ...] | None = None
+
+    @property
+    def graph(self) -> Graph:
+        """The graph that runs."""
+        return self.part.captured.graph
+
+
+class StepRecord:
+    """A step under way.
+
+    Attributes:
+        resident_bytes: Bytes that existed when it began.
+        runs: Its runs, in the order of their forwards.
+        backwards: Indices of the runs, in the order of their backwards.
+    """
+
+    def __init__(self, device: torch.device, resident_bytes: int) -> None:
+        self.resident_bytes = resident_bytes
+        self.runs: list[Run] = []
+        self.backwards: list[int] = []
+        self._meter: MemoryMeter | None = None
+        if MemoryMeter.is_available(device):
+            self._meter = MemoryMeter(device)
+            self._meter.start()
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether memory is measured; another profiler may occupy the means."""
+        return self._meter is not None
+
+    @property
+    def signature(self) -> tuple[int, ...]:
+        """Numbers of the parts that ran, in the order of their forwards."""
+        return tuple(run.number for run in self.runs)
+
+    def begin(self, part: Part, number: int, program: Program, arguments: Sequence[Any]) -> Run:
+        """Note that a forward starts."""
+        run = Run(part, number, len(self.runs), program)
+        tensors = dict(zip(part.captured.graph.inputs, arguments, strict=False))
+        made = {address: (r.index, t) for r in self.runs for t, (lives, address) in r.outputs.items() if lives()}
+        for tensor, value in tensors.items():
+            if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+                source = made.get(_address(value))
+                if source is not None:
+                    run.links[tensor] = source
+        run.passed_on = _passed_on(part, arguments)
+        self.runs.append(run)
+        self._mark(f"F{run.index}")
+        return run
+
+    def forward_done(self, run: Run, outputs: Sequence[Any]) -> None:
+        """Note that a forward ended, and watch its outputs."""
+        captured = run.part.captured
+        tensor_of = {captured.fx_values[t]: t for t in captured.graph.outputs}
+        for node, value in zip(captured.forward_outputs, outputs, strict=True):
+            if node in tensor_of and isinstance(value, torch.Tensor):
+                run.outputs[tensor_of[node]] = (torch_private.watch_storage(value), _address(value))
+        self._mark(f"f{run.index}")
+
+    def backward_starts(self, run: Run) -> None:
+        """Note that a backward starts, and which outputs are still held."""
+        run.alive = tuple(t for t, (lives, _) in run.outputs.items() if lives())
+        self.backwards.append(run.index)
+        self._mark(f"B{run.index}")
+
+    def backward_done(self, run: Run) -> None:
+        """Note that a backward ended."""
+        self._mark(f"b{run.index}")
+
+    def _mark(self, label: str) -> None:
+        if self._meter is not None:
+            self._meter.mark(label)
+
+    def close(self) -> None:
+        """End the measurement."""
+        if self._meter is not None:
+            self._meter.stop()
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Peak of the step, resident bytes included; None where it was not measured."""
+        if self._meter is None or not self._meter.intervals:
+            return None
+        return self.resident_bytes + max(interval.peak_bytes for interval in self._meter.intervals)
+
+    def calls(self, profiles: Sequence[Profile]) -> tuple[list[Call], list[int]]:
+        """Describe the step for `step.merge`: its calls, and the order of their backwards.
+
+        A run without a backward is part of the outside.
+
+        Args:
+            profiles: Costs by number of part.
+        """
+        planned = [run for run in self.runs if run.index in self.backwards]
+        place = {run.index: position for position, run in enumerate(planned)}
+        order = [place[index] for index in dict.fromkeys(self.backwards)]
+        calls = []
+        for position, run in enumerate(planned):
+            last = position + 1 == len(planned)
+            following = f"B{self.backwards[0]}" if last else f"F{planned[position + 1].index}"
+            before = order.index(position)
+            calls.append(
+                Call(
+                    graph=run.graph,
+                    profile=profiles[run.number],
+                    links={t: (place[r], o) for t, (r, o) in run.links.items() if r in place},
+                    alive=run.alive or (),
+                    passed_on=run.passed_on,
+                    after_forward=self._gap_after_forward(run, following, tangents=planned[order[0]] if last else None),
+                    before_backward=self._gap_before_backward(planned[order[before - 1]], run) if before else Gap(),
+                )
+            )
+        return calls, order
+
+    def _gap_after_forward(self, run: Run, following: str, tangents: Run | None) -> Gap:
+        """What outside code holds: the growth until the next run, plus the outputs that died meanwhile, less the tangents."""
+        gap = self._between(f"f{run.index}", following)
+        stay = {*(run.alive or ()), *run.program.schedule.saved}
+        died = _bytes_of(run.graph, run.graph.outputs) - _bytes_of(run.graph, stay.intersection(run.graph.outputs))
+        handed = _bytes_of(tangents.graph, tangents.graph.tangents) if tangents is not None else 0
+        return Gap(max(0, gap.held_bytes + died - handed), gap.peak_bytes)
+
+    def _gap_before_backward(self, previous: Run, run: Run) -> Gap:
+        gap = self._between(f"b{previous.index}", f"B{run.index}")
+        handed = _bytes_of(run.graph, run.graph.tangents) - _bytes_of(previous.graph, previous.passed_on)
+        return Gap(max(0, gap.held_bytes - handed), gap.peak_bytes)
+
+    def _between(self, first: str, last: str) -> Gap:
+        intervals: list[Interval] = self._meter.intervals if self._meter is not None else []
+        at = {interval.label: position for position, interval in enumerate(intervals)}
+        if first not in at or last not in at:
+            return Gap()
+        base = intervals[at[first]].start_bytes
+        peak = max((i.peak_bytes for i in intervals[at[first] : at[last]]), default=base)
+        return Gap(intervals[at[last]].start_bytes - base, max(0, peak - base))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _passed_on(part: Part, arguments: Sequence[Any]) -> tuple[int, ...]:
+    """List the gradients of inputs that some other code computed."""
+    captured = part.captured
+    tensor_of = {captured.fx_values[t]: t for t in captured.graph.gradients}
+    pairs = zip(arguments, captured.backward_outputs, strict=False)
+    found = (tensor_of[g] for a, g in pairs if g in tensor_of and isinstance(a, torch.Tensor) and not a.is_leaf)
+    return tuple(dict.fromkeys(found))
+
+
+def _bytes_of(graph: Graph, tensors: Iterable[int]) -> int:
+    storages = {graph.tensors[t].storage for t in tensors}
+    return sum(graph.sizes[s] for s in storages if s is not None)

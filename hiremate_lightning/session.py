@@ -1,0 +1,454 @@
+"""The session: all state of one planned model, and the life of its plans.
+
+Its first training step runs at the least memory while torch.compile captures every graph of the step and the code outside of them is
+measured. At the start of the next step all of it is planned as one problem, and the plan takes over without capturing anything
+again. The step after that is measured: its peak against the prediction, and in one more step its time.
+
+What makes a step: a forward after a backward begins a new one. Programs are chosen by the captured graphs that have run so far in the
+step, so several kinds of steps (a GAN's two, another input shape) have their own plans side by side.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import torch_private
+from .backend import planning_backend
+from .capture import Captured, allocated_bytes
+from .costs import Profile
+from .errors import CaptureError, HiRemateWarning
+from .execution import Part, Program, build
+from .plan import Plan, PlanningTime
+from .planner import PlanOptions, check_feasible, make_plan, resolve, unplanned
+from .profiling import CostCache, TimedRun, measure
+from .recording import Run, StepRecord
+from .report import Reporter
+from .schedule import lower
+from .solvers import smallest_budget
+from .solvers.base import Problem
+from .step import Call, Step, merge
+from .units import Budget, format_bytes
+
+log = logging.getLogger("hiremate_lightning")
+
+Signature = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """What a session was asked for.
+
+    Attributes:
+        budget: Bytes allowed at any moment of a step.
+        plan: How to plan.
+        max_plans: Most plans to keep; beyond it, a step of another kind runs at the least memory.
+        cache_dir: Where to keep profiles between runs, None for nowhere.
+        verbose: Whether to report.
+    """
+
+    budget: Budget
+    plan: PlanOptions = PlanOptions()
+    max_plans: int = 8
+    cache_dir: Path | None = None
+    verbose: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """Bytes that exist when a step begins.
+
+    Attributes:
+        size_bytes: Those that stay throughout.
+        stale_bytes: Gradients that the optimizer has used, freed before the backward by `zero_grad`.
+    """
+
+    size_bytes: int
+    stale_bytes: int
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A kind of step that has been seen.
+
+    Attributes:
+        calls: What it runs.
+        order: Order of the backwards.
+        parts: The part of each call.
+        keys: For each call, the numbers of the parts that have run before it and its own.
+        resident: What existed when it began, as planned.
+        margin_bytes: By how much an earlier plan was measured above the budget.
+    """
+
+    calls: tuple[Call, ...]
+    order: tuple[int, ...]
+    parts: tuple[Part, ...]
+    keys: tuple[Signature, ...]
+    resident: Resident
+    margin_bytes: int = 0
+
+    def merge(self) -> Step:
+        """Put it into one graph."""
+        return merge(self.calls, self.order, self.resident.stale_bytes)
+
+
+class Session:
+    """Plans the steps of one model.
+
+    Attributes:
+        root: The module whose parameters and buffers are resident.
+        options: What was asked for.
+        plans: The plans so far, by kind of step.
+        listeners: Called with each plan when it is made, and again when it has been measured.
+        runs: Number of forwards of captured graphs so far.
+    """
+
+    def __init__(self, root: nn.Module, options: SessionOptions) -> None:
+        self.root = root
+        self.options = options
+        self.plans: dict[Signature, Plan] = {}
+        self.listeners: list[Callable[[Plan], None]] = []
+        self._reporter = Reporter(options.verbose)
+        self._costs = CostCache(options.cache_dir)
+        self._parts: list[Part] = []
+        self._profiles: list[Profile] = []
+        self._least: list[Program] = []
+        self._known: dict[Signature, _Known] = {}
+        self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
+        self._auto_bytes: int | None = None
+        self._steps = 0
+        self._stepped = False  # whether an optimizer has used the gradients
+        self._frees_gradients = True  # whether they are freed between forward and backward then
+        self._programs: dict[Signature, Program] = {}
+        self._latest: Signature | None = None
+        self._ran: list[int] = []  # numbers of the parts that ran in this step
+        self._in_backward = False
+        self._record: StepRecord | None = None
+        self._timed: TimedRun | None = None
+        self._seconds = PlanningTime()
+        self._tracing = ExitStack()
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._said: set[str] = set()
+        self.runs = 0
+
+    # ---------------------------------------------------------------- what others ask and tell
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the latest kind of step, None before there is one."""
+        return None if self._latest is None else self.plans.get(self._latest)
+
+    @property
+    def captured_count(self) -> int:
+        """Number of graphs captured so far."""
+        return len(self._parts)
+
+    def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count an optimizer's state as resident."""
+        self._optimizers.add(optimizer)
+
+    def set_budget(self, budget: Budget) -> None:
+        """Change the budget; steps already seen are planned anew, nothing is captured again."""
+        self.options = replace(self.options, budget=budget)
+        for signature in list(self._known):
+            self._make_plan(signature)
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Learn of an optimizer, and end the measurement of the step: what follows is not training."""
+        own = {id(p) for p in self.root.parameters()}
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            self.watch_optimizer(optimizer)
+            self._stepped = True
+            if self._in_backward:
+                self.end_step()
+
+    def abandon_step(self) -> None:
+        """Forget the step under way, after an exception."""
+        self._tracing.close()
+        if self._record is not None:
+            self._record.close()
+        self._record, self._finished, self._timed = None, None, None
+        self._ran, self._in_backward = [], False
+
+    # ---------------------------------------------------------------- capture
+
+    def backend(self) -> Any:
+        """Give the torch.compile backend whose captured graphs this session runs."""
+        return planning_backend(self._take_in)
+
+    def _take_in(self, captured: Captured) -> Part:
+        part = Part(captured, self)
+        self._parts.append(part)
+        return part
+
+    @contextmanager
+    def calling(self, name: str) -> Iterator[None]:
+        """Surround a call of a planned module: the first one is traced, and errors of torch.compile become ours."""
+        if not self._parts:
+            self._tracing.enter_context(self._stage("capture_s", "tracing"))
+        try:
+            yield
+        except torch_private.CompileError as error:
+            self.abandon_step()
+            raise CaptureError(
+                f"torch.compile could not capture {name}: {error}\n"
+                "Name submodules that can be captured with target=, or train without a plan."
+            ) from error
+        except BaseException:
+            self.abandon_step()
+            raise
+        finally:
+            self._tracing.close()
+
+    @contextmanager
+    def _stage(self, field: str, name: str) -> Iterator[None]:
+        """Show a stage of planning, and add up its seconds."""
+        start = time.perf_counter()
+        with self._reporter.stage(name):
+            yield
+        seconds = getattr(self._seconds, field) + time.perf_counter() - start
+        self._seconds = replace(self._seconds, **{field: seconds})
+
+    # ---------------------------------------------------------------- conductor of the parts
+
+    def start(self, part: Part, arguments: Sequence[Any]) -> tuple[Program, Run | None]:
+        """Choose the program of a forward; a forward after a backward begins a new step."""
+        self.runs += 1
+        number = self._prepare(part, arguments)
+        if self._in_backward:
+            self.end_step()
+        if not self._ran:
+            self._begin_step(number, arguments)
+        self._ran.append(number)
+        program = self._programs.get(tuple(self._ran), self._least[number])
+        if self._timed is not None:
+            program = self._timed.wrap(program)
+        run = None if self._record is None else self._record.begin(part, number, program, arguments)
+        return program, run
+
+    def forward_done(self, run: Run | None, outputs: Sequence[Any]) -> None:
+        """Note the end of a forward."""
+        if run is not None and self._record is not None:
+            self._record.forward_done(run, outputs)
+
+    def backward_starts(self, run: Run | None, tangents: Sequence[Any]) -> None:
+        """Note the start of a backward."""
+        if not self._in_backward:
+            self._in_backward = True
+            self._check_stale()
+        if run is not None and self._record is not None and run in self._record.runs:
+            self._record.backward_starts(run)
+
+    def _check_stale(self) -> None:
+        """See whether gradients that the optimizer has used were freed before this backward, as planned."""
+        if self._stepped and self._frees_gradients and self._steps < 16:
+            self._frees_gradients = all(p.grad is None for p in self.root.parameters())
+        self._stepped = False
+
+    def backward_done(self, run: Run | None) -> None:
+        """Note the end of a backward."""
+        if run is not None and self._record is not None and run in self._record.runs:
+            self._record.backward_done(run)
+
+    def _prepare(self, part: Part, arguments: Sequence[Any]) -> int:
+        """Number a part; at its first run measure its operations and build its program of least memory."""
+        number = next(i for i, known in enumerate(self._parts) if known is part)
+        while len(self._profiles) <= number:
+            self._tracing.close()
+            captured = self._parts[len(self._profiles)].captured
+            with self._stage("profile_s", "profiling"):
+                profile = measure(captured, self._costs, progress=lambda done, total: self._reporter.progress("operations", done, total))
+            with self._stage("solve_s", "solving"):
+                smallest = smallest_budget(Problem(captured.graph, profile, 0))
+            self._check_first(captured, profile, arguments)
+            self._profiles.append(profile)
+            self._least.append(build(captured, lower(captured.graph, smallest.recompute)))
+        return number
+
+    def _check_first(self, captured: Captured, profile: Profile, arguments: Sequence[Any]) -> None:
+        """Stop before the first step where not even the captured part alone fits."""
+        step = merge([Call(captured.graph, profile)], [0])
+        if self.options.plan.on_infeasible == "raise":
+            budget, resident = self.options.budget, self._resident(arguments).size_bytes
+            check_feasible(step, budget, self._budget_bytes(step, resident), resident, self._name)
+
+    # ---------------------------------------------------------------- steps
+
+    def _begin_step(self, number: int, arguments: Sequence[Any]) -> None:
+        resident = self._resident(arguments) if self._watches_resident() else None
+        if self._finished is not None and resident is not None:
+            record, self._finished = self._finished, None
+            self._learn(record, resident)
+        plan = self.plan
+        if plan is not None and resident is not None:
+            self._adapt(resident)
+        device = self._device
+        if (number,) not in self._programs or plan is None or plan.measured.peak_bytes is None:
+            before = resident if resident is not None else self._resident(arguments)
+            self._record = StepRecord(device, before.size_bytes + before.stale_bytes)
+            if not self._record.is_measured:
+                self._say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
+        elif plan.measured.step_ms is None:
+            self._timed = TimedRun(device)
+        self._steps += 1
+
+    def _watches_resident(self) -> bool:
+        """Whether to count resident bytes now: they settle within a few steps, and counting takes time."""
+        return self._finished is not None or self._steps < 16 or self._steps % 64 == 0
+
+    def end_step(self) -> None:
+        """End the step under way, and its measurement; what was learned is used when the next one begins."""
+        signature = tuple(self._ran)
+        record, timed = self._record, self._timed
+        self._record, self._timed, self._ran, self._in_backward = None, None, [], False
+        if signature in self.plans:
+            self._latest = signature
+        if record is not None:
+            record.close()
+            if signature in self.plans and record.peak_bytes is not None:
+                self._measured(signature, record.peak_bytes)
+            elif record.backwards:
+                self._finished = record
+        elif timed is not None and signature in self.plans:
+            self._update(signature, step_ms=timed.total_ms, recompute_ms=timed.recompute_ms)
+
+    def _learn(self, record: StepRecord, resident: Resident) -> None:
+        """Plan a kind of step that was not seen before."""
+        signature = record.signature
+        if len(self.plans) >= self.options.max_plans:
+            self._say(f"There are {len(self.plans)} plans already (max_plans): other steps run at the least memory.")
+            return
+        calls, order = record.calls(self._profiles)
+        runs = [run for run in record.runs if run.index in record.backwards]
+        self._known[signature] = _Known(
+            calls=tuple(calls),
+            order=tuple(order),
+            parts=tuple(run.part for run in runs),
+            keys=tuple(signature[: run.index + 1] for run in runs),
+            resident=resident,
+        )
+        self._make_plan(signature)
+
+    def _make_plan(self, signature: Signature) -> None:
+        """Plan a known step and let its programs take over."""
+        known = self._known[signature]
+        step, resident_bytes = known.merge(), known.resident.size_bytes
+        budget_bytes = self._budget_bytes(step, resident_bytes)
+        with self._reporter.stage("solving"):
+            plan = make_plan(
+                step,
+                self.options.budget,
+                budget_bytes,
+                resident_bytes,
+                self.options.plan,
+                target=self._name,
+                planning=self._seconds,
+                margin_bytes=known.margin_bytes,
+            )
+        for part, key, decisions in zip(known.parts, known.keys, step.split(plan.solution.recompute), strict=True):
+            self._programs[key] = build(part.captured, lower(part.captured.graph, decisions))
+        self.plans[signature] = plan
+        self._latest = signature
+        self._seconds = PlanningTime()
+        self._reporter.planned(plan)
+        self._tell(plan)
+
+    def _adapt(self, resident: Resident) -> None:
+        """Meet what exists before this step: the plan stays where it still fits, else the step is planned anew."""
+        signature = self._latest
+        assert signature is not None
+        known, plan = self._known[signature], self.plans[signature]
+        if resident == known.resident:
+            return
+        known = replace(known, resident=resident)
+        step = known.merge()
+        budget_bytes = self._budget_bytes(step, resident.size_bytes)
+        adapted = replace(plan, graph=step.graph, budget_bytes=budget_bytes, resident_bytes=resident.size_bytes)
+        self._known[signature] = known
+        if adapted.planned_peak_bytes + known.margin_bytes <= budget_bytes:
+            self.plans[signature] = adapted
+        else:
+            log.info("%s is planned anew: resident bytes are now %s", self._name, format_bytes(resident.size_bytes))
+            self._make_plan(signature)
+
+    def _measured(self, signature: Signature, peak_bytes: int) -> None:
+        """Compare a measured peak with the budget; where it is over, plan once more with less."""
+        plan, known = self.plans[signature], self._known[signature]
+        self._update(signature, peak_bytes=peak_bytes)
+        excess = peak_bytes - plan.budget_bytes
+        if excess <= 0 or plan.planned_peak_bytes > plan.budget_bytes:
+            return
+        text = f"The measured peak {format_bytes(peak_bytes)} is {format_bytes(excess)} above the budget"
+        if known.margin_bytes:
+            self._say(f"{text}, after planning with a margin: something outside of the planned modules takes the memory.")
+            return
+        self._say(f"{text}: planned once more, with that margin.")
+        self._known[signature] = replace(known, margin_bytes=excess)
+        self._make_plan(signature)
+
+    def _update(self, signature: Signature, **measured: Any) -> None:
+        plan = self.plans[signature] = self.plans[signature].with_measured(**measured)
+        if plan.measured.step_ms is not None:
+            self._reporter.measured(plan)
+        self._tell(plan)
+
+    def _tell(self, plan: Plan) -> None:
+        for listener in self.listeners:
+            listener(plan)
+
+    def _say(self, text: str) -> None:
+        """Warn once."""
+        if text not in self._said:
+            self._said.add(text)
+            warnings.warn(text, HiRemateWarning, stacklevel=2)
+
+    # ---------------------------------------------------------------- bytes
+
+    @property
+    def _name(self) -> str:
+        return type(self.root).__name__
+
+    @property
+    def _device(self) -> torch.device:
+        return self._parts[0].captured.device
+
+    def _budget_bytes(self, step: Step, resident_bytes: int) -> int:
+        if self._auto_bytes is None:
+            on_gpu = self._device.type == "cuda"
+            free = torch.cuda.mem_get_info(self._device)[0] if on_gpu else torch_private.free_host_bytes()
+            self._auto_bytes = resolve(Budget(), resident_bytes, 0, free)
+        if self.options.budget.is_auto:
+            return self._auto_bytes
+        return resolve(self.options.budget, resident_bytes, unplanned(step).peak_bytes, 0)
+
+    def _resident(self, arguments: Sequence[Any]) -> Resident:
+        """Count what exists before a step: on CUDA all that is allocated, elsewhere what the step is known to use."""
+        gradients = [p.grad for p in self.root.parameters() if p.grad is not None]
+        stale = self._bytes_of(gradients) if self._stepped and self._frees_gradients else 0
+        if self._device.type == "cuda":
+            return Resident(torch.cuda.memory_allocated(self._device) - stale, stale)
+        tensors = [*self.root.parameters(), *self.root.buffers(), *gradients, *self._optimizer_state()]
+        tensors.extend(a for a in arguments if isinstance(a, torch.Tensor))
+        return Resident(self._bytes_of(tensors) - stale, stale)
+
+    def _optimizer_state(self) -> Iterator[torch.Tensor]:
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                yield from (v for v in torch_private.leaves(state) if isinstance(v, torch.Tensor))
+
+    def _bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Add up storages on the planned device, each once, as its allocator rounds them."""
+        sizes = {
+            torch_private.storage_id(t): t.untyped_storage().nbytes() for t in tensors if t.device == self._device
+        }
+        return sum(allocated_bytes(size, self._device) for size in sizes.values())

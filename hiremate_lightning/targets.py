@@ -1,0 +1,295 @@
+"""Which calls are planned: the modules whose place a session takes, found by themselves or named.
+
+A slot stands in for a module's call. What is planned is the outermost call of a module with trainable parameters, with gradients on
+and in training mode; calls inside of it belong to it. So with a LightningModule it is the module's own forward where
+`training_step` calls it, else the submodules that `training_step` calls. The module's own hooks run outside the plan, once; its
+forward is taken as found at the call, so that what others patched there (Accelerate's autocast) is honoured.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import itertools
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import torch_private
+from .errors import CaptureError, ConfigurationError, HiRemateWarning
+from .session import Session
+
+Target = str | Sequence[str] | None
+
+_serial = itertools.count()
+
+
+def _call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _fresh_copy(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy a function with a code object of its own: Dynamo counts recompilations by code object."""
+    assert isinstance(function, types.FunctionType)
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_serial)}")
+    return types.FunctionType(code, function.__globals__, code.co_name, closure=function.__closure__)
+
+
+class Targets:
+    """The slots of one model.
+
+    Attributes:
+        root: The model.
+        session: Plans what is called.
+        adopted: Modules whose calls are planned, by path, in the order in which they were first called.
+    """
+
+    def __init__(self, root: nn.Module, session: Session, target: Target = None) -> None:
+        refuse(root)
+        self.root = root
+        self.session = session
+        self.adopted: dict[str, nn.Module] = {}
+        self._target = target
+        self._candidates()
+        self._compiled: dict[nn.Module, tuple[Any, Callable[..., Any]]] = {}
+        self._inside = False
+        self._warned = False
+        self._hook: Any = None
+
+    def attach(self) -> None:
+        """Take over the calls of all candidates; once more for modules that were added since."""
+        if self._hook is None:
+            self._hook = torch_private.on_optimizer_step(self.session.optimizer_stepped)
+        for name, module in self._candidates().items():
+            if torch_private.get_call(module) is None and not self._is_inside_adopted(name):
+                torch_private.set_call(module, _Slot(self, name, module))
+
+    def detach(self) -> None:
+        """Leave every module as it was."""
+        self.session.abandon_step()
+        for module in self.root.modules():
+            if isinstance(torch_private.get_call(module), _Slot):
+                torch_private.set_call(module, None)
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _candidates(self) -> dict[str, nn.Module]:
+        """List the modules that may be planned: those named, or all."""
+        return dict(self.root.named_modules()) if self._target is None else _named(self.root, self._target)
+
+    def _is_inside_adopted(self, name: str) -> bool:
+        return any(name == outer or name.startswith(f"{outer}." if outer else "") for outer in self.adopted)
+
+    def call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a candidate: planned where it is outermost and trains, else plainly."""
+        if self._inside or not self._trains(name, module):
+            return torch_private.plain_call(module, *args, **kwargs)
+        if name not in self.adopted:
+            self._adopt(name, module)
+        with self.session.calling(name or type(self.root).__name__), self._in_place(module):
+            before = self.session.runs
+            result = torch_private.plain_call(module, *args, **kwargs)
+        if self.session.runs == before:
+            check_captured(name or type(module).__name__, result)
+        return result
+
+    def _trains(self, name: str, module: nn.Module) -> bool:
+        if not torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters()):
+            return False
+        if not module.training and not self._warned:
+            self._warned = True
+            where = name or type(module).__name__
+            warnings.warn(
+                f"{where} was called with gradients but in eval mode: such calls are not planned. Call .train() to plan them.",
+                HiRemateWarning,
+                stacklevel=4,
+            )
+        return module.training
+
+    def _adopt(self, name: str, module: nn.Module) -> None:
+        """Plan a module's calls from now on; its submodules are part of it and need no slots."""
+        self.adopted[name] = module
+        for inner in module.modules():
+            if inner is not module and isinstance(torch_private.get_call(inner), _Slot):
+                torch_private.set_call(inner, None)
+
+    @contextmanager
+    def _in_place(self, module: nn.Module) -> Iterator[None]:
+        """Let the compiled forward stand in for the module's forward during one call."""
+        found = module.__dict__.get("forward")
+        self._inside = True
+        module.__dict__["forward"] = self._compiled_forward(module, found)
+        try:
+            yield
+        finally:
+            self._inside = False
+            if found is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = found
+
+    def _compiled_forward(self, module: nn.Module, found: Callable[..., Any] | None) -> Callable[..., Any]:
+        known = self._compiled.get(module)
+        if known is not None and known[0] is found:
+            return known[1]
+        if found is None:
+            compiled = functools.partial(self._compile(_call_forward), module)
+        else:
+            forward = found
+
+            def call_found(*args: Any, **kwargs: Any) -> Any:
+                return forward(*args, **kwargs)
+
+            compiled = functools.partial(self._compile(call_found))
+        self._compiled[module] = (found, compiled)
+        return compiled
+
+    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        backend = self.session.backend()
+        return torch.compile(_fresh_copy(function), backend=backend, dynamic=False)
+
+
+class StepTarget:
+    """The training step of a LightningModule, loss included, as one planned function.
+
+    `self.log` and `self.log_dict` are kept out of the trace: they read and write the Trainer's state.
+
+    Attributes:
+        root: The LightningModule.
+        session: Plans the step.
+    """
+
+    METHOD = "training_step"
+
+    def __init__(self, root: nn.Module, session: Session) -> None:
+        refuse(root)
+        self.root = root
+        self.session = session
+        self._compiled = torch.compile(_fresh_copy(_call_training_step), backend=session.backend(), dynamic=False)
+        self._hook: Any = None
+
+    def attach(self) -> None:
+        """Take over the training step."""
+        if self._hook is None:
+            self._hook = torch_private.on_optimizer_step(self.session.optimizer_stepped)
+        self.root.__dict__[self.METHOD] = self._call
+
+    def detach(self) -> None:
+        """Leave the module as it was."""
+        self.session.abandon_step()
+        self.root.__dict__.pop(self.METHOD, None)
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        before = self.session.runs
+        with self.session.calling(f"{type(self.root).__name__}.{self.METHOD}"), self._log_untraced():
+            result = self._compiled(self.root, *args, **kwargs)
+        if self.session.runs == before:
+            check_captured(f"{type(self.root).__name__}.{self.METHOD}", result)
+        return result
+
+    @contextmanager
+    def _log_untraced(self) -> Iterator[None]:
+        names = [name for name in ("log", "log_dict") if hasattr(self.root, name)]
+        for name in names:
+            self.root.__dict__[name] = torch.compiler.disable(getattr(self.root, name))
+        try:
+            yield
+        finally:
+            for name in names:
+                del self.root.__dict__[name]
+
+
+def _call_training_step(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(module).training_step(module, *args, **kwargs)
+
+
+def check_captured(name: str, result: Any) -> None:
+    """Refuse a call that trains but ran none of our graphs: it must not pass in silence.
+
+    Raises:
+        CaptureError: If anything in the result requires a gradient.
+    """
+    tensors = (t for t in torch_private.leaves(result) if isinstance(t, torch.Tensor))
+    if any(t.requires_grad for t in tensors):
+        raise CaptureError(
+            f"Nothing of {name} was captured: torch.compile ran it as it is. "
+            "Name submodules that can be captured with target=, or train without a plan."
+        )
+
+
+class _Slot:
+    """Stands in for the call of one module."""
+
+    def __init__(self, targets: Targets, name: str, module: nn.Module) -> None:
+        self.targets = targets
+        self._name = name
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.targets.call(self._name, self._module, args, kwargs)
+
+
+def targets_of(module: nn.Module) -> Targets | None:
+    """Find who plans the calls of a module or of anything in it."""
+    for inner in module.modules():
+        slot = torch_private.get_call(inner)
+        if isinstance(slot, _Slot):
+            return slot.targets
+    return None
+
+
+def _named(root: nn.Module, target: str | Sequence[str]) -> dict[str, nn.Module]:
+    """Look up modules by their paths.
+
+    Raises:
+        ConfigurationError: If there is no module of that path; the text names the nearest ones.
+    """
+    modules = dict(root.named_modules())
+    found = {}
+    for name in (target,) if isinstance(target, str) else target:
+        if name not in modules:
+            nearest = difflib.get_close_matches(name, [m for m in modules if m], n=3, cutoff=0.4)
+            hint = f" Did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
+            raise ConfigurationError(f"{type(root).__name__} has no submodule {name!r} to plan (target=).{hint}")
+        found[name] = modules[name]
+    return found
+
+
+def refuse(root: nn.Module) -> None:
+    """Refuse what can't be planned, by name and with the way out.
+
+    Raises:
+        ConfigurationError: If the model is compiled, checkpointed or replicated already, or is no module.
+    """
+    if not isinstance(root, nn.Module):
+        raise ConfigurationError(f"Expected a torch.nn.Module to plan, found {type(root).__name__}.")
+    for name, module in root.named_modules():
+        reason = _reason_to_refuse(module)
+        if reason is not None:
+            where = f"submodule {name!r} ({type(module).__name__})" if name else type(module).__name__
+            raise ConfigurationError(f"Can't plan {where}: {reason}")
+
+
+def _reason_to_refuse(module: nn.Module) -> str | None:
+    kind = type(module).__name__
+    if kind == "OptimizedModule" or torch_private.get_call(module) is not None:
+        if isinstance(torch_private.get_call(module), _Slot):
+            return "it is planned already. Call remove_hiremate(model) first."
+        return 'it is compiled already. Pass the module itself, without torch.compile or .compile().'
+    if isinstance(module, nn.DataParallel):
+        return "DataParallel copies modules at every step. Use DistributedDataParallel, one process for each device."
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is a TorchScript module, which has no Python to capture. Pass the module that it was made from."
+    flags = ("is_activation_checkpointing", "is_gradient_checkpointing", "gradient_checkpointing")
+    if any(getattr(module, flag, False) is True for flag in flags):
+        return "its activation checkpointing is on, and a plan replaces it. Call model.gradient_checkpointing_disable() first."
+    return None
