@@ -1,6 +1,6 @@
 """What people see of a plan: the only module that knows rich.
 
-`uses_by_module` accounts a plan to modules: a storage belongs to the module of the node that allocates it. `module_rows`
+`uses_by_module` accounts a plan to modules: a storage belongs to the module whose operation allocates it. `module_rows`
 rolls these up to a dozen rows, equal blocks in one row. `plan_table` draws them below the plan's numbers and above its
 memory timeline; `plan_lines` and `measured_line` say the same in plain ASCII lines. `Reporter` decides who sees what: a
 table and progress on a terminal, lines in the log elsewhere, nothing on ranks other than zero.
@@ -23,7 +23,7 @@ from itertools import groupby
 import rich
 import torch.distributed
 from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, OverflowMethod, RenderableType, RenderResult
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -43,7 +43,7 @@ _SMALL = 0.01  # share of bytes and time below which modules are summed up as "o
 _WORTH_OPENING = 0.05  # share below which a module is not broken up into its children
 
 
-# ---------------------------------------------------------------- Accounting: what a plan does to each module
+# ---------------------------------------------------------------- what a plan does to each module
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class ModuleUse:
     Attributes:
         kept_bytes: Bytes kept from forward to backward.
         dropped_bytes: Bytes that plain training keeps there, and the plan does not.
-        recomputed: Forward operations that run again; views don't count.
+        recomputed: Forward operations that are recomputed; views don't count.
         operations: Forward operations; views don't count.
-        extra_ms: Time of all that runs again.
+        extra_ms: Time of all recomputation.
     """
 
     kept_bytes: int = 0
@@ -84,7 +84,7 @@ def add_uses(uses: Iterable[ModuleUse]) -> ModuleUse:
 
 
 def uses_by_module(plan: Plan) -> dict[str, ModuleUse]:
-    """Account a plan to the modules whose operations allocate and run again.
+    """Account a plan to the modules whose operations allocate bytes and are recomputed.
 
     Args:
         plan: A feasible plan.
@@ -139,7 +139,7 @@ def _path(graph: Graph, index: int) -> str:
     return OUTSIDE if node.op == OUTSIDE else node.module
 
 
-# ---------------------------------------------------------------- Rows: modules rolled up
+# ---------------------------------------------------------------- modules rolled up into rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class ModuleRow:
         count: How many equal blocks the row stands for.
         depth: 0, or 1 for a part of the blocks in the row above.
         use: The sum over all that the row stands for.
-        shares: Where equal modules were planned differently, the share kept in each; None where there is nothing to keep.
+        shares: Where equal modules were planned differently, the share kept in each, None where nothing could be.
     """
 
     label: str
@@ -230,8 +230,6 @@ class _Modules:
 
     def _children(self, block: _Block) -> list[_Block]:
         """Break a block up into the modules in it, equal ones together, and its own operations."""
-        if not block.roots or self.below[block.roots[0]] == [block.roots[0]]:
-            return []
         depth = block.depth + block.is_group
         above = "" if block.is_group else block.label
         found = []
@@ -263,13 +261,17 @@ class _Modules:
         for block in sorted(shown, key=self._weight, reverse=True):
             at = shown.index(block)
             is_open = any(later.depth > block.depth for later in shown[at + 1 : at + 2])
-            if is_open or (block.is_group and block.depth) or self._weight(block) < _WORTH_OPENING:
+            is_nested = block.is_group and block.depth
+            if is_open or is_nested or not self._has_parts(block) or self._weight(block) < _WORTH_OPENING:
                 continue
             room = limit - len(shown) + (not block.is_group)
             children = self._fold(self._children(block), room)
             if len(children) > block.is_group and room > 1:
                 return [*shown[: at + block.is_group], *children, *shown[at + 1 :]]
         return None
+
+    def _has_parts(self, block: _Block) -> bool:
+        return bool(block.roots) and self.below[block.roots[0]] != [block.roots[0]]
 
     def _fold(self, blocks: list[_Block], limit: int) -> list[_Block]:
         """Sum up the small blocks, and those for which the limit leaves no room, in one row."""
@@ -313,7 +315,7 @@ def _range_label(names: Sequence[str]) -> str:
     return f"{stem}{numbers[0]}{'-' if has_all else '..'}{numbers[-1]}"
 
 
-# ---------------------------------------------------------------- Words: the same in the table and in the log, ASCII only
+# ---------------------------------------------------------------- words, in the table and in the log
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -376,7 +378,7 @@ def _solver_words(plan: Plan) -> str:
     if solution.stopped_by:
         ended += f", stopped by {solution.stopped_by}"
     if not solution.recompute_ms:
-        return f"{ended}; nothing runs again"
+        return f"{ended}; nothing is recomputed"
     if not solution.bound_ms:
         return f"{ended}; no lower bound known"
     return f"{ended}; gap {100 * plan.gap:.1f}% (no plan below {format_ratio(plan.bound_overhead)})"
@@ -399,15 +401,18 @@ def _place_words(plan: Plan) -> str:
 
 
 def _use_words(use: ModuleUse) -> str:
-    said = [f"{format_bytes(use.kept_bytes)} kept", f"{format_bytes(use.dropped_bytes)} not kept"]
+    said = []
+    for size_bytes, word in ((use.kept_bytes, "kept"), (use.dropped_bytes, "not kept")):
+        if size_bytes:
+            said.append(f"{format_bytes(size_bytes)} {word}")
     if use.recomputed:
-        said.append(f"{use.recomputed} of {use.operations} ops run again")
+        said.append(f"{use.recomputed} of {use.operations} ops recomputed")
     if use.extra_ms:
         said.append(f"+{format_time(use.extra_ms)}")
     return ", ".join(said)
 
 
-# ---------------------------------------------------------------- Drawing
+# ---------------------------------------------------------------- the table
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,7 +423,7 @@ class Glyphs:
         levels: Cells filled from the bottom, from nearly empty to full.
         shade: What plain training keeps.
         line: Axis, and budget line.
-        again: Axis where operations run again.
+        again: Axis where operations are recomputed.
         turn: Where forward and backward meet on the axis.
         side: Between labels and drawing.
         times: Before a count of equal modules.
@@ -528,16 +533,20 @@ def _time_text(plan: Plan, glyphs: Glyphs) -> Text:
 def _module_table(plan: Plan, width: int, glyphs: Glyphs) -> Table:
     rows = module_rows(plan)
     total = ModuleRow("all", 1, 0, add_uses(row.use for row in rows if not row.depth))
-    bar_width = 10 if width < 90 else 20
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, show_footer=True, header_style=_FAINT, width=width)
-    headers = ("module", "kept", "not kept", "share kept", "ops run again", "extra time")
+    bar_width = 20 if width >= 90 else 10 if width >= 70 else 0
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), show_footer=True, width=width
+    )
+    table.header_style = table.border_style = _FAINT
+    headers = ("module", "kept", "not kept", "recomputed", "extra", *(["share kept"] if bar_width else []))
+    overflow: OverflowMethod = "crop" if glyphs is ASCII else "ellipsis"
     for header, footer in zip(headers, _cells(total, bar_width, glyphs), strict=True):
         is_words = header in ("module", "share kept")
-        table.add_column(header, footer, justify="left" if is_words else "right", no_wrap=True, overflow="ellipsis")
+        table.add_column(header, footer, justify="left" if is_words else "right", no_wrap=True, overflow=overflow)
     table.columns[0].ratio = 1
     for row in rows:
         table.add_row(*_cells(row, bar_width, glyphs))
-    if any(row.shares for row in rows):
+    if bar_width and any(row.shares for row in rows):
         marks = f"{glyphs.none}{glyphs.levels[len(glyphs.levels) // 2]}{glyphs.full}"
         table.caption = Text(f"{marks}  equal modules planned differently, the share kept in each", _FAINT)
         table.caption_justify = "left"
@@ -545,22 +554,19 @@ def _module_table(plan: Plan, width: int, glyphs: Glyphs) -> Table:
 
 
 def _cells(row: ModuleRow, bar_width: int, glyphs: Glyphs) -> tuple[RenderableType, ...]:
-    use = row.use
+    use, zero = row.use, Text(glyphs.none, _FAINT)
     label = Text("  " * row.depth + row.label, _FAINT if row.depth else "")
     label.append(f" {glyphs.times}{row.count}" if row.count > 1 else "", _FAINT)
-    bar = _columns_bar(row.shares, bar_width, glyphs) if row.shares else _bar(use.kept_share, bar_width, glyphs)
-    return (
-        label,
-        format_bytes(use.kept_bytes) if use.kept_bytes else Text(glyphs.none, _FAINT),
-        format_bytes(use.dropped_bytes) if use.dropped_bytes else Text(glyphs.none, _FAINT),
-        bar,
-        f"{use.recomputed}/{use.operations}" if use.recomputed else Text(glyphs.none, _FAINT),
-        _extra(use, glyphs),
+    numbers = (
+        format_bytes(use.kept_bytes) if use.kept_bytes else zero,
+        format_bytes(use.dropped_bytes) if use.dropped_bytes else zero,
+        f"{use.recomputed}/{use.operations}" if use.recomputed else zero,
+        f"+{format_time(use.extra_ms)}" if use.extra_ms else zero,
     )
-
-
-def _extra(use: ModuleUse, glyphs: Glyphs) -> Text:
-    return Text(f"+{format_time(use.extra_ms)}") if use.extra_ms else Text(glyphs.none, _FAINT)
+    if not bar_width:
+        return label, *numbers
+    bar = _columns_bar(row.shares, bar_width, glyphs) if row.shares else _bar(use.kept_share, bar_width, glyphs)
+    return label, *numbers, bar
 
 
 def _bar(share: float | None, width: int, glyphs: Glyphs) -> Text:
@@ -582,13 +588,14 @@ def _columns_bar(shares: Sequence[float | None], width: int, glyphs: Glyphs) -> 
     return text
 
 
-# ---------------------------------------------------------------- The memory timeline
+# ---------------------------------------------------------------- the memory timeline
 
 
 def timeline_text(plan: Plan, width: int, glyphs: Glyphs = UNICODE) -> Text:
     """Draw the memory of the planned step over that of the plain one: time to the right, bytes upwards.
 
-    The budget is a line, where it is not far above all memory. The axis starts at the resident bytes. Each column shows the most bytes of its time.
+    The axis starts at the resident bytes; the budget is a line, unless it is far above all memory. Each column shows
+    the most bytes of its time.
 
     Args:
         plan: A plan.
@@ -679,11 +686,10 @@ class _Timeline:
         filled = planned / self.row_bytes - row
         if filled > 0:
             return self.glyphs.level(min(1.0, filled)), _KEPT
-        return (self.glyphs.shade, _FAINT) if plain / self.row_bytes - row > 0.25 else (" ", "")
+        return (self.glyphs.shade, _FAINT) if plain / self.row_bytes > row else (" ", "")
 
     def _line(self, label: str, cells: Sequence[tuple[str, str]], side: str = "") -> Text:
-        text = Text(f"{label:>{self.width - self.columns - 2}} ", _FAINT)
-        text.append(side or self.glyphs.side, _FAINT)
+        text = Text().append(f"{label:>{self.width - self.columns - 2}} {side or self.glyphs.side}", _FAINT)
         for style, run in groupby(cells, key=lambda cell: cell[1]):
             text.append("".join(glyph for glyph, _ in run), style)
         text.rstrip()
@@ -704,24 +710,23 @@ class _Timeline:
 
     def _legend(self, runs_again: bool) -> Text:
         glyphs = self.glyphs
-        items = [(glyphs.full, _KEPT, "planned"), (glyphs.shade, _FAINT, "without a plan")]
+        items = [(glyphs.full, _KEPT, "planned"), (glyphs.shade, _FAINT, "unplanned")]
         items += [(glyphs.line, _BUDGET, "budget")] if self.budget_row else []
-        items += [(glyphs.again, _AGAIN, "running again")] if runs_again else []
-        text = Text(" " * (self.width - self.columns))
-        for mark, style, words in items:
-            text.append(mark, style).append(f" {words}   ")
-        text.rstrip()
-        return text
+        items += [(glyphs.again, _AGAIN, "recomputing")] if runs_again else []
+        gap = "   " if self.width >= 70 else " "
+        keys = [Text.assemble((mark, style), f" {words}") for mark, style, words in items]
+        return Text(" " * (self.width - self.columns)) + Text(gap).join(keys)
 
 
-# ---------------------------------------------------------------- Who sees what
+# ---------------------------------------------------------------- who sees what
 
 
 class Reporter:
     """Shows the stages of planning, then the plan, then what was measured.
 
-    On a terminal: progress that vanishes, and the table. Elsewhere: plain lines, to the logger `hiremate_lightning` at level
-    INFO where the program has set up its logging for that, else to standard error. On ranks other than zero: nothing.
+    On a terminal: progress that vanishes, and the table. Elsewhere: plain lines, to the logger `hiremate_lightning` at
+    level INFO where the program has set up its logging for that, else to standard error. On ranks other than zero:
+    nothing.
 
     Args:
         verbose: Whether to show anything.
@@ -760,7 +765,7 @@ class Reporter:
             self._progress = _stage_progress(self.console)
             self._progress.start()
         progress = self._progress
-        self._tasks.append(progress.add_task(name, total=None))
+        self._tasks.append(progress.add_task(name, total=None, detail=""))
         try:
             yield
         finally:
@@ -769,16 +774,16 @@ class Reporter:
                 progress.stop()
                 self._progress = None
 
-    def advance(self, completed: float, total: float, description: str | None = None) -> None:
-        """Show how far the stage under way is.
+    def progress(self, description: str, completed: float, total: float | None = None) -> None:
+        """Show how far the stage under way is; outside of a stage, nothing.
 
         Args:
-            completed: How much of it is done.
-            total: How much there is to do.
-            description: What to show in place of the stage's name, the incumbent of a solve, say.
+            description: What to show beside the stage's name: what is counted, or the incumbent of a solve.
+            completed: How much is done.
+            total: How much there is to do, None if nobody knows.
         """
         if self._progress is not None and self._tasks:
-            self._progress.update(self._tasks[-1], completed=completed, total=total, description=description)
+            self._progress.update(self._tasks[-1], completed=completed, total=total, detail=description)
 
     def planned(self, plan: Plan) -> None:
         """Show a new plan."""
@@ -819,6 +824,7 @@ def _stage_progress(console: Console) -> Progress:
         TextColumn("HiRemate: {task.description}", markup=False),
         BarColumn(bar_width=20),
         TimeElapsedColumn(),
+        TextColumn("{task.fields[detail]}", markup=False, style=_FAINT),
         console=console,
         transient=True,
     )
