@@ -1,6 +1,7 @@
 """Two trainings of the same seed, one of them inside a budget: what they share, and what each of them took.
 
-`train_twice` runs them, `Recorder` writes each step down, `show` compares the two on the screen.
+`train_twice` runs them, `Recorder` writes each step down, `SideBySide` times the two kinds of steps in turn, and `show`
+prints all of it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as L
@@ -19,49 +19,92 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader
 
+from hiremate_lightning import torch_private
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.plan import Plan
 from hiremate_lightning.profiling import MemoryMeter
+from hiremate_lightning.report import plan_table
 from hiremate_lightning.units import format_bytes, format_ratio, format_time
 
-WARM_UP_STEPS = 5  # the planned run plans in its first step and measures itself in the next ones
+PAIRS = 6  # of steps, plain and planned in turn, after those that are compared; the first pair warms up
 
 
 class Recorder(L.Callback):
-    """Write down the loss and the time of every step, and the peak of the last one.
+    """Write down the loss of every step, and the peak and the weights of the last one.
+
+    The allocator is watched from one step earlier: it knows the size of what is freed only if it was watched when it
+    allocated that, and a step frees the gradients of the one before.
+
+    Args:
+        steps: Steps to record; there may be more.
 
     Attributes:
         losses: Loss of each step.
-        times_ms: Time of each step but the last, which is slowed down by watching the allocator.
-        peak_bytes: Most bytes allocated during the last step, what was there before it included.
+        weights: Parameters and buffers after the last one.
+        peak_bytes: Most bytes allocated during the last one, what was there before it included.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
         self.losses: list[float] = []
-        self.times_ms: list[float] = []
+        self.weights: dict[str, torch.Tensor] = {}
         self.peak_bytes = 0
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx == trainer.num_training_batches - 1:
-            self._resident_bytes = sum(storage_bytes(resident_tensors(trainer, module, batch)))
+        if batch_idx == self.steps - 2:
             self._meter = MemoryMeter(module.device)
             self._meter.start()
+        elif batch_idx == self.steps - 1:
+            self._resident_bytes = sum(storage_bytes(resident_tensors(trainer, module, batch)))
+            self._meter.mark("last step")
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx < self.steps:
+            self.losses.append(outputs["loss"].item())
+        if batch_idx == self.steps - 1:
+            self._meter.stop()
+            step = self._meter.intervals[-1]
+            self.peak_bytes = self._resident_bytes + step.peak_bytes - step.start_bytes
+            self.weights = {name: value.clone() for name, value in module.state_dict().items()}
+
+
+class SideBySide(L.Callback):
+    """From some step on, leave the plan out of every other step, and time both kinds: other load then slows both.
+
+    Args:
+        first: The first step without the plan.
+
+    Attributes:
+        times_ms: Time of each step, in pairs: plain, planned.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.times_ms: list[float] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        self._slots = {}
+        if batch_idx >= self.first and (batch_idx - self.first) % 2 == 0:
+            self._slots = {inner: torch_private.get_call(inner) for inner in module.modules()}
+        for inner in self._slots:
+            torch_private.set_call(inner, None)
         self._start_s = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.losses.append(outputs["loss"].item())  # waits for the device
-        if batch_idx < trainer.num_training_batches - 1:
+        outputs["loss"].item()  # waits for the device
+        if batch_idx >= self.first:
             self.times_ms.append(1000 * (time.perf_counter() - self._start_s))
-        else:
-            self._meter.stop()
-            self.peak_bytes = self._resident_bytes + max(part.peak_bytes for part in self._meter.intervals)
+        for inner, slot in self._slots.items():
+            torch_private.set_call(inner, slot)
 
     @property
-    def step_ms(self) -> float:
-        """Median time of a step, without the first ones."""
-        return statistics.median(self.times_ms[WARM_UP_STEPS:] or self.times_ms)
+    def pairs_ms(self) -> list[tuple[float, float]]:
+        """Times of plain and planned steps that came one after the other, without the first pair."""
+        return list(zip(self.times_ms[0::2], self.times_ms[1::2], strict=True))[1:]
 
 
 def resident_tensors(trainer: L.Trainer, module: L.LightningModule, batch: Any) -> Iterator[torch.Tensor]:
@@ -83,33 +126,16 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
     yield from storages.values()
 
 
-@dataclass(frozen=True)
-class Run:
-    """One finished training."""
-
-    record: Recorder
-    weights: dict[str, torch.Tensor]
-    plan: Plan | None = None
-
-
-def train(
-    make_model: Callable[[], L.LightningModule], make_data: Callable[[], DataLoader], steps: int, budget: str | None
-) -> Run:
-    """Train from one fixed seed, inside a budget or without."""
-    L.seed_everything(0, verbose=False)
-    record = Recorder()
-    planned = [] if budget is None else [HiRemateCallback(budget=budget)]
-    model = make_model()
-    trainer = L.Trainer(
+def make_trainer(steps: int, *callbacks: L.Callback) -> L.Trainer:
+    """Make a Trainer that leaves nothing behind."""
+    return L.Trainer(
         max_epochs=1,
         limit_train_batches=steps,
-        callbacks=[*planned, record],
+        callbacks=list(callbacks),
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, make_data())
-    return Run(record, model.state_dict(), planned[0].plan if planned else None)
 
 
 def train_twice(
@@ -119,58 +145,71 @@ def train_twice(
 
     Args:
         make_model: Builds the model, from the random state as it is then.
-        make_data: Builds the batches, from the random state as it is then.
-        steps: Training steps of each run.
+        make_data: Builds the batches, from the random state as it is then; `2 * PAIRS` more than there are steps.
+        steps: Training steps to compare.
         budget: Budget of the second run, as `HiRemateCallback` takes it.
 
     Returns:
         Whether both runs gave the same, and the second stayed inside the budget.
     """
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated.*")  # between Lightning and torch
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     console = Console()
+
     console.rule("plain")
-    plain = train(make_model, make_data, steps, budget=None)
+    L.seed_everything(0, verbose=False)
+    plain = Recorder(steps)
+    make_trainer(steps, plain).fit(make_model(), make_data())
+
     console.rule(f"inside a budget of {budget}")
-    planned = train(make_model, make_data, steps, budget=budget)
+    L.seed_everything(0, verbose=False)
+    hiremate, planned, times = HiRemateCallback(budget=budget), Recorder(steps), SideBySide(first=steps)
+    make_trainer(steps + 2 * PAIRS, hiremate, planned, times).fit(make_model(), make_data())
+
     console.rule("proof")
-    return show(plain, planned, console)
+    return show(plain, planned, times, hiremate.plan, console)
 
 
-def show(plain: Run, planned: Run, console: Console) -> bool:
+def show(plain: Recorder, planned: Recorder, times: SideBySide, plan: Plan, console: Console) -> bool:
     """Print what both runs share and what each of them took; tell whether the proof holds."""
-    plan = planned.plan
-    if plan is None:
-        console.print("[bold red]The second run was not planned.")
-        return False
-    losses = [a == b for a, b in zip(plain.record.losses, planned.record.losses, strict=True)]
+    losses = [a == b for a, b in zip(plain.losses, planned.losses, strict=True)]
     weights = [torch.equal(plain.weights[name], planned.weights[name]) for name in plain.weights]
-    slower = planned.record.step_ms / plain.record.step_ms - 1
-    inside = planned.record.peak_bytes <= plan.budget_bytes
+    inside = planned.peak_bytes <= plan.budget_bytes
+    plain_ms, planned_ms = (statistics.median(kind) for kind in zip(*times.pairs_ms, strict=True))
+    slower = sorted(b / a - 1 for a, b in times.pairs_ms)
 
-    steps = Table("step", "loss, plain", "loss, planned", "bit for bit", title="Loss of each step")
+    steps = Table("step", "loss", "bits, plain", "bits, planned", "", title="Loss of each step")
     for i, equal in enumerate(losses):
-        a, b = plain.record.losses[i], planned.record.losses[i]
-        steps.add_row(str(i), f"{a:.6f}  {a.hex()}", f"{b:.6f}  {b.hex()}", "equal" if equal else "[red]DIFFERENT")
+        a, b = plain.losses[i], planned.losses[i]
+        steps.add_row(str(i), f"{a:.6f}", as_bits(a), as_bits(b), "equal" if equal else "[red]DIFFERENT")
     console.print(steps)
+    console.print(plan_table(plan))
 
-    runs = Table("", "plain", "planned", "", title="The two runs")
-    runs.add_row("losses", "", "", f"{sum(losses)} of {len(losses)} equal, bit for bit")
-    runs.add_row("weights and buffers", "", "", f"{sum(weights)} of {len(weights)} tensors equal, bit for bit")
+    runs = Table("", "plain", "planned", "", title="The two runs, compared bit for bit")
+    runs.add_row("losses", "", "", f"{sum(losses)} of {len(losses)} equal")
+    runs.add_row("weights and buffers", "", "", f"{sum(weights)} of {len(weights)} tensors equal")
     runs.add_row(
         "peak, by the allocator",
-        format_bytes(plain.record.peak_bytes),
-        format_bytes(planned.record.peak_bytes),
-        f"{'within' if inside else '[red]OVER[/]'} the budget of {format_bytes(plan.budget_bytes)}",
+        format_bytes(plain.peak_bytes),
+        format_bytes(planned.peak_bytes),
+        f"{'within' if inside else '[red]OVER[/]'} the budget, {format_bytes(plan.budget_bytes)}",
     )
+    runs.add_row("step time, in turn", format_time(plain_ms), format_time(planned_ms), f"{len(slower)} pairs, medians")
     runs.add_row(
-        "step, median",
-        format_time(plain.record.step_ms),
-        format_time(planned.record.step_ms),
-        f"{format_ratio(slower)}; predicted {format_ratio(plan.predicted_overhead)} for recomputing",
+        "extra time",
+        "",
+        format_ratio(statistics.median(slower)),
+        f"{format_ratio(slower[0])} to {format_ratio(slower[-1])}",
     )
+    runs.add_row("extra time, predicted", "", format_ratio(plan.predicted_overhead), "of what is recomputed")
     console.print(runs)
 
     holds = all(losses) and all(weights) and inside
     console.print("[bold green]The proof holds." if holds else "[bold red]The proof does not hold.")
     return holds
+
+
+def as_bits(loss: float) -> str:
+    """Write a float32 exactly: its 24 bits in hexadecimal, and its exponent."""
+    return loss.hex().replace("0000000p", "p")

