@@ -757,7 +757,7 @@ class Reporter:
             name: What is being done, such as "tracing".
         """
         LOGGER.debug(name)
-        if self.is_silent or not self.console.is_terminal:
+        if self.is_silent or not self.console.is_interactive:
             yield
             return
         outermost = self._progress is None
@@ -769,10 +769,10 @@ class Reporter:
         try:
             yield
         finally:
-            progress.remove_task(self._tasks.pop())
             if outermost:
                 progress.stop()
                 self._progress = None
+            progress.remove_task(self._tasks.pop())
 
     def progress(self, description: str, completed: float, total: float | None = None) -> None:
         """Show how far the stage under way is; outside of a stage, nothing.
@@ -783,7 +783,8 @@ class Reporter:
             total: How much there is to do, None if nobody knows.
         """
         if self._progress is not None and self._tasks:
-            self._progress.update(self._tasks[-1], completed=completed, total=total, detail=description)
+            detail = description if total is None else f"{completed:g}/{total:g} {description}"
+            self._progress.update(self._tasks[-1], completed=completed, total=total, detail=detail)
 
     def planned(self, plan: Plan) -> None:
         """Show a new plan."""

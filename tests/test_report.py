@@ -36,12 +36,15 @@ from hiremate_lightning.units import Budget
 from .tiny import KB, Builder, plan_keeping, transformer
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+TERMINAL_VARIABLES = ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
 
 
 @pytest.fixture(autouse=True)
-def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in RANK_VARIABLES:
+def _one_process_without_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*RANK_VARIABLES, *TERMINAL_VARIABLES):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(rich, "_console", None)
 
 
 def blocks_plan(blocks: int = 4, keep: tuple[str, ...] = ("residual", "up"), **changes: Any) -> Plan:
@@ -637,6 +640,17 @@ def test_stages_nest_with_a_progress_bar_that_is_already_there():
         with Reporter(console=console).stage("tracing"):
             pass
     assert "epoch 0" in written(console)
+
+
+@pytest.mark.parametrize(("total", "shown"), [(20, "3/20 operations"), (None, "operations")])
+def test_progress_counts_within_its_stage(total: int | None, shown: str):
+    console = terminal()
+    reporter = Reporter(console=console)
+    with reporter.stage("profiling"):
+        reporter.progress("operations", 3, total)
+    last = written(console).rpartition("HiRemate: profiling")[2]
+    assert f" {shown}" in last
+    assert ("/" in last) is (total is not None)
 
 
 def test_progress_outside_of_a_stage_is_nothing():
