@@ -117,10 +117,9 @@ def uses_by_module(plan: Plan) -> dict[str, ModuleUse]:
     return uses
 
 
-def _kept_storages(graph: Graph, schedule: Schedule) -> set[int]:
+def _kept_storages(graph: Graph, schedule: Schedule) -> set[int | None]:
     """Find the storages that live at the turn."""
-    storages = {graph.tensors[t].storage for t in (*schedule.saved, *graph.held)}
-    return {s for s in storages if s is not None and not graph.storages[s].kind.is_resident}
+    return {graph.tensors[t].storage for t in (*schedule.saved, *graph.held)}
 
 
 def _original(graph: Graph, index: int) -> int:

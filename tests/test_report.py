@@ -125,6 +125,27 @@ def test_a_replayed_dropout_counts_as_the_dropout():
     assert use == ModuleUse(kept_bytes=125, dropped_bytes=100, recomputed=1, operations=2, extra_ms=0.5)
 
 
+def test_a_storage_counts_once_and_for_the_first_that_makes_it():
+    b = Builder()
+    b.module = "first"
+    a = b.op("a", (), 100)
+    b.module = "second"
+    alias = b.op("alias", (), view_of=a)
+    b.op("g", (a, alias), 1, backward=True)
+    graph, profile = b.graph()
+    uses = uses_by_module(plan_keeping(graph, profile, ["a"]))
+    assert (uses["first"].kept_bytes, uses["second"].kept_bytes) == (100, 0)
+
+
+def test_resident_bytes_are_not_kept_by_the_plan():
+    b = Builder()
+    weight = b.input("weight", 1000)
+    transposed = b.op("transpose", (weight,), view_of=weight)
+    b.op("g", (transposed,), 1, backward=True)
+    graph, profile = b.graph()
+    assert uses_by_module(plan_keeping(graph, profile, ["transpose"]))[""] == ModuleUse()
+
+
 def test_views_are_no_operations():
     uses = uses_by_module(blocks_plan(1))
     assert uses["net.blocks.0.attn"].operations == 2  # qkv and attend; split is a view
