@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 from hiremate_lightning import torch_private
 from hiremate_lightning.callbacks import HiRemateCallback
+from hiremate_lightning.metering import MemoryMeter
 from hiremate_lightning.plan import Plan
-from hiremate_lightning.profiling import MemoryMeter
 from hiremate_lightning.report import plan_table
 from hiremate_lightning.units import format_bytes, format_ratio, format_time
 

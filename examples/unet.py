@@ -23,9 +23,9 @@ from proof import PAIRS, train_twice
 
 
 def convolve(channels_in: int, channels_out: int) -> nn.Sequential:
-    """Two convolutions, each with batch norm and ReLU."""
+    """Three convolutions, each with batch norm and ReLU."""
     layers: list[nn.Module] = []
-    for channels in (channels_in, channels_out):
+    for channels in (channels_in, channels_out, channels_out):
         layers += [
             nn.Conv2d(channels, channels_out, kernel_size=3, padding=1, bias=False),
             nn.BatchNorm2d(channels_out),

@@ -100,9 +100,9 @@ class GPT(nn.Module):
 
 
 def convolve(channels_in: int, channels_out: int) -> nn.Sequential:
-    """Two convolutions with batch norm, each followed by an in-place ReLU."""
+    """Three convolutions with batch norm, each followed by an in-place ReLU."""
     layers: list[nn.Module] = []
-    for channels in (channels_in, channels_out):
+    for channels in (channels_in, channels_out, channels_out):
         layers += [nn.Conv2d(channels, channels_out, 3, padding=1, bias=False), nn.BatchNorm2d(channels_out)]
         layers += [nn.ReLU(inplace=True)]
     return nn.Sequential(*layers)
