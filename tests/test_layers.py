@@ -34,6 +34,7 @@ ORDER = (
     "torch_private",
     "capture",
     "execution",
+    "metering",
     "profiling",
     "recording",
     "backend",
