@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SMALL_GPT = ("--steps", "8", "--blocks", "2", "--width", "64", "--context", "64", "--batch", "16")
-SMALL_UNET = ("--steps", "8", "--width", "8", "--side", "96", "--batch", "4")
+SMALL_GPT = ("--budget", "60%", "--steps", "8", "--blocks", "4", "--width", "64", "--context", "64", "--batch", "16")
+SMALL_UNET = ("--budget", "60%", "--steps", "8", "--width", "8", "--side", "96", "--batch", "4")
 
 
 def run(*command: str, cwd: Path) -> str:
