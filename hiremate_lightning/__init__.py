@@ -7,4 +7,21 @@ if not (_package / "callbacks").is_dir() and (_package.parent / "callbacks" / "_
     # A checkout on the path, not an installed copy: here the callbacks lie beside the package, not inside it.
     __path__.append(str(_package.parent))
 
+from .api import get_plan, hiremate, remove_hiremate
+from .errors import BudgetError, CaptureError, ConfigurationError, HiRemateError, HiRemateWarning, InfeasibleBudgetError
+from .plan import Plan
+
+__all__ = [
+    "BudgetError",
+    "CaptureError",
+    "ConfigurationError",
+    "HiRemateError",
+    "HiRemateWarning",
+    "InfeasibleBudgetError",
+    "Plan",
+    "get_plan",
+    "hiremate",
+    "remove_hiremate",
+]
+
 __version__ = "0.1.0"

@@ -37,7 +37,9 @@ _DROPOUT_ARGUMENT = {
 # Training-mode batch norm reads running statistics only to write the next ones: its output doesn't depend on them.
 _IGNORES_WHAT_IT_UPDATES = {"aten._native_batch_norm_legit_functional.default"}
 # Sums in an order that a GPU does not fix: a second run may differ in the last bit.
-_ORDER_DEPENDENT_ON_GPU = re.compile(r"aten\.(scatter_add|index_add|index_put|scatter_reduce|_unsafe_index_put|put|histc)\b")
+_ORDER_DEPENDENT_ON_GPU = re.compile(
+    r"aten\.(scatter_add|index_add|index_put|scatter_reduce|_unsafe_index_put|put|histc)\b"
+)
 _ROOT = re.compile(r"^L\[['\"].*?['\"]\]\.?")
 _SUBSCRIPT = re.compile(r"(?:\._modules)?\[['\"](.*?)['\"]\]")
 _SOURCE = re.compile(r'File "([^"]+)", line (\d+)')

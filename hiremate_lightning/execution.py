@@ -11,6 +11,7 @@ that it empties and drops each value after its last use, which is where the sche
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -135,9 +136,7 @@ def _copy_constants(captured: Captured, graph: fx.Graph, values: dict[fx.Node, f
             values[node] = graph.node_copy(node)
 
 
-def _emit(
-    captured: Captured, operations: Sequence[Operation], graph: fx.Graph, values: dict[fx.Node, fx.Node]
-) -> None:
+def _emit(captured: Captured, operations: Sequence[Operation], graph: fx.Graph, values: dict[fx.Node, fx.Node]) -> None:
     """Append the operations of a schedule; generated code frees by itself, after the last use."""
     for operation in operations:
         if not isinstance(operation, Compute) or operation.node >= len(captured.fx_nodes):
@@ -175,24 +174,29 @@ def apply_dropout_mask(source: torch.Tensor, mask: torch.Tensor, scale: float) -
 class Part:
     """One captured graph, run by programs that its conductor chooses.
 
+    torch.compile's caches hold parts for as long as they please. So a part must not keep its conductor alive, which knows the model; a
+    backward that outlives both still runs.
+
     Attributes:
         captured: The captured graph.
     """
 
     def __init__(self, captured: Captured, conductor: Conductor) -> None:
         self.captured = captured
-        self._conductor = conductor
+        self._conductor = weakref.ref(conductor)
         self._count = len(captured.forward_outputs)
 
     def forward(self, arguments: list[Any]) -> list[Any]:
         """Run the forward: inputs in, outputs and the token out."""
-        program, run = self._conductor.start(self, arguments)
+        conductor = self._conductor()
+        assert conductor is not None, "a model is alive while it is called"
+        program, run = conductor.start(self, arguments)
         results = list(program.forward(arguments))
         outputs, saved = results[: self._count], results[self._count :]
         del results
         token = torch.empty(0)
         token.hiremate = _Saved(program, run, _detach_returned(program, saved))  # type: ignore[attr-defined]
-        self._conductor.forward_done(run, outputs)
+        conductor.forward_done(run, outputs)
         return [*outputs, token]
 
     def backward(self, arguments: list[Any]) -> Sequence[Any]:
@@ -200,12 +204,15 @@ class Part:
         saved: _Saved = arguments[0].hiremate
         tangents = arguments[1:]
         arguments.clear()
-        self._conductor.backward_starts(saved.run, tangents)
+        conductor = self._conductor()
+        if conductor is not None:
+            conductor.backward_starts(saved.run, tangents)
         values = saved.take(keep=torch_private.backward_will_run_again())
         values.extend(tangents)
         del tangents
         gradients = saved.program.backward(values)
-        self._conductor.backward_done(saved.run)
+        if conductor is not None:
+            conductor.backward_done(saved.run)
         return gradients
 
 

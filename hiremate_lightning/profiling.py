@@ -1,11 +1,8 @@
-"""Measure on the device: time and workspace of each distinct operation, and the peak of anything.
+"""Measure on the device: time and workspace of each distinct operation, and the time of a whole program.
 
 Each distinct operation (operator, shapes, strides, dtypes, device, scalar arguments: `Node.key`) is run alone, on made-up inputs of
 its own shapes, so that profiling never needs more memory than the operation itself. Workspace is what the allocator
 hands out while the operation runs, beyond its outputs. Random state is restored; no gradient or buffer of the model is touched.
-
-On the CPU the allocator's own events are read, through the profiler; a dispatch mode would miss what kernels allocate inside. On
-CUDA the caching allocator's statistics are read.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ import hashlib
 import json
 import logging
 import operator
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,13 +20,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from . import torch_private
 from .capture import Captured, allocated_bytes
 from .costs import Profile, estimate
 from .execution import Program, apply_dropout_mask
 from .graph import Phase
+from .metering import measure_peak
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -248,122 +244,6 @@ def _time_once_ms(run: Callable[[], Any], device: torch.device) -> float:
     after.record()
     torch.cuda.synchronize(device)
     return float(before.elapsed_time(after))
-
-
-def measure_peak(function: Callable[[], Any], device: torch.device | str = "cpu") -> int:
-    """Run a function and give the bytes that it added at its peak to what was allocated before.
-
-    Args:
-        function: Called once, without arguments.
-        device: Where its memory counts.
-
-    Returns:
-        Peak above the start, in bytes by the allocator's own events, at least 0.
-    """
-    with MemoryMeter(torch.device(device)) as meter:
-        function()
-    return max((interval.peak_bytes for interval in meter.intervals), default=0)
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """Memory between two marks, in bytes relative to the start of the measurement.
-
-    Attributes:
-        label: The mark at its start.
-        start_bytes: Live at the mark.
-        peak_bytes: Most that lived until the next mark.
-    """
-
-    label: str
-    start_bytes: int
-    peak_bytes: int
-
-
-class MemoryMeter:
-    """Measures live bytes and peaks between marks, by the allocator's own events.
-
-    On CUDA this resets the allocator's peak statistics at every mark. On the CPU the profiler runs meanwhile, so another profiler
-    must not; `is_available` tells.
-
-    Attributes:
-        intervals: One for each mark, filled when the measurement ends.
-    """
-
-    _MARK = "hiremate_mark:"
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._profile: profile | None = None
-        self.intervals: list[Interval] = []
-
-    @staticmethod
-    def is_available(device: torch.device) -> bool:
-        """Whether nothing else occupies the means of measurement."""
-        return device.type == "cuda" or not torch.autograd.profiler._is_profiler_enabled
-
-    def __enter__(self) -> MemoryMeter:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        """Begin to measure; the first mark is called "start"."""
-        self.intervals = []
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            self._base = torch.cuda.memory_allocated(self._device)
-        else:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # its own lines about starting and stopping
-            self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-            self._profile.__enter__()
-        self.mark("start")
-
-    def mark(self, label: str) -> None:
-        """Begin a new interval."""
-        if self._device.type == "cuda":
-            self._close_interval()
-            live = torch.cuda.memory_allocated(self._device) - self._base
-            self.intervals.append(Interval(label, live, live))
-            torch.cuda.reset_peak_memory_stats(self._device)
-        else:
-            with record_function(self._MARK + label):
-                pass
-
-    def stop(self) -> None:
-        """End the measurement and fill `intervals`."""
-        if self._device.type == "cuda":
-            self._close_interval()
-        elif self._profile is not None:
-            self._profile.__exit__(None, None, None)
-            self._read_events(self._profile)
-            self._profile = None
-
-    def _close_interval(self) -> None:
-        if self.intervals:
-            last = self.intervals.pop()
-            peak = torch.cuda.max_memory_allocated(self._device) - self._base
-            self.intervals.append(Interval(last.label, last.start_bytes, max(peak, last.start_bytes)))
-
-    def _read_events(self, finished: profile) -> None:
-        events = []
-        for event in finished.profiler.kineto_results.events():  # type: ignore[union-attr]
-            name = event.name()
-            if name == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
-                events.append((event.start_ns(), 1, event.nbytes(), ""))
-            elif name.startswith(self._MARK):
-                events.append((event.start_ns(), 0, 0, name.removeprefix(self._MARK)))
-        live, label, start, peak = 0, "", 0, 0
-        for _, is_memory, size, mark in sorted(events):
-            if not is_memory:
-                if label:
-                    self.intervals.append(Interval(label, start, peak))
-                label, start, peak = mark, live, live
-            live += size
-            peak = max(peak, live)
-        self.intervals.append(Interval(label, start, peak))
 
 
 class TimedRun:

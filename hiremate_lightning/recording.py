@@ -17,7 +17,7 @@ from . import torch_private
 from .costs import Profile
 from .execution import Part, Program
 from .graph import Graph
-from .profiling import Interval, MemoryMeter
+from .metering import Interval, MemoryMeter
 from .step import Call, Gap
 
 
@@ -65,6 +65,7 @@ class StepRecord:
         self.runs: list[Run] = []
         self.backwards: list[int] = []
         self._meter: MemoryMeter | None = None
+        self._is_cut_short = False  # another meter has taken over
         if MemoryMeter.is_available(device):
             self._meter = MemoryMeter(device)
             self._meter.start()
@@ -115,6 +116,7 @@ class StepRecord:
 
     def _mark(self, label: str) -> None:
         if self._meter is not None:
+            self._is_cut_short |= not self._meter.is_running
             self._meter.mark(label)
 
     def close(self) -> None:
@@ -124,8 +126,8 @@ class StepRecord:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Peak of the step, resident bytes included; None where it was not measured."""
-        if self._meter is None or not self._meter.intervals:
+        """Peak of the step, resident bytes included; None where it was not measured to its end."""
+        if self._meter is None or self._is_cut_short:
             return None
         return self.resident_bytes + max(interval.peak_bytes for interval in self._meter.intervals)
 

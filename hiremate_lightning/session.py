@@ -27,7 +27,7 @@ from . import torch_private
 from .backend import planning_backend
 from .capture import Captured, allocated_bytes
 from .costs import Profile
-from .errors import CaptureError, HiRemateWarning
+from .errors import CaptureError, HiRemateWarning, InfeasibleBudgetError
 from .execution import Part, Program, build
 from .plan import Plan, PlanningTime
 from .planner import PlanOptions, check_feasible, make_plan, resolve, unplanned
@@ -126,6 +126,8 @@ class Session:
         self._known: dict[Signature, _Known] = {}
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
         self._auto_bytes: int | None = None
+        self._saw_unplanned = False  # whether a kind of step without a plan ran unrecorded
+        self._arguments: list[torch.Tensor] = []  # of the call that began the step
         self._steps = 0
         self._stepped = False  # whether an optimizer has used the gradients
         self._frees_gradients = True  # whether they are freed between forward and backward then
@@ -164,13 +166,13 @@ class Session:
             self._make_plan(signature)
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Learn of an optimizer, and end the measurement of the step: what follows is not training."""
+        """Learn of an optimizer; what follows its step is no longer part of the training step."""
         own = {id(p) for p in self.root.parameters()}
         if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             self.watch_optimizer(optimizer)
             self._stepped = True
-            if self._in_backward:
-                self.end_step()
+            if self._record is not None and self._record.backwards:
+                self._record.close()
 
     def abandon_step(self) -> None:
         """Forget the step under way, after an exception."""
@@ -178,22 +180,30 @@ class Session:
         if self._record is not None:
             self._record.close()
         self._record, self._finished, self._timed = None, None, None
-        self._ran, self._in_backward = [], False
+        self._ran, self._in_backward, self._arguments = [], False, []
 
     # ---------------------------------------------------------------- capture
 
     def backend(self) -> Any:
         """Give the torch.compile backend whose captured graphs this session runs."""
-        return planning_backend(self._take_in)
+        return planning_backend(_taker(weakref.ref(self)))
 
-    def _take_in(self, captured: Captured) -> Part:
+    def take_in(self, captured: Captured) -> Part:
+        """Make a part of a captured graph."""
         part = Part(captured, self)
         self._parts.append(part)
         return part
 
     @contextmanager
-    def calling(self, name: str) -> Iterator[None]:
-        """Surround a call of a planned module: the first one is traced, and errors of torch.compile become ours."""
+    def calling(self, name: str, arguments: Sequence[Any]) -> Iterator[None]:
+        """Surround an outermost call of a planned module.
+
+        A call after a backward begins a new step. The first call is traced, and errors of torch.compile become ours.
+        """
+        if self._in_backward:
+            self.end_step()
+        if not self._ran and self._record is None:
+            self._begin_step([t for t in torch_private.leaves(arguments) if isinstance(t, torch.Tensor)])
         if not self._parts:
             self._tracing.enter_context(self._stage("capture_s", "tracing"))
         try:
@@ -222,13 +232,9 @@ class Session:
     # ---------------------------------------------------------------- conductor of the parts
 
     def start(self, part: Part, arguments: Sequence[Any]) -> tuple[Program, Run | None]:
-        """Choose the program of a forward; a forward after a backward begins a new step."""
+        """Choose the program of a forward."""
         self.runs += 1
-        number = self._prepare(part, arguments)
-        if self._in_backward:
-            self.end_step()
-        if not self._ran:
-            self._begin_step(number, arguments)
+        number = self._prepare(part)
         self._ran.append(number)
         program = self._programs.get(tuple(self._ran), self._least[number])
         if self._timed is not None:
@@ -260,47 +266,52 @@ class Session:
         if run is not None and self._record is not None and run in self._record.runs:
             self._record.backward_done(run)
 
-    def _prepare(self, part: Part, arguments: Sequence[Any]) -> int:
+    def _prepare(self, part: Part) -> int:
         """Number a part; at its first run measure its operations and build its program of least memory."""
         number = next(i for i, known in enumerate(self._parts) if known is part)
         while len(self._profiles) <= number:
             self._tracing.close()
             captured = self._parts[len(self._profiles)].captured
             with self._stage("profile_s", "profiling"):
-                profile = measure(captured, self._costs, progress=lambda done, total: self._reporter.progress("operations", done, total))
+                profile = measure(
+                    captured,
+                    self._costs,
+                    progress=lambda done, total: self._reporter.progress("operations", done, total),
+                )
             with self._stage("solve_s", "solving"):
                 smallest = smallest_budget(Problem(captured.graph, profile, 0))
-            self._check_first(captured, profile, arguments)
+            self._check_first(captured, profile)
             self._profiles.append(profile)
             self._least.append(build(captured, lower(captured.graph, smallest.recompute)))
         return number
 
-    def _check_first(self, captured: Captured, profile: Profile, arguments: Sequence[Any]) -> None:
+    def _check_first(self, captured: Captured, profile: Profile) -> None:
         """Stop before the first step where not even the captured part alone fits."""
         step = merge([Call(captured.graph, profile)], [0])
         if self.options.plan.on_infeasible == "raise":
-            budget, resident = self.options.budget, self._resident(arguments).size_bytes
+            budget, resident = self.options.budget, self._resident(self._arguments).size_bytes
             check_feasible(step, budget, self._budget_bytes(step, resident), resident, self._name)
 
     # ---------------------------------------------------------------- steps
 
-    def _begin_step(self, number: int, arguments: Sequence[Any]) -> None:
-        resident = self._resident(arguments) if self._watches_resident() else None
-        if self._finished is not None and resident is not None:
-            record, self._finished = self._finished, None
-            self._learn(record, resident)
+    def _begin_step(self, arguments: list[torch.Tensor]) -> None:
+        self._arguments = arguments
+        self._steps += 1
+        if self._watches_resident():
+            resident = self._resident(arguments)
+            if self._finished is not None:
+                record, self._finished = self._finished, None
+                self._learn(record, resident)
+            if self.plan is not None:
+                self._adapt(resident)
         plan = self.plan
-        if plan is not None and resident is not None:
-            self._adapt(resident)
-        device = self._device
-        if (number,) not in self._programs or plan is None or plan.measured.peak_bytes is None:
-            before = resident if resident is not None else self._resident(arguments)
-            self._record = StepRecord(device, before.size_bytes + before.stale_bytes)
+        if plan is None or plan.measured.peak_bytes is None or self._saw_unplanned:
+            resident = self._resident(arguments)
+            self._record = StepRecord(self._device, resident.size_bytes + resident.stale_bytes)
             if not self._record.is_measured:
                 self._say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
         elif plan.measured.step_ms is None:
-            self._timed = TimedRun(device)
-        self._steps += 1
+            self._timed = TimedRun(self._device)
 
     def _watches_resident(self) -> bool:
         """Whether to count resident bytes now: they settle within a few steps, and counting takes time."""
@@ -310,7 +321,8 @@ class Session:
         """End the step under way, and its measurement; what was learned is used when the next one begins."""
         signature = tuple(self._ran)
         record, timed = self._record, self._timed
-        self._record, self._timed, self._ran, self._in_backward = None, None, [], False
+        self._record, self._timed = None, None
+        self._ran, self._in_backward, self._arguments = [], False, []
         if signature in self.plans:
             self._latest = signature
         if record is not None:
@@ -319,8 +331,11 @@ class Session:
                 self._measured(signature, record.peak_bytes)
             elif record.backwards:
                 self._finished = record
+                self._saw_unplanned = False
         elif timed is not None and signature in self.plans:
             self._update(signature, step_ms=timed.total_ms, recompute_ms=timed.recompute_ms)
+        if record is None and signature not in self.plans:
+            self._saw_unplanned = len(self.plans) < self.options.max_plans
 
     def _learn(self, record: StepRecord, resident: Resident) -> None:
         """Plan a kind of step that was not seen before."""
@@ -361,6 +376,9 @@ class Session:
         self._latest = signature
         self._seconds = PlanningTime()
         self._reporter.planned(plan)
+        if plan.planned_peak_bytes > budget_bytes:
+            peak, budget = format_bytes(plan.planned_peak_bytes), format_bytes(budget_bytes)
+            self._say(f"Nothing fits the budget of {budget}: the step runs at the least memory found, {peak}.")
         self._tell(plan)
 
     def _adapt(self, resident: Resident) -> None:
@@ -390,11 +408,17 @@ class Session:
             return
         text = f"The measured peak {format_bytes(peak_bytes)} is {format_bytes(excess)} above the budget"
         if known.margin_bytes:
-            self._say(f"{text}, after planning with a margin: something outside of the planned modules takes the memory.")
+            self._say(
+                f"{text}, after planning with a margin: something outside of the planned modules takes the memory."
+            )
             return
-        self._say(f"{text}: planned once more, with that margin.")
         self._known[signature] = replace(known, margin_bytes=excess)
-        self._make_plan(signature)
+        try:
+            self._make_plan(signature)
+        except InfeasibleBudgetError:
+            self._say(f"{text}, and no plan leaves that margin: the plan stays.")
+        else:
+            self._say(f"{text}: planned once more, with that margin.")
 
     def _update(self, signature: Signature, **measured: Any) -> None:
         plan = self.plans[signature] = self.plans[signature].with_measured(**measured)
@@ -420,7 +444,8 @@ class Session:
 
     @property
     def _device(self) -> torch.device:
-        return self._parts[0].captured.device
+        """Where the model is: it may have moved since the session began."""
+        return next(self.root.parameters()).device
 
     def _budget_bytes(self, step: Step, resident_bytes: int) -> int:
         if self._auto_bytes is None:
@@ -431,14 +456,13 @@ class Session:
             return self._auto_bytes
         return resolve(self.options.budget, resident_bytes, unplanned(step).peak_bytes, 0)
 
-    def _resident(self, arguments: Sequence[Any]) -> Resident:
+    def _resident(self, arguments: Sequence[torch.Tensor]) -> Resident:
         """Count what exists before a step: on CUDA all that is allocated, elsewhere what the step is known to use."""
         gradients = [p.grad for p in self.root.parameters() if p.grad is not None]
         stale = self._bytes_of(gradients) if self._stepped and self._frees_gradients else 0
         if self._device.type == "cuda":
             return Resident(torch.cuda.memory_allocated(self._device) - stale, stale)
-        tensors = [*self.root.parameters(), *self.root.buffers(), *gradients, *self._optimizer_state()]
-        tensors.extend(a for a in arguments if isinstance(a, torch.Tensor))
+        tensors = [*self.root.parameters(), *self.root.buffers(), *gradients, *self._optimizer_state(), *arguments]
         return Resident(self._bytes_of(tensors) - stale, stale)
 
     def _optimizer_state(self) -> Iterator[torch.Tensor]:
@@ -448,7 +472,16 @@ class Session:
 
     def _bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
         """Add up storages on the planned device, each once, as its allocator rounds them."""
-        sizes = {
-            torch_private.storage_id(t): t.untyped_storage().nbytes() for t in tensors if t.device == self._device
-        }
+        sizes = {torch_private.storage_id(t): t.untyped_storage().nbytes() for t in tensors if t.device == self._device}
         return sum(allocated_bytes(size, self._device) for size in sizes.values())
+
+
+def _taker(session: weakref.ref[Session]) -> Callable[[Captured], Part]:
+    """Hand captured graphs to a session that torch.compile's caches must not keep alive."""
+
+    def take_in(captured: Captured) -> Part:
+        taking = session()
+        assert taking is not None, "a model is alive while it is called"
+        return taking.take_in(captured)
+
+    return take_in

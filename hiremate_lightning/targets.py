@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import difflib
 import functools
-import itertools
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,18 +26,68 @@ from .session import Session
 
 Target = str | Sequence[str] | None
 
-_serial = itertools.count()
-
 
 def _call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs)
 
 
-def _fresh_copy(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy a function with a code object of its own: Dynamo counts recompilations by code object."""
-    assert isinstance(function, types.FunctionType)
-    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_serial)}")
-    return types.FunctionType(code, function.__globals__, code.co_name, closure=function.__closure__)
+def _call_found(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+def _call_training_step(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(module).training_step(module, *args, **kwargs)
+
+
+class _EntryPoints:
+    """Copies of the functions above, each with a code object of its own.
+
+    Dynamo keeps what it compiled, and counts recompilations, by code object. So each planned call needs its own. They are used again,
+    never dropped: a code object that dies takes Dynamo's entries with it inside the garbage collector, which crashes.
+    """
+
+    def __init__(self) -> None:
+        self._unused: dict[Callable[..., Any], list[Callable[..., Any]]] = {}
+        self._count = 0
+
+    def take(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Give a copy that no one uses."""
+        unused = self._unused.setdefault(function, [])
+        if unused:
+            return unused.pop()
+        assert isinstance(function, types.FunctionType)
+        self._count += 1
+        code = function.__code__.replace(co_name=f"{function.__name__}_{self._count}")
+        return types.FunctionType(code, function.__globals__, code.co_name)
+
+    def give_back(self, taken: list[tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
+        """Forget what was compiled for copies, and let others use them."""
+        while taken:
+            function, copy = taken.pop()
+            torch_private.forget_compiled(copy)
+            self._unused[function].append(copy)
+
+
+_entry_points = _EntryPoints()
+
+
+class _Compiler:
+    """Compiles the calls of one session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._taken: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+        weakref.finalize(self, _entry_points.give_back, self._taken)
+
+    def compile(self, function: Callable[..., Any], first: Any) -> Callable[..., Any]:
+        """Compile a function of this module, its first argument given."""
+        copy = _entry_points.take(function)
+        self._taken.append((function, copy))
+        return functools.partial(torch.compile(copy, backend=self._session.backend(), dynamic=False), first)
+
+    def close(self) -> None:
+        """Forget all that was compiled."""
+        _entry_points.give_back(self._taken)
 
 
 class Targets:
@@ -56,6 +106,7 @@ class Targets:
         self.adopted: dict[str, nn.Module] = {}
         self._target = target
         self._candidates()
+        self._compiler = _Compiler(session)
         self._compiled: dict[nn.Module, tuple[Any, Callable[..., Any]]] = {}
         self._inside = False
         self._warned = False
@@ -72,6 +123,8 @@ class Targets:
     def detach(self) -> None:
         """Leave every module as it was."""
         self.session.abandon_step()
+        self._compiled.clear()
+        self._compiler.close()
         for module in self.root.modules():
             if isinstance(torch_private.get_call(module), _Slot):
                 torch_private.set_call(module, None)
@@ -92,7 +145,7 @@ class Targets:
             return torch_private.plain_call(module, *args, **kwargs)
         if name not in self.adopted:
             self._adopt(name, module)
-        with self.session.calling(name or type(self.root).__name__), self._in_place(module):
+        with self.session.calling(name or type(self.root).__name__, (args, kwargs)), self._in_place(module):
             before = self.session.runs
             result = torch_private.plain_call(module, *args, **kwargs)
         if self.session.runs == before:
@@ -139,20 +192,11 @@ class Targets:
         if known is not None and known[0] is found:
             return known[1]
         if found is None:
-            compiled = functools.partial(self._compile(_call_forward), module)
+            compiled = self._compiler.compile(_call_forward, module)
         else:
-            forward = found
-
-            def call_found(*args: Any, **kwargs: Any) -> Any:
-                return forward(*args, **kwargs)
-
-            compiled = functools.partial(self._compile(call_found))
+            compiled = self._compiler.compile(_call_found, found)
         self._compiled[module] = (found, compiled)
         return compiled
-
-    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        backend = self.session.backend()
-        return torch.compile(_fresh_copy(function), backend=backend, dynamic=False)
 
 
 class StepTarget:
@@ -171,7 +215,8 @@ class StepTarget:
         refuse(root)
         self.root = root
         self.session = session
-        self._compiled = torch.compile(_fresh_copy(_call_training_step), backend=session.backend(), dynamic=False)
+        self._compiler = _Compiler(session)
+        self._compiled = self._compiler.compile(_call_training_step, root)
         self._hook: Any = None
 
     def attach(self) -> None:
@@ -183,6 +228,7 @@ class StepTarget:
     def detach(self) -> None:
         """Leave the module as it was."""
         self.session.abandon_step()
+        self._compiler.close()
         self.root.__dict__.pop(self.METHOD, None)
         if self._hook is not None:
             self._hook.remove()
@@ -190,8 +236,8 @@ class StepTarget:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         before = self.session.runs
-        with self.session.calling(f"{type(self.root).__name__}.{self.METHOD}"), self._log_untraced():
-            result = self._compiled(self.root, *args, **kwargs)
+        with self.session.calling(f"{type(self.root).__name__}.{self.METHOD}", (args, kwargs)), self._log_untraced():
+            result = self._compiled(*args, **kwargs)
         if self.session.runs == before:
             check_captured(f"{type(self.root).__name__}.{self.METHOD}", result)
         return result
@@ -206,10 +252,6 @@ class StepTarget:
         finally:
             for name in names:
                 del self.root.__dict__[name]
-
-
-def _call_training_step(module: Any, *args: Any, **kwargs: Any) -> Any:
-    return type(module).training_step(module, *args, **kwargs)
 
 
 def check_captured(name: str, result: Any) -> None:
@@ -284,12 +326,18 @@ def _reason_to_refuse(module: nn.Module) -> str | None:
     if kind == "OptimizedModule" or torch_private.get_call(module) is not None:
         if isinstance(torch_private.get_call(module), _Slot):
             return "it is planned already. Call remove_hiremate(model) first."
-        return 'it is compiled already. Pass the module itself, without torch.compile or .compile().'
+        return "it is compiled already. Pass the module itself, without torch.compile or .compile()."
     if isinstance(module, nn.DataParallel):
         return "DataParallel copies modules at every step. Use DistributedDataParallel, one process for each device."
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a TorchScript module, which has no Python to capture. Pass the module that it was made from."
-    flags = ("is_activation_checkpointing", "is_gradient_checkpointing", "gradient_checkpointing")
-    if any(getattr(module, flag, False) is True for flag in flags):
+    if _is_checkpointed(module):
         return "its activation checkpointing is on, and a plan replaces it. Call model.gradient_checkpointing_disable() first."
     return None
+
+
+def _is_checkpointed(module: nn.Module) -> bool:
+    """Read the flag of transformers and diffusers, under the first of its names that the module has."""
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing", "gradient_checkpointing")
+    name = next((n for n in names if n in module.__dict__ or hasattr(type(module), n)), None)
+    return name is not None and getattr(module, name) is True

@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, SavedForBackwardsAOTOutput
 from torch._functorch.partitioners import _extract_fwd_bwd_outputs, _has_tag_is_backward, _is_tangent
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._ops import HigherOrderOperator
+from torch._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import TorchDynamoException as CompileError
 from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -158,6 +160,47 @@ def set_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
 def plain_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call a module as if nothing stood in for it: hooks, then its forward as found now."""
     return module._call_impl(*args, **kwargs)
+
+
+def profiler_is_running() -> bool:
+    """Whether any of torch's profilers records this thread."""
+    return bool(torch.autograd._profiler_enabled())
+
+
+def start_host_events() -> None:
+    """Begin to record the host allocator's events.
+
+    This is the older of torch's two profilers: the newer one writes into freed memory where it stops inside an operation that
+    began while it ran, and nobody can know what surrounds a training step.
+    """
+    config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+    torch.autograd._enable_profiler_legacy(config)
+
+
+def stop_host_events() -> list[tuple[str, int]]:
+    """End the recording.
+
+    Returns:
+        In order of time, ("", bytes) for each allocation (above 0) and release (below 0), and (name, 0) for each
+        `record_function`.
+    """
+    events = []
+    for thread in torch.autograd._disable_profiler_legacy():
+        for event in thread:
+            if event.kind() == "memory_alloc":
+                events.append((event, "", event.cpu_memory_usage()))
+            elif event.kind() == "push":
+                events.append((event, event.name(), 0))
+    if not events:
+        return []
+    first = events[0][0]
+    timed = [(first.cpu_elapsed_us(event), name, size) for event, name, size in events]
+    return [(name, size) for _, name, size in sorted(timed, key=lambda e: e[0])]
+
+
+def forget_compiled(function: Callable[..., Any]) -> None:
+    """Drop what Dynamo compiled for a function."""
+    reset_code(function.__code__)
 
 
 def on_optimizer_step(hook: Callable[[torch.optim.Optimizer], None]) -> Any:

@@ -1,0 +1,218 @@
+"""What is planned, what is refused, and that modules are left as they were found."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from hiremate_lightning import (
+    BudgetError,
+    CaptureError,
+    ConfigurationError,
+    HiRemateWarning,
+    InfeasibleBudgetError,
+    get_plan,
+    hiremate,
+    remove_hiremate,
+)
+from hiremate_lightning.targets import targets_of
+
+
+class Net(nn.Module):
+    def __init__(self, depth=4, width=32):
+        super().__init__()
+        self.encoder = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)))
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.head(self.encoder(x))
+
+
+def batch():
+    return torch.randn(64, 32)
+
+
+def train(model, steps=3, call=None):
+    for _ in range(steps):
+        (call or model)(batch()).square().mean().backward()
+        model.zero_grad()
+
+
+def state_of(model):
+    return [(name, sorted(m.__dict__), type(m)) for name, m in model.named_modules()]
+
+
+@pytest.mark.parametrize(
+    ("budget", "words"),
+    [
+        (0, "above zero"),
+        (-1, "above zero"),
+        (1.5, r"share in \(0, 1\]"),
+        ("10", "no unit.*10 GiB"),
+        ("10 bananas", "'bananas' is not one of the units"),
+        (None, "NoneType"),
+    ],
+)
+def test_a_budget_that_cannot_be_read_is_refused(budget, words):
+    model = Net()
+    before = state_of(model)
+    with pytest.raises(BudgetError, match=words):
+        hiremate(model, budget)
+    assert state_of(model) == before
+
+
+def test_a_target_that_does_not_exist_is_refused_with_the_nearest():
+    model = Net()
+    before = state_of(model)
+    with pytest.raises(ConfigurationError, match="no submodule 'encodr' to plan.*Did you mean 'encoder'"):
+        hiremate(model, "50%", target="encodr")
+    assert state_of(model) == before
+
+
+def _compiled():
+    model = Net()
+    model.encoder.compile()
+    return model
+
+
+def _checkpointed():
+    model = Net()
+    model.gradient_checkpointing = True
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (_compiled, "submodule 'encoder'.*compiled already"),
+        (lambda: torch.compile(Net()), "compiled already"),
+        (_checkpointed, "activation checkpointing is on.*gradient_checkpointing_disable"),
+        (lambda: nn.DataParallel(Net()), "DataParallel.*DistributedDataParallel"),
+        (lambda: torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), "TorchScript"),
+        (lambda: "model", "Expected a torch.nn.Module"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_cannot_be_planned_is_refused_by_name(make, words):
+    with pytest.raises(ConfigurationError, match=words):
+        hiremate(make(), "50%")
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ({"on_infeasible": "ignore"}, "'raise' or 'warn', found 'ignore'"),
+        ({"time_limit_s": 0}, "time_limit_s must be above 0"),
+        ({"max_plans": 0}, "max_plans must be at least 1"),
+        ({"solver": "magic"}, "Unknown solver 'magic'. Choose one of: "),
+    ],
+)
+def test_an_argument_out_of_its_range_is_refused(argument, words):
+    with pytest.raises(ConfigurationError, match=words):
+        hiremate(Net(), "50%", **argument)
+
+
+def test_an_infeasible_budget_names_the_smallest_and_changes_nothing():
+    model = Net()
+    weights = [p.clone() for p in model.parameters()]
+    hiremate(model, "1 MiB", verbose=False)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        for _ in range(3):
+            model(torch.randn(4096, 32)).square().mean().backward()
+    error = caught.value
+    assert isinstance(error, torch.OutOfMemoryError)
+    assert "CUDA out of memory." in str(error)
+    assert f"{error.smallest_bytes:,} bytes" in str(error)
+    assert error.smallest_bytes > error.budget_bytes == 2**20
+    assert error.module in str(error)
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_planned_model_is_left_as_it_was():
+    model = Net()
+    before = state_of(model)
+    hiremate(model, "60%", verbose=False)
+    train(model)
+    assert get_plan(model) is not None
+    remove_hiremate(model)
+    assert state_of(model) == before
+    assert get_plan(model) is None
+    assert remove_hiremate(model) is model
+
+
+def test_copies_of_a_planned_model_run_plainly_on_their_own_weights():
+    model = hiremate(Net(), "60%", verbose=False)
+    train(model, steps=2)
+    x = batch()
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert targets_of(copied) is None
+        assert torch.equal(copied(x), model(x))
+        with torch.no_grad():
+            copied.head.weight.zero_()
+        assert not torch.equal(copied(x), model(x))
+
+
+def test_submodules_are_planned_where_only_they_are_called():
+    torch.manual_seed(0)
+    model = hiremate(Net(), "70%", verbose=False)
+    train(model, call=lambda x: model.head(model.encoder(x)))
+    assert list(targets_of(model).adopted) == ["encoder", "head"]
+    assert get_plan(model) is not None
+
+
+def test_only_the_named_target_is_planned():
+    model = hiremate(Net(), "90%", target="encoder", verbose=False)
+    train(model)
+    assert list(targets_of(model).adopted) == ["encoder"]
+
+
+def test_a_sequential_from_torch_itself_is_captured():
+    model = hiremate(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), "90%", verbose=False)
+    train(model)
+    assert get_plan(model) is not None
+
+
+def test_calls_without_gradients_are_not_planned():
+    model = hiremate(Net(), "60%", verbose=False)
+    with torch.no_grad():
+        model(batch())
+    assert targets_of(model).session.captured_count == 0
+
+
+def test_eval_mode_with_gradients_is_announced_once():
+    model = hiremate(Net(), "60%", verbose=False).eval()
+    with pytest.warns(HiRemateWarning, match="eval mode: such calls are not planned"):
+        model(batch()).sum().backward()
+    model(batch()).sum().backward()
+    assert targets_of(model).session.captured_count == 0
+
+
+def test_a_model_of_which_nothing_is_captured_is_an_error():
+    class Uncapturable(Net):
+        @torch.compiler.disable
+        def forward(self, x):
+            return super().forward(x)
+
+    model = hiremate(Uncapturable(), "60%", verbose=False)
+    with pytest.raises(CaptureError, match=r"Nothing of Uncapturable was captured.*target="):
+        model(batch())
+
+
+def test_hooks_run_once_and_patched_forwards_are_honoured():
+    model = Net()
+    seen = []
+    model.register_forward_pre_hook(lambda m, args: seen.append("before"))
+    model.register_forward_hook(lambda m, args, out: seen.append("after"))
+    original = model.forward
+    model.forward = lambda x: original(x) * 2
+    x = batch()
+    expected = model(x)
+    hiremate(model, "60%", verbose=False)
+    seen.clear()
+    assert torch.equal(model(x), expected)
+    assert seen == ["before", "after"]

@@ -1,0 +1,123 @@
+"""The private torch APIs that the project stands on: each test fails loudly where one has moved."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import torch
+from torch import fx, nn
+
+from hiremate_lightning import torch_private
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def test_this_torch_was_checked():
+    version = ".".join(torch.__version__.split(".")[:2])
+    assert version in torch_private.CHECKED_VERSIONS, (
+        f"torch {version} is not among the versions that the private APIs were checked on. "
+        "Read torch_private.py against it, run all tests, and add it there."
+    )
+
+
+def test_the_call_slot_stands_in_for_a_call_and_is_dropped_by_copies():
+    module = Doubled()
+    torch_private.set_call(module, lambda x: "taken")
+    assert module(1) == "taken"
+    assert torch_private.get_call(copy.deepcopy(module)) is None
+    assert pickle.loads(pickle.dumps(module))(torch.ones(1)).item() == 2
+    assert torch_private.plain_call(module, torch.ones(1)).item() == 2
+    torch_private.set_call(module, None)
+    assert torch_private.CALL_SLOT not in module.__dict__
+    assert module(torch.ones(1)).item() == 2
+
+
+def test_the_backend_hears_of_joint_graph_forward_and_backward():
+    heard = []
+
+    def partition(joint, inputs, *, num_fwd_outputs, **rest):
+        from functorch.compile import default_partition
+
+        outputs, gradients, *_ = torch_private.joint_outputs(joint, num_fwd_outputs)
+        tangents = [n for n in joint.graph.find_nodes(op="placeholder") if torch_private.is_tangent(n)]
+        heard.append((len(outputs), len(gradients), len(tangents)))
+        return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **rest)
+
+    def compiler(name):
+        def compile_graph(module, inputs):
+            heard.append(name)
+            return torch_private.boxed(module)
+
+        return compile_graph
+
+    backend = torch_private.make_backend(partition, compiler("forward"), compiler("backward"), compiler("inference"))
+    linear = nn.Linear(3, 2)
+    torch.compile(lambda x: linear(x).sin(), backend=backend)(torch.ones(1, 3)).sum().backward()
+    assert heard == [(1, 3, 1), "forward", "backward"]
+
+
+def test_boxed_code_empties_its_argument_list():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(torch.sin, (x,)),))
+    arguments = [torch.zeros(1)]
+    (result,) = torch_private.boxed(fx.GraphModule(nn.Module(), graph))(arguments)
+    assert arguments == []
+    assert result.item() == 0
+
+
+def test_a_backward_knows_whether_it_will_run_again():
+    heard = []
+
+    class Listening(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            heard.append(torch_private.backward_will_run_again())
+            return g
+
+    y = Listening.apply(torch.ones(1, requires_grad=True))
+    y.backward(retain_graph=True)
+    y.backward()
+    assert heard == [True, False]
+
+
+def test_versions_count_changes_in_place():
+    x = torch.zeros(1)
+    before = torch_private.version_of(x)
+    x.add_(1)
+    assert torch_private.version_of(x) == before + 1
+    with torch.inference_mode():
+        assert torch_private.version_of(torch.zeros(1)) == -1
+
+
+def test_a_watched_storage_is_not_kept_alive():
+    x = torch.zeros(10)
+    view = x[2:]
+    lives = torch_private.watch_storage(x)
+    del x
+    assert lives()
+    del view
+    assert not lives()
+
+
+def test_an_optimizer_step_is_heard_until_the_handle_is_removed():
+    heard = []
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    handle = torch_private.on_optimizer_step(heard.append)
+    optimizer.step()
+    handle.remove()
+    optimizer.step()
+    assert heard == [optimizer]
+
+
+def test_free_host_bytes_are_plausible():
+    assert torch_private.free_host_bytes() > 2**20

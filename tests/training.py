@@ -1,0 +1,93 @@
+"""Train a test model for a few steps and keep everything that must be equal, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from hiremate_lightning.metering import measure_peak
+
+from .models import BUILDERS, Model
+
+
+@dataclass
+class Trace:
+    """What a training run did.
+
+    Attributes:
+        losses: Loss of each step.
+        gradients: Gradients of each step, by parameter.
+        buffers: Buffers after each step.
+        random_states: State of the CPU generator after each step.
+        parameters: Parameters at the end.
+        peaks: Measured peak of each step, resident bytes included; only of steps that were asked to be measured.
+    """
+
+    losses: list[Tensor] = field(default_factory=list)
+    gradients: list[list[Tensor | None]] = field(default_factory=list)
+    buffers: list[list[Tensor]] = field(default_factory=list)
+    random_states: list[Tensor] = field(default_factory=list)
+    parameters: list[Tensor] = field(default_factory=list)
+    peaks: dict[int, int] = field(default_factory=dict)
+
+
+def build(name: str) -> Model:
+    """Build a model from a fixed seed."""
+    torch.manual_seed(7)
+    return BUILDERS[name]()
+
+
+def train(
+    model: Model, steps: int = 5, measured: tuple[int, ...] = (), before: Callable[[int], None] = lambda i: None
+) -> Trace:
+    """Take some AdamW steps, a new batch each."""
+    module = model.module
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    trace = Trace()
+    torch.manual_seed(11)
+    for index in range(steps):
+        before(index)
+        optimizer.zero_grad()
+        batch = model.make_batch(index)
+        losses: list[Tensor] = []
+
+        def step(batch: tuple[Tensor, ...] = batch, losses: list[Tensor] = losses) -> None:
+            loss = model.loss_of(module(*batch))
+            loss.backward()
+            losses.append(loss.detach())
+
+        if index in measured:
+            resident = resident_bytes(module, optimizer, batch)
+            trace.peaks[index] = resident + measure_peak(step)
+        else:
+            step()
+        trace.losses.extend(losses)
+        trace.gradients.append([None if p.grad is None else p.grad.clone() for p in module.parameters()])
+        trace.random_states.append(torch.get_rng_state())
+        optimizer.step()
+        trace.buffers.append([b.clone() for b in module.buffers()])
+    trace.parameters = [p.detach().clone() for p in module.parameters()]
+    return trace
+
+
+def resident_bytes(module: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, ...]) -> int:
+    """Add up what exists before a step, each storage once."""
+    tensors = [*module.parameters(), *module.buffers(), *batch]
+    tensors += [p.grad for p in module.parameters() if p.grad is not None]
+    tensors += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def assert_equal(found: Trace, expected: Trace) -> None:
+    """Compare two runs bit for bit."""
+    assert [x.item().hex() for x in found.losses] == [x.item().hex() for x in expected.losses]
+    for kind in ("gradients", "buffers"):
+        for index, (mine, theirs) in enumerate(zip(getattr(found, kind), getattr(expected, kind), strict=True)):
+            for position, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+                assert (a is None) == (b is None), f"{kind} {position} of step {index}"
+                assert a is None or torch.equal(a, b), f"{kind} {position} of step {index}"
+    assert all(torch.equal(a, b) for a, b in zip(found.random_states, expected.random_states, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters, expected.parameters, strict=True))
