@@ -10,29 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..graph import Graph
-from ..schedule import recompute_lazily
-from .base import Problem, Solution, Status, replay
 
 SEGMENT_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96)
-
-
-def candidates(problem: Problem) -> Iterator[Solution]:
-    """Give one solution for each number of segments, with its simulated peak and time."""
-    seen = set()
-    for kept in keep_sets(problem.graph):
-        if kept in seen:
-            continue
-        seen.add(kept)
-        recompute = recompute_lazily(problem.graph, kept)
-        simulation = replay(problem, recompute)
-        yield Solution(
-            "segments",
-            Status.FEASIBLE,
-            recompute,
-            simulation.recompute_ms,
-            simulation.peak_bytes,
-            stopped_by="heuristic",
-        )
 
 
 def keep_sets(graph: Graph) -> Iterator[frozenset[int]]:

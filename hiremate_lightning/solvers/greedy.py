@@ -1,0 +1,173 @@
+"""Greedy moves on policies: evict at the peak until the step fits, keep more while it still fits.
+
+Eviction is directed by the peak: of the values that live through it without being used there, the one that frees most bytes for the least
+recomputation is given up until its next use. A value may be evicted again after it was recomputed, so that the same node runs
+several times; models that recompute each value once find nothing where a network's peak is dominated by a few large
+operations. Related: DTR's heuristic (Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, arXiv 2006.09616), here
+with the whole future known. Heuristics: no bound on how far they are from the best.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from .model import Model, Policy, Replay
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A value that lives through the peak without being used there.
+
+    Attributes:
+        storage: Which one.
+        last_use: Backward position of its last use before the peak, None where it comes from the forward unused.
+    """
+
+    storage: int
+    last_use: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A policy with its replay."""
+
+    policy: Policy
+    replay: Replay
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Faster first, then smaller."""
+        return (self.replay.recompute_ms, self.replay.peak_bytes)
+
+
+def evict(model: Model, policy: Policy, limit_bytes: int, deadline: float) -> Iterator[Found]:
+    """Give up values at the peak, one after the other.
+
+    Args:
+        model: The step.
+        policy: Where to start.
+        limit_bytes: Stop when the peak is within it.
+        deadline: Stop at this `time.monotonic`.
+
+    Yields:
+        Each policy on the way, the start included; the last one fits where any did.
+    """
+    current = Found(policy, model.replay(policy))
+    yield current
+    for _ in range(4 * len(model.choices)):
+        if current.replay.peak_bytes <= limit_bytes or time.monotonic() > deadline:
+            return
+        moved = next(_evictions(model, current), None)
+        if moved is None:
+            return
+        current = moved
+        yield current
+
+
+def _evictions(model: Model, current: Found) -> Iterator[Found]:
+    """Try the candidates at the peak, best ratio first; give those that lower the bytes there."""
+    policy = current.policy
+    there = {s for s in policy.kept | model.fixed}
+    ranked = sorted(
+        _candidates(model, current.replay),
+        key=lambda c: (_chain_ms(model, c.storage, there) / max(1, model.sizes[c.storage]), c.storage),
+    )
+    for candidate in ranked[:8]:
+        if candidate.last_use is None:
+            moved = replace(policy, kept=policy.kept - {candidate.storage})
+        else:
+            moved = replace(policy, drops=policy.drops | {(candidate.storage, candidate.last_use)})
+        if moved == policy:
+            continue
+        after = model.replay(moved)
+        same_place = after.node == current.replay.node and after.position == current.replay.position
+        if after.peak_bytes < current.replay.peak_bytes or not same_place:
+            yield Found(moved, after)
+
+
+def _candidates(model: Model, replay: Replay) -> list[Candidate]:
+    """List what lives through the peak and is not used there."""
+    last: dict[int, int] = {}
+    at_peak: set[int] = set()
+    later: set[int] = set()
+    remade: set[int] = set()
+    reached = False
+    for position, row in enumerate(replay.rows):
+        if position >= len(model.reads):
+            break
+        steps = [(node, model.needs[node], model.makes[node]) for node in row]
+        steps.append((model.graph.backward[position], model.reads[position], ()))
+        for node, reads, makes in steps:
+            is_peak = position == replay.position and node == replay.node
+            for storage in reads:
+                if is_peak:
+                    at_peak.add(storage)
+                elif not reached:
+                    last[storage] = position
+                elif storage not in remade:
+                    later.add(storage)
+            for storage in makes:
+                if is_peak:
+                    at_peak.add(storage)
+                elif reached:
+                    remade.add(storage)
+                else:
+                    last[storage] = position
+            reached = reached or is_peak
+        if replay.position < 0:
+            reached = True
+    if replay.position < 0:  # the peak is in the forward: all that is kept lives through it
+        return [Candidate(s, None) for s in model.choices if s in later and s not in model.fixed]
+    found = []
+    for storage in model.choices:
+        if storage in later and storage not in at_peak and storage not in model.fixed:
+            use = last.get(storage)
+            if use is None or use < replay.position:
+                found.append(Candidate(storage, use))
+    return found
+
+
+def _chain_ms(model: Model, storage: int, there: set[int]) -> float:
+    """Give the time to recompute a value from what is kept."""
+    total, stack, seen = 0.0, [storage], set[int]()
+    while stack:
+        top = stack.pop()
+        node = model.producer.get(top)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        total += model.cost_ms[node]
+        stack.extend(s for s in model.needs[node] if s not in there)
+    return total
+
+
+def keep_more(model: Model, found: Found, limit_bytes: int, deadline: float) -> Found:
+    """Keep more values, and drop fewer, as long as the peak stays within the limit; never slower than what came in.
+
+    Args:
+        model: The step.
+        found: Where to start; it fits.
+        limit_bytes: Most bytes at the peak.
+        deadline: Stop at this `time.monotonic`.
+    """
+    for (storage, position) in sorted(found.policy.drops):
+        if time.monotonic() > deadline:
+            return found
+        found = _take_if_better(model, found, limit_bytes, drops=found.policy.drops - {(storage, position)})
+    recomputed = {node for row in found.replay.rows for node in row}
+    missing = [s for s in model.producer if s not in found.policy.kept and model.producer[s] in recomputed]
+    missing.sort(key=lambda s: (-model.cost_ms[model.producer[s]] / (model.sizes[s] + 1), s))
+    for storage in missing:
+        if time.monotonic() > deadline:
+            return found
+        found = _take_if_better(model, found, limit_bytes, kept=found.policy.kept | {storage})
+    return found
+
+
+def _take_if_better(model: Model, found: Found, limit_bytes: int, **changes: frozenset) -> Found:  # type: ignore[type-arg]
+    changed = replace(found.policy, **changes)
+    after = model.replay(changed)
+    better = after.peak_bytes <= limit_bytes and after.recompute_ms < found.replay.recompute_ms - 1e-9
+    return Found(changed, after) if better else found

@@ -1,0 +1,50 @@
+"""The least memory that a heuristic finds: narrow segments, then evictions at the peak as far as they go.
+
+It gives the smallest feasible budget for error messages, and the program of a training step about which nothing is known yet. An upper bound
+on the true minimum, which is NP-hard to find on general graphs.
+"""
+
+from __future__ import annotations
+
+import time
+
+from .base import Problem, Solution, Status, strategy
+from .greedy import Found, evict
+from .model import Model
+from .turn_point import segment_policies
+
+STARTS = 3  # segmentations from which evictions start
+
+
+@strategy("least_memory")
+def least_memory(problem: Problem) -> Solution:
+    """Find the smallest peak, whatever the time of recomputation."""
+    start = time.monotonic()
+    deadline = start + min(4.0, problem.options.time_limit_s)
+    model = Model(problem)
+    found = sorted(
+        (Found(p, model.replay(p)) for p in segment_policies(model)), key=lambda f: (f.replay.peak_bytes, f.rank)
+    )
+    best = found[0]
+    for first in found[:STARTS]:
+        stalled = 0
+        for step in evict(model, first.policy, 0, deadline):
+            stalled = 0 if step.replay.peak_bytes < best.replay.peak_bytes else stalled + 1
+            if not stalled:
+                best = step
+            if stalled > 40:
+                break
+    return Solution(
+        strategy="least_memory",
+        status=Status.FEASIBLE if best.replay.peak_bytes <= problem.budget_bytes else Status.NOT_FOUND,
+        recompute=model.recompute(best.replay.rows),
+        recompute_ms=best.replay.recompute_ms,
+        peak_bytes=best.replay.peak_bytes,
+        stopped_by="end of the search",
+        solve_s=time.monotonic() - start,
+    )
+
+
+def smallest_budget(problem: Problem) -> Solution:
+    """Find the decisions of least memory, whether or not they fit the problem's budget."""
+    return least_memory(problem)

@@ -1,0 +1,141 @@
+"""Mixed-integer programs through python-mip: build by rows of numbers, solve with limits, give a typed result.
+
+HiGHS is used where it is installed, else CBC, which python-mip always brings. One thread: HiGHS keeps one thread count for the life of a
+process, and these models gain nothing from more. A solve that runs out of time is never called infeasible.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mip
+
+from .base import SolveOptions, Status
+
+log = logging.getLogger("hiremate_lightning")
+
+
+@dataclass
+class Program:
+    """Minimise costs over variables in [lower, upper] under linear rows.
+
+    Attributes:
+        costs: Objective coefficient of each variable.
+        bounds: Lower and upper bound of each variable.
+        is_integer: Whether each variable is integer.
+        rows: Each row's name, terms as (variable, coefficient), and its lower and upper limit.
+    """
+
+    costs: list[float] = field(default_factory=list)
+    bounds: list[tuple[float, float]] = field(default_factory=list)
+    is_integer: list[bool] = field(default_factory=list)
+    rows: list[tuple[str, list[tuple[int, float]], float, float]] = field(default_factory=list)
+
+    def variable(self, cost: float, lower: float = 0.0, upper: float = 1.0, integer: bool = True) -> int:
+        """Add a variable and give its number."""
+        self.costs.append(cost)
+        self.bounds.append((lower, upper))
+        self.is_integer.append(integer)
+        return len(self.costs) - 1
+
+    def row(
+        self, name: str, terms: list[tuple[int, float]], lower: float = -math.inf, upper: float = math.inf
+    ) -> None:
+        """Add a row: lower <= sum of terms <= upper."""
+        self.rows.append((name, terms, lower, upper))
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a solve ended.
+
+    Attributes:
+        status: Typed outcome; FEASIBLE where limits stopped it.
+        values: Value of each variable, empty where none was found.
+        objective: Objective of the values.
+        bound: Proven lower bound on the objective.
+    """
+
+    status: Status
+    values: tuple[float, ...] = ()
+    objective: float = math.inf
+    bound: float = -math.inf
+
+
+def backend_name(options: SolveOptions) -> str:
+    """Name the solver that runs: the one asked for, else HiGHS where it is installed, else CBC."""
+    if options.backend:
+        return options.backend
+    return "HIGHS" if importlib.util.find_spec("highspy") is not None else "CBC"
+
+
+def solve(
+    program: Program,
+    options: SolveOptions,
+    time_limit_s: float,
+    relax: bool = False,
+    absolute_gap: float = 0.0,
+    start: Sequence[float] = (),
+) -> Result:
+    """Solve a program.
+
+    Args:
+        program: What to solve.
+        options: Backend and threads.
+        time_limit_s: Seconds; a backend may overshoot by about one.
+        relax: Solve the linear relaxation.
+        absolute_gap: Stop when objective and bound are this close.
+        start: A feasible value for each variable, to start from.
+
+    Returns:
+        The best found, with its bound. Values of integer variables are rounded.
+    """
+    model = mip.Model(sense=mip.MINIMIZE, solver_name=backend_name(options))
+    model.verbose = 0
+    model.threads = options.threads
+    if not relax and absolute_gap > 0:
+        model.max_mip_gap_abs = absolute_gap
+    variables = _add_variables(model, program, relax)
+    _add_rows(model, program, variables)
+    if start and not relax:
+        model.start = list(zip(variables, start, strict=True))
+    status = model.optimize(max_seconds=max(0.1, time_limit_s), relax=relax)
+    return _read(model, variables, program, status, relax)
+
+
+def _add_variables(model: mip.Model, program: Program, relax: bool) -> list[mip.Var]:
+    return [
+        model.add_var(lb=lower, ub=upper, obj=cost, var_type=mip.INTEGER if integer and not relax else mip.CONTINUOUS)
+        for cost, (lower, upper), integer in zip(program.costs, program.bounds, program.is_integer, strict=True)
+    ]
+
+
+def _add_rows(model: mip.Model, program: Program, variables: list[mip.Var]) -> None:
+    for name, terms, lower, upper in program.rows:
+        chosen, coefficients = [variables[v] for v, _ in terms], [c for _, c in terms]
+        if lower > -math.inf:
+            model.add_constr(mip.LinExpr(chosen, coefficients, -lower, ">"), name)
+        if upper < math.inf:
+            model.add_constr(mip.LinExpr(chosen, coefficients, -upper, "<"), name)
+
+
+def _read(
+    model: mip.Model, variables: list[mip.Var], program: Program, status: mip.OptimizationStatus, relax: bool
+) -> Result:
+    if status is mip.OptimizationStatus.INFEASIBLE:
+        return Result(Status.INFEASIBLE)
+    solved = status in (mip.OptimizationStatus.OPTIMAL, mip.OptimizationStatus.FEASIBLE)
+    bound = model.objective_bound if not relax else (model.objective_value if solved else None)
+    proven = -math.inf if bound is None or not math.isfinite(bound) else float(bound)
+    if not solved:
+        return Result(Status.NOT_FOUND, bound=proven)
+    values = tuple(
+        float(round(v.x)) if integer and not relax else float(v.x)
+        for v, integer in zip(variables, program.is_integer, strict=True)
+    )
+    kind = Status.OPTIMAL if status is mip.OptimizationStatus.OPTIMAL else Status.FEASIBLE
+    return Result(kind, values, float(model.objective_value), proven)

@@ -1,0 +1,368 @@
+"""The step as the strategies see it: storages that may be kept or recomputed, and a fast replay of such decisions.
+
+A *choice* is a forward storage that the backward needs, or that recomputing such a one needs. Views cost nothing and are left out here;
+`rows_with_views` puts them back. A *policy* says which choices are kept through the turn, and after which backward position
+a value is dropped although it is used again, so that it is recomputed once more. `Model.replay` gives peak and time of a policy
+in time linear in the graph; the independent simulator has the last word on what leaves the planner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..graph import Phase
+from ..schedule import keep_all, lower
+from ..simulation import simulate
+from .base import Problem
+
+Rows = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Decisions by storage.
+
+    Attributes:
+        kept: Choices kept through the turn.
+        drops: Pairs of choice and backward position: dropped after that position, and recomputed before its next use.
+    """
+
+    kept: frozenset[int]
+    drops: frozenset[tuple[int, int]] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a policy does.
+
+    Attributes:
+        peak_bytes: Peak above what is resident.
+        recompute_ms: Time of what is recomputed.
+        position: Where the peak is: a backward position, or -1 in the forward.
+        node: The node at the peak.
+        rows: Producers recomputed before each backward position, views left out.
+    """
+
+    peak_bytes: int
+    recompute_ms: float
+    position: int
+    node: int
+    rows: Rows
+
+
+class Model:
+    """Arrays made once from a problem.
+
+    Attributes:
+        problem: The problem.
+        choices: Storages to decide on, in order of production.
+        fixed: Choices that can't be recomputed: always kept.
+        producer: For each choice, the node that recomputes it; fixed ones have none.
+        makes: For each producer, the choices that it makes.
+        needs: For each producer, the choices that it reads.
+        uses: For each choice, the backward positions that read it directly.
+        gradients: For each backward position, bytes of gradients and workspace while its node runs.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        graph = self.graph = problem.graph
+        self.sizes = graph.sizes
+        self.storage_of = [t.storage for t in graph.tensors]
+        self._made_at = {s: i for i, n in enumerate(graph.forward) for s in graph.allocates[n]}
+        self._held = {self.storage_of[t] for t in graph.held}
+        self.reads = [self._forward_storages(graph.nodes[n].inputs) for n in graph.backward]
+        returned = self._forward_storages(graph.gradients)
+        self.uses: dict[int, list[int]] = {}
+        for position, storages in enumerate([*self.reads, returned]):
+            for storage in storages:
+                self.uses.setdefault(storage, []).append(position)
+        self._collect_choices()
+        self._collect_pins()
+        self._measure_the_rest()
+
+    def _forward_storages(self, tensors: Iterable[int]) -> tuple[int, ...]:
+        found = dict.fromkeys(self.storage_of[t] for t in tensors)
+        return tuple(s for s in found if s is not None and s in self._made_at and s not in self._held)
+
+    def _collect_choices(self) -> None:
+        graph, self.producer, self.needs = self.graph, dict[int, int](), dict[int, tuple[int, ...]]()
+        fixed, stack, seen = set(), list(self.uses), set(self.uses)
+        while stack:
+            storage = stack.pop()
+            node = self._recomputer(storage)
+            if node is None:
+                fixed.add(storage)
+                continue
+            self.producer[storage] = node
+            if node not in self.needs:
+                own = set(graph.allocates[node])
+                needs = self._forward_storages(graph.nodes[node].inputs)
+                self.needs[node] = tuple(s for s in needs if s not in own)
+            fresh = [s for s in self.needs[node] if s not in seen]
+            seen.update(fresh)
+            stack.extend(fresh)
+        self.choices = tuple(sorted(seen, key=lambda s: self._made_at[s]))
+        self.fixed = frozenset(fixed)
+        self.makes: dict[int, list[int]] = {}
+        for storage in self.choices:
+            if storage in self.producer:
+                self.makes.setdefault(self.producer[storage], []).append(storage)
+        times = self.problem.profile.time_ms
+        self.cost_ms = {node: max(times[node], 1e-6) for node in self.makes}
+
+    def _collect_pins(self) -> None:
+        """Find the spans in which views made by the backward hold forward storages."""
+        made: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for position, index in enumerate(self.graph.backward):
+            node = self.graph.nodes[index]
+            made.update((t, position) for t in node.outputs if self.storage_of[t] in self._made_at)
+            last.update((t, position) for t in node.inputs if t in made)
+        last.update((t, len(self.graph.backward)) for t in self.graph.gradients if t in made)
+        self._pins: dict[int, list[tuple[int, int]]] = {}
+        for tensor, position in last.items():
+            storage = self.storage_of[tensor]
+            assert storage is not None
+            self._pins.setdefault(storage, []).append((made[tensor], position))
+
+    def _recomputer(self, storage: int) -> int | None:
+        """Find what computes a storage again: the recomputer of the tensor that its first producer puts on it."""
+        node = self.graph.nodes[self.graph.forward[self._made_at[storage]]]
+        first = next(t for t in node.outputs if self.storage_of[t] == storage)
+        return self.graph.recomputers[first]
+
+    def _measure_the_rest(self) -> None:
+        """Measure what no decision changes, by replaying plain training with all choices of size zero."""
+        graph, choices = self.graph, set(self.choices)
+        schedule = lower(graph, keep_all(graph))
+        everything = simulate(graph, self.problem.profile, schedule)
+        self.keep_all_bytes = everything.peak_bytes
+        forward, backward = len(graph.forward), len(graph.backward)
+        change = [0] * (forward + backward + 2)
+        ends = [max(self.uses.get(s, [-1])) for s in self.choices]
+        for storage, end in zip(self.choices, ends, strict=True):
+            last = forward + min(end, backward - 1) if end >= 0 else self._last_forward_use(storage)
+            change[self._made_at[storage]] += self.sizes[storage]
+            change[last + 1] -= self.sizes[storage]
+        self.forward_rest, self.gradients, self.live_gradients = [], [], []
+        held, before = 0, 0
+        for position, moment in enumerate(everything.timeline):
+            held += change[position]
+            rest = moment.peak_bytes - held
+            if position < forward:
+                self.forward_rest.append(rest)
+            else:
+                self.gradients.append(rest)
+                self.live_gradients.append(before)
+            after = moment.live_bytes - held - change[position + 1]
+            before = after
+        self._transient = {
+            node: self.problem.profile.workspace_bytes[node]
+            + sum(self.sizes[s] for s in graph.allocates[node] if s not in self.producer)
+            for node in self.makes
+        }
+
+    def _last_forward_use(self, storage: int) -> int:
+        if not hasattr(self, "_forward_last"):
+            self._forward_last: dict[int, int] = {}
+            for position, node in enumerate(self.graph.forward):
+                for s in self._forward_storages(self.graph.nodes[node].inputs):
+                    self._forward_last[s] = position
+        return self._forward_last.get(storage, self._made_at[storage])
+
+    # ---------------------------------------------------------------- replay
+
+    def rows(self, policy: Policy) -> Rows:
+        """Recompute lazily: each value just before its first use that finds it missing."""
+        live = set(policy.kept) | self.fixed
+        dropped: dict[int, list[int]] = {}
+        for storage, position in policy.drops:
+            dropped.setdefault(position, []).append(storage)
+        rows: Rows = []
+        for position in range(len(self.reads) + 1):
+            row: list[int] = []
+            for storage in self._read_at(position):
+                if storage not in live:
+                    self._recompute(storage, live, row)
+            rows.append(row)
+            for storage in dropped.get(position, ()):
+                if storage not in self.fixed and not self._is_pinned(storage, position):
+                    live.discard(storage)
+        return rows
+
+    def _is_pinned(self, storage: int, position: int) -> bool:
+        """Whether a view that the backward made holds a storage beyond a position."""
+        return any(first <= position < last for first, last in self._pins.get(storage, ()))
+
+    def _read_at(self, position: int) -> tuple[int, ...]:
+        if position < len(self.reads):
+            return self.reads[position]
+        return self._forward_storages(self.graph.gradients)
+
+    def _recompute(self, storage: int, live: set[int], row: list[int]) -> None:
+        stack = [storage]
+        while stack:
+            top = stack[-1]
+            if top in live:
+                stack.pop()
+                continue
+            node = self.producer[top]
+            missing = [s for s in self.needs[node] if s not in live]
+            if missing:
+                stack.extend(reversed(missing))
+                continue
+            row.append(node)
+            live.update(self.makes[node])
+            stack.pop()
+
+    def replay(self, policy: Policy) -> Replay:
+        """Give the peak and the time of a policy."""
+        return self.replay_rows(self.rows(policy))
+
+    def replay_rows(self, rows: Rows) -> Replay:
+        """Give the peak and the time of recomputing given producers before each backward position."""
+        order, is_backward = self._order(rows)
+        change = [0] * (len(order) + 2)
+        kept = self._lay_out(order, change)
+        peak, at = self._forward_peak(kept)
+        position, node = -1, at
+        saved = sum(self.sizes[s] for s in kept)
+        live, backward = saved, -1
+        for index, current in enumerate(order):
+            live += change[index]
+            if is_backward[index]:
+                backward += 1
+                now = live + self.gradients[backward]
+            else:
+                now = live + self._transient[current] + self.live_gradients[min(backward + 1, len(self.gradients) - 1)]
+            if now > peak:
+                peak, position, node = now, max(0, backward + (not is_backward[index])), current
+        time_ms = sum(self.cost_ms[n] for row in rows for n in row)
+        return Replay(peak, time_ms, position, node, rows)
+
+    def _order(self, rows: Rows) -> tuple[list[int], list[bool]]:
+        order: list[int] = []
+        is_backward: list[bool] = []
+        for position, row in enumerate(rows):
+            order.extend(row)
+            is_backward.extend([False] * len(row))
+            if position < len(self.graph.backward):
+                order.append(self.graph.backward[position])
+                is_backward.append(True)
+        return order, is_backward
+
+    def _lay_out(self, order: list[int], change: list[int]) -> list[int]:
+        """Fill in where choices appear and die; give those that are read before they are recomputed."""
+        begin: dict[int, int] = {}
+        end: dict[int, int] = {}
+        kept: list[int] = []
+        backward = 0
+        for index, node in enumerate(order):
+            made = self.makes.get(node)
+            if made is None:
+                reads = self.reads[backward]
+                backward += 1
+            else:
+                reads = self.needs[node]
+            for storage in reads:
+                if storage not in begin:
+                    begin[storage] = -1
+                    kept.append(storage)
+                end[storage] = index
+            for storage in made or ():
+                if storage in begin:
+                    change[end[storage] + 1] -= self.sizes[storage]
+                begin[storage] = end[storage] = index
+                change[index] += self.sizes[storage]
+        for storage in self._forward_storages(self.graph.gradients):
+            if storage not in begin:
+                kept.append(storage)
+            end[storage] = len(order)
+        for storage, last in end.items():
+            change[last + 1] -= self.sizes[storage]
+        return kept
+
+    def _forward_peak(self, kept: list[int]) -> tuple[int, int]:
+        """Give the peak of the forward, where what is kept lives to its end."""
+        stays = set(kept)
+        change = [0] * (len(self.graph.forward) + 1)
+        for storage in self.choices:
+            change[self._made_at[storage]] += self.sizes[storage]
+            if storage not in stays:
+                change[self._last_forward_use(storage) + 1] -= self.sizes[storage]
+        live, peak, at = 0, -1, self.graph.forward[0] if self.graph.forward else 0
+        for position, node in enumerate(self.graph.forward):
+            live += change[position]
+            if live + self.forward_rest[position] > peak:
+                peak, at = live + self.forward_rest[position], node
+        return peak, at
+
+    # ---------------------------------------------------------------- back to the graph
+
+    def recompute(self, rows: Rows) -> tuple[tuple[int, ...], ...]:
+        """Turn rows of producers into decisions for `schedule.lower`: views are put in where they are read."""
+        graph = self.graph
+        available = set(graph.inputs) | set(graph.tangents) | self._always_there(rows)
+        decisions = []
+        for position, row in enumerate(rows):
+            before: list[int] = []
+            for node in row:
+                self._bring(graph.nodes[node].inputs, available, before)
+                before.append(node)
+                made = set(graph.nodes[node].outputs)
+                stale = {self.storage_of[t] for t in made}
+                available.difference_update([t for t in self._forward_tensors_on(stale) if t not in made])
+                available.update(made)
+            if position < len(graph.backward):
+                node = graph.backward[position]
+                self._bring(graph.nodes[node].inputs, available, before)
+                available.update(graph.nodes[node].outputs)
+            else:
+                self._bring(graph.gradients, available, before)
+            decisions.append(tuple(before))
+        return tuple(decisions)
+
+    def _always_there(self, rows: Rows) -> set[int]:
+        """List the forward tensors that the turn leaves: on kept, held and resident storages, or without any."""
+        order, _ = self._order(rows)
+        kept = {*self._lay_out(order, [0] * (len(order) + 2)), *self.fixed, *self._held}
+        found = set()
+        for node in self.graph.forward:
+            for tensor in self.graph.nodes[node].outputs:
+                storage = self.storage_of[tensor]
+                if storage is None or storage in kept or storage not in self._made_at:
+                    found.add(tensor)
+                elif self.graph.recomputers[tensor] is None:
+                    found.add(tensor)
+        return found
+
+    def _forward_tensors_on(self, storages: set[int | None]) -> list[int]:
+        if not hasattr(self, "_by_storage"):
+            self._by_storage: dict[int | None, list[int]] = {}
+            for tensor, storage in enumerate(self.storage_of):
+                producer = self.graph.tensors[tensor].producer
+                if producer is None or self.graph.nodes[producer].phase is Phase.BACKWARD:
+                    continue
+                self._by_storage.setdefault(storage, []).append(tensor)
+        return [t for s in storages if s is not None for t in self._by_storage.get(s, ())]
+
+    def _bring(self, tensors: Iterable[int], available: set[int], before: list[int]) -> None:
+        """Run the views, and what else costs nothing, that make tensors available."""
+        graph = self.graph
+        stack = list(reversed(list(tensors)))
+        while stack:
+            top = stack[-1]
+            if top in available:
+                stack.pop()
+                continue
+            node = graph.recomputers[top]
+            assert node is not None, f"{graph.tensors[top].name} can't be recomputed"
+            missing = [t for t in graph.nodes[node].inputs if t not in available]
+            if missing:
+                stack.extend(reversed(missing))
+                continue
+            before.append(node)
+            available.update(graph.nodes[node].outputs)
+            stack.pop()
