@@ -64,7 +64,7 @@ class HiRemateCallback(Callback):
         max_plans: int = 8,
         on_infeasible: str = "raise",
         cache_dir: str | Path | None = None,
-        solver: str = "hilp",
+        solver: str = "turn_point",
         verbose: bool = True,
     ) -> None:
         self._options = make_options(

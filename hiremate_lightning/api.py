@@ -23,7 +23,7 @@ def make_options(
     max_plans: int = 8,
     on_infeasible: str = "raise",
     cache_dir: str | Path | None = None,
-    solver: str = "hilp",
+    solver: str = "turn_point",
     verbose: bool = True,
 ) -> SessionOptions:
     """Check the arguments that all ways to plan share.
@@ -58,7 +58,7 @@ def hiremate(
     max_plans: int = 8,
     on_infeasible: str = "raise",
     cache_dir: str | Path | None = None,
-    solver: str = "hilp",
+    solver: str = "turn_point",
     verbose: bool = True,
 ) -> nn.Module:
     """Train a model within a budget of bytes, with the same numbers.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.profiler import record_function
@@ -35,28 +35,37 @@ class Interval:
 class MemoryMeter:
     """Measures from `start` to `stop`.
 
-    Only one meter runs at a time: to start another ends the first, which then has the intervals up to there.
+    To start a meter while another runs pauses that one until the inner meter stops: what happens in between does not count there.
 
     Attributes:
         intervals: One for each mark, complete when the measurement has ended.
-        is_running: Whether marks are still taken.
+        lost_marks: Whether a mark came while the meter was paused: then its intervals don't say what they seem to.
     """
 
-    _running: weakref.ref[MemoryMeter] | None = None
+    _running: ClassVar[list[weakref.ref[MemoryMeter]]] = []  # the last one counts, the others are paused
 
     def __init__(self, device: torch.device) -> None:
         self.intervals: list[Interval] = []
-        self.is_running = False
+        self.lost_marks = False
         self._means: _HostEvents | _DeviceStatistics = (
             _DeviceStatistics(device) if device.type == "cuda" else _HostEvents()
         )
 
-    @classmethod
-    def is_available(cls, device: torch.device) -> bool:
+    @staticmethod
+    def is_available(device: torch.device) -> bool:
         """Whether someone else's profiler leaves the means of measurement free."""
-        current = cls._running() if cls._running is not None else None
-        ours = current is not None and current.is_running
+        ours = MemoryMeter._current() is not None
         return device.type == "cuda" or ours or not torch_private.profiler_is_running()
+
+    @staticmethod
+    def _current() -> MemoryMeter | None:
+        """Give the meter that counts now; those that were dropped are forgotten."""
+        while MemoryMeter._running:
+            current = MemoryMeter._running[-1]()
+            if current is not None:
+                return current
+            MemoryMeter._running.pop()
+        return None
 
     def __enter__(self) -> MemoryMeter:
         self.start()
@@ -67,27 +76,39 @@ class MemoryMeter:
 
     def start(self) -> None:
         """Begin to measure; the first mark is called "start"."""
-        current = MemoryMeter._running() if MemoryMeter._running is not None else None
-        if current is not None:
-            current.stop()
-        MemoryMeter._running = weakref.ref(self)
-        self.is_running = True
-        self._means.start()
-        # A meter that is dropped must not leave a profiler running.
-        self._dropped = weakref.finalize(self, self._means.stop)
+        outer = MemoryMeter._current()
+        if outer is not None:
+            outer._pause()
+        MemoryMeter._running.append(weakref.ref(self))
+        self._resume()
         self.mark("start")
 
     def mark(self, label: str) -> None:
         """Begin a new interval."""
-        if self.is_running:
+        if MemoryMeter._current() is self:
             self._means.mark(label)
+        else:
+            self.lost_marks = True
 
     def stop(self) -> None:
-        """End the measurement; once is enough."""
-        if self.is_running:
-            self.is_running = False
-            self._dropped.detach()
-            self.intervals = self._means.stop()
+        """End the measurement; a meter that has ended already is left alone."""
+        counts = MemoryMeter._current() is self
+        if counts:
+            self._pause()
+        MemoryMeter._running[:] = [r for r in MemoryMeter._running if r() not in (self, None)]
+        self.intervals = self._means.intervals
+        outer = MemoryMeter._current()
+        if counts and outer is not None:
+            outer._resume()
+
+    def _pause(self) -> None:
+        self._dropped.detach()
+        self._means.pause()
+
+    def _resume(self) -> None:
+        self._means.resume()
+        # A meter that is dropped must not leave a profiler running.
+        self._dropped = weakref.finalize(self, self._means.pause)
 
 
 class _HostEvents:
@@ -95,53 +116,52 @@ class _HostEvents:
 
     _MARK = "hiremate_mark:"
 
-    def start(self) -> None:
+    def __init__(self) -> None:
+        self.intervals: list[Interval] = []
+        self._live = 0
+
+    def resume(self) -> None:
         torch_private.start_host_events()
 
     def mark(self, label: str) -> None:
         with record_function(self._MARK + label):
             pass
 
-    def stop(self) -> list[Interval]:
-        intervals: list[Interval] = []
-        live = 0
+    def pause(self) -> None:
         for name, size in torch_private.stop_host_events():
             if name.startswith(self._MARK):
-                intervals.append(Interval(name.removeprefix(self._MARK), live, live))
-            elif size and intervals:
-                live += size
-                intervals[-1] = replace(intervals[-1], peak_bytes=max(intervals[-1].peak_bytes, live))
-        return intervals
+                self.intervals.append(Interval(name.removeprefix(self._MARK), self._live, self._live))
+            elif size and self.intervals:
+                self._live += size
+                last = self.intervals[-1]
+                self.intervals[-1] = replace(last, peak_bytes=max(last.peak_bytes, self._live))
 
 
 class _DeviceStatistics:
     """The CUDA caching allocator's counters; what was there at the start does not count."""
 
     def __init__(self, device: torch.device) -> None:
+        self.intervals: list[Interval] = []
         self._device = device
-        self._base = 0
-        self._intervals: list[Interval] = []
+        self._base: int | None = None
 
-    def start(self) -> None:
+    def resume(self) -> None:
         torch.cuda.synchronize(self._device)
-        self._base = torch.cuda.memory_allocated(self._device)
-        self._intervals = []
-
-    def mark(self, label: str) -> None:
-        self._close()
-        live = torch.cuda.memory_allocated(self._device) - self._base
-        self._intervals.append(Interval(label, live, live))
+        if self._base is None:
+            self._base = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def stop(self) -> list[Interval]:
-        self._close()
-        return self._intervals
+    def mark(self, label: str) -> None:
+        self.pause()
+        live = torch.cuda.memory_allocated(self._device) - (self._base or 0)
+        self.intervals.append(Interval(label, live, live))
+        torch.cuda.reset_peak_memory_stats(self._device)
 
-    def _close(self) -> None:
-        if self._intervals:
-            peak = torch.cuda.max_memory_allocated(self._device) - self._base
-            last = self._intervals[-1]
-            self._intervals[-1] = replace(last, peak_bytes=max(last.peak_bytes, peak))
+    def pause(self) -> None:
+        if self.intervals:
+            peak = torch.cuda.max_memory_allocated(self._device) - (self._base or 0)
+            last = self.intervals[-1]
+            self.intervals[-1] = replace(last, peak_bytes=max(last.peak_bytes, peak))
 
 
 def measure_peak(function: Callable[[], Any], device: torch.device | str = "cpu") -> int:

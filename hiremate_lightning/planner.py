@@ -28,7 +28,7 @@ class PlanOptions:
         on_infeasible: "raise" to stop where no schedule fits, "warn" to train on with the least memory found.
     """
 
-    solver: str = "hilp"
+    solver: str = "turn_point"
     time_limit_s: float = 30.0
     on_infeasible: str = "raise"
 

@@ -65,15 +65,14 @@ class StepRecord:
         self.runs: list[Run] = []
         self.backwards: list[int] = []
         self._meter: MemoryMeter | None = None
-        self._is_cut_short = False  # another meter has taken over
         if MemoryMeter.is_available(device):
             self._meter = MemoryMeter(device)
             self._meter.start()
 
     @property
     def is_measured(self) -> bool:
-        """Whether memory is measured; another profiler may occupy the means."""
-        return self._meter is not None
+        """Whether memory is measured; another profiler may occupy the means, or another meter interrupt."""
+        return self._meter is not None and not self._meter.lost_marks
 
     @property
     def signature(self) -> tuple[int, ...]:
@@ -116,7 +115,6 @@ class StepRecord:
 
     def _mark(self, label: str) -> None:
         if self._meter is not None:
-            self._is_cut_short |= not self._meter.is_running
             self._meter.mark(label)
 
     def close(self) -> None:
@@ -127,7 +125,7 @@ class StepRecord:
     @property
     def peak_bytes(self) -> int | None:
         """Peak of the step, resident bytes included; None where it was not measured to its end."""
-        if self._meter is None or self._is_cut_short:
+        if self._meter is None or self._meter.lost_marks:
             return None
         return self.resident_bytes + max(interval.peak_bytes for interval in self._meter.intervals)
 

@@ -28,24 +28,24 @@ def plain_runs():
     return run
 
 
-def smallest_budget_of(name):
-    """Find the least memory that any plan of a model needs, in bytes."""
+def smallest_budget_of(name, costs):
+    """Find the least memory that any plan of a model needs, in bytes; it depends on the measured costs, which are kept."""
     model = build(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HiRemateWarning)
-        hiremate(model.module, "0.1%", on_infeasible="warn", verbose=False)
+        hiremate(model.module, "0.1%", on_infeasible="warn", cache_dir=costs, verbose=False)
         train(model, steps=2)
     return get_plan(model.module).planned_peak_bytes
 
 
 @pytest.mark.parametrize("budget", ["70%", "50%", "smallest"])
 @pytest.mark.parametrize("name", EVERY_MODEL)
-def test_training_under_a_plan_is_plain_training_within_the_budget(name, budget, plain_runs):
+def test_training_under_a_plan_is_plain_training_within_the_budget(name, budget, plain_runs, tmp_path):
     expected = plain_runs(name)
     model = build(name)
     keys = list(model.module.state_dict())
-    asked = smallest_budget_of(name) if budget == "smallest" else budget
-    hiremate(model.module, asked, verbose=False)
+    asked = smallest_budget_of(name, tmp_path) if budget == "smallest" else budget
+    hiremate(model.module, asked, cache_dir=tmp_path, verbose=False)
 
     found = train(model, STEPS, measured=MEASURED)
 
