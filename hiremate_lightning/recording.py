@@ -65,6 +65,8 @@ class StepRecord:
         self.runs: list[Run] = []
         self.backwards: list[int] = []
         self._meter: MemoryMeter | None = None
+        self._is_closed = False
+        self._counted: list[Interval] = []
         if MemoryMeter.is_available(device):
             self._meter = MemoryMeter(device)
             self._meter.start()
@@ -117,17 +119,23 @@ class StepRecord:
         if self._meter is not None:
             self._meter.mark(label)
 
-    def close(self) -> None:
-        """End the measurement."""
-        if self._meter is not None:
+    def close(self, at_once: bool = True) -> None:
+        """End the measurement; once is enough.
+
+        Args:
+            at_once: Whether the step has ended just now. If not, who knows what ran since its last backward: that is left out.
+        """
+        if self._meter is not None and not self._is_closed:
+            self._is_closed = True
             self._meter.stop()
+            self._counted = self._meter.intervals if at_once else self._meter.intervals[:-1]
 
     @property
     def peak_bytes(self) -> int | None:
         """Peak of the step, resident bytes included; None where it was not measured to its end."""
         if self._meter is None or self._meter.lost_marks:
             return None
-        return self.resident_bytes + max(interval.peak_bytes for interval in self._meter.intervals)
+        return self.resident_bytes + max((interval.peak_bytes for interval in self._counted), default=0)
 
     def calls(self, profiles: Sequence[Profile]) -> tuple[list[Call], list[int]]:
         """Describe the step for `step.merge`: its calls, and the order of their backwards.

@@ -201,7 +201,7 @@ class Session:
         A call after a backward begins a new step. The first call is traced, and errors of torch.compile become ours.
         """
         if self._in_backward:
-            self.end_step()
+            self.end_step(at_once=False)
         if not self._ran and self._record is None:
             self._begin_step([t for t in torch_private.leaves(arguments) if isinstance(t, torch.Tensor)])
         if not self._parts:
@@ -317,8 +317,12 @@ class Session:
         """Whether to count resident bytes now: they settle within a few steps, and counting takes time."""
         return self._finished is not None or self._steps < 16 or self._steps % 64 == 0
 
-    def end_step(self) -> None:
-        """End the step under way, and its measurement; what was learned is used when the next one begins."""
+    def end_step(self, at_once: bool = True) -> None:
+        """End the step under way, and its measurement; what was learned is used when the next one begins.
+
+        Args:
+            at_once: Whether it has ended just now, or some time before the next one.
+        """
         signature = tuple(self._ran)
         record, timed = self._record, self._timed
         self._record, self._timed = None, None
@@ -326,7 +330,7 @@ class Session:
         if signature in self.plans:
             self._latest = signature
         if record is not None:
-            record.close()
+            record.close(at_once)
             if signature in self.plans and record.peak_bytes is not None:
                 self._measured(signature, record.peak_bytes)
             elif record.backwards:
