@@ -1,0 +1,158 @@
+"""Several calls and what runs outside of them become one graph, whose peak is that of the whole step."""
+
+from __future__ import annotations
+
+import pytest
+
+from hiremate_lightning.graph import OUTSIDE, Phase, StorageKind
+from hiremate_lightning.schedule import keep_all, lower, recompute_lazily
+from hiremate_lightning.simulation import simulate
+from hiremate_lightning.step import Call, Gap, merge
+
+from .tiny import Builder, chain
+
+
+def linked_chain(length=3, size=100):
+    """A chain whose input is what an earlier call returned: its bytes belong to that call."""
+    b = Builder()
+    values = [b.input("x", size, StorageKind.INPUT)]
+    for i in range(length):
+        values.append(b.op(f"a{i}", (values[-1],), size))
+    gradient = b.tangent("dy", size)
+    for i in reversed(range(length)):
+        gradient = b.op(f"g{i}", (gradient, values[i]), size, backward=True)
+    return b.graph(outputs=(values[-1],), gradients=(gradient,))
+
+
+def two_calls(length=3, size=100, gap_after_first=Gap(), gap_after_second=Gap(), gap_between_backwards=Gap()):
+    """Two chains: the second one's input is the first one's output, and its input's gradient the first one's tangent."""
+    first, second = chain(length, size), linked_chain(length, size)
+    output, gradient = first[0].outputs[0], second[0].gradients[0]
+    return [
+        Call(*first, after_forward=gap_after_first, before_backward=gap_between_backwards),
+        Call(
+            *second,
+            links={second[0].inputs[0]: (0, output)},
+            passed_on=(gradient,),
+            after_forward=gap_after_second,
+        ),
+    ]
+
+
+def peak_of(step, recompute=None):
+    decisions = keep_all(step.graph) if recompute is None else recompute
+    return simulate(step.graph, step.profile, lower(step.graph, decisions)).peak_bytes
+
+
+def everything_recomputed(step):
+    return recompute_lazily(step.graph, ())
+
+
+def test_one_call_without_an_outside_has_the_peak_of_its_graph():
+    graph, profile = chain(4)
+    alone = simulate(graph, profile, lower(graph, keep_all(graph))).peak_bytes
+    assert peak_of(merge([Call(graph, profile)], [0])) == alone
+
+
+def test_two_linked_calls_have_the_peak_of_the_long_chain():
+    graph, profile = chain(6)
+    alone = simulate(graph, profile, lower(graph, keep_all(graph))).peak_bytes
+    assert peak_of(merge(two_calls(3), [1, 0])) == alone
+
+
+def test_two_linked_calls_recompute_as_the_long_chain_does_but_for_what_links_them():
+    graph, profile = chain(6)
+    linked = merge(two_calls(3), [1, 0])
+    link = linked.graph.tensors[3].storage
+    kept = [graph.tensors[3].storage]
+    alone = simulate(graph, profile, lower(graph, recompute_lazily(graph, kept)))
+    found = simulate(linked.graph, linked.profile, lower(linked.graph, recompute_lazily(linked.graph, [link])))
+    assert found.peak_bytes == alone.peak_bytes
+
+
+def test_a_link_shares_its_storage():
+    graph = merge(two_calls(3), [1, 0]).graph
+    names = [t.name for t in graph.tensors]
+    second_x = names.index("x", 1)
+    assert graph.tensors[second_x].storage == graph.tensors[names.index("a2")].storage
+    assert second_x not in graph.inputs
+
+
+@pytest.mark.parametrize("budget_is_tight", [False, True])
+def test_each_call_gets_its_own_decisions_back(budget_is_tight):
+    calls = two_calls(4)
+    step = merge(calls, [1, 0])
+    decisions = everything_recomputed(step) if budget_is_tight else keep_all(step.graph)
+
+    parts = step.split(decisions)
+
+    assert len(parts) == 2
+    for call, part in zip(calls, parts, strict=True):
+        assert len(part) == len(call.graph.backward) + 1
+        simulate(call.graph, call.profile, lower(call.graph, part))  # valid on its own
+    recomputed = sum(len(before) for part in parts for before in part)
+    assert recomputed == sum(len(before) for before in decisions)
+
+
+def test_split_finds_the_calls_of_any_order_of_backwards():
+    graph, profile = chain(3)
+    step = merge([Call(graph, profile), Call(graph, profile)], [0, 1])
+    parts = step.split(everything_recomputed(step))
+    assert parts[0] == parts[1] == recompute_lazily(graph, ())
+
+
+def test_what_is_held_outside_raises_the_peak_by_its_bytes():
+    plain = merge(two_calls(3), [1, 0])
+    held = merge(two_calls(3, gap_after_second=Gap(held_bytes=1000, peak_bytes=1000)), [1, 0])
+    assert peak_of(held) == peak_of(plain) + 1000
+
+
+def test_a_high_peak_outside_is_the_peak_of_the_step():
+    step = merge(two_calls(3, gap_after_first=Gap(held_bytes=0, peak_bytes=5000)), [1, 0])
+    simulation = simulate(step.graph, step.profile, lower(step.graph, keep_all(step.graph)))
+    assert step.graph.nodes[simulation.peak_moment.node].op == OUTSIDE
+    assert 5000 < simulation.peak_bytes < 6000
+
+
+def test_what_is_needed_between_backwards_belongs_to_the_backward():
+    step = merge(two_calls(3, gap_between_backwards=Gap(held_bytes=10, peak_bytes=5000)), [1, 0])
+    simulation = simulate(step.graph, step.profile, lower(step.graph, keep_all(step.graph)))
+    assert step.graph.nodes[simulation.peak_moment.node].phase is Phase.BACKWARD
+
+
+def test_stale_gradients_count_in_the_forward_and_are_gone_in_the_backward():
+    graph, profile = chain(3)
+    without, stale = (merge([Call(graph, profile)], [0], stale_bytes=size) for size in (0, 10_000))
+
+    def peaks(step):
+        found = simulate(step.graph, step.profile, lower(step.graph, keep_all(step.graph)))
+        halves = found.timeline[: found.turn], found.timeline[found.turn :]
+        return [max(moment.peak_bytes for moment in half) for half in halves]
+
+    assert peaks(stale)[0] == peaks(without)[0] + 10_000
+    assert peaks(stale)[1] == peaks(without)[1]
+
+
+def test_outputs_that_someone_holds_are_never_given_back():
+    graph, profile = chain(3)
+    output = graph.outputs[0]
+    free, held = (merge([Call(graph, profile, alive=alive)], [0]) for alive in ((), (output,)))
+    assert peak_of(held, everything_recomputed(held)) == peak_of(free, everything_recomputed(free)) + 100
+
+
+def test_gradients_of_parameters_stay_to_the_end_and_passed_on_ones_do_not():
+    calls = two_calls(3)
+    graph = merge(calls, [1, 0]).graph
+    names = [graph.tensors[t].name for t in graph.gradients]
+    assert names == ["g0"]
+    assert graph.gradients[0] < len(calls[0].graph.tensors)
+
+
+def test_outside_code_is_never_recomputed():
+    step = merge(two_calls(3), [1, 0])
+    again = {n for before in everything_recomputed(step) for n in before}
+    assert all(step.owners[n] is not None for n in again)
+
+
+def test_merging_is_deterministic():
+    assert merge(two_calls(4), [1, 0]) == merge(two_calls(4), [1, 0])
