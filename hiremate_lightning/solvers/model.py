@@ -26,10 +26,12 @@ class Policy:
     Attributes:
         kept: Choices kept through the turn.
         drops: Pairs of choice and backward position: dropped after that position, and recomputed before its next use.
+        early: Pairs of choice and backward position: recomputed before that position, although its first use is later.
     """
 
     kept: frozenset[int]
     drops: frozenset[tuple[int, int]] = frozenset()
+    early: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,10 @@ class Replay:
         position: Where the peak is: a backward position, or -1 in the forward.
         node: The node at the peak.
         rows: Producers recomputed before each backward position, views left out.
+        node_peaks: For each backward position, bytes while its own node runs.
+        row_peaks: For each backward position, most bytes while values are recomputed before it, 0 where none are.
+        forward_position: Position of the forward where the forward's own peak is.
+        forward_peak: Bytes there.
     """
 
     peak_bytes: int
@@ -49,6 +55,17 @@ class Replay:
     position: int
     node: int
     rows: Rows
+    node_peaks: list[int]
+    row_peaks: list[int]
+    forward_position: int
+    forward_peak: int
+
+
+def _by_position(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for storage, position in sorted(pairs):
+        found.setdefault(position, []).append(storage)
+    return found
 
 
 class Model:
@@ -70,7 +87,7 @@ class Model:
         graph = self.graph = problem.graph
         self.sizes = graph.sizes
         self.storage_of = [t.storage for t in graph.tensors]
-        self._made_at = {s: i for i, n in enumerate(graph.forward) for s in graph.allocates[n]}
+        self.made_at = {s: i for i, n in enumerate(graph.forward) for s in graph.allocates[n]}
         self._held = {self.storage_of[t] for t in graph.held}
         self.reads = [self._forward_storages(graph.nodes[n].inputs) for n in graph.backward]
         returned = self._forward_storages(graph.gradients)
@@ -84,7 +101,7 @@ class Model:
 
     def _forward_storages(self, tensors: Iterable[int]) -> tuple[int, ...]:
         found = dict.fromkeys(self.storage_of[t] for t in tensors)
-        return tuple(s for s in found if s is not None and s in self._made_at and s not in self._held)
+        return tuple(s for s in found if s is not None and s in self.made_at and s not in self._held)
 
     def _collect_choices(self) -> None:
         graph, self.producer, self.needs = self.graph, dict[int, int](), dict[int, tuple[int, ...]]()
@@ -103,7 +120,7 @@ class Model:
             fresh = [s for s in self.needs[node] if s not in seen]
             seen.update(fresh)
             stack.extend(fresh)
-        self.choices = tuple(sorted(seen, key=lambda s: self._made_at[s]))
+        self.choices = tuple(sorted(seen, key=lambda s: self.made_at[s]))
         self.fixed = frozenset(fixed)
         self.makes: dict[int, list[int]] = {}
         for storage in self.choices:
@@ -118,7 +135,7 @@ class Model:
         last: dict[int, int] = {}
         for position, index in enumerate(self.graph.backward):
             node = self.graph.nodes[index]
-            made.update((t, position) for t in node.outputs if self.storage_of[t] in self._made_at)
+            made.update((t, position) for t in node.outputs if self.storage_of[t] in self.made_at)
             last.update((t, position) for t in node.inputs if t in made)
         last.update((t, len(self.graph.backward)) for t in self.graph.gradients if t in made)
         self._pins: dict[int, list[tuple[int, int]]] = {}
@@ -129,13 +146,13 @@ class Model:
 
     def _recomputer(self, storage: int) -> int | None:
         """Find what computes a storage again: the recomputer of the tensor that its first producer puts on it."""
-        node = self.graph.nodes[self.graph.forward[self._made_at[storage]]]
+        node = self.graph.nodes[self.graph.forward[self.made_at[storage]]]
         first = next(t for t in node.outputs if self.storage_of[t] == storage)
         return self.graph.recomputers[first]
 
     def _measure_the_rest(self) -> None:
         """Measure what no decision changes, by replaying plain training with all choices of size zero."""
-        graph, choices = self.graph, set(self.choices)
+        graph = self.graph
         schedule = lower(graph, keep_all(graph))
         everything = simulate(graph, self.problem.profile, schedule)
         self.keep_all_bytes = everything.peak_bytes
@@ -143,11 +160,11 @@ class Model:
         change = [0] * (forward + backward + 2)
         ends = [max(self.uses.get(s, [-1])) for s in self.choices]
         for storage, end in zip(self.choices, ends, strict=True):
-            last = forward + min(end, backward - 1) if end >= 0 else self._last_forward_use(storage)
-            change[self._made_at[storage]] += self.sizes[storage]
+            last = forward + min(end, backward - 1) if end >= 0 else self.last_forward_use(storage)
+            change[self.made_at[storage]] += self.sizes[storage]
             change[last + 1] -= self.sizes[storage]
         self.forward_rest, self.gradients, self.live_gradients = [], [], []
-        held, before = 0, 0
+        held, before = 0, self._rest_at_the_turn(schedule.saved)
         for position, moment in enumerate(everything.timeline):
             held += change[position]
             rest = moment.peak_bytes - held
@@ -156,34 +173,41 @@ class Model:
             else:
                 self.gradients.append(rest)
                 self.live_gradients.append(before)
-            after = moment.live_bytes - held - change[position + 1]
-            before = after
+            before = moment.live_bytes - held - change[position + 1]
+            if position == forward - 1:
+                before = self._rest_at_the_turn(schedule.saved)
         self._transient = {
             node: self.problem.profile.workspace_bytes[node]
             + sum(self.sizes[s] for s in graph.allocates[node] if s not in self.producer)
             for node in self.makes
         }
 
-    def _last_forward_use(self, storage: int) -> int:
+    def _rest_at_the_turn(self, saved: tuple[int, ...]) -> int:
+        """Count what lives as the backward starts and is no choice: what is held or always saved, and tangents."""
+        graph, chosen = self.graph, set(self.choices)
+        read = {t for node in graph.backward for t in graph.nodes[node].inputs} | set(graph.gradients)
+        lasting = (*saved, *graph.held, *(t for t in graph.tangents if t in read))
+        storages = dict.fromkeys(self.storage_of[t] for t in lasting)
+        return sum(self.sizes[s] for s in storages if s is not None and s not in chosen)
+
+    def last_forward_use(self, storage: int) -> int:
         if not hasattr(self, "_forward_last"):
             self._forward_last: dict[int, int] = {}
             for position, node in enumerate(self.graph.forward):
                 for s in self._forward_storages(self.graph.nodes[node].inputs):
                     self._forward_last[s] = position
-        return self._forward_last.get(storage, self._made_at[storage])
+        return self._forward_last.get(storage, self.made_at[storage])
 
     # ---------------------------------------------------------------- replay
 
     def rows(self, policy: Policy) -> Rows:
         """Recompute lazily: each value just before its first use that finds it missing."""
         live = set(policy.kept) | self.fixed
-        dropped: dict[int, list[int]] = {}
-        for storage, position in policy.drops:
-            dropped.setdefault(position, []).append(storage)
+        dropped, early = _by_position(policy.drops), _by_position(policy.early)
         rows: Rows = []
         for position in range(len(self.reads) + 1):
             row: list[int] = []
-            for storage in self._read_at(position):
+            for storage in (*early.get(position, ()), *self._read_at(position)):
                 if storage not in live:
                     self._recompute(storage, live, row)
             rows.append(row)
@@ -226,21 +250,38 @@ class Model:
         order, is_backward = self._order(rows)
         change = [0] * (len(order) + 2)
         kept = self._lay_out(order, change)
-        peak, at = self._forward_peak(kept)
-        position, node = -1, at
-        saved = sum(self.sizes[s] for s in kept)
-        live, backward = saved, -1
+        forward_peak, forward_position = self._forward_peak(kept)
+        peak, position, node = forward_peak, -1, self.graph.forward[forward_position] if self.graph.forward else 0
+        node_peaks, row_peaks = [0] * (len(self.gradients) + 1), [0] * (len(self.gradients) + 1)
+        live, backward = sum(self.sizes[s] for s in kept), 0
         for index, current in enumerate(order):
             live += change[index]
             if is_backward[index]:
-                backward += 1
-                now = live + self.gradients[backward]
+                now = node_peaks[backward] = live + self.gradients[backward]
             else:
-                now = live + self._transient[current] + self.live_gradients[min(backward + 1, len(self.gradients) - 1)]
+                now = live + self._transient[current] + self.live_gradients[min(backward, len(self.gradients) - 1)]
+                row_peaks[backward] = max(row_peaks[backward], now)
             if now > peak:
-                peak, position, node = now, max(0, backward + (not is_backward[index])), current
+                peak, position, node = now, backward, current
+            backward += is_backward[index]
         time_ms = sum(self.cost_ms[n] for row in rows for n in row)
-        return Replay(peak, time_ms, position, node, rows)
+        return Replay(
+            peak, time_ms, position, node, rows, node_peaks, row_peaks, forward_position, forward_peak
+        )
+
+    def live_at(self, rows: Rows, positions: Iterable[int]) -> tuple[frozenset[int], dict[int, frozenset[int]]]:
+        """Give the choices in memory at the turn, and while the nodes of some backward positions run."""
+        wanted, found = set(positions), {}
+        live = set(self._forward_storages(self.graph.gradients))
+        for position in reversed(range(len(rows))):
+            if position < len(self.reads):
+                live.update(self.reads[position])
+            if position in wanted:
+                found[position] = frozenset(live)
+            for node in reversed(rows[position]):
+                live.difference_update(self.makes[node])
+                live.update(self.needs[node])
+        return frozenset(live), found
 
     def _order(self, rows: Rows) -> tuple[list[int], list[bool]]:
         order: list[int] = []
@@ -285,18 +326,18 @@ class Model:
         return kept
 
     def _forward_peak(self, kept: list[int]) -> tuple[int, int]:
-        """Give the peak of the forward, where what is kept lives to its end."""
+        """Give the peak of the forward, where what is kept lives to its end, and its position."""
         stays = set(kept)
         change = [0] * (len(self.graph.forward) + 1)
         for storage in self.choices:
-            change[self._made_at[storage]] += self.sizes[storage]
+            change[self.made_at[storage]] += self.sizes[storage]
             if storage not in stays:
-                change[self._last_forward_use(storage) + 1] -= self.sizes[storage]
-        live, peak, at = 0, -1, self.graph.forward[0] if self.graph.forward else 0
-        for position, node in enumerate(self.graph.forward):
+                change[self.last_forward_use(storage) + 1] -= self.sizes[storage]
+        live, peak, at = 0, -1, 0
+        for position in range(len(self.graph.forward)):
             live += change[position]
             if live + self.forward_rest[position] > peak:
-                peak, at = live + self.forward_rest[position], node
+                peak, at = live + self.forward_rest[position], position
         return peak, at
 
     # ---------------------------------------------------------------- back to the graph
@@ -332,7 +373,7 @@ class Model:
         for node in self.graph.forward:
             for tensor in self.graph.nodes[node].outputs:
                 storage = self.storage_of[tensor]
-                if storage is None or storage in kept or storage not in self._made_at:
+                if storage is None or storage in kept or storage not in self.made_at:
                     found.add(tensor)
                 elif self.graph.recomputers[tensor] is None:
                     found.add(tensor)
