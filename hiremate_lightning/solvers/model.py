@@ -160,7 +160,7 @@ class Model:
         change = [0] * (forward + backward + 2)
         ends = [max(self.uses.get(s, [-1])) for s in self.choices]
         for storage, end in zip(self.choices, ends, strict=True):
-            last = forward + min(end, backward - 1) if end >= 0 else self.last_forward_use(storage)
+            last = forward + end if end >= 0 else self.last_forward_use(storage)
             change[self.made_at[storage]] += self.sizes[storage]
             change[last + 1] -= self.sizes[storage]
         self.forward_rest, self.gradients, self.live_gradients = [], [], []
@@ -176,6 +176,7 @@ class Model:
             before = moment.live_bytes - held - change[position + 1]
             if position == forward - 1:
                 before = self._rest_at_the_turn(schedule.saved)
+        self.live_gradients.append(before)
         self._transient = {
             node: self.problem.profile.workspace_bytes[node]
             + sum(self.sizes[s] for s in graph.allocates[node] if s not in self.producer)
@@ -259,7 +260,7 @@ class Model:
             if is_backward[index]:
                 now = node_peaks[backward] = live + self.gradients[backward]
             else:
-                now = live + self._transient[current] + self.live_gradients[min(backward, len(self.gradients) - 1)]
+                now = live + self._transient[current] + self.live_gradients[backward]
                 row_peaks[backward] = max(row_peaks[backward], now)
             if now > peak:
                 peak, position, node = now, backward, current
