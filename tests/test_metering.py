@@ -1,0 +1,126 @@
+"""Memory is measured to the byte, and one measurement never stands in the way of another."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from hiremate_lightning import torch_private
+from hiremate_lightning.metering import MemoryMeter, measure_peak
+
+CPU = torch.device("cpu")
+KB = 1024
+
+
+def floats(size_bytes: int) -> torch.Tensor:
+    return torch.empty(size_bytes // 4)
+
+
+def test_the_peak_of_known_allocations_is_exact():
+    def allocate():
+        a = floats(64 * KB)
+        b = floats(32 * KB)
+        del a
+        c = floats(16 * KB)
+        del b, c
+
+    assert measure_peak(allocate) == 96 * KB
+
+
+def test_what_existed_before_does_not_count():
+    before = floats(64 * KB)
+    assert measure_peak(lambda: None) == 0
+    assert measure_peak(before.neg_) == 0
+
+
+def test_a_result_of_an_operation_counts():
+    a = torch.ones(KB)
+    assert measure_peak(lambda: a + a) == 4 * KB
+
+
+def test_each_interval_has_its_own_peak_and_the_bytes_at_its_start():
+    with MemoryMeter(CPU) as meter:
+        kept = floats(8 * KB)
+        meter.mark("second")
+        floats(32 * KB)
+        meter.mark("third")
+        del kept
+    found = [(i.label, i.start_bytes, i.peak_bytes) for i in meter.intervals]
+    assert found == [("start", 0, 8 * KB), ("second", 8 * KB, 40 * KB), ("third", 8 * KB, 8 * KB)]
+
+
+def test_allocations_of_the_backward_count():
+    weight = torch.ones(KB, requires_grad=True)
+    loss = (weight * 2).sum()
+    assert measure_peak(loss.backward) >= weight.nbytes
+
+
+def test_a_meter_within_another_pauses_the_outer_one():
+    with MemoryMeter(CPU) as outer:
+        first = floats(8 * KB)
+        peak = measure_peak(lambda: floats(32 * KB))
+        second = floats(4 * KB)
+        del first, second
+    assert peak == 32 * KB
+    assert [i.peak_bytes for i in outer.intervals] == [12 * KB]
+    assert not outer.lost_marks
+
+
+def test_a_mark_on_a_paused_meter_is_known_to_be_lost():
+    with MemoryMeter(CPU) as outer:
+        measure_peak(lambda: outer.mark("inside"))
+    assert outer.lost_marks
+    assert [i.label for i in outer.intervals] == ["start"]
+
+
+def test_an_outer_meter_may_end_before_the_inner_one():
+    outer, inner = MemoryMeter(CPU), MemoryMeter(CPU)
+    outer.start()
+    inner.start()
+    outer.stop()
+    kept = floats(16 * KB)
+    inner.stop()
+    del kept
+    assert max(i.peak_bytes for i in inner.intervals) == 16 * KB
+    assert not torch_private.profiler_is_running()
+
+
+def test_an_abandoned_meter_does_not_block_the_next():
+    meter = MemoryMeter(CPU)
+    meter.start()
+    del meter
+    gc.collect()
+    assert not torch_private.profiler_is_running()
+    assert measure_peak(lambda: floats(16 * KB)) == 16 * KB
+
+
+def test_a_meter_can_be_stopped_twice():
+    meter = MemoryMeter(CPU)
+    meter.start()
+    meter.stop()
+    intervals = meter.intervals
+    meter.stop()
+    assert meter.intervals == intervals
+
+
+def test_an_exception_ends_the_measurement():
+    def fail():
+        raise KeyError("the user's own")
+
+    with pytest.raises(KeyError):
+        measure_peak(fail)
+    assert not torch_private.profiler_is_running()
+
+
+def test_a_foreign_profiler_makes_meters_unavailable_until_it_ends():
+    assert MemoryMeter.is_available(CPU)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert not MemoryMeter.is_available(CPU)
+    assert MemoryMeter.is_available(CPU)
+
+
+def test_a_running_meter_leaves_the_means_available_to_the_next():
+    with MemoryMeter(CPU):
+        assert MemoryMeter.is_available(CPU)
