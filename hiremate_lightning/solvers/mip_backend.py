@@ -94,6 +94,8 @@ def solve(
     Returns:
         The best found, with its bound. Values of integer variables are rounded.
     """
+    if not program.costs:
+        return _without_variables(program)
     model = mip.Model(sense=mip.MINIMIZE, solver_name=backend_name(options))
     model.verbose = 0
     model.threads = options.threads
@@ -105,6 +107,13 @@ def solve(
         model.start = list(zip(variables, start, strict=True))
     status = model.optimize(max_seconds=max(0.1, time_limit_s), relax=relax)
     return _read(model, variables, program, status, relax)
+
+
+def _without_variables(program: Program) -> Result:
+    """Check the rows of a program without variables; python-mip would print that there is nothing to optimize."""
+    if all(lower <= 0.0 <= upper for _, _, lower, upper in program.rows):
+        return Result(Status.OPTIMAL, (), 0.0, 0.0)
+    return Result(Status.INFEASIBLE)
 
 
 def _add_variables(model: mip.Model, program: Program, relax: bool) -> list[mip.Var]:

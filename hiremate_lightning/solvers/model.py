@@ -143,6 +143,16 @@ class Model:
             storage = self.storage_of[tensor]
             assert storage is not None
             self._pins.setdefault(storage, []).append((made[tensor], position))
+        self._seen_from = [
+            self._views_read(node.inputs, made) for node in (self.graph.nodes[n] for n in self.graph.backward)
+        ]
+        self._seen_from.append(self._views_read(self.graph.gradients, made))
+
+    def _views_read(self, tensors: tuple[int, ...], made: dict[int, int]) -> dict[int, int]:
+        """Find the storages read only through views that the backward made, and the positions of these."""
+        direct = {self.storage_of[t] for t in tensors if t not in made}
+        found = {self.storage_of[t]: made[t] for t in tensors if t in made}
+        return {s: position for s, position in found.items() if s is not None and s not in direct}
 
     def _recomputer(self, storage: int) -> int | None:
         """Find what computes a storage again: the recomputer of the tensor that its first producer puts on it."""
@@ -300,14 +310,13 @@ class Model:
         begin: dict[int, int] = {}
         end: dict[int, int] = {}
         kept: list[int] = []
+        at = [index for index, node in enumerate(order) if node not in self.makes]
+        at.append(len(order))
         backward = 0
         for index, node in enumerate(order):
             made = self.makes.get(node)
-            if made is None:
-                reads = self.reads[backward]
-                backward += 1
-            else:
-                reads = self.needs[node]
+            reads = self._reads_of_block(backward, at, begin) if made is None else self.needs[node]
+            backward += made is None
             for storage in reads:
                 if storage not in begin:
                     begin[storage] = -1
@@ -315,16 +324,24 @@ class Model:
                 end[storage] = index
             for storage in made or ():
                 if storage in begin:
-                    change[end[storage] + 1] -= self.sizes[storage]
+                    last = max((at[u] for b, u in self._pins.get(storage, ()) if b < backward <= u), default=-1)
+                    change[max(end[storage], last) + 1] -= self.sizes[storage]
                 begin[storage] = end[storage] = index
                 change[index] += self.sizes[storage]
-        for storage in self._forward_storages(self.graph.gradients):
+        for storage in self._reads_of_block(backward, at, begin):
             if storage not in begin:
                 kept.append(storage)
             end[storage] = len(order)
         for storage, last in end.items():
             change[last + 1] -= self.sizes[storage]
         return kept
+
+    def _reads_of_block(self, position: int, at: list[int], begin: dict[int, int]) -> Iterable[int]:
+        """List what a position reads, less what it reads through views of a block that was recomputed since."""
+        seen_from = self._seen_from[position]
+        if not seen_from:
+            return self._read_at(position)
+        return [s for s in self._read_at(position) if s not in seen_from or begin.get(s, -1) < at[seen_from[s]]]
 
     def _forward_peak(self, kept: list[int]) -> tuple[int, int]:
         """Give the peak of the forward, where what is kept lives to its end, and its position."""
