@@ -1,7 +1,7 @@
 """Mixed-integer programs through python-mip: build by rows of numbers, solve with limits, give a typed result.
 
-HiGHS is used where it is installed, else CBC, which python-mip always brings. One thread: HiGHS keeps one thread count for the life of a
-process, and these models gain nothing from more. A solve that runs out of time is never called infeasible.
+HiGHS is used where it is installed, else CBC, which python-mip always brings. One thread: HiGHS keeps one thread count for
+the life of a process, and these models gain nothing from more. A solve that runs out of time is never called infeasible.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ class Program:
         self.is_integer.append(integer)
         return len(self.costs) - 1
 
-    def row(
-        self, name: str, terms: list[tuple[int, float]], lower: float = -math.inf, upper: float = math.inf
-    ) -> None:
+    def row(self, name: str, terms: list[tuple[int, float]], lower: float = -math.inf, upper: float = math.inf) -> None:
         """Add a row: lower <= sum of terms <= upper."""
         self.rows.append((name, terms, lower, upper))
 
@@ -105,7 +103,9 @@ def solve(
     _add_rows(model, program, variables)
     if start and not relax:
         model.start = list(zip(variables, start, strict=True))
-    status = model.optimize(max_seconds=max(0.1, time_limit_s), relax=relax)
+    if relax and backend_name(options) == "CBC":  # without an integer, CBC takes a way that writes to the console
+        model.add_var(lb=0.0, ub=0.0, var_type=mip.INTEGER)
+    status = model.optimize(max_seconds=max(0.1, time_limit_s))
     return _read(model, variables, program, status, relax)
 
 
@@ -138,7 +138,9 @@ def _read(
     if status is mip.OptimizationStatus.INFEASIBLE:
         return Result(Status.INFEASIBLE)
     solved = status in (mip.OptimizationStatus.OPTIMAL, mip.OptimizationStatus.FEASIBLE)
-    bound = model.objective_bound if not relax else (model.objective_value if solved else None)
+    bound = model.objective_bound
+    if relax:  # of a relaxation that was cut short nothing is proven
+        bound = model.objective_value if status is mip.OptimizationStatus.OPTIMAL else None
     proven = -math.inf if bound is None or not math.isfinite(bound) else float(bound)
     if not solved:
         return Result(Status.NOT_FOUND, bound=proven)

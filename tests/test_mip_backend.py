@@ -1,0 +1,104 @@
+"""Mixed-integer programs: both backends give typed results, within limits and without a word."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from hiremate_lightning.solvers import SolveOptions, Status
+from hiremate_lightning.solvers.mip_backend import Program, Result, backend_name, solve
+
+BACKENDS = ("HIGHS", "CBC")
+
+
+def knapsack() -> Program:
+    """Values 5, 4 and 3 with weights 2, 3 and 1, of which 5 fit."""
+    program = Program()
+    items = [program.variable(-value) for value in (5.0, 4.0, 3.0)]
+    program.row("weight", list(zip(items, (2.0, 3.0, 1.0), strict=True)), upper=5.0)
+    return program
+
+
+def hard() -> Program:
+    """A knapsack with many rows, which takes minutes to close."""
+    rng, program = random.Random(0), Program()
+    items = [program.variable(-rng.randint(50, 99)) for _ in range(60)]
+    for row in range(40):
+        program.row(f"row_{row}", [(item, float(rng.randint(10, 99))) for item in items], upper=900.0)
+    return program
+
+
+def with_backend(program: Program, backend: str, seconds: float = 10.0, **how: bool) -> Result:
+    return solve(program, SolveOptions(backend=backend), seconds, **how)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_knapsack_is_solved(backend: str):
+    result = with_backend(knapsack(), backend)
+    assert result.status is Status.OPTIMAL
+    assert result.values == (1.0, 1.0, 0.0)
+    assert (result.objective, result.bound) == (pytest.approx(-9), pytest.approx(-9))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_relaxed_knapsack_takes_a_part_of_an_item(backend: str):
+    result = with_backend(knapsack(), backend, relax=True)
+    assert result.status is Status.OPTIMAL
+    assert result.values == pytest.approx((1, 2 / 3, 1))
+    assert result.bound == pytest.approx(-32 / 3)
+
+
+@pytest.mark.parametrize("relax", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_no_value_meets_is_infeasible(backend: str, relax: bool):
+    program = knapsack()
+    program.row("more than there is", [(0, 1.0)], lower=2.0)
+    result = with_backend(program, backend, relax=relax)
+    assert (result.status, result.values) == (Status.INFEASIBLE, ())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_with_two_limits_holds_on_both_sides(backend: str):
+    program = Program()
+    first, second = program.variable(1.0, upper=9.0), program.variable(-1.0, upper=9.0)
+    program.row("difference", [(second, 1.0), (first, -1.0)], lower=-2.0, upper=3.0)
+    result = with_backend(program, backend)
+    assert result.objective == pytest.approx(-3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_running_out_of_time_leaves_a_bound_and_is_not_infeasible(backend: str):
+    start = time.monotonic()
+    result = with_backend(hard(), backend, 0.5)
+    assert time.monotonic() - start < 2.0
+    assert result.status in (Status.FEASIBLE, Status.NOT_FOUND)
+    assert result.bound <= result.objective
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_start_is_taken_where_time_is_too_short_to_find_better(backend: str):
+    program = knapsack()
+    result = solve(program, SolveOptions(backend=backend), 10.0, start=(1.0, 1.0, 0.0))
+    assert result.objective == pytest.approx(-9)
+
+
+@pytest.mark.parametrize("relax", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_solving_prints_nothing(backend: str, relax: bool, capfd: pytest.CaptureFixture[str]):
+    with_backend(knapsack(), backend, relax=relax)
+    with_backend(Program(), backend, relax=relax)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_program_without_variables_is_decided_by_its_rows():
+    program = Program()
+    assert solve(program, SolveOptions(), 1.0) == Result(Status.OPTIMAL, (), 0.0, 0.0)
+    program.row("at most -1", [], upper=-1.0)
+    assert solve(program, SolveOptions(), 1.0).status is Status.INFEASIBLE
+
+
+def test_highs_is_the_default_and_what_is_asked_for_comes_first():
+    assert backend_name(SolveOptions()) == "HIGHS"
+    assert backend_name(SolveOptions(backend="CBC")) == "CBC"
