@@ -6,7 +6,7 @@ Which values are kept through the turn, and which nodes run once more, is a smal
     (1)         x_d + y_p(d) >= 1      d in U          what the backward reads is kept or recomputed
     (2)         y_k <= x_d + y_p(d)    d in in(k)      a recomputed node has its inputs
     (3)         sum_d m_d x_d <= limit                 bytes kept through the turn
-    x_d, y_k in {0, 1}; x_d = 1 where d can't be recomputed
+    x_d, y_k in {0, 1}; no y where d can't be recomputed
 
 d are storages of m_d bytes made by node p(d), k nodes of c_k milliseconds, U the storages that the backward reads. Its relaxation
 with the bytes of one instant of the backward in (3) is a lower bound on the time of every schedule with this order of the
@@ -81,7 +81,7 @@ def _program(model: Model, limit_bytes: int, instant: int | None = None) -> tupl
     chosen = _closure(model, used)
     operands = set() if instant is None else set(model.reads[instant])
     program = Program()
-    keep = {s: program.variable(0.0, lower=float(s in model.fixed or s in operands)) for s in chosen}
+    keep = {s: program.variable(0.0, lower=float(s in operands)) for s in chosen}
     nodes = dict.fromkeys(model.producer[s] for s in chosen if s in model.producer)
     run = {node: program.variable(model.cost_ms[node]) for node in nodes}
 
