@@ -1,6 +1,6 @@
 """Capture the benchmark models' training steps and write them as JSON: graphs and profiles for the solver benchmarks.
 
-    python benchmarks/graphs.py FOLDER [MODEL ...]
+python benchmarks/graphs.py FOLDER [MODEL ...]
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 
 import torch
-from models import MODELS
 
 from hiremate_lightning.backend import planning_backend
 from hiremate_lightning.capture import Captured
 from hiremate_lightning.execution import Part, Program, build
 from hiremate_lightning.profiling import CostCache, measure
 from hiremate_lightning.schedule import keep_all, lower
+from models import MODELS
 
 
 def capture_step(name: str) -> list[Captured]:

@@ -1,12 +1,13 @@
-"""Models of the benchmarks: those of the HiRemate paper and those that people train today, random init from their configs.
+"""Models of the benchmarks: those of the HiRemate paper and those that people train today, random init.
 
-Each builder returns a module that maps its batch to a scalar loss, and the batch. Sizes are chosen so that a training step takes
-about a second on one core while activations, not weights, fill the memory.
+Each builder returns a module that maps its batch to a scalar loss, and the batch. Sizes are chosen so that a training
+step takes about a second on one core while activations, not weights, fill the memory.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -102,7 +103,14 @@ def t5() -> Built:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        d_model=256, d_kv=32, d_ff=1024, num_layers=6, num_heads=8, vocab_size=1024, use_cache=False, decoder_start_token_id=0
+        d_model=256,
+        d_kv=32,
+        d_ff=1024,
+        num_layers=6,
+        num_heads=8,
+        vocab_size=1024,
+        use_cache=False,
+        decoder_start_token_id=0,
     )
     return LanguageModel(T5ForConditionalGeneration(config)), (_tokens(4, 128, 1024),)
 
@@ -174,8 +182,8 @@ class UNet(nn.Module):
         super().__init__()
         widths = [width * 2**i for i in range(depth + 1)]
         self.first = self._block(3, widths[0])
-        self.down = nn.ModuleList(self._block(a, b) for a, b in zip(widths, widths[1:], strict=False))
-        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, 2) for a, b in zip(widths, widths[1:], strict=False))
+        self.down = nn.ModuleList(self._block(a, b) for a, b in itertools.pairwise(widths))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, 2) for a, b in itertools.pairwise(widths))
         self.merge = nn.ModuleList(self._block(2 * a, a) for a in widths[:-1])
         self.last = nn.Conv2d(width, 3, 1)
 
@@ -183,7 +191,11 @@ class UNet(nn.Module):
     def _block(inputs: int, outputs: int) -> nn.Sequential:
         layers: list[nn.Module] = []
         for width in (inputs, outputs):
-            layers += [nn.Conv2d(width, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+            layers += [
+                nn.Conv2d(width, outputs, 3, padding=1, bias=False),
+                nn.BatchNorm2d(outputs),
+                nn.ReLU(inplace=True),
+            ]
         return nn.Sequential(*layers)
 
     def forward(self, image: Tensor) -> Tensor:

@@ -27,16 +27,16 @@ UNSUPPORTED_STRATEGIES = {
 class HiRemateCallback(Callback):
     """Train within a budget of bytes, with the same numbers.
 
-    The model's calls are taken over in `setup("fit")` and given back when fitting ends, also by an exception. Its first training step
-    is captured and runs at the least memory; the next one runs by a plan of the whole step. State dict, checkpoints,
-    optimizers and logs stay what they are. Validation, test and prediction are not planned.
+    The model's calls are taken over in `setup("fit")` and given back when fitting ends, also by an exception. Its first
+    training step is captured and runs at the least memory; the next one runs by a plan of the whole step. State dict,
+    checkpoints, optimizers and logs stay what they are. Validation, test and prediction are not planned.
 
     Args:
         budget: Bytes ("12 GiB", "800 MB", an int) that must not be passed at any moment of a training step, all that is
-            allocated on the device included; or a share ("60%", a float in (0, 1]) of what the unplanned step adds to what
-            exists before it; or "auto" for what the device has free.
-        target: Paths of the submodules to plan; "training_step" for the whole step, loss included; None for the module's
-            `forward` where `training_step` calls it, else for the outermost submodules that it calls.
+            allocated on the device included; or a share ("60%", a float in (0, 1]) of what the unplanned step adds to
+            what exists before it; or "auto" for what the device has free.
+        target: Paths of the submodules to plan; "training_step" for the whole step, loss included; None for the
+            module's `forward` where `training_step` calls it, else for the outermost submodules that it calls.
         time_limit_s: Seconds for solving one plan.
         max_plans: Most plans to keep, one for each kind of step (input shapes, for example).
         on_infeasible: "raise" where nothing fits the budget, or "warn" to train on with the least memory found.
@@ -140,6 +140,6 @@ class HiRemateCallback(Callback):
             )
         if self._target == StepTarget.METHOD and not pl_module.automatic_optimization:
             raise MisconfigurationException(
-                "target='training_step' needs automatic optimization: with manual optimization the backward is inside of it. "
-                "Leave target out to plan the submodules."
+                "target='training_step' needs automatic optimization: with manual optimization the backward is "
+                "inside of it. Leave target out to plan the submodules."
             )

@@ -63,14 +63,14 @@ def hiremate(
 ) -> nn.Module:
     """Train a model within a budget of bytes, with the same numbers.
 
-    The model is planned at its first training steps and stays what it is: same class, parameters, state_dict. A second call
-    changes the budget and plans again, without capturing again.
+    The model is planned at its first training steps and stays what it is: same class, parameters, state_dict. A second
+    call changes the budget and plans again, without capturing again.
 
     Args:
         model: The module to train. A DistributedDataParallel is planned inside.
         budget: Bytes ("12 GiB", "800 MB", an int) that must not be passed at any moment of a training step, all that is
-            allocated on the device included; or a share ("60%", a float in (0, 1]) of what the unplanned step adds to what
-            exists before it; or "auto" for what the device has free.
+            allocated on the device included; or a share ("60%", a float in (0, 1]) of what the unplanned step adds to
+            what exists before it; or "auto" for what the device has free.
         target: Paths of the submodules to plan; None for the outermost ones that are called.
         optimizer: Its state counts; found by itself at its first step where not given.
         time_limit_s: Seconds for solving one plan.

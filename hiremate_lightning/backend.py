@@ -1,7 +1,7 @@
 """The torch.compile backend: Dynamo's captured code in, planned parts out.
 
-Dynamo guards on shapes, dtypes and modes and survives graph breaks; AOTAutograd functionalises and traces the joint graph. What
-is left to do here is to cut that graph for execution. Inference graphs run as they are.
+Dynamo guards on shapes, dtypes and modes and survives graph breaks; AOTAutograd functionalises and traces the joint
+graph. What is left to do here is to cut that graph for execution. Inference graphs run as they are.
 """
 
 from __future__ import annotations

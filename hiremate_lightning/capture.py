@@ -1,12 +1,12 @@
 """From AOTAutograd's joint FX graph to our torch-free `Graph`, with the way back.
 
-The joint graph holds forward and backward in one trace, functionalised: buffer updates are explicit copies at the end, composite
-operators (layer norm, attention, convolution backward) stay whole, because no decomposition is asked for. A `Captured` keeps
-the FX nodes beside the records made of them, by the same indices.
+The joint graph holds forward and backward in one trace, functionalised: buffer updates are explicit copies at the end,
+composite operators (layer norm, attention, convolution backward) stay whole, because no decomposition is asked for. A
+`Captured` keeps the FX nodes beside the records made of them, by the same indices.
 
-Two rewrites happen here. Backward nodes that don't depend on an incoming gradient (detaches of saved results) sink to their first use:
-traced order would pin every such value from the start of the backward. And a dropout gets a replay node: its output is
-rebuilt from its input and its saved mask, one byte an element, instead of being saved.
+Two rewrites happen here. Backward nodes that don't depend on an incoming gradient (detaches of saved results) sink to
+their first use: traced order would pin every such value from the start of the backward. And a dropout gets a replay
+node: its output is rebuilt from its input and its saved mask, one byte an element, instead of being saved.
 """
 
 from __future__ import annotations
@@ -282,8 +282,21 @@ def _values(node: fx.Node) -> list[fx.Node]:
     """List what a computation hands on: itself, or the parts that are used of a tuple."""
     value = node.meta.get("val")
     if isinstance(value, (tuple, list)):
-        return sorted((u for u in node.users if _is_part(u)), key=lambda u: int(u.args[1]))  # type: ignore[call-overload]
+        return sorted((u for u in node.users if _is_part(u)), key=_position)
     return [] if value is None else [node]
+
+
+def _position(part: fx.Node) -> int:
+    position = part.args[1]
+    assert isinstance(position, int)
+    return position
+
+
+def _source_of(node: fx.Node) -> fx.Node:
+    """Give the computation whose value, or part of whose value, a node is."""
+    source = node.args[0] if _is_part(node) else node
+    assert isinstance(source, fx.Node)
+    return source
 
 
 def _mutated_arguments(node: fx.Node) -> list[fx.Node]:
@@ -291,7 +304,7 @@ def _mutated_arguments(node: fx.Node) -> list[fx.Node]:
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None or not schema.is_mutable:
         return []
-    written = []
+    written: list[fx.Node] = []
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
@@ -327,8 +340,7 @@ def _sink(backward: list[fx.Node], tangents: Sequence[fx.Node]) -> list[fx.Node]
     members = set(backward)
     dependent = set(tangents)
     for node in backward:
-        sources = (a.args[0] if _is_part(a) else a for a in node.all_input_nodes)
-        if any(s in dependent for s in sources):
+        if any(_source_of(a) in dependent for a in node.all_input_nodes):
             dependent.add(node)
     order: dict[fx.Node, None] = {}
 
@@ -336,7 +348,7 @@ def _sink(backward: list[fx.Node], tangents: Sequence[fx.Node]) -> list[fx.Node]
         stack = [root]
         while stack:
             node = stack[-1]
-            sources = [a.args[0] if _is_part(a) else a for a in node.all_input_nodes]
+            sources = [_source_of(a) for a in node.all_input_nodes]
             missing = [s for s in sources if s in members and s not in order]
             if missing and node not in order:
                 stack.extend(reversed(missing))
@@ -359,7 +371,7 @@ def _is_random(node: fx.Node, device: torch.device | None) -> bool:
     if position is None:
         return True
     probability = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-    return probability != 0.0
+    return bool(probability != 0.0)
 
 
 def work_key(node: fx.Node) -> str:

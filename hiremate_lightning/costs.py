@@ -1,7 +1,7 @@
 """What each node costs: time and workspace, and an analytic estimate of both.
 
-A `Profile` is what solvers and the simulator read. `profiling.py` measures one on the device; `estimate` computes one from
-operation counts, the same on every machine, for tests and for planning without the device.
+A `Profile` is what solvers and the simulator read. `profiling.py` measures one on the device; `estimate` computes one
+from operation counts, the same on every machine, for tests and for planning without the device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The exception tree, and the one warning class, of the package.
 
-Every error says what was expected, what was found, where, and what to do. `HiRemateError` is the root; an error that users
-already handle under a standard name inherits that name too (`ValueError`, `torch.OutOfMemoryError`).
+Every error says what was expected, what was found, where, and what to do. `HiRemateError` is the root; an error that
+users already handle under a standard name inherits that name too (`ValueError`, `torch.OutOfMemoryError`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ScheduleError(HiRemateError, RuntimeError):
 class InfeasibleBudgetError(HiRemateError, torch.OutOfMemoryError):
     """No schedule fits the budget.
 
-    It is a `torch.OutOfMemoryError`, and its text contains the words that batch-size finders of Lightning and Accelerate look
-    for, so that they back off to a smaller batch instead of stopping.
+    It is a `torch.OutOfMemoryError`, and its text contains the words that batch-size finders of Lightning and
+    Accelerate look for, so that they back off to a smaller batch instead of stopping.
 
     Attributes:
         budget_bytes: The budget asked for, in bytes.

@@ -1,11 +1,11 @@
 """Run schedules on a captured graph, and change them without capturing again.
 
-AOTAutograd is told that the forward saves one value, an empty token. The values that a plan really saves ride on that token, together with
-the backward program that fits them. So a plan can be replaced at any time, even between a forward and its backward: steps under way
-finish with what they started with.
+AOTAutograd is told that the forward saves one value, an empty token. The values that a plan really saves ride on that
+token, together with the backward program that fits them. So a plan can be replaced at any time, even between a forward
+and its backward: steps under way finish with what they started with.
 
-A `Program` is a pair of straight-line FX modules made from one `Schedule`. Their generated code takes its arguments in a list
-that it empties and drops each value after its last use, which is where the schedule says `Free`.
+A `Program` is a pair of straight-line FX modules made from one `Schedule`. Their generated code takes its arguments in
+a list that it empties and drops each value after its last use, which is where the schedule says `Free`.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ def apply_dropout_mask(source: torch.Tensor, mask: torch.Tensor, scale: float) -
 class Part:
     """One captured graph, run by programs that its conductor chooses.
 
-    torch.compile's caches hold parts for as long as they please. So a part must not keep its conductor alive, which knows the model; a
-    backward that outlives both still runs.
+    torch.compile's caches hold parts for as long as they please. So a part must not keep its conductor alive, which
+    knows the model; a backward that outlives both still runs.
 
     Attributes:
         captured: The captured graph.
@@ -217,7 +217,10 @@ class Part:
 
 
 def _detach_returned(program: Program, saved: list[Any]) -> list[Any]:
-    """Detach what is also returned: a returned tensor gets a grad_fn that holds the token, which would hold the tensor."""
+    """Detach what is also returned.
+
+    A returned tensor gets a grad_fn that holds the token; the token must not hold the tensor.
+    """
     return [
         v.detach() if returned and isinstance(v, torch.Tensor) else v
         for v, returned in zip(saved, program.returned, strict=True)

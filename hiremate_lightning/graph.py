@@ -1,12 +1,13 @@
 """The data-flow graph of one training step, forward and backward, without torch.
 
-A `Node` is one computation. A `Tensor` is one value. Several tensors may share one `Storage` (views, aliases): bytes are counted in
-storages, never in tensors. Everything is indexed by position: `Graph.nodes[i]`, `Graph.tensors[i]`, `Graph.storages[i]`, and the
-records refer to each other by these indices, so that a graph is hashable, comparable and serialisable.
+A `Node` is one computation. A `Tensor` is one value. Several tensors may share one `Storage` (views, aliases): bytes
+are counted in storages, never in tensors. Everything is indexed by position: `Graph.nodes[i]`, `Graph.tensors[i]`,
+`Graph.storages[i]`, and the records refer to each other by these indices, so that a graph is hashable, comparable and
+serialisable.
 
-The backward may recompute a forward tensor by running `recomputer(tensor)`: its producer where that is deterministic, else a
-*replay* node that rebuilds the tensor from saved values (a dropout's output from its input and its mask), else nothing: then
-the tensor can only be saved. Random numbers are never drawn again.
+The backward may recompute a forward tensor by running `recomputer(tensor)`: its producer where that is deterministic,
+else a *replay* node that rebuilds the tensor from saved values (a dropout's output from its input and its mask), else
+nothing: then the tensor can only be saved. Random numbers are never drawn again.
 """
 
 from __future__ import annotations

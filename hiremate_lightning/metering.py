@@ -1,7 +1,7 @@
 """Measure memory: live bytes and peaks between marks, by the allocator's own events.
 
-On the CPU a profiler records each allocation; a dispatch mode would miss what kernels allocate inside. On CUDA the caching
-allocator's statistics are read and reset at each mark.
+On the CPU a profiler records each allocation; a dispatch mode would miss what kernels allocate inside. On CUDA the
+caching allocator's statistics are read and reset at each mark.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Interval:
 class MemoryMeter:
     """Measures from `start` to `stop`.
 
-    To start a meter while another runs pauses that one until the inner meter stops: what happens in between does not count there.
+    To start a meter while another runs pauses that one until the inner meter stops: what happens in between does not
+    count there.
 
     Attributes:
         intervals: One for each mark, complete when the measurement has ended.

@@ -83,7 +83,8 @@ def make_plan(
         margin_bytes: Bytes of the budget to leave free, because an earlier plan was measured that much above it.
 
     Returns:
-        A plan whose simulated peak is within the budget; with `on_infeasible="warn"` the one with the smallest peak found.
+        A plan whose simulated peak is within the budget; with `on_infeasible="warn"` the one with the smallest peak
+        found.
 
     Raises:
         InfeasibleBudgetError: If no schedule within the budget was found. It names the smallest budget found.
@@ -107,7 +108,8 @@ def make_plan(
 def check_feasible(step: Step, budget: Budget, budget_bytes: int, resident_bytes: int, target: str) -> None:
     """Stop early where not even the captured part of a step fits, before anything ran.
 
-    What runs outside is not known yet. It raises the peak of every schedule; a budget that is a share of the unplanned peak
+    What runs outside is not known yet. It raises the peak of every schedule; a budget that is a share of the unplanned
+    peak
     rises with it, so for one the outside is given the benefit of the doubt: four times the bytes of the outputs.
 
     Raises:
@@ -146,8 +148,9 @@ def infeasible(
         share = f", {100 * simulation.peak_bytes / unplanned_bytes:.1f}% of what the unplanned step adds"
     return InfeasibleBudgetError(
         f"The budget {budget} ({budget_bytes:,} bytes) is too small for {target or 'this model'}. "
-        f"The smallest budget found is {format_bytes(needed)} ({needed:,} bytes{share}), of which {format_bytes(resident_bytes)} "
-        f"are resident (parameters, gradients, optimizer state, batch). The peak is at {node.op} in {where}. "
+        f"The smallest budget found is {format_bytes(needed)} ({needed:,} bytes{share}), "
+        f"of which {format_bytes(resident_bytes)} are resident (parameters, gradients, optimizer state, batch). "
+        f"The peak is at {node.op} in {where}. "
         "Raise the budget, make the batch smaller, or pass on_infeasible='warn' to train with the least memory. "
         "(CUDA out of memory. is what this would have become.)",
         budget_bytes=budget_bytes,

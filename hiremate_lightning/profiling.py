@@ -1,8 +1,9 @@
 """Measure on the device: time and workspace of each distinct operation, and the time of a whole program.
 
-Each distinct operation (operator, shapes, strides, dtypes, device, scalar arguments: `Node.key`) is run alone, on made-up inputs of
-its own shapes, so that profiling never needs more memory than the operation itself. Workspace is what the allocator
-hands out while the operation runs, beyond its outputs. Random state is restored; no gradient or buffer of the model is touched.
+Each distinct operation (operator, shapes, strides, dtypes, device, scalar arguments: `Node.key`) is run alone, on
+made-up inputs of its own shapes, so that profiling never needs more memory than the operation itself. Workspace is what
+the allocator hands out while the operation runs, beyond its outputs. Random state is restored; no gradient or buffer of
+the model is touched.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 
 
 def _measure_node(captured: Captured, index: int, options: ProfileOptions) -> Cost | None:
-    record, node = captured.graph.nodes[index], captured.fx_nodes[index]
+    record = captured.graph.nodes[index]
     if not captured.graph.allocates[index] and not record.is_mutating and not record.flops:
         return Cost(_VIEW_MS, 0)
     try:

@@ -1,12 +1,13 @@
-"""What happens in one training step: which captured graphs run, in which order, and what the code between them allocates.
+"""What happens in one training step: which captured graphs run, and what the code between them allocates.
 
-A `StepRecord` lives for one step. It marks the start and the end of each forward and backward in the memory measurement, finds the inputs
-that are an earlier run's outputs, and sees which outputs are still held when a backward starts. `calls` turns that into the
-records that `step.merge` puts together.
+A `StepRecord` lives for one step. It marks the start and the end of each forward and backward in the memory
+measurement, finds the inputs that are an earlier run's outputs, and sees which outputs are still held when a backward
+starts. `calls` turns that into the records that `step.merge` puts together.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,13 +55,17 @@ class Run:
 class StepRecord:
     """A step under way.
 
+    The host's allocator tells the size of what is freed only if it was watched when that was allocated. A step frees
+    the gradients of the one before; so where that one was not measured, neither is the peak of this one.
+
     Attributes:
         resident_bytes: Bytes that existed when it began.
         runs: Its runs, in the order of their forwards.
         backwards: Indices of the runs, in the order of their backwards.
     """
 
-    def __init__(self, device: torch.device, resident_bytes: int) -> None:
+    def __init__(self, device: torch.device, resident_bytes: int, sees_frees: bool) -> None:
+        self._sees_frees = sees_frees
         self.resident_bytes = resident_bytes
         self.runs: list[Run] = []
         self.backwards: list[int] = []
@@ -68,6 +73,7 @@ class StepRecord:
         self._is_closed = False
         self._counted: list[Interval] = []
         if MemoryMeter.is_available(device):
+            gc.collect()  # garbage of earlier work that dies during the step would pass for memory that it gave back
             self._meter = MemoryMeter(device)
             self._meter.start()
 
@@ -123,7 +129,8 @@ class StepRecord:
         """End the measurement; once is enough.
 
         Args:
-            at_once: Whether the step has ended just now. If not, who knows what ran since its last backward: that is left out.
+            at_once: Whether the step has ended just now. If not, who knows what ran since its last backward: that is
+                left out.
         """
         if self._meter is not None and not self._is_closed:
             self._is_closed = True
@@ -133,7 +140,7 @@ class StepRecord:
     @property
     def peak_bytes(self) -> int | None:
         """Peak of the step, resident bytes included; None where it was not measured to its end."""
-        if self._meter is None or self._meter.lost_marks:
+        if self._meter is None or self._meter.lost_marks or not self._sees_frees:
             return None
         return self.resident_bytes + max((interval.peak_bytes for interval in self._counted), default=0)
 
@@ -167,7 +174,10 @@ class StepRecord:
         return calls, order
 
     def _gap_after_forward(self, run: Run, following: str, tangents: Run | None) -> Gap:
-        """What outside code holds: the growth until the next run, plus the outputs that died meanwhile, less the tangents."""
+        """Tell what outside code holds.
+
+        It is the growth until the next run, plus the outputs that died meanwhile, less the tangents.
+        """
         gap = self._between(f"f{run.index}", following)
         stay = {*(run.alive or ()), *run.program.schedule.saved}
         died = _bytes_of(run.graph, run.graph.outputs) - _bytes_of(run.graph, stay.intersection(run.graph.outputs))

@@ -1,8 +1,9 @@
 """A schedule: the straight-line program of one training step, and how a solution is lowered to it.
 
-The forward part runs the forward nodes in order. At the turn only `saved` tensors (and what the caller holds) survive. The backward
-part runs backward nodes and, before some of them, forward nodes once more. A tensor is freed after the last use of each of its
-definitions; `lower` makes that explicit, so that the simulator and the executor see the same `Free`.
+The forward part runs the forward nodes in order. At the turn only `saved` tensors (and what the caller holds) survive.
+The backward part runs backward nodes and, before some of them, forward nodes once more. A tensor is freed after the
+last use of each of its definitions; `lower` makes that explicit, so that the simulator and the executor see the same
+`Free`.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def lower(graph: Graph, recompute: Sequence[Sequence[int]]) -> Schedule:
 
     Args:
         graph: The step.
-        recompute: R, for each position of `graph.backward` the forward nodes that run just before it, in order; one more
-            entry may follow, for what only the returned gradients need.
+        recompute: R, for each position of `graph.backward` the forward nodes that run just before it, in order; one
+            more entry may follow, for what only the returned gradients need.
 
     Returns:
         The schedule. What is saved follows from it: all that the backward reads before computing it.
@@ -121,16 +122,20 @@ def recompute_lazily(graph: Graph, kept: Iterable[int]) -> tuple[tuple[int, ...]
         kept: Storages to keep.
 
     Returns:
-        For each position of `graph.backward`, and once more for what only the gradients need, the nodes to run before it.
+        For each position of `graph.backward`, and once more for what only the gradients need, the nodes to run before
+        it.
     """
     stays: set[int | None] = {*kept, *(graph.tensors[t].storage for t in graph.held)}
     available = set(graph.inputs) | set(graph.tangents)
     for index in graph.forward:
         for tensor in graph.nodes[index].outputs:
             storage = graph.tensors[tensor].storage
-            if storage is None or storage in stays or graph.recomputers[tensor] is None:
-                available.add(tensor)
-            elif graph.storages[storage].kind.is_resident:
+            if (
+                storage is None
+                or storage in stays
+                or graph.recomputers[tensor] is None
+                or graph.storages[storage].kind.is_resident
+            ):
                 available.add(tensor)
     decisions = []
     for index in graph.backward:

@@ -1,11 +1,12 @@
 """The session: all state of one planned model, and the life of its plans.
 
-Its first training step runs at the least memory while torch.compile captures every graph of the step and the code outside of them is
-measured. At the start of the next step all of it is planned as one problem, and the plan takes over without capturing anything
-again. The step after that is measured: its peak against the prediction, and in one more step its time.
+Its first training step runs at the least memory while torch.compile captures every graph of the step and the code
+outside of them is measured. At the start of the next step all of it is planned as one problem, and the plan takes over
+without capturing anything again. The step after that is measured: its peak against the prediction, and in one more step
+its time.
 
-What makes a step: a forward after a backward begins a new one. Programs are chosen by the captured graphs that have run so far in the
-step, so several kinds of steps (a GAN's two, another input shape) have their own plans side by side.
+What makes a step: a forward after a backward begins a new one. Programs are chosen by the captured graphs that have run
+so far in the step, so several kinds of steps (a GAN's two, another input shape) have their own plans side by side.
 """
 
 from __future__ import annotations
@@ -126,6 +127,7 @@ class Session:
         self._known: dict[Signature, _Known] = {}
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
         self._auto_bytes: int | None = None
+        self._was_measured = False  # whether the step before this one was
         self._saw_unplanned = False  # whether a kind of step without a plan ran unrecorded
         self._arguments: list[torch.Tensor] = []  # of the call that began the step
         self._steps = 0
@@ -307,7 +309,8 @@ class Session:
         plan = self.plan
         if plan is None or plan.measured.peak_bytes is None or self._saw_unplanned:
             resident = self._resident(arguments)
-            self._record = StepRecord(self._device, resident.size_bytes + resident.stale_bytes)
+            sees_frees = not resident.stale_bytes or self._device.type == "cuda" or self._was_measured
+            self._record = StepRecord(self._device, resident.size_bytes + resident.stale_bytes, sees_frees)
             if not self._record.is_measured:
                 self._say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
         elif plan.measured.step_ms is None:
@@ -323,16 +326,20 @@ class Session:
         Args:
             at_once: Whether it has ended just now, or some time before the next one.
         """
+        if not self._ran and self._record is None:
+            return
         signature = tuple(self._ran)
         record, timed = self._record, self._timed
         self._record, self._timed = None, None
         self._ran, self._in_backward, self._arguments = [], False, []
         if signature in self.plans:
             self._latest = signature
+        self._was_measured = record is not None and record.is_measured
         if record is not None:
             record.close(at_once)
-            if signature in self.plans and record.peak_bytes is not None:
-                self._measured(signature, record.peak_bytes)
+            if signature in self.plans:
+                if record.peak_bytes is not None:
+                    self._measured(signature, record.peak_bytes)
             elif record.backwards:
                 self._finished = record
                 self._saw_unplanned = False

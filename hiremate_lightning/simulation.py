@@ -1,11 +1,11 @@
 """Replay a schedule without a device: is it valid, how many bytes live after each operation, how long does it take?
 
-The simulator is the oracle of the project. It counts storages, not tensors: a block lives as long as any tensor on it. It knows
-the graph, the costs and the schedule, and no solver: nothing here is shared with the models that propose schedules.
-Counted: all that the step allocates, each block at the size its allocator hands out, tangents, gradients as they appear, outputs
-and outside code, and the workspace of the running node. What the caller holds is never given back, whatever the schedule
-frees or runs again. Resident bytes (parameters, batch, optimizer state) are the same for every schedule; the caller adds
-them.
+The simulator is the oracle of the project. It counts storages, not tensors: a block lives as long as any tensor on it.
+It knows the graph, the costs and the schedule, and no solver: nothing here is shared with the models that propose
+schedules. Counted: all that the step allocates, each block at the size its allocator hands out, tangents, gradients as
+they appear, outputs and outside code, and the workspace of the running node. What the caller holds is never given back,
+whatever the schedule frees or runs again. Resident bytes (parameters, batch, optimizer state) are the same for every
+schedule; the caller adds them.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
         The timeline and its peak, in bytes above what is resident, and times in milliseconds.
 
     Raises:
-        ScheduleError: If a node reads, or a free drops, a tensor that is not in memory; if a node that must run once runs
+        ScheduleError: If a node reads, or a free drops, a tensor that is not in memory; if a node that must run once
+        runs
             again; if a node of the step doesn't run, or a gradient isn't there at the end.
     """
     memory = _Memory(graph)

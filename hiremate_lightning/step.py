@@ -1,9 +1,10 @@
 """One graph for the whole training step: its captured calls, and the code that runs outside of them.
 
-A step may run several captured graphs (graph breaks, several planned modules) or one of them several times, with code between
-them that nobody captured: the loss, say. `merge` puts all of it into one `Graph`, so that solvers and the simulator see
-one problem under one budget. Outside code becomes one node between two calls, whose outputs are the bytes that it holds until
-the step ends and whose workspace is what it needs meanwhile, both as measured. `split` gives each call its own decisions back.
+A step may run several captured graphs (graph breaks, several planned modules) or one of them several times, with code
+between them that nobody captured: the loss, say. `merge` puts all of it into one `Graph`, so that solvers and the
+simulator see one problem under one budget. Outside code becomes one node between two calls, whose outputs are the bytes
+that it holds until the step ends and whose workspace is what it needs meanwhile, both as measured. `split` gives each
+call its own decisions back.
 """
 
 from __future__ import annotations

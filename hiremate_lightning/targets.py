@@ -1,9 +1,10 @@
 """Which calls are planned: the modules whose place a session takes, found by themselves or named.
 
-A slot stands in for a module's call. What is planned is the outermost call of a module with trainable parameters, with gradients on
-and in training mode; calls inside of it belong to it. So with a LightningModule it is the module's own forward where
-`training_step` calls it, else the submodules that `training_step` calls. The module's own hooks run outside the plan, once; its
-forward is taken as found at the call, so that what others patched there (Accelerate's autocast) is honoured.
+A slot stands in for a module's call. What is planned is the outermost call of a module with trainable parameters, with
+gradients on and in training mode; calls inside of it belong to it. So with a LightningModule it is the module's own
+forward where `training_step` calls it, else the submodules that `training_step` calls. The module's own hooks run
+outside the plan, once; its forward is taken as found at the call, so that what others patched there (Accelerate's
+autocast) is honoured.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def _call_training_step(module: Any, *args: Any, **kwargs: Any) -> Any:
 class _EntryPoints:
     """Copies of the functions above, each with a code object of its own.
 
-    Dynamo keeps what it compiled, and counts recompilations, by code object. So each planned call needs its own. They are used again,
+    Dynamo keeps what it compiled, and counts recompilations, by code object. So each planned call needs its own. They
+    are used again,
     never dropped: a code object that dies takes Dynamo's entries with it inside the garbage collector, which crashes.
     """
 
@@ -159,7 +161,8 @@ class Targets:
             self._warned = True
             where = name or type(module).__name__
             warnings.warn(
-                f"{where} was called with gradients but in eval mode: such calls are not planned. Call .train() to plan them.",
+                f"{where} was called with gradients but in eval mode: such calls are not planned. "
+                "Call .train() to plan them.",
                 HiRemateWarning,
                 stacklevel=4,
             )
@@ -332,7 +335,10 @@ def _reason_to_refuse(module: nn.Module) -> str | None:
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a TorchScript module, which has no Python to capture. Pass the module that it was made from."
     if _is_checkpointed(module):
-        return "its activation checkpointing is on, and a plan replaces it. Call model.gradient_checkpointing_disable() first."
+        return (
+            "its activation checkpointing is on, and a plan replaces it. "
+            "Call model.gradient_checkpointing_disable() first."
+        )
     return None
 
 

@@ -1,9 +1,11 @@
 """Every private torch API that the project uses, and nothing else.
 
-Checked on the torch versions in `CHECKED_VERSIONS`; `tests/test_torch_private.py` fails loudly when one of them moves. What they are for:
+Checked on the torch versions in `CHECKED_VERSIONS`; `tests/test_torch_private.py` fails loudly when one of them moves.
+What they are for:
 
 * AOTAutograd with our own partitioner: the only way to the joint forward and backward graph of what Dynamo captured;
-* the slot that `nn.Module.compile` uses: the only way to take over a call that keeps state_dict, deepcopy and pickle as they are;
+* the slot that `nn.Module.compile` uses: the only way to take over a call that keeps state_dict, deepcopy and pickle as
+  they are;
 * boxed code generation of FX graphs, so that arguments die as they are used;
 * two facts about a running backward: whether it will be run again, and a tensor's version.
 """
@@ -18,18 +20,18 @@ import torch
 from torch import fx
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import reset_code
+from torch._dynamo.exc import TorchDynamoException as CompileError
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, SavedForBackwardsAOTOutput
 from torch._functorch.partitioners import _extract_fwd_bwd_outputs, _has_tag_is_backward, _is_tangent
 from torch._guards import TracingContext, detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._ops import HigherOrderOperator
-from torch._dynamo.eval_frame import reset_code
-from torch._dynamo.exc import TorchDynamoException as CompileError
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import tree_leaves as leaves
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves as leaves
 
 __all__ = ["CompileError", "HigherOrderOperator", "leaves"]
 
@@ -170,8 +172,8 @@ def profiler_is_running() -> bool:
 def start_host_events() -> None:
     """Begin to record the host allocator's events.
 
-    This is the older of torch's two profilers: the newer one writes into freed memory where it stops inside an operation that
-    began while it ran, and nobody can know what surrounds a training step.
+    This is the older of torch's two profilers: the newer one writes into freed memory where it stops inside an
+    operation that began while it ran, and nobody can know what surrounds a training step.
     """
     config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
     torch.autograd._enable_profiler_legacy(config)
@@ -184,8 +186,9 @@ def stop_host_events() -> list[tuple[str, int]]:
         In order of time, ("", bytes) for each allocation (above 0) and release (below 0), and (name, 0) for each
         `record_function`.
     """
-    events = []
-    for thread in torch.autograd._disable_profiler_legacy():
+    events: list[tuple[Any, str, int]] = []
+    threads: list[list[Any]] = torch.autograd._disable_profiler_legacy()
+    for thread in threads:
         for event in thread:
             if event.kind() == "memory_alloc":
                 events.append((event, "", event.cpu_memory_usage()))

@@ -1,8 +1,8 @@
 """People's units, read and written: the only module that knows that GiB is 2**30 and GB is 10**9.
 
-A budget has three forms. Bytes (`"12 GiB"`, `"800 MB"`, an int) are absolute. A share (`"60%"`, a float in (0, 1]) is of what the
-unplanned step adds at its peak. `"auto"` is what the device has free, less a margin. `Budget` holds which one was meant; only
-the session can turn a share or "auto" into bytes, since only it knows the step and the device.
+A budget has three forms. Bytes (`"12 GiB"`, `"800 MB"`, an int) are absolute. A share (`"60%"`, a float in (0, 1]) is
+of what the unplanned step adds at its peak. `"auto"` is what the device has free, less a margin. `Budget` holds which
+one was meant; only the session can turn a share or "auto" into bytes, since only it knows the step and the device.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def parse_budget(value: int | float | str | Budget) -> Budget:
     """Read a budget in any of its three forms.
 
     Args:
-        value: Bytes as an int of at least 1 MiB or as a string with a unit; a share as a float in (0, 1] or as a string with
-            `%`; or `"auto"`.
+        value: Bytes as an int of at least 1 MiB or as a string with a unit; a share as a float in (0, 1] or as a string
+            with `%`; or `"auto"`.
 
     Returns:
         The budget, not yet resolved to bytes.

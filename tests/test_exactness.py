@@ -29,7 +29,8 @@ def plain_runs():
 
 
 def smallest_budget_of(name, costs):
-    """Find the least memory that any plan of a model needs, in bytes; it depends on the measured costs, which are kept."""
+    """Find the least memory that any plan of a model needs, in bytes; it depends on the measured costs, which are
+    kept."""
     model = build(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HiRemateWarning)

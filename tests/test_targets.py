@@ -68,7 +68,7 @@ def test_a_budget_that_cannot_be_read_is_refused(budget, words):
 def test_a_target_that_does_not_exist_is_refused_with_the_nearest():
     model = Net()
     before = state_of(model)
-    with pytest.raises(ConfigurationError, match="no submodule 'encodr' to plan.*Did you mean 'encoder'"):
+    with pytest.raises(ConfigurationError, match=r"no submodule 'encodr' to plan.*Did you mean 'encoder'"):
         hiremate(model, "50%", target="encodr")
     assert state_of(model) == before
 
@@ -121,8 +121,7 @@ def test_an_infeasible_budget_names_the_smallest_and_changes_nothing():
     weights = [p.clone() for p in model.parameters()]
     hiremate(model, "1 MiB", verbose=False)
     with pytest.raises(InfeasibleBudgetError) as caught:
-        for _ in range(3):
-            model(torch.randn(4096, 32)).square().mean().backward()
+        model(torch.randn(4096, 32))
     error = caught.value
     assert isinstance(error, torch.OutOfMemoryError)
     assert "CUDA out of memory." in str(error)

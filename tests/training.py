@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -60,6 +61,7 @@ def train(
             losses.append(loss.detach())
 
         if index in measured:
+            gc.collect()  # garbage that dies meanwhile would pass for memory that the step gave back
             resident = resident_bytes(module, optimizer, batch)
             trace.peaks[index] = resident + measure_peak(step)
         else:
