@@ -1,0 +1,159 @@
+"""Budgets become bytes, and no plan passes its budget unless it says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from hiremate_lightning.errors import InfeasibleBudgetError
+from hiremate_lightning.planner import AUTO_MARGIN, PlanOptions, check_feasible, make_plan, resolve, unplanned
+from hiremate_lightning.solvers.base import Solution, Status, strategy
+from hiremate_lightning.step import Call, Gap, merge
+from hiremate_lightning.units import Budget, parse_budget
+
+from .tiny import KB, chain, transformer
+
+MANY = 10**9
+
+
+def step_of(graph, profile, held=0):
+    return merge([Call(graph, profile, after_forward=Gap(held, held))], [0])
+
+
+def plan_of(step, budget_bytes, resident_bytes=0, **options):
+    budget = Budget(size_bytes=budget_bytes)
+    return make_plan(step, budget, budget_bytes, resident_bytes, PlanOptions(**options), target="Net")
+
+
+def smallest_of(step):
+    return plan_of(step, 1, on_infeasible="warn").planned_peak_bytes
+
+
+def test_bytes_are_bytes():
+    assert resolve(parse_budget("2 MiB"), resident_bytes=5, unplanned_bytes=7, free_bytes=9) == 2 * 2**20
+
+
+def test_a_share_is_of_what_the_unplanned_step_adds():
+    assert resolve(parse_budget("50%"), resident_bytes=1000, unplanned_bytes=300, free_bytes=9) == 1150
+
+
+def test_all_of_it_is_the_unplanned_peak():
+    assert resolve(parse_budget("100%"), resident_bytes=1000, unplanned_bytes=301, free_bytes=9) == 1301
+
+
+def test_auto_is_what_is_free_less_a_margin():
+    found = resolve(parse_budget("auto"), resident_bytes=1000, unplanned_bytes=7, free_bytes=10_000)
+    assert found == 1000 + int(10_000 * (1 - AUTO_MARGIN))
+
+
+def test_the_unplanned_step_keeps_everything():
+    assert unplanned(step_of(*chain(4))).recompute_ms == 0
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.9, 1.0])
+def test_a_plan_is_within_its_budget(share):
+    step = step_of(*transformer(2))
+    smallest, most = smallest_of(step), unplanned(step).peak_bytes
+    budget = int(smallest + share * (most - smallest))
+    assert plan_of(step, budget).planned_peak_bytes <= budget
+
+
+def test_resident_bytes_are_part_of_the_budget():
+    step = step_of(*transformer(2))
+    budget = smallest_of(step)
+    plan = plan_of(step, budget + 500, resident_bytes=500)
+    assert plan.planned_peak_bytes <= budget + 500
+    with pytest.raises(InfeasibleBudgetError):
+        plan_of(step, budget + 500, resident_bytes=501)
+
+
+def test_a_margin_is_left_free():
+    step = step_of(*transformer(2))
+    most = unplanned(step).peak_bytes
+    plan = make_plan(step, Budget(size_bytes=most), most, 0, PlanOptions(), margin_bytes=KB)
+    assert plan.planned_peak_bytes <= most - KB
+
+
+def test_a_generous_budget_recomputes_nothing():
+    assert plan_of(step_of(*transformer(2)), MANY).predicted_overhead == 0
+
+
+def test_an_infeasible_budget_names_what_it_would_take():
+    step = step_of(*transformer(2))
+    smallest = smallest_of(step)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan_of(step, smallest - 1)
+    error, text = caught.value, str(caught.value)
+    assert error.budget_bytes == smallest - 1
+    assert error.smallest_bytes == smallest
+    assert f"({smallest - 1:,} bytes) is too small for Net" in text
+    assert f"({smallest:,} bytes)" in text
+    assert "on_infeasible='warn'" in text
+    assert "CUDA out of memory." in text
+
+
+def test_the_budget_that_an_error_names_is_feasible():
+    step = step_of(*transformer(2))
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan_of(step, 1)
+    smallest = caught.value.smallest_bytes
+    assert plan_of(step, smallest).planned_peak_bytes <= smallest
+
+
+def test_an_infeasible_budget_names_the_module_that_blocks():
+    with pytest.raises(InfeasibleBudgetError, match=r"The peak is at .+ in module 'net\.") as caught:
+        plan_of(step_of(*transformer(2)), 1)
+    assert caught.value.module.startswith("net.")
+
+
+def test_an_infeasible_budget_may_be_due_to_code_outside():
+    step = step_of(*chain(3), held=MANY)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan_of(step, 10**6)
+    assert "the code outside the planned modules" in str(caught.value)
+    assert caught.value.module == ""
+
+
+def test_a_share_that_is_too_small_is_named_as_a_share():
+    step = step_of(*transformer(2))
+    with pytest.raises(InfeasibleBudgetError, match="The budget 1% .*% of what the unplanned step adds"):
+        make_plan(step, Budget(share=0.01), 10, 0, PlanOptions())
+
+
+def test_with_warn_an_infeasible_budget_gives_the_least_memory_found():
+    plan = plan_of(step_of(*transformer(2)), 1, on_infeasible="warn")
+    assert 1 < plan.planned_peak_bytes < plan.unplanned_peak_bytes
+
+
+def test_a_strategy_that_lies_about_its_peak_is_not_believed():
+    step = step_of(*transformer(2))
+    nothing = ((),) * (len(step.graph.backward) + 1)
+
+    @strategy("a liar, for a test")
+    def lie(problem):
+        return Solution("liar", Status.OPTIMAL, nothing, peak_bytes=0)
+
+    budget = unplanned(step).peak_bytes - 1
+    plan = plan_of(step, budget, solver="a liar, for a test")
+    assert plan.planned_peak_bytes <= budget
+    assert plan.solution.strategy != "liar"
+
+
+def test_a_step_that_cannot_fit_is_refused_before_it_runs():
+    step = step_of(*transformer(2))
+    smallest = smallest_of(step)
+    check_feasible(step, Budget(size_bytes=smallest), smallest, 0, "Net")
+    with pytest.raises(InfeasibleBudgetError, match="too small for Net"):
+        check_feasible(step, Budget(size_bytes=smallest - 1), smallest - 1, 0, "Net")
+
+
+def test_a_share_is_given_the_benefit_of_the_doubt_before_the_step_ran():
+    step = step_of(*transformer(2))
+    smallest = smallest_of(step)
+    check_feasible(step, Budget(share=0.9), smallest - 1, 0, "Net")
+
+
+def test_the_same_step_and_budget_give_the_same_plan():
+    step = step_of(*transformer(2))
+    budget = (smallest_of(step) + unplanned(step).peak_bytes) // 2
+    first, second = (plan_of(step, budget) for _ in range(2))
+    assert first.solution.recompute == second.solution.recompute

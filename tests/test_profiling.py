@@ -1,0 +1,184 @@
+"""Costs are measured once for each distinct operation, without a trace in the model, and kept between runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from hiremate_lightning import hiremate, profiling
+from hiremate_lightning.capture import Captured
+from hiremate_lightning.costs import estimate
+from hiremate_lightning.profiling import CostCache, ProfileOptions, describe_device, measure
+from hiremate_lightning.targets import targets_of
+
+CPU = torch.device("cpu")
+QUICK = ProfileOptions(warmup=0, repeats=2, time_limit_ms=1.0)
+ROWS, WIDTH = 256, 16
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.dropout = nn.BatchNorm1d(WIDTH), nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.dropout(torch.tanh(self.norm(self.first(x)))))
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    model = hiremate(Net(), "100%", verbose=False)
+    model(torch.randn(ROWS, WIDTH)).sum().backward()
+    return model
+
+
+@pytest.fixture
+def captured(model) -> Captured:
+    return targets_of(model).session._parts[0].captured
+
+
+@pytest.fixture
+def measured_nodes(monkeypatch) -> list[int]:
+    """Collect the nodes that are measured."""
+    nodes: list[int] = []
+    original = profiling._measure_node
+
+    def watched(captured, index, options):
+        nodes.append(index)
+        return original(captured, index, options)
+
+    monkeypatch.setattr(profiling, "_measure_node", watched)
+    return nodes
+
+
+def test_every_node_has_its_costs(captured):
+    profile = measure(captured, CostCache(), QUICK)
+    assert len(profile.time_ms) == len(profile.workspace_bytes) == len(captured.graph.nodes)
+    assert all(time_ms > 0 for time_ms in profile.time_ms)
+    assert all(size >= 0 for size in profile.workspace_bytes)
+    assert profile.device == describe_device(CPU)
+
+
+def test_random_state_gradients_and_buffers_stay_as_they_were(model, captured):
+    before = [t.clone() for t in (*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters()))]
+    random_state = torch.get_rng_state()
+
+    measure(captured, CostCache(), QUICK)
+
+    after = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def test_gradient_mode_and_autocast_stay_as_they_were(captured):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        measure(captured, CostCache(), QUICK)
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.is_grad_enabled()
+
+
+def test_equal_work_is_measured_once(captured, measured_nodes):
+    measure(captured, CostCache(), QUICK)
+    keys = [captured.graph.nodes[index].key for index in measured_nodes]
+    assert len(keys) == len(set(keys)) < len(captured.graph.nodes)
+
+
+def test_what_is_known_is_not_measured_again(captured, measured_nodes):
+    cache = CostCache()
+    first = measure(captured, cache, QUICK)
+    measured_nodes.clear()
+    assert measure(captured, cache, QUICK) == first
+    assert measured_nodes == []
+
+
+def test_progress_counts_up_to_all_that_is_measured(captured, measured_nodes):
+    heard = []
+    measure(captured, CostCache(), QUICK, progress=lambda done, total: heard.append((done, total)))
+    total = len(measured_nodes)
+    assert heard == [(done, total) for done in range(total + 1)]
+
+
+def test_costs_on_disk_serve_the_next_run(captured, measured_nodes, tmp_path):
+    first = measure(captured, CostCache(tmp_path / "deep" / "er"), QUICK)
+    measured_nodes.clear()
+    assert measure(captured, CostCache(tmp_path / "deep" / "er"), QUICK) == first
+    assert measured_nodes == []
+
+
+def test_only_whole_files_are_left_on_disk(captured, tmp_path):
+    measure(captured, CostCache(tmp_path), QUICK)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+
+
+def _file_in(folder):
+    return next(folder.glob("*.json"))
+
+
+def _without(text, field):
+    data = json.loads(text)
+    del data[field]
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "",
+        lambda text: "[]",
+        lambda text: text.replace('"format": 1', '"format": 99'),
+        lambda text: text.replace(describe_device(CPU), "another device"),
+        lambda text: _without(text, "costs"),
+        lambda text: json.dumps({**json.loads(text), "costs": {"aten.mm": ["fast", 0]}}),
+    ],
+    ids=["cut", "empty", "no object", "other format", "other device", "no costs", "no number"],
+)
+def test_a_file_that_cannot_be_used_is_ignored_with_a_warning(damage, captured, measured_nodes, tmp_path, caplog):
+    measure(captured, CostCache(tmp_path), QUICK)
+    path = _file_in(tmp_path)
+    path.write_text(damage(path.read_text()))
+    measured_nodes.clear()
+
+    with caplog.at_level(logging.WARNING, "hiremate_lightning"):
+        measure(captured, CostCache(tmp_path), QUICK)
+
+    assert "Ignored the profile" in caplog.text
+    assert path.name in caplog.text
+    assert measured_nodes
+    assert json.loads(path.read_text())["device"] == describe_device(CPU)
+
+
+def test_a_folder_that_cannot_be_written_is_announced_and_nothing_else(captured, tmp_path, caplog):
+    (tmp_path / "file").write_text("not a folder")
+    with caplog.at_level(logging.WARNING, "hiremate_lightning"):
+        profile = measure(captured, CostCache(tmp_path / "file"), QUICK)
+    assert "Could not keep the profile" in caplog.text
+    assert len(profile.time_ms) == len(captured.graph.nodes)
+
+
+def test_an_operation_that_cannot_run_alone_gets_its_estimate(captured, monkeypatch):
+    def refuse(captured, index):
+        raise RuntimeError("not alone")
+
+    monkeypatch.setattr(profiling, "_runner", refuse)
+    profile = measure(captured, CostCache(), QUICK)
+    expected = estimate(captured.graph)
+    product = next(i for i, n in enumerate(captured.graph.nodes) if n.op == "aten.addmm.default")
+    same_work = [i for i, n in enumerate(captured.graph.nodes) if n.key == captured.graph.nodes[product].key]
+    assert profile.time_ms[product] in [expected.time_ms[i] for i in same_work]
+    assert profile.workspace_bytes[product] == 0
+
+
+def test_an_estimate_is_the_same_each_time(captured):
+    assert estimate(captured.graph) == estimate(captured.graph)
+    assert estimate(captured.graph).device == "estimate"
+
+
+def test_a_device_is_described_by_its_threads_and_torch():
+    assert describe_device(CPU) == f"cpu, {torch.get_num_threads()} threads, torch {torch.__version__}"
