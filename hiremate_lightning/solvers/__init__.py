@@ -2,6 +2,7 @@
 
 from .base import Problem, Solution, SolveOptions, Status, get_strategy, replay, strategy_names
 from .least_memory import least_memory, smallest_budget
+from .refine import phases
 from .turn_point import lower_bound, none, turn_point
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "least_memory",
     "lower_bound",
     "none",
+    "phases",
     "replay",
     "smallest_budget",
     "strategy_names",

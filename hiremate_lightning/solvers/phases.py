@@ -45,10 +45,13 @@ class Checks:
     Attributes:
         instants: Backward positions, ascending.
         forward: Forward positions.
+        reserves: Pairs of an instant and bytes to leave free there, for what happens between it and the one before. With any,
+            the program is no relaxation any more, and its bound says nothing.
     """
 
     instants: tuple[int, ...]
     forward: tuple[int, ...] = ()
+    reserves: tuple[tuple[int, int], ...] = ()
 
 
 class PhasedProgram:
@@ -165,7 +168,8 @@ class PhasedProgram:
         terms = [
             (self.held[phase, s], sizes[s] / UNIT) for s in self.model.choices if (phase, s) in self.held and sizes[s]
         ]
-        rest = self.model.gradients[self.checks.instants[phase - 1]]
+        instant = self.checks.instants[phase - 1]
+        rest = self.model.gradients[instant] + dict(self.checks.reserves).get(instant, 0)
         self.program.row(f"4_{phase}", terms, upper=(self.limit - rest) / UNIT)
 
     def _add_forward_memory(self) -> None:
@@ -258,7 +262,19 @@ def add_checks(checks: Checks, replay: Replay, limit_bytes: int, apart: int, mos
     forward = set(checks.forward)
     if replay.forward_peak > limit_bytes:
         forward.add(replay.forward_position)
-    return Checks(_worst(checks.instants, replay, limit_bytes, apart, most), tuple(sorted(forward)))
+    instants = _worst(checks.instants, replay, limit_bytes, apart, most)
+    return Checks(instants, tuple(sorted(forward)), checks.reserves)
+
+
+def add_reserves(checks: Checks, replay: Replay, limit_bytes: int) -> Checks:
+    """Leave room at the instants around each position where values recomputed one after the other pass the limit."""
+    reserves = dict(checks.reserves)
+    for position, peak in enumerate(replay.row_peaks):
+        if peak > limit_bytes:
+            for instant in (position - 1, position):
+                if instant in checks.instants:
+                    reserves[instant] = reserves.get(instant, 0) + peak - limit_bytes
+    return Checks(checks.instants, checks.forward, tuple(sorted(reserves.items())))
 
 
 def _worst(instants: Iterable[int], replay: Replay, limit_bytes: int, apart: int, most: int) -> tuple[int, ...]:

@@ -1,0 +1,110 @@
+"""The phased model refined until its own solution fits: few instants first, more where the replay says so.
+
+Each round solves the program of `phases` and replays the solution. Where that passes the budget, memory is checked from then on,
+and the next round starts; where it fits, it is the best schedule there is, up to the gap of the solve, because the program is a
+relaxation. In between, solutions that don't fit are repaired by evictions, so that a schedule is at hand at any time, and
+the program starts from the best one. Where values recomputed one after the other before a single node pass the budget, no
+instant helps; room is left there instead, and from then on rounds no longer raise the bound.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+
+from .base import Problem, Solution, Status, strategy
+from .greedy import Found, keep_more
+from .incumbent import Search, begin, keep_everything
+from .mip_backend import Result, solve
+from .model import Policy, Replay
+from .phases import Checks, PhasedProgram, add_checks, add_reserves, first_checks
+from .segments import keep_sets
+
+log = logging.getLogger("hiremate_lightning")
+ROUNDS = 40
+SHARE_OF_ROUND = 0.3  # of the time left: the most that one solve may take
+QUICK_SHARE = 0.15  # of the time limit: for the schedules to start from
+
+
+def segment_policies(search: Search) -> Iterator[Policy]:
+    """Give the policies that keep what crosses narrow cuts of the forward."""
+    choices = set(search.model.choices)
+    for kept in dict.fromkeys(keep_sets(search.model.graph)):
+        yield Policy(frozenset(kept & choices))
+
+
+def try_segments(search: Search, deadline: float) -> None:
+    """Fill up the fastest segmentation that fits, or evict from the smallest one."""
+    found = sorted((Found(p, search.model.replay(p)) for p in segment_policies(search)), key=lambda f: f.rank)
+    fitting = [f for f in found if f.replay.peak_bytes <= search.limit]
+    if not fitting:
+        search.repair(min(found, key=lambda f: f.replay.peak_bytes).policy, deadline)
+        return
+    search.offer(fitting[0])
+    search.offer(keep_more(search.model, fitting[0], search.limit, deadline))
+
+
+def refine(search: Search) -> None:
+    """Run rounds until proof, time limit, or no more places to check."""
+    checks = first_checks(search.model)
+    apart = max(1, len(search.model.reads) // 8)
+    for number in range(ROUNDS):
+        if search.is_done or search.left_s() <= 0:
+            return
+        replay = _round(search, checks, number)
+        if replay is None:
+            return
+        if replay.peak_bytes <= search.limit:
+            if search.is_done or not checks.reserves and replay.recompute_ms > search.bound_ms + 3 * search.gap_ms:
+                return
+            return
+        more = add_checks(checks, replay, search.limit, apart)
+        checks = more if more != checks else add_reserves(checks, replay, search.limit)
+
+
+def _round(search: Search, checks: Checks, number: int) -> Replay | None:
+    """Solve once, take the bound, offer the solution; give its replay."""
+    program = PhasedProgram(search.model, search.limit, checks)
+    start = program.start(search.best.replay.rows) if search.best is not None else ()
+    seconds = max(1.0, SHARE_OF_ROUND * search.left_s())
+    result = solve(
+        program.program, search.problem.options, min(seconds, search.left_s()), absolute_gap=search.gap_ms, start=start
+    )
+    _take_bound(search, checks, result)
+    if not result.values:
+        return None
+    policy = program.policy(result.values)
+    replay = search.model.replay(policy)
+    log.debug(
+        "round %d: %d instants, %d variables, %.3f ms, bound %.3f ms, peak %d of %d",
+        number, len(checks.instants), len(program.held) + len(program.run), result.objective, result.bound,
+        replay.peak_bytes, search.limit,
+    )  # fmt: skip
+    if replay.peak_bytes <= search.limit:
+        search.offer(Found(policy, replay))
+    elif replay.peak_bytes <= 1.1 * search.limit:
+        search.repair(policy, search.within(0.1))
+    return replay
+
+
+def _take_bound(search: Search, checks: Checks, result: Result) -> None:
+    if checks.reserves:
+        return
+    if result.status is Status.INFEASIBLE:
+        search.is_infeasible = search.best is None
+    elif result.bound > 0:
+        search.raise_bound(result.bound)
+
+
+@strategy("phases")
+def phases(problem: Problem) -> Solution:
+    """Solve the phased model of the whole graph, refined where its replay passes the budget."""
+    search = begin(problem)
+    if search.model.keep_all_bytes <= problem.budget_bytes:
+        return keep_everything(problem.graph, search.model.keep_all_bytes)
+    try_segments(search, search.within(QUICK_SHARE))
+    refine(search)
+    if search.best is not None and not search.is_done:
+        search.offer(keep_more(search.model, search.best, search.limit, time.monotonic() + max(0.5, search.left_s())))
+    return search.answer("phases")
