@@ -10,7 +10,7 @@ with the whole future known. Heuristics: no bound on how far they are from the b
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .model import Model, Policy, Replay
@@ -69,7 +69,7 @@ def evict(model: Model, policy: Policy, limit_bytes: int, deadline: float) -> It
 def _evictions(model: Model, current: Found) -> Iterator[Found]:
     """Try the candidates at the peak, best ratio first; give those that lower the bytes there."""
     policy = current.policy
-    there = {s for s in policy.kept | model.fixed}
+    there = set(policy.kept | model.fixed)
     ranked = sorted(
         _candidates(model, current.replay),
         key=lambda c: (_chain_ms(model, c.storage, there) / max(1, model.sizes[c.storage]), c.storage),
@@ -90,43 +90,39 @@ def _evictions(model: Model, current: Found) -> Iterator[Found]:
 def _candidates(model: Model, replay: Replay) -> list[Candidate]:
     """List what lives through the peak and is not used there."""
     last: dict[int, int] = {}
+    then: dict[int, int] = {}  # position of the first use after the peak
     at_peak: set[int] = set()
-    later: set[int] = set()
     remade: set[int] = set()
-    reached = False
-    for position, row in enumerate(replay.rows):
-        if position >= len(model.reads):
-            break
-        steps = [(node, model.needs[node], model.makes[node]) for node in row]
-        steps.append((model.graph.backward[position], model.reads[position], ()))
-        for node, reads, makes in steps:
-            is_peak = position == replay.position and node == replay.node
-            for storage in reads:
-                if is_peak:
-                    at_peak.add(storage)
-                elif not reached:
-                    last[storage] = position
-                elif storage not in remade:
-                    later.add(storage)
-            for storage in makes:
-                if is_peak:
-                    at_peak.add(storage)
-                elif reached:
-                    remade.add(storage)
-                else:
-                    last[storage] = position
-            reached = reached or is_peak
-        if replay.position < 0:
-            reached = True
-    if replay.position < 0:  # the peak is in the forward: all that is kept lives through it
-        return [Candidate(s, None) for s in model.choices if s in later and s not in model.fixed]
+    reached = replay.position < 0
+    for position, node, reads, makes in _steps(model, replay):
+        is_peak = position == replay.position and node == replay.node
+        if is_peak:
+            at_peak.update(reads, makes)
+        for storage in () if is_peak else reads:
+            if not reached:
+                last[storage] = position
+            elif storage not in remade:
+                then.setdefault(storage, position)
+        if reached:
+            remade.update(makes)
+        else:
+            last.update((storage, position) for storage in makes)
+        reached = reached or is_peak
     found = []
     for storage in model.choices:
-        if storage in later and storage not in at_peak and storage not in model.fixed:
+        if storage in then and storage not in at_peak and storage not in model.fixed:
             use = last.get(storage)
-            if use is None or use < replay.position:
+            if use is None or use < replay.position or then[storage] > use:
                 found.append(Candidate(storage, use))
     return found
+
+
+def _steps(model: Model, replay: Replay) -> Iterator[tuple[int, int, Sequence[int], Sequence[int]]]:
+    """Give position, node, storages read and storages made of all that runs in the backward."""
+    for position, row in enumerate(replay.rows[: len(model.reads)]):
+        for node in row:
+            yield position, node, model.needs[node], model.makes[node]
+        yield position, model.graph.backward[position], model.reads[position], ()
 
 
 def _chain_ms(model: Model, storage: int, there: set[int]) -> float:

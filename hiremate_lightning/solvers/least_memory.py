@@ -22,11 +22,10 @@ def least_memory(problem: Problem) -> Solution:
     start = time.monotonic()
     deadline = start + min(4.0, problem.options.time_limit_s)
     model = Model(problem)
-    found = sorted(
-        (Found(p, model.replay(p)) for p in segment_policies(model)), key=lambda f: (f.replay.peak_bytes, f.rank)
-    )
-    best = found[0]
-    for first in found[:STARTS]:
+    *segments, everything = [Found(p, model.replay(p)) for p in segment_policies(model)]
+    segments.sort(key=lambda f: (f.replay.peak_bytes, f.rank))
+    best = min(segments[:1] + [everything], key=lambda f: (f.replay.peak_bytes, f.rank))
+    for first in (*segments[:STARTS], everything):
         stalled = 0
         for step in evict(model, first.policy, 0, deadline):
             stalled = 0 if step.replay.peak_bytes < best.replay.peak_bytes else stalled + 1

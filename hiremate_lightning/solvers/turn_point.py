@@ -134,6 +134,7 @@ class _Search:
             self._offer(start)
         if not fitting:
             self._fit(min(found, key=lambda f: f.replay.peak_bytes).policy)
+            self._fit(found[-1].policy)
 
     def by_program(self, share: float, relax: bool) -> Result:
         """Solve the program for a share of the bytes at the turn, and make its solution fit."""
@@ -165,9 +166,10 @@ class _Search:
 
 
 def segment_policies(model: Model) -> list[Policy]:
-    """Give the policies that keep what crosses narrow cuts of the forward."""
-    choices = set(model.choices)
-    return [Policy(frozenset(kept & choices)) for kept in dict.fromkeys(keep_sets(model.graph))]
+    """Give the policies that keep what crosses narrow cuts of the forward, and the one that keeps everything."""
+    choices = frozenset(model.choices)
+    sets = dict.fromkeys([*(kept & choices for kept in keep_sets(model.graph)), choices])
+    return [Policy(kept) for kept in sets]
 
 
 @strategy("turn_point")
