@@ -30,6 +30,7 @@ from .segments import keep_sets
 
 LIMITS = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6, 0.5, 0.4, 0.3)  # of the bytes that the budget leaves at the turn
 BOUND_INSTANTS = 10
+FILL = 1.5  # a policy slower than the best by this factor is not pursued: filling up rarely wins back a third
 
 
 def lower_bound(model: Model, limit_bytes: int, deadline: float) -> float | None:
@@ -146,11 +147,16 @@ class _Search:
             self._fit(Policy(frozenset(s for s, v in keep.items() if result.values[v] >= 0.5)))
         return result
 
+    def by_eviction(self) -> None:
+        """Evict from all segmentations; the way to a small peak is not the same for each."""
+        for policy in segment_policies(self.model):
+            self._fit(policy)
+
     def _fit(self, policy: Policy) -> None:
         last = None
         for last in evict(self.model, policy, self.limit, self.deadline):
-            if self.best is not None and last.replay.recompute_ms > 1.5 * self.best.replay.recompute_ms:
-                return  # evictions only add time; filling up rarely wins back a third
+            if self.best is not None and last.replay.recompute_ms > FILL * self.best.replay.recompute_ms:
+                return
         if last is not None and last.replay.peak_bytes <= self.limit:
             self._offer(last)
 
@@ -187,6 +193,8 @@ def turn_point(problem: Problem) -> Solution:
             if search.left_s() <= 0 or search.is_close_to(bound):
                 break
             search.by_program(share, relax)
+    if not search.is_close_to(bound):
+        search.by_eviction()
     stopped_by = "proof" if search.is_close_to(bound) else "time limit" if search.left_s() <= 0 else "end of the search"
     status = Status.OPTIMAL if search.is_close_to(bound) else Status.FEASIBLE
     return _answer(search, status if search.best is not None else Status.NOT_FOUND, bound, stopped_by)
