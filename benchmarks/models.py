@@ -86,6 +86,36 @@ def gpt2_48() -> Built:
     return _gpt2(48, batch=2)
 
 
+class Block(nn.Module):
+    """Pre-norm transformer block, dropout on."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.dense = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map tokens to tokens."""
+        heads = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm_1(x)).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.dropout(self.mix(mixed))
+        return x + self.dense(self.norm_2(x))
+
+
+@model
+def gpt() -> Built:
+    """Byte-level GPT, 10 blocks, as in the demo."""
+    net = nn.Sequential(nn.Embedding(256, 256), *(Block(256, 8) for _ in range(10)), nn.Linear(256, 256))
+    tokens = _tokens(8, 257, 256)
+    return WithLoss(net, lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten())), (
+        tokens[:, :-1],
+        tokens[:, 1:],
+    )
+
+
 @model
 def bert() -> Built:
     """BERT, 8 layers, masked-language loss."""

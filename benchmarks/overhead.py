@@ -1,0 +1,143 @@
+"""Measure what a budget costs: plain and planned training steps in turn, their peaks, and whether they agree bit for
+bit.
+
+    python benchmarks/overhead.py [--models gpt,bert] [--budgets 50%,30%] [--rounds 15] [--threads 1]
+
+Both kinds of steps run in one process, in alternating order, on copies of one model. Ratios are of the process's CPU
+time, which other load disturbs less than the clock does; medians with quartiles over the rounds. Peaks are the
+allocator's own events, above what is resident before the step. Prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hiremate_lightning import Plan, get_plan, hiremate
+from hiremate_lightning.metering import MemoryMeter
+from hiremate_lightning.units import format_bytes
+from models import MODELS
+
+WARM_STEPS = 5  # capture, plan, peak, time, and one more
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model under one budget."""
+
+    model: str
+    budget: str
+    plain_peak: int
+    planned_peak: int
+    plan: Plan
+    ratios: list[float]
+    equal: bool
+
+
+def make_step(module: nn.Module, batch: tuple[object, ...]) -> Callable[[], None]:
+    """Give a function that takes one training step, from no gradients to gradients."""
+
+    def step() -> None:
+        torch.manual_seed(3)
+        module(*batch).backward()
+
+    return step
+
+
+def peak_of(step: Callable[[], None], module: nn.Module) -> int:
+    """Measure the second of two steps: the allocator must have been watched when what a step frees was allocated."""
+    gc.collect()
+    with MemoryMeter(torch.device("cpu")) as meter:
+        step()
+        module.zero_grad()
+        meter.mark("second")
+        step()
+    module.zero_grad()
+    last = meter.intervals[-1]
+    return last.peak_bytes - last.start_bytes
+
+
+def compare(name: str, budget: str, rounds: int) -> Row:
+    """Train a model plain and planned, in turn."""
+    torch.manual_seed(0)
+    plain, batch = MODELS[name]()
+    planned = hiremate(copy.deepcopy(plain), budget, verbose=False)
+    steps = (make_step(plain, batch), make_step(planned, batch))
+    for _ in range(WARM_STEPS):
+        planned.zero_grad()
+        steps[1]()
+    steps[0]()
+    plan = get_plan(planned)
+    assert plan is not None, "a plan is there after the second step"
+    pairs = zip(plain.parameters(), planned.parameters(), strict=True)
+    equal = all(a.grad is None or torch.equal(a.grad, b.grad) for a, b in pairs)
+    plain.zero_grad()
+    planned.zero_grad()
+    ratios = []
+    for index in range(rounds):
+        seconds = [0.0, 0.0]
+        for which in (0, 1) if index % 2 else (1, 0):
+            start = time.process_time()
+            steps[which]()
+            seconds[which] = time.process_time() - start
+            (plain, planned)[which].zero_grad()
+        ratios.append(seconds[1] / seconds[0])
+    return Row(name, budget, peak_of(steps[0], plain), peak_of(steps[1], planned), plan, ratios, equal)
+
+
+def show(row: Row) -> str:
+    """Write a row of the table."""
+    low, middle, high = statistics.quantiles(row.ratios, n=4)
+    plan = row.plan
+    measured = plan.measured.overhead
+    cells = (
+        row.model,
+        row.budget,
+        format_bytes(row.plain_peak),
+        f"{format_bytes(row.planned_peak)} ({row.planned_peak / row.plain_peak:.3f})",
+        format_bytes(plan.planned.peak_bytes),
+        f"{100 * (middle - 1):+.1f} % [{100 * (low - 1):+.1f}, {100 * (high - 1):+.1f}]",
+        f"{100 * plan.predicted_overhead:+.1f} %",
+        "-" if measured is None else f"{100 * measured:+.1f} %",
+        f"{100 * plan.bound_overhead:+.1f} %",
+        f"{plan.planning.profile_s:.1f} + {plan.planning.solve_s:.1f} s",
+        "equal" if row.equal else "DIFFERENT",
+    )
+    return f"| {' | '.join(cells)} |\n"
+
+
+def main() -> None:
+    """Read the command line and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="gpt,bert")
+    parser.add_argument("--budgets", default="50%")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    sys.stdout.write(f"{platform.machine()}, {options.threads} thread(s), {versions}, {options.rounds} rounds\n\n")
+    sys.stdout.write(
+        "| model | budget | plain peak | planned peak (ratio) | predicted | time over plain [quartiles] | "
+    )
+    sys.stdout.write("predicted | recompute in situ | bound | profile + solve | gradients |\n")
+    sys.stdout.write(f"|{'--|' * 11}\n")
+    for name in options.models.split(","):
+        for budget in options.budgets.split(","):
+            sys.stdout.write(show(compare(name, budget, options.rounds)))
+            sys.stdout.flush()
+            torch.compiler.reset()
+
+
+if __name__ == "__main__":
+    main()
