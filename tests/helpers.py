@@ -132,8 +132,8 @@ def all_lazy(model: Model, limit: int = 4000) -> list[Rows] | None:
     return sorted(found.values(), key=lambda rows: sum(model.cost_ms[n] for row in rows for n in row))
 
 
-def peaks_and_times(problem: Problem, limit: int = 4000) -> list[tuple[int, float]] | None:
-    """Simulate all lazy schedules: peak and recompute time of those that no other is better than in both."""
+def lazy_frontier(problem: Problem, limit: int = 4000) -> list[tuple[int, float]] | None:
+    """Simulate all lazy schedules; give peak and time of those that none beats in both, None for too many to try."""
     model = Model(problem)
     everything = all_lazy(model, limit)
     if everything is None:
