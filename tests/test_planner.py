@@ -115,7 +115,7 @@ def test_an_infeasible_budget_may_be_due_to_code_outside():
 
 def test_a_share_that_is_too_small_is_named_as_a_share():
     step = step_of(*transformer(2))
-    with pytest.raises(InfeasibleBudgetError, match="The budget 1% .*% of what the unplanned step adds"):
+    with pytest.raises(InfeasibleBudgetError, match=r"The budget 1% .*% of what the unplanned step adds"):
         make_plan(step, Budget(share=0.01), 10, 0, PlanOptions())
 
 

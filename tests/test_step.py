@@ -11,6 +11,8 @@ from hiremate_lightning.step import Call, Gap, merge
 
 from .tiny import Builder, chain
 
+NOTHING = Gap()
+
 
 def linked_chain(length=3, size=100):
     """A chain whose input is what an earlier call returned: its bytes belong to that call."""
@@ -24,8 +26,8 @@ def linked_chain(length=3, size=100):
     return b.graph(outputs=(values[-1],), gradients=(gradient,))
 
 
-def two_calls(length=3, size=100, gap_after_first=Gap(), gap_after_second=Gap(), gap_between_backwards=Gap()):
-    """Two chains: the second one's input is the first one's output, and its input's gradient the first one's tangent."""
+def two_calls(length=3, size=100, gap_after_first=NOTHING, gap_after_second=NOTHING, gap_between_backwards=NOTHING):
+    """Two chains: the second one reads what the first one returns, and gives it its gradient."""
     first, second = chain(length, size), linked_chain(length, size)
     output, gradient = first[0].outputs[0], second[0].gradients[0]
     return [

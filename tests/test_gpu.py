@@ -1,0 +1,105 @@
+"""On a CUDA device: the same numbers, within the budget by the caching allocator's own count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hiremate_lightning import get_plan, hiremate, remove_hiremate
+from hiremate_lightning.metering import MemoryMeter, measure_peak
+from hiremate_lightning.targets import targets_of
+
+from .training import build
+
+pytestmark = pytest.mark.gpu
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    """Let cuDNN and cuBLAS choose the same kernels in each run."""
+    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    yield
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
+
+
+def train(name: str, budget: str | None, half: bool) -> tuple[list[torch.Tensor], int, nn.Module]:
+    """Train on the device; give all that must be equal, the peak of the last step, and the model."""
+    model = build(name)
+    module = model.module.cuda()
+    if budget is not None:
+        hiremate(module, budget, verbose=False)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    torch.manual_seed(11)
+    losses = []
+    for index in range(STEPS):
+        optimizer.zero_grad()
+        batch = tuple(t.cuda() for t in model.make_batch(index))
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=half):
+            loss = model.loss_of(module(*batch))
+        loss.backward()
+        peak = torch.cuda.max_memory_allocated()
+        losses.append(loss.detach())
+        del loss
+        optimizer.step()
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    same = [*losses, *gradients, *module.parameters(), *module.buffers(), torch.cuda.get_rng_state()]
+    return [t.detach().cpu() for t in same], peak, module
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("budget", ["75%", "60%"])
+@pytest.mark.parametrize("name", ["gpt", "unet"])
+def test_training_under_a_plan_is_plain_training_within_the_budget(name, budget, half):
+    expected, plain_peak, _ = train(name, None, half)
+
+    found, peak, module = train(name, budget, half)
+
+    plan = get_plan(module)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert peak < plain_peak
+    assert peak <= plan.budget_bytes, f"peak {peak:,}, budget {plan.budget_bytes:,}"
+    difference = abs(peak - plan.planned_peak_bytes) / peak
+    assert difference <= 0.01, f"measured {peak:,}, predicted {plan.planned_peak_bytes:,}"
+    remove_hiremate(module)
+
+
+def test_every_operation_takes_time():
+    _, _, module = train("gpt", "75%", half=False)
+    (profile,) = targets_of(module).session._profiles
+    assert all(time_ms > 0 for time_ms in profile.time_ms)
+    assert torch.cuda.get_device_name() in profile.device
+    remove_hiremate(module)
+
+
+def test_the_overhead_is_measured():
+    _, _, module = train("gpt", "60%", half=False)
+    plan = get_plan(module)
+    assert plan.measured.step_ms > plan.measured.recompute_ms > 0
+    remove_hiremate(module)
+
+
+def test_auto_leaves_a_model_that_fits_as_fast_as_it_was():
+    _, _, module = train("gpt", "auto", half=False)
+    assert get_plan(module).predicted_overhead == 0
+    remove_hiremate(module)
+
+
+def test_the_peak_of_known_allocations_is_exact():
+    def allocate():
+        a = torch.empty(1024, device="cuda")
+        b = torch.empty(2048, device="cuda")
+        del a, b
+
+    assert measure_peak(allocate, "cuda") == 3 * 4096
+
+
+def test_intervals_start_with_what_lives():
+    with MemoryMeter(torch.device("cuda")) as meter:
+        kept = torch.empty(1024, device="cuda")
+        meter.mark("second")
+        del kept
+    assert [i.start_bytes for i in meter.intervals] == [0, 4096]

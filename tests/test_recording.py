@@ -1,0 +1,156 @@
+"""A record of a step knows what ran, what it was given, and what lived between the parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hiremate_lightning import hiremate
+from hiremate_lightning.recording import StepRecord
+from hiremate_lightning.targets import targets_of
+
+ROWS, WIDTH = 256, 16
+SIZE = ROWS * WIDTH * 4  # bytes of an activation
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        self.decoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH)
+
+
+def record_of(step) -> tuple[StepRecord, list]:
+    """Run one step of a planned model and give its finished record, and the costs of its parts."""
+    torch.manual_seed(0)
+    model = hiremate(Net(), "100%", verbose=False)
+    step(model)
+    session = targets_of(model).session
+    session.end_step()
+    return session._finished, session._profiles
+
+
+def chained(model):
+    model.decoder(model.encoder(batch())).square().mean().backward()
+
+
+def test_runs_are_in_the_order_of_their_forwards():
+    record, _ = record_of(chained)
+    assert record.signature == (0, 1)
+    assert record.backwards == [1, 0]
+
+
+def test_an_input_that_is_an_earlier_output_is_linked():
+    record, _ = record_of(chained)
+    first, second = record.runs
+    assert first.links == {}
+    (link,) = second.links.values()
+    assert link == (0, first.graph.outputs[0])
+
+
+def test_an_input_that_other_code_made_is_not_linked():
+    def step(model):
+        model.decoder(model.encoder(batch()) + 1).square().mean().backward()
+
+    record, _ = record_of(step)
+    assert record.runs[1].links == {}
+
+
+def test_a_gradient_that_goes_on_backwards_is_passed_on():
+    record, _ = record_of(chained)
+    first, second = record.runs
+    assert first.passed_on == ()
+    assert len(second.passed_on) == 1
+
+
+def test_a_gradient_of_a_leaf_stays():
+    def step(model):
+        model.encoder(batch().requires_grad_()).square().mean().backward()
+
+    record, _ = record_of(step)
+    assert record.runs[0].passed_on == ()
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_outputs_are_alive_where_someone_holds_them(is_kept):
+    kept = []
+
+    def step(model):
+        output = model.encoder(batch())
+        loss = (output * 2).sum()
+        if is_kept:
+            kept.append(output)
+        del output
+        loss.backward()
+
+    record, _ = record_of(step)
+    (run,) = record.runs
+    assert run.alive == (run.graph.outputs if is_kept else ())
+
+
+def test_what_other_code_holds_is_measured():
+    kept = []
+
+    def step(model):
+        output = model.encoder(batch())
+        kept.append(torch.ones(5, SIZE // 4))
+        output.sum().backward()
+
+    record, profiles = record_of(step)
+    (call,), order = record.calls(profiles)
+    assert order == [0]
+    assert 5 * SIZE <= call.after_forward.held_bytes <= 6 * SIZE
+    assert call.after_forward.peak_bytes >= 5 * SIZE
+
+
+def test_what_other_code_needs_for_a_moment_is_measured():
+    def step(model):
+        output = model.encoder(batch())
+        torch.ones(5, SIZE // 4)
+        output.sum().backward()
+
+    record, profiles = record_of(step)
+    (call,), _ = record.calls(profiles)
+    assert call.after_forward.held_bytes < SIZE
+    assert call.after_forward.peak_bytes >= 5 * SIZE
+
+
+def test_a_forward_without_a_backward_is_no_call_of_the_step():
+    def step(model):
+        model.decoder(batch())
+        model.encoder(batch()).sum().backward()
+
+    record, profiles = record_of(step)
+    calls, order = record.calls(profiles)
+    assert record.signature == (0, 1)
+    assert len(calls) == 1
+    assert order == [0]
+
+
+def test_one_part_may_run_twice_in_a_step():
+    def step(model):
+        model.encoder(model.encoder(batch().requires_grad_())).sum().backward()
+
+    record, profiles = record_of(step)
+    calls, order = record.calls(profiles)
+    assert record.signature == (0, 0)
+    assert order == [1, 0]
+    assert list(calls[1].links.values()) == [(0, calls[0].graph.outputs[0])]
+
+
+def test_the_peak_counts_what_was_there_before():
+    record, _ = record_of(chained)
+    assert record.peak_bytes > record.resident_bytes > 0
+
+
+def test_a_step_under_another_profiler_runs_unmeasured():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        record = StepRecord(torch.device("cpu"), 0, sees_frees=True)
+    assert not record.is_measured
+    assert record.peak_bytes is None
+    record.close()
