@@ -17,6 +17,9 @@ from .solvers.base import Problem, Solution, SolveOptions, get_strategy, replay
 from .step import Step
 from .units import Budget, format_bytes
 
+GUARD_BYTES = 2**16  # left free for scalars that come and go outside of the planned modules, at most .1% of the budget
+AUTO_MARGIN = 0.08  # share of the free bytes that "auto" leaves for fragmentation and for what runs outside
+
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
@@ -57,9 +60,6 @@ def resolve(budget: Budget, resident_bytes: int, unplanned_bytes: int, free_byte
     return resident_bytes + int(free_bytes * (1 - AUTO_MARGIN))
 
 
-AUTO_MARGIN = 0.08  # share of the free bytes that "auto" leaves for fragmentation and for what runs outside
-
-
 def make_plan(
     step: Step,
     budget: Budget,
@@ -96,7 +96,12 @@ def make_plan(
         max(0, budget_bytes - margin_bytes - resident_bytes),
         SolveOptions(time_limit_s=options.time_limit_s),
     )
-    solution = get_strategy(options.solver)(problem)
+    unplanned_bytes = unplanned(step).peak_bytes
+    if unplanned_bytes <= problem.budget_bytes:
+        solution = get_strategy("none")(problem)
+    else:
+        guard = min(GUARD_BYTES, problem.budget_bytes // 1000)
+        solution = get_strategy(options.solver)(replace(problem, budget_bytes=problem.budget_bytes - guard))
     if not _fits(problem, solution):
         solution = _least_memory(problem, solution)
         if solution.peak_bytes > problem.budget_bytes and options.on_infeasible == "raise":

@@ -429,7 +429,7 @@ class Session:
         except InfeasibleBudgetError:
             self._say(f"{text}, and no plan leaves that margin: the plan stays.")
         else:
-            self._say(f"{text}: planned once more, with that margin.")
+            log.info("%s: planned once more, with that margin", text)
 
     def _update(self, signature: Signature, **measured: Any) -> None:
         plan = self.plans[signature] = self.plans[signature].with_measured(**measured)
