@@ -79,6 +79,8 @@ class Model:
         makes: For each producer, the choices that it makes.
         needs: For each producer, the choices that it reads.
         uses: For each choice, the backward positions that read it directly.
+        reads: For each backward position, the choices that it reads.
+        returned: The choices that are returned as gradients.
         gradients: For each backward position, bytes of gradients and workspace while its node runs.
     """
 
@@ -90,7 +92,7 @@ class Model:
         self.made_at = {s: i for i, n in enumerate(graph.forward) for s in graph.allocates[n]}
         self._held = {self.storage_of[t] for t in graph.held}
         self.reads = [self._forward_storages(graph.nodes[n].inputs) for n in graph.backward]
-        returned = self._forward_storages(graph.gradients)
+        returned = self.returned = self._forward_storages(graph.gradients)
         self.uses: dict[int, list[int]] = {}
         for position, storages in enumerate([*self.reads, returned]):
             for storage in storages:
@@ -201,6 +203,15 @@ class Model:
         storages = dict.fromkeys(self.storage_of[t] for t in lasting)
         return sum(self.sizes[s] for s in storages if s is not None and s not in chosen)
 
+    def last_need(self, storage: int) -> int:
+        """Give the last backward position that may need a choice: for its node, or to recompute what that reads."""
+        if not hasattr(self, "_last_need"):
+            self._last_need = {s: max(self.uses.get(s, (-1,))) for s in self.choices}
+            for other in reversed(self.choices):
+                for source in self.needs[self.producer[other]] if other in self.producer else ():
+                    self._last_need[source] = max(self._last_need[source], self._last_need[other])
+        return self._last_need[storage]
+
     def last_forward_use(self, storage: int) -> int:
         if not hasattr(self, "_forward_last"):
             self._forward_last: dict[int, int] = {}
@@ -234,7 +245,7 @@ class Model:
     def _read_at(self, position: int) -> tuple[int, ...]:
         if position < len(self.reads):
             return self.reads[position]
-        return self._forward_storages(self.graph.gradients)
+        return self.returned
 
     def _recompute(self, storage: int, live: set[int], row: list[int]) -> None:
         stack = [storage]
@@ -283,7 +294,7 @@ class Model:
     def live_at(self, rows: Rows, positions: Iterable[int]) -> tuple[frozenset[int], dict[int, frozenset[int]]]:
         """Give the choices in memory at the turn, and while the nodes of some backward positions run."""
         wanted, found = set(positions), {}
-        live = set(self._forward_storages(self.graph.gradients))
+        live = set(self.returned)
         for position in reversed(range(len(rows))):
             if position < len(self.reads):
                 live.update(self.reads[position])
