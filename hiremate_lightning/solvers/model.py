@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from operator import add
 
 from ..graph import Phase
 from ..schedule import keep_all, lower
@@ -203,6 +206,15 @@ class Model:
         storages = dict.fromkeys(self.storage_of[t] for t in lasting)
         return sum(self.sizes[s] for s in storages if s is not None and s not in chosen)
 
+    @property
+    def forward_readers(self) -> dict[int, list[int]]:
+        """For each tensor, the forward nodes that read it."""
+        readers: dict[int, list[int]] = {}
+        for node in self.graph.forward:
+            for tensor in self.graph.nodes[node].inputs:
+                readers.setdefault(tensor, []).append(node)
+        return readers
+
     def last_need(self, storage: int) -> int:
         """Give the last backward position that may need a choice: for its node, or to recompute what that reads."""
         if not hasattr(self, "_last_need"):
@@ -227,15 +239,17 @@ class Model:
         live = set(policy.kept) | self.fixed
         dropped, early = _by_position(policy.drops), _by_position(policy.early)
         rows: Rows = []
-        for position in range(len(self.reads) + 1):
+        for position, reads in enumerate([*self.reads, self._read_at(len(self.reads))]):
             row: list[int] = []
-            for storage in (*early.get(position, ()), *self._read_at(position)):
+            if position in early:
+                reads = (*early[position], *reads)
+            for storage in reads:
                 if storage not in live:
                     self._recompute(storage, live, row)
             rows.append(row)
-            for storage in dropped.get(position, ()):
-                if storage not in self.fixed and not self._is_pinned(storage, position):
-                    live.discard(storage)
+            if position in dropped:
+                gone = (s for s in dropped[position] if s not in self.fixed and not self._is_pinned(s, position))
+                live.difference_update(gone)
         return rows
 
     def _is_pinned(self, storage: int, position: int) -> bool:
@@ -269,27 +283,53 @@ class Model:
 
     def replay_rows(self, rows: Rows) -> Replay:
         """Give the peak and the time of recomputing given producers before each backward position."""
-        order, is_backward = self._order(rows)
-        change = [0] * (len(order) + 2)
-        kept = self._lay_out(order, change)
+        at = self._indices(rows)
+        kept, change = self._lay_out(rows, at)
         forward_peak, forward_position = self._forward_peak(kept)
-        peak, position, node = forward_peak, -1, self.graph.forward[forward_position] if self.graph.forward else 0
-        node_peaks, row_peaks = [0] * (len(self.gradients) + 1), [0] * (len(self.gradients) + 1)
-        live, backward = sum(self.sizes[s] for s in kept), 0
-        for index, current in enumerate(order):
-            live += change[index]
-            if is_backward[index]:
-                now = node_peaks[backward] = live + self.gradients[backward]
-            else:
-                now = live + self._transient[current] + self.live_gradients[backward]
-                row_peaks[backward] = max(row_peaks[backward], now)
-            if now > peak:
-                peak, position, node = now, backward, current
-            backward += is_backward[index]
+        count = len(self.gradients)
+        change[0] += sum(self.sizes[s] for s in kept)
+        live = list(accumulate(change))
+        node_peaks = [live[index] + rest for index, rest in zip(at, self.gradients, strict=False)]
+        node_peaks.append(0)
+        row_peaks = [0] * (count + 1)
+        for position, row in enumerate(rows):
+            if row:
+                first, rest = at[position] - len(row), self.live_gradients[position]
+                row_peaks[position] = rest + max(live[first + i] + self._transient[k] for i, k in enumerate(row))
+        peak = max(forward_peak, max(node_peaks), max(row_peaks))
         time_ms = sum(self.cost_ms[n] for row in rows for n in row)
-        return Replay(
-            peak, time_ms, position, node, rows, node_peaks, row_peaks, forward_position, forward_peak
-        )
+        position, node = self._place(peak, rows, at, live, (forward_peak, forward_position), node_peaks, row_peaks)
+        return Replay(peak, time_ms, position, node, rows, node_peaks, row_peaks, forward_position, forward_peak)
+
+    def _place(
+        self,
+        peak: int,
+        rows: Rows,
+        at: list[int],
+        live: list[int],
+        forward: tuple[int, int],
+        node_peaks: list[int],
+        row_peaks: list[int],
+    ) -> tuple[int, int]:
+        """Find the first position and node with a peak, -1 for the position in the forward."""
+        forward_peak, forward_position = forward
+        if forward_peak == peak:
+            return -1, self.graph.forward[forward_position] if self.graph.forward else 0
+        position = next(p for p, peaks in enumerate(zip(node_peaks, row_peaks, strict=True)) if peak in peaks)
+        if row_peaks[position] < peak:
+            return position, self.graph.backward[position]
+        first, rest = at[position] - len(rows[position]), self.live_gradients[position]
+        row = rows[position]
+        return position, next(k for i, k in enumerate(row) if live[first + i] + self._transient[k] + rest == peak)
+
+    def _indices(self, rows: Rows) -> list[int]:
+        """Number what runs in the backward, and give the number of each backward node and of the end."""
+        at, index = [], 0
+        for row in rows:
+            index += len(row)
+            at.append(index)
+            index += 1
+        return at
 
     def live_at(self, rows: Rows, positions: Iterable[int]) -> tuple[frozenset[int], dict[int, frozenset[int]]]:
         """Give the choices in memory at the turn, and while the nodes of some backward positions run."""
@@ -305,47 +345,38 @@ class Model:
                 live.update(self.needs[node])
         return frozenset(live), found
 
-    def _order(self, rows: Rows) -> tuple[list[int], list[bool]]:
-        order: list[int] = []
-        is_backward: list[bool] = []
-        for position, row in enumerate(rows):
-            order.extend(row)
-            is_backward.extend([False] * len(row))
-            if position < len(self.graph.backward):
-                order.append(self.graph.backward[position])
-                is_backward.append(True)
-        return order, is_backward
-
-    def _lay_out(self, order: list[int], change: list[int]) -> list[int]:
-        """Fill in where choices appear and die; give those that are read before they are recomputed."""
+    def _lay_out(self, rows: Rows, at: list[int]) -> tuple[list[int], list[int]]:
+        """Find what is read before it is recomputed, and how many bytes of choices come and go with each node."""
         begin: dict[int, int] = {}
         end: dict[int, int] = {}
         kept: list[int] = []
-        at = [index for index, node in enumerate(order) if node not in self.makes]
-        at.append(len(order))
-        backward = 0
-        for index, node in enumerate(order):
-            made = self.makes.get(node)
-            reads = self._reads_of_block(backward, at, begin) if made is None else self.needs[node]
-            backward += made is None
-            for storage in reads:
+        sizes, change, index = self.sizes, [0] * (at[-1] + 2), 0
+        for position, row in enumerate(rows):
+            for node in row:
+                for storage in self.needs[node]:
+                    if storage not in begin:
+                        begin[storage] = -1
+                        kept.append(storage)
+                    end[storage] = index
+                for storage in self.makes[node]:
+                    if storage in begin:
+                        change[self._end_of_block(storage, position, end[storage], at) + 1] -= sizes[storage]
+                    begin[storage] = end[storage] = index
+                    change[index] += sizes[storage]
+                index += 1
+            for storage in self._reads_of_block(position, at, begin):
                 if storage not in begin:
                     begin[storage] = -1
                     kept.append(storage)
                 end[storage] = index
-            for storage in made or ():
-                if storage in begin:
-                    last = max((at[u] for b, u in self._pins.get(storage, ()) if b < backward <= u), default=-1)
-                    change[max(end[storage], last) + 1] -= self.sizes[storage]
-                begin[storage] = end[storage] = index
-                change[index] += self.sizes[storage]
-        for storage in self._reads_of_block(backward, at, begin):
-            if storage not in begin:
-                kept.append(storage)
-            end[storage] = len(order)
+            index += 1
         for storage, last in end.items():
-            change[last + 1] -= self.sizes[storage]
-        return kept
+            change[last + 1] -= sizes[storage]
+        return kept, change
+
+    def _end_of_block(self, storage: int, position: int, last: int, at: list[int]) -> int:
+        """Give the last node that needs a block which is recomputed at a position: views may need it still."""
+        return max((at[u] for b, u in self._pins.get(storage, ()) if b < position <= u), default=last)
 
     def _reads_of_block(self, position: int, at: list[int], begin: dict[int, int]) -> Iterable[int]:
         """List what a position reads, less what it reads through views of a block that was recomputed since."""
@@ -356,18 +387,23 @@ class Model:
 
     def _forward_peak(self, kept: list[int]) -> tuple[int, int]:
         """Give the peak of the forward, where what is kept lives to its end, and its position."""
-        stays = set(kept)
+        if not self.graph.forward:
+            return -1, 0
+        change = list(self._forward_change)
+        for storage in kept:
+            change[self.last_forward_use(storage) + 1] += self.sizes[storage]
+        peaks = list(map(add, accumulate(change), self.forward_rest))
+        peak = max(peaks)
+        return peak, peaks.index(peak)
+
+    @cached_property
+    def _forward_change(self) -> list[int]:
+        """For each forward position, bytes of choices that come and go there if nothing is kept."""
         change = [0] * (len(self.graph.forward) + 1)
         for storage in self.choices:
             change[self.made_at[storage]] += self.sizes[storage]
-            if storage not in stays:
-                change[self.last_forward_use(storage) + 1] -= self.sizes[storage]
-        live, peak, at = 0, -1, 0
-        for position in range(len(self.graph.forward)):
-            live += change[position]
-            if live + self.forward_rest[position] > peak:
-                peak, at = live + self.forward_rest[position], position
-        return peak, at
+            change[self.last_forward_use(storage) + 1] -= self.sizes[storage]
+        return change
 
     # ---------------------------------------------------------------- back to the graph
 
@@ -396,8 +432,7 @@ class Model:
 
     def _always_there(self, rows: Rows) -> set[int]:
         """List the forward tensors that the turn leaves: on kept, held and resident storages, or without any."""
-        order, _ = self._order(rows)
-        kept = {*self._lay_out(order, [0] * (len(order) + 2)), *self.fixed, *self._held}
+        kept = {*self._lay_out(rows, self._indices(rows))[0], *self.fixed, *self._held}
         found = set()
         for node in self.graph.forward:
             for tensor in self.graph.nodes[node].outputs:
