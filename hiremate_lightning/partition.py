@@ -1,15 +1,17 @@
 """Clusters of the forward, each with its backward: where to cut a step, and which of the pieces are equal.
 
-A `Cluster` is a set of forward nodes; the backward nodes that read what they made belong to it too. Clusters nest: a leaf has at most
-`max_nodes` nodes, and so many children has any other one; the top has at most `max_top`. Two ways of making them:
+A `Cluster` is a set of forward nodes; the backward nodes that read what they made belong to it too. Clusters nest: a
+leaf has at most `max_nodes` nodes, and so many children has any other one; the top has at most `max_top`. Two ways of
+making them:
 
-*cuts*  The forward, in its order, is cut where least lives across the cut in both passes, by dynamic programming; a cut between two
-        modules counts for less the higher it is in the tree of modules, so that repeated blocks are cut alike. Clusters are
-        runs of the forward, hence a chain with skips, whatever the network.
-*groups*  H-Partition of HiRemate (Gusak et al., "HiRemate: Hierarchical Approach for Efficient Re-materialization of Neural Networks",
-        ICML 2025, PMLR 267): from the nodes up, the group g of least (mem(In(g)) + mem(Out(g))) * N(g)^alpha is contracted, in
-        rounds, where candidates are chains, and regions between a node and where its branches meet again, with and without their two
-        ends. Changed: ties go to the earlier node, and a round that contracts nothing falls back to cuts.
+*cuts*  The forward, in its order, is cut where least lives across the cut in both passes, by dynamic programming; a
+        cut between two modules counts for less the higher it is in the tree of modules, so that repeated blocks are
+        cut alike. Clusters are runs of the forward, hence a chain with skips, whatever the network.
+*groups*  H-Partition of HiRemate (Gusak et al., "HiRemate: Hierarchical Approach for Efficient Re-materialization of
+        Neural Networks", ICML 2025, PMLR 267): from the nodes up, the group g of least (mem(In(g)) + mem(Out(g))) *
+        N(g)^alpha is contracted, in rounds, where candidates are chains, and regions between a node and where its
+        branches meet again, with and without their two ends. Changed: ties go to the earlier node, and a round that
+        contracts nothing falls back to cuts.
 
 Two clusters are equal if their `key` is: the same operations on the same shapes, wired the same, in the same order.
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .graph import Graph
 
@@ -98,8 +101,8 @@ def cut_runs(graph: Graph, count: int, module_weight: float = MODULE_WEIGHT) -> 
 def crossing_bytes(graph: Graph) -> list[int]:
     """Give, for each forward position, the bytes that live across the cut before it in both passes.
 
-    In the forward these are the storages made before the cut and read after it; in the backward, what backward nodes made and still
-    read when the last of them that reads something from beyond the cut has run.
+    In the forward these are the storages made before the cut and read after it; in the backward, what backward nodes
+    made and still read when the last of them that reads something from beyond the cut has run.
     """
     length = len(graph.forward)
     made = {s: p for p, n in enumerate(graph.forward) for s in graph.allocates[n]}
@@ -119,7 +122,9 @@ def crossing_bytes(graph: Graph) -> list[int]:
 def backward_starts(graph: Graph, cuts: Iterable[int]) -> list[int]:
     """Give, for each cut of the forward, the backward position from which on nothing made after the cut is read."""
     made = {s: p for p, n in enumerate(graph.forward) for s in graph.allocates[n]}
-    last_read = [0] * (len(graph.forward) + 1)  # by forward position: one past the last backward position that reads from it
+    last_read = [0] * (
+        len(graph.forward) + 1
+    )  # by forward position: one past the last backward position that reads from it
     for position, node in enumerate(graph.backward):
         for storage in _read(graph, node):
             if storage in made:
@@ -164,7 +169,9 @@ def cut_weights(graph: Graph, module_weight: float) -> list[float]:
         same = 0
         if position:
             pairs = zip(modules[position - 1], modules[position], strict=False)
-            same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(map(len, modules[position - 1 : position + 1])))
+            same = next(
+                (i for i, (a, b) in enumerate(pairs) if a != b), min(map(len, modules[position - 1 : position + 1]))
+            )
         levels = max(len(modules[position]), len(modules[position - 1])) - same if position else 0
         weights.append((1 + crossing) * module_weight**levels)
     return weights
@@ -175,13 +182,15 @@ def _runs(graph: Graph, weights: Sequence[float], max_nodes: int) -> list[list[i
     works = _running([int(bool(graph.allocates[n])) for n in graph.forward])
     cuts = _cheapest_cuts(works, weights, max_nodes)
     edges = [0, *cuts, len(graph.forward)]
-    return [list(graph.forward[a:b]) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+    return [list(graph.forward[a:b]) for a, b in pairwise(edges) if b > a]
 
 
 def _cheapest_cuts(works: Sequence[int], weights: Sequence[float], most: int) -> list[int]:
-    """Choose positions to cut before, so that no run has more than `most` works; least weight by dynamic programming."""
+    """Choose positions to cut before, so that no run has more than `most` works, at the least total weight."""
     length = len(weights)
-    best: list[tuple[float, int]] = [(0.0, -1)]  # by end of the run: cost of the cuts up to it, and where the run begins
+    best: list[tuple[float, int]] = [
+        (0.0, -1)
+    ]  # by end of the run: cost of the cuts up to it, and where the run begins
     window: list[int] = [0]  # begins in reach, costs ascending
     for end in range(1, length + 1):
         while window and works[end - 1] - (works[window[0] - 1] if window[0] else 0) > most and window[0] < end - 1:

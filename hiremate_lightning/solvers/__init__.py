@@ -2,7 +2,10 @@
 
 from .base import Problem, Solution, SolveOptions, Status, get_strategy, replay, strategy_names
 from .chains import min_memory, rotor
+from .checkmate import checkmate
+from .hilp import hilp
 from .least_memory import least_memory, smallest_budget
+from .portfolio import portfolio
 from .refine import phases
 from .selections import knapsack, twremat
 from .turn_point import lower_bound, none, turn_point
@@ -12,13 +15,16 @@ __all__ = [
     "Solution",
     "SolveOptions",
     "Status",
+    "checkmate",
     "get_strategy",
+    "hilp",
     "knapsack",
     "least_memory",
     "lower_bound",
     "min_memory",
     "none",
     "phases",
+    "portfolio",
     "replay",
     "rotor",
     "smallest_budget",

@@ -1,7 +1,7 @@
 """The interface of all strategies: a `Problem` in, a `Solution` out.
 
-A strategy proposes decisions; it does not promise them. The planner lowers every solution, simulates it, and refuses it where the
-simulated peak passes the budget, so a strategy's own memory model may be approximate.
+A strategy proposes decisions; it does not promise them. The planner lowers every solution, simulates it, and refuses
+it where the simulated peak passes the budget, so a strategy's own memory model may be approximate.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class SolveOptions:
     Attributes:
         time_limit_s: Wall-clock seconds for all of it; the plan's quality, never its validity, depends on it.
         gap: Relative gap of the total step time at which solving stops; .001 is below what a device can measure.
-        threads: Threads of one MIP solve. HiGHS keeps one count for the life of a process; one is as fast on these models.
+        threads: Threads of one MIP solve. HiGHS keeps one count for the life of a process; one is as fast on these
+            models.
         backend: MIP solver of python-mip: "HIGHS", "CBC", or "" for HiGHS where installed, else CBC.
     """
 

@@ -1,13 +1,14 @@
 """Strategies for chains, applied to the stages of any network: `min_memory` and `rotor`.
 
-Both decide which stage inputs are held when, by dynamic programmes over the chain that `stages` cuts; the replay of the real graph says
-what a decision needs, and chains of several lengths and several working budgets are tried, because the stages' model of memory is
-coarse. Heuristics on graphs that are no chains; on a chain whose stages are single nodes `rotor` is optimal among persistent
-schedules up to the rounding of bytes to slots.
+Both decide which stage inputs are held when, by dynamic programmes over the chain that `stages` cuts; the replay of
+the real graph says what a decision needs, and chains of several lengths and several working budgets are tried, because
+the stages' model of memory is coarse. Heuristics on graphs that are no chains; on a chain whose stages are single
+nodes `rotor` is optimal among persistent schedules up to the rounding of bytes to slots.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -36,8 +37,8 @@ def checkpoints(inputs: Sequence[int], segment_bytes: Array) -> list[int]:
 
         M(i) = d_i + min over j > i of max(U(i, j), M(j)),  M(n) = 0
 
-    Their O(n) programme needs U to grow with j and to shrink with i; its queue holds the candidates j, nearest first, on which M
-    falls and U rises, so that the best is where they cross.
+    Their O(n) programme needs U to grow with j and to shrink with i; its queue holds the candidates j, nearest first,
+    on which M falls and U rises, so that the best is where they cross.
 
     Args:
         inputs: d_i, bytes of the input of each stage.
@@ -67,7 +68,7 @@ def checkpoints(inputs: Sequence[int], segment_bytes: Array) -> list[int]:
 
 
 def static_checkpoints(sizes: Sequence[int]) -> list[int]:
-    """Choose what to keep so that the bytes kept and those of the largest segment between are least: their first objective.
+    """Choose what to keep for the least of bytes kept plus the largest segment between: their first objective.
 
     For each possible size of the largest segment, the least bytes kept by dynamic programming; O(n^3) in all.
 
@@ -126,7 +127,8 @@ def min_memory_policies(model: Model) -> Iterator[Policy]:
 def min_memory(problem: Problem) -> Solution:
     """Keep the stage inputs that give the least memory, whatever the time.
 
-    Source: Hong, Tsai, Wang, Liu, Wu, 2025, arXiv 2502.12499; the formulas of the progressive objective are reconstructed.
+    Source: Hong, Tsai, Wang, Liu, Wu, 2025, arXiv 2502.12499; the formulas of the progressive objective are
+        reconstructed.
     """
     search = begin(problem)
     found = [Found(policy, search.model.replay(policy)) for policy in min_memory_policies(search.model)]
@@ -249,13 +251,13 @@ def rotor_policy(model: Model, chain: Sequence[Stage], budget_bytes: float) -> P
     return policy_of(model, at, held[len(chain) - 1])
 
 
-def try_rotor(search: Search, deadline_s: float) -> None:
+def try_rotor(search: Search, deadline: float) -> None:
     """Offer rotor's policies for several chains and working budgets."""
     limit = search.limit
     for length in LENGTHS:
         chain = stages(search.model, length)
         for share in WORKING_BUDGETS:
-            if search.left_s() < deadline_s:
+            if time.monotonic() > deadline:
                 return
             policy = rotor_policy(search.model, chain, share * limit)
             if policy is not None:
@@ -266,12 +268,13 @@ def try_rotor(search: Search, deadline_s: float) -> None:
 def rotor(problem: Problem) -> Solution:
     """Hold stage inputs and tapes by the persistent dynamic programme for chains with options.
 
-    Sources: Herrmann, Beaumont, Eyraud-Dubois, Hermann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains", 2019,
-    arXiv 1911.13214; with options: Zhao et al., "Rockmate", ICML 2023. Changed: no thresholds for the forward within the table,
-    which the replay checks; a tape may outlive the input of its stage where the backward doesn't read that.
+    Sources: Herrmann, Beaumont, Eyraud-Dubois, Hermann, Joly, Shilova, "Optimal checkpointing for heterogeneous
+    chains", 2019, arXiv 1911.13214; with options: Zhao et al., "Rockmate", ICML 2023. Changed: no thresholds for the
+    forward within the table, which the replay checks; a tape may outlive the input of its stage where the backward
+    doesn't read that.
     """
     search = begin(problem)
     if search.model.keep_all_bytes <= problem.budget_bytes:
         return keep_everything(problem.graph, search.model.keep_all_bytes)
-    try_rotor(search, 0.0)
+    try_rotor(search, search.within(1.0))
     return search.answer("rotor")

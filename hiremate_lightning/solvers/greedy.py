@@ -1,10 +1,10 @@
 """Greedy moves on policies: evict at the peak until the step fits, keep more while it still fits.
 
-Eviction is directed by the peak: of the values that live through it without being used there, the one that frees most bytes for the least
-recomputation is given up until its next use. A value may be evicted again after it was recomputed, so that the same node runs
-several times; models that recompute each value once find nothing where a network's peak is dominated by a few large
-operations. Related: DTR's heuristic (Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021, arXiv 2006.09616), here
-with the whole future known. Heuristics: no bound on how far they are from the best.
+Eviction is directed by the peak: of the values that live through it without being used there, the one that frees most
+bytes for the least recomputation is given up until its next use. A value may be evicted again after it was recomputed,
+so that the same node runs several times; models that recompute each value once find nothing where a network's peak is
+dominated by a few large operations. Related: DTR's heuristic (Kirisame et al., "Dynamic Tensor Rematerialization",
+ICLR 2021, arXiv 2006.09616), here with the whole future known. Heuristics: no bound on how far they are from the best.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def keep_more(model: Model, found: Found, limit_bytes: int, deadline: float) -> 
         limit_bytes: Most bytes at the peak.
         deadline: Stop at this `time.monotonic`.
     """
-    for (storage, position) in sorted(found.policy.drops):
+    for storage, position in sorted(found.policy.drops):
         if time.monotonic() > deadline:
             return found
         found = _take_if_better(model, found, limit_bytes, drops=found.policy.drops - {(storage, position)})

@@ -1,4 +1,4 @@
-"""The best schedule found so far within a budget: what every search of this package collects, improves and answers with."""
+"""The best schedule found so far within a budget: what every search collects, improves and answers with."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The least memory that a heuristic finds: narrow segments, then evictions at the peak as far as they go.
 
-It gives the smallest feasible budget for error messages, and the program of a training step about which nothing is known yet. An upper bound
-on the true minimum, which is NP-hard to find on general graphs.
+It gives the smallest feasible budget for error messages, and the program of a training step about which nothing is
+known yet. An upper bound on the true minimum, which is NP-hard to find on general graphs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def least_memory(problem: Problem) -> Solution:
     model = Model(problem)
     *segments, everything = [Found(p, model.replay(p)) for p in segment_policies(model)]
     segments.sort(key=lambda f: (f.replay.peak_bytes, f.rank))
-    best = min(segments[:1] + [everything], key=lambda f: (f.replay.peak_bytes, f.rank))
+    best = min([*segments[:1], everything], key=lambda f: (f.replay.peak_bytes, f.rank))
     for first in (*segments[:STARTS], everything):
         stalled = 0
         for step in evict(model, first.policy, 0, deadline):

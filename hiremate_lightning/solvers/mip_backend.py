@@ -1,7 +1,8 @@
 """Mixed-integer programs through python-mip: build by rows of numbers, solve with limits, give a typed result.
 
-HiGHS is used where it is installed, else CBC, which python-mip always brings. One thread: HiGHS keeps one thread count for
-the life of a process, and these models gain nothing from more. A solve that runs out of time is never called infeasible.
+HiGHS is used where it is installed, else CBC, which python-mip always brings. One thread: HiGHS keeps one thread count
+for the life of a process, and these models gain nothing from more. A solve that runs out of time is never called
+infeasible.
 """
 
 from __future__ import annotations

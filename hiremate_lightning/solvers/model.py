@@ -1,9 +1,10 @@
 """The step as the strategies see it: storages that may be kept or recomputed, and a fast replay of such decisions.
 
-A *choice* is a forward storage that the backward needs, or that recomputing such a one needs. Views cost nothing and are left out here;
-`rows_with_views` puts them back. A *policy* says which choices are kept through the turn, and after which backward position
-a value is dropped although it is used again, so that it is recomputed once more. `Model.replay` gives peak and time of a policy
-in time linear in the graph; the independent simulator has the last word on what leaves the planner.
+A *choice* is a forward storage that the backward needs, or that recomputing such a one needs. Views cost nothing and
+are left out here; `rows_with_views` puts them back. A *policy* says which choices are kept through the turn, and after
+which backward position a value is dropped although it is used again, so that it is recomputed once more.
+`Model.replay` gives peak and time of a policy in time linear in the graph; the independent simulator has the last word
+on what leaves the planner.
 """
 
 from __future__ import annotations
@@ -437,9 +438,12 @@ class Model:
         for node in self.graph.forward:
             for tensor in self.graph.nodes[node].outputs:
                 storage = self.storage_of[tensor]
-                if storage is None or storage in kept or storage not in self.made_at:
-                    found.add(tensor)
-                elif self.graph.recomputers[tensor] is None:
+                if (
+                    storage is None
+                    or storage in kept
+                    or storage not in self.made_at
+                    or self.graph.recomputers[tensor] is None
+                ):
                     found.add(tensor)
         return found
 

@@ -1,27 +1,35 @@
 """The phased model: a whole step as a mixed-integer program whose memory is checked at a few instants of the backward.
 
-The instants i_1 < ... < i_q cut the backward into phases 0 to q; phase t ends with the node at instant i_(t+1). Variables, all 0 or 1:
+The instants i_1 < ... < i_q cut the backward into phases 0 to q; phase t ends with the node at instant i_(t+1).
+Variables, all 0 or 1:
 
     S[t, d]     value d is in memory when phase t starts: at the turn for t = 0, else while the node at instant i_t runs
     R[t, k]     node k is recomputed during phase t
 
     minimise    sum_t,k c_k R[t, k]                                                      time recomputed, in ms
     (1)         S[t, d] + R[t, p(d)] >= 1          d read in phase t                     what is read is there
-    (2)         S[t, d] + R[t, p(d)] >= R[t, k]    d in in(k)                            a recomputed node has its inputs
-    (3)         S[t, d] + R[t, p(d)] >= S[t+1, d]                                        what stays was there or was made
-    (4)         sum_d m_d S[t, d] + G[i_t] <= B    t >= 1                                bytes while the node at i_t runs
-    (5)         sum_d m_d S[0, d] + F[f] <= B      d unused after f, for some f          bytes at position f of the forward
+    (2)         S[t, d] + R[t, p(d)] >= R[t, k]    d in in(k)                            a recomputed node has its
+    inputs
+    (3)         S[t, d] + R[t, p(d)] >= S[t+1, d]                                        what stays was there or was
+    made
+    (4)         sum_d m_d S[t, d] + G[i_t] <= B    t >= 1                                bytes while the node at i_t
+    runs
+    (5)         sum_d m_d S[0, d] + F[f] <= B      d unused after f, for some f          bytes at position f of the
+    forward
     (6)         Z[t, k] <= 1; sum_(u >= t) R[u, k] >= Z[t, k]; S[t, d] + Z[t, p(d)] >= 1 for d read from phase t on;
-                S[t, d] + sum_(u >= t) R[u, p(d)] >= Z[t, k] for d in in(k)              a fraction of R can't serve twice
+                S[t, d] + sum_(u >= t) R[u, p(d)] >= Z[t, k] for d in in(k)              a fraction of R can't serve
+                twice
 
-m_d are bytes of value d made by node p(d), c_k milliseconds of node k, G and F bytes that no decision changes. A value that the
-node at an instant reads has S = 1 there; one that can't be recomputed has no R. With every position an instant this is Checkmate
-in its reduced form (Jain et al., MLSys 2020, arXiv 1910.02653) less the rows between two instants. With few instants it is a
-relaxation, so its optimum bounds the time of every schedule with this order of the backward from below; and its solution is
-a schedule. So instants are added only where the replay of that solution passes the budget, until it no longer does: a handful
-settles graphs of thousands of nodes. (6) follows from the others for whole numbers and tightens the relaxation.
+m_d are bytes of value d made by node p(d), c_k milliseconds of node k, G and F bytes that no decision changes. A value
+that the node at an instant reads has S = 1 there; one that can't be recomputed has no R. With every position an
+instant this is Checkmate in its reduced form (Jain et al., MLSys 2020, arXiv 1910.02653) less the rows between two
+instants. With few instants it is a relaxation, so its optimum bounds the time of every schedule with this order of the
+backward from below; and its solution is a schedule. So instants are added only where the replay of that solution
+passes the budget, until it no longer does: a handful settles graphs of thousands of nodes. (6) follows from the others
+for whole numbers and tightens the relaxation.
 
-Values so small that all of them together are a two-thousandth of the budget are kept, and counted as nothing in the bound.
+Values so small that all of them together are a two-thousandth of the budget are kept, and counted as nothing in the
+bound.
 """
 
 from __future__ import annotations
@@ -45,8 +53,8 @@ class Checks:
     Attributes:
         instants: Backward positions, ascending.
         forward: Forward positions.
-        reserves: Pairs of an instant and bytes to leave free there, for what happens between it and the one before. With any,
-            the program is no relaxation any more, and its bound says nothing.
+        reserves: Pairs of an instant and bytes to leave free there, for what happens between it and the one before.
+            With any, the program is no relaxation any more, and its bound says nothing.
     """
 
     instants: tuple[int, ...]
@@ -186,9 +194,7 @@ class PhasedProgram:
     def _add_links(self, phase: int) -> None:
         """(6) Tie what later phases recompute together: Z[t, k] is whether k runs from phase t on."""
         nodes = self._nodes(phase)
-        runs = {
-            k: [(self.run[t, k], 1.0) for t in range(phase, self.phases) if (t, k) in self.run] for k in nodes
-        }
+        runs = {k: [(self.run[t, k], 1.0) for t in range(phase, self.phases) if (t, k) in self.run] for k in nodes}
         again = {k: self.program.variable(0.0, integer=False) for k in nodes}
         self._z.update(((phase, k), variable) for k, variable in again.items())
         for node in nodes:
@@ -204,12 +210,12 @@ class PhasedProgram:
 
     # ---------------------------------------------------------------- from and to policies
 
-    def policy(self, values: Sequence[float]) -> Policy:
+    def policy(self, values: Sequence[float], threshold: float = 0.5) -> Policy:
         """Read a solution: what is kept, what is dropped after an instant, what is made for a later phase."""
         model, last = self.model, self.phases - 1
-        is_held = {key: values[variable] >= 0.5 for key, variable in self.held.items()}
+        is_held = {key: values[variable] >= threshold for key, variable in self.held.items()}
         kept = {s for s in model.choices if s in model.fixed or s in self.small or is_held.get((0, s))}
-        drops, early = set(), set()
+        drops, early = set[tuple[int, int]](), set[tuple[int, int]]()
         for phase, instant in enumerate(self.checks.instants, start=1):
             for storage in self._needed[phase]:
                 if not is_held[phase, storage]:

@@ -1,17 +1,18 @@
 """The phased model refined until its own solution fits: few instants first, more where the replay says so.
 
-Each round solves the program of `phases` and replays the solution. Where that passes the budget, memory is checked from then on,
-and the next round starts; where it fits, it is the best schedule there is, up to the gap of the solve, because the program is a
-relaxation. In between, solutions that don't fit are repaired by evictions, so that a schedule is at hand at any time, and
-the program starts from the best one. Where values recomputed one after the other before a single node pass the budget, no
-instant helps; room is left there instead, and from then on rounds no longer raise the bound.
+Each round solves the program of `phases` and replays the solution. Where that passes the budget, memory is checked
+from then on, and the next round starts; where it fits, it is the best schedule there is, up to the gap of the solve,
+because the program is a relaxation. In between, solutions that don't fit are repaired by evictions, so that a schedule
+is at hand at any time, and the program starts from the best one. Where values recomputed one after the other before a
+single node pass the budget, no instant helps; room is left there instead, and from then on rounds no longer raise the
+bound.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from .base import Problem, Solution, Status, strategy
 from .greedy import Found, keep_more
@@ -25,6 +26,7 @@ log = logging.getLogger("hiremate_lightning")
 ROUNDS = 40
 SHARE_OF_ROUND = 0.3  # of the time left: the most that one solve may take
 QUICK_SHARE = 0.15  # of the time limit: for the schedules to start from
+Restriction = Callable[[PhasedProgram], None]
 
 
 def segment_policies(search: Search) -> Iterator[Policy]:
@@ -45,33 +47,40 @@ def try_segments(search: Search, deadline: float) -> None:
     search.offer(keep_more(search.model, fitting[0], search.limit, deadline))
 
 
-def refine(search: Search) -> None:
-    """Run rounds until proof, time limit, or no more places to check."""
-    checks = first_checks(search.model)
+def refine(
+    search: Search, checks: Checks | None = None, restrict: Restriction | None = None, reserve_s: float = 0.0
+) -> None:
+    """Run rounds until proof, time limit, or no more places to check.
+
+    Args:
+        search: Takes what is found.
+        checks: Where memory is checked in the first round; few places by default.
+        restrict: Adds rows to each program; the bounds of a restricted program are not taken.
+        reserve_s: Seconds of the time limit to leave for others.
+    """
+    checks = checks or first_checks(search.model)
     apart = max(1, len(search.model.reads) // 8)
     for number in range(ROUNDS):
-        if search.is_done or search.left_s() <= 0:
+        if search.is_done or search.left_s() <= reserve_s:
             return
-        replay = _round(search, checks, number)
-        if replay is None:
-            return
-        if replay.peak_bytes <= search.limit:
-            if search.is_done or not checks.reserves and replay.recompute_ms > search.bound_ms + 3 * search.gap_ms:
-                return
+        replay = _round(search, checks, number, restrict, search.left_s() - reserve_s)
+        if replay is None or replay.peak_bytes <= search.limit:
             return
         more = add_checks(checks, replay, search.limit, apart)
         checks = more if more != checks else add_reserves(checks, replay, search.limit)
 
 
-def _round(search: Search, checks: Checks, number: int) -> Replay | None:
+def _round(search: Search, checks: Checks, number: int, restrict: Restriction | None, left_s: float) -> Replay | None:
     """Solve once, take the bound, offer the solution; give its replay."""
     program = PhasedProgram(search.model, search.limit, checks)
     start = program.start(search.best.replay.rows) if search.best is not None else ()
-    seconds = max(1.0, SHARE_OF_ROUND * search.left_s())
-    result = solve(
-        program.program, search.problem.options, min(seconds, search.left_s()), absolute_gap=search.gap_ms, start=start
-    )
-    _take_bound(search, checks, result)
+    if restrict is not None:
+        restrict(program)
+        start = ()  # the best found so far need not obey the restriction
+    seconds = min(left_s, max(1.0, SHARE_OF_ROUND * left_s))
+    result = solve(program.program, search.problem.options, seconds, absolute_gap=search.gap_ms, start=start)
+    if restrict is None:
+        _take_bound(search, checks, result)
     if not result.values:
         return None
     policy = program.policy(result.values)
@@ -97,6 +106,12 @@ def _take_bound(search: Search, checks: Checks, result: Result) -> None:
         search.raise_bound(result.bound)
 
 
+def polish(search: Search) -> None:
+    """Spend what time is left, or half a second, on keeping more."""
+    if search.best is not None and not search.is_done:
+        search.offer(keep_more(search.model, search.best, search.limit, time.monotonic() + max(0.5, search.left_s())))
+
+
 @strategy("phases")
 def phases(problem: Problem) -> Solution:
     """Solve the phased model of the whole graph, refined where its replay passes the budget."""
@@ -105,6 +120,5 @@ def phases(problem: Problem) -> Solution:
         return keep_everything(problem.graph, search.model.keep_all_bytes)
     try_segments(search, search.within(QUICK_SHARE))
     refine(search)
-    if search.best is not None and not search.is_done:
-        search.offer(keep_more(search.model, search.best, search.limit, time.monotonic() + max(0.5, search.left_s())))
+    polish(search)
     return search.answer("phases")

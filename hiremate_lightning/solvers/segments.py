@@ -1,8 +1,9 @@
 """Segments: keep what crosses a few narrow cuts of the forward, recompute the rest; the classical sqrt(n) idea on any graph.
 
-Source: T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, arXiv 1604.06174, which cuts chains into equal segments.
-Changed: cuts of any graph, each placed where the fewest bytes cross, for a range of segment counts; the least peak is told by
-replay. Neither optimal in memory nor in time; fast and never far off.
+Source: T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, arXiv 1604.06174, which cuts chains into
+    equal segments.
+Changed: cuts of any graph, each placed where the fewest bytes cross, for a range of segment counts; the least peak is
+told by replay. Neither optimal in memory nor in time; fast and never far off.
 """
 
 from __future__ import annotations

@@ -11,10 +11,11 @@ import numpy as np
 
 from .base import Problem, Solution, strategy
 from .greedy import Found
-from .incumbent import begin, keep_everything
+from .incumbent import Search, begin, keep_everything
 from .model import Model, Policy, Rows
 
 SLOTS = 500  # of memory in the knapsack's table
+WORKING_BUDGETS = tuple(1.0 - 0.05 * number for number in range(15))
 FRACTIONS = tuple(number / 40 for number in range(40, -1, -1))
 
 
@@ -47,8 +48,8 @@ def knapsack_policies(model: Model) -> list[Policy]:
 def knapsack(problem: Problem) -> Solution:
     """Do what PyTorch's `activation_memory_budget` does, with the largest fraction whose replay fits.
 
-    Source: torch._functorch.partitioners and knapsack, as of PyTorch 2.13. Changed: the fraction is found here, since there the
-    user has to; values are storages, and their times are the profiled ones.
+    Source: torch._functorch.partitioners and knapsack, as of PyTorch 2.13. Changed: the fraction is found here, since
+    there the user has to; values are storages, and their times are the profiled ones.
     """
     search = begin(problem)
     if search.model.keep_all_bytes <= problem.budget_bytes:
@@ -62,8 +63,8 @@ def knapsack(problem: Problem) -> Solution:
 def walk(model: Model, limit_bytes: float) -> Rows:
     """Walk through the backward with a limited memory, as TW-Remat's second stage does.
 
-    Values are held as long as they fit; where a value doesn't, those of least time per byte that the running node doesn't read
-    are given up, what is never needed again first.
+    Values are held as long as they fit; where a value doesn't, those of least time per byte that the running node
+    doesn't read are given up, what is never needed again first.
 
     Args:
         model: The step.
@@ -124,7 +125,9 @@ def _make(model: Model, storage: int, live: set[int], row: list[int], room: floa
         row.append(node)
         live.update(model.makes[node])
         stack.pop()
-        _evict(model, live, room, {*pinned, *stack, *model.makes[node], *(d for s in stack for d in _sources(model, s))})
+        _evict(
+            model, live, room, {*pinned, *stack, *model.makes[node], *(d for s in stack for d in _sources(model, s))}
+        )
 
 
 def _sources(model: Model, storage: int) -> tuple[int, ...]:
@@ -135,18 +138,24 @@ def _sources(model: Model, storage: int) -> tuple[int, ...]:
 def twremat(problem: Problem) -> Solution:
     """Give up values as memory runs out, least time per byte first.
 
-    Source: the budgeted stage (`memlimit`) of the public implementation of TW-Remat (Kumar, Purohit, Svitkina, Vee, Wang,
-    "Efficient Rematerialization for Deep Networks", NeurIPS 2019). Changed: its first stage, the recursion over a tree
-    decomposition, is replaced by recomputing from what is still held, which is what that stage's schedule becomes once values are
-    held; times are the profiled ones. The budget is met by replay: working budgets are lowered until it is.
+    Source: the budgeted stage (`memlimit`) of the public implementation of TW-Remat (Kumar, Purohit, Svitkina, Vee,
+    Wang, "Efficient Rematerialization for Deep Networks", NeurIPS 2019). Changed: its first stage, the recursion over
+    a tree decomposition, is replaced by recomputing from what is still held, which is what that stage's schedule
+    becomes once values are held; times are the profiled ones. The budget is met by replay: working budgets are lowered
+    until it is.
     """
     search = begin(problem)
     if search.model.keep_all_bytes <= problem.budget_bytes:
         return keep_everything(problem.graph, search.model.keep_all_bytes)
-    deadline = time.monotonic() + problem.options.time_limit_s
-    for share in np.linspace(1.0, 0.3, 15):
-        if time.monotonic() > deadline:
-            break
-        rows = walk(search.model, float(share) * problem.budget_bytes)
-        search.offer(Found(Policy(frozenset()), search.model.replay_rows(rows)))
+    try_walks(search, search.within(1.0))
     return search.answer("twremat")
+
+
+def try_walks(search: Search, deadline: float) -> None:
+    """Offer what walks with several working budgets give."""
+    for share in WORKING_BUDGETS:
+        if time.monotonic() > deadline:
+            return
+        rows = walk(search.model, share * search.limit)
+        policy = Policy(search.model.live_at(rows, ())[0])  # what it keeps; its rows say the rest
+        search.offer(Found(policy, search.model.replay_rows(rows)))

@@ -1,8 +1,8 @@
 """The step as a chain of stages: what the strategies for chains see of any network.
 
-A stage is a run of forward nodes between two cuts. Its *input* is what crosses the cut before it, its *tape* what it makes and the
-backward reads. A skip that crosses several cuts is part of the input of each stage on its way; it is counted each time, so
-networks with long skips look larger than they are, and the replay tells the truth.
+A stage is a run of forward nodes between two cuts. Its *input* is what crosses the cut before it, its *tape* what it
+makes and the backward reads. A skip that crosses several cuts is part of the input of each stage on its way; it is
+counted each time, so networks with long skips look larger than they are, and the replay tells the truth.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def policy_of(model: Model, held: Mapping[int, frozenset[int]], kept: frozenset[
         held: By backward position, what is in memory just before it.
         kept: What is kept through the turn.
     """
-    drops, early = set(), set()
+    drops, early = set[tuple[int, int]](), set[tuple[int, int]]()
     before = kept
     for position in sorted(held):
         now = held[position]

@@ -8,11 +8,12 @@ Which values are kept through the turn, and which nodes run once more, is a smal
     (3)         sum_d m_d x_d <= limit                 bytes kept through the turn
     x_d, y_k in {0, 1}; no y where d can't be recomputed
 
-d are storages of m_d bytes made by node p(d), k nodes of c_k milliseconds, U the storages that the backward reads. Its relaxation
-with the bytes of one instant of the backward in (3) is a lower bound on the time of every schedule with this order of the
-backward (`lower_bound`). The program ignores when values come and go, so its solutions are replayed, evicted from where they
-don't fit, and filled up where they leave room, for several limits. Related: the knapsack of PyTorch's activation_memory_budget,
-which stops at (1) to (3); Checkmate (Jain et al., MLSys 2020, arXiv 1910.02653), which models every instant.
+d are storages of m_d bytes made by node p(d), k nodes of c_k milliseconds, U the storages that the backward reads. Its
+relaxation with the bytes of one instant of the backward in (3) is a lower bound on the time of every schedule with
+this order of the backward (`lower_bound`). The program ignores when values come and go, so its solutions are replayed,
+evicted from where they don't fit, and filled up where they leave room, for several limits. Related: the knapsack of
+PyTorch's activation_memory_budget, which stops at (1) to (3); Checkmate (Jain et al., MLSys 2020, arXiv 1910.02653),
+which models every instant.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ FILL = 1.5  # a policy slower than the best by this factor is not pursued: filli
 def lower_bound(model: Model, limit_bytes: int, deadline: float) -> float | None:
     """Bound the recompute time of every schedule within a limit from below.
 
-    At each of several backward positions, all that the backward reads from there on is in memory or will be recomputed, and
-    what its node reads is in memory. Proof by relaxation; the order of the backward and the times of nodes are given.
+    At each of several backward positions, all that the backward reads from there on is in memory or will be
+    recomputed, and what its node reads is in memory. Proof by relaxation; the order of the backward and the times of
+    nodes are given.
 
     Args:
         model: The step.

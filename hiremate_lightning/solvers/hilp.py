@@ -1,0 +1,149 @@
+"""The hierarchical program: options of clusters in the small, merged by the phased model of the whole.
+
+Source: Gusak, Zhao, Le Hellard, Beaumont, Eyraud-Dubois, Shilova et al., "HiRemate: Hierarchical Approach for Efficient
+Re-materialization of Neural Networks", ICML 2025, PMLR 267. As there, the forward is partitioned into clusters; each
+cluster has a frontier of options; equal clusters are solved once; a program on top chooses one option for each cluster
+and says what is recomputed when. Changed: an option says which values of the cluster are kept through the turn, and
+the program on top is the phased model, which counts every storage, so that an option has no peak of its own that could
+be misjudged; values may be recomputed as often as pays; and the solution is replayed, repaired and filled up across
+the borders of clusters.
+
+    (7)  sum_o f[j, o] = 1                      one option for each cluster j
+    (8)  S[0, d] = sum_(o keeps d) f[j, o]      d made in j and not read by other clusters
+
+An option of cluster j under a limit on its saved bytes is the turn-point program of its nodes, its inputs taken to be
+there:
+
+    minimise  sum_k c_k y_k;  x_d + y_p(d) >= 1;  x_d + y_p(d) >= y_k;  sum_d m_d x_d <= limit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..partition import Cluster, PartitionOptions, partition
+from .base import Problem, Solution, Status, strategy
+from .incumbent import Search, begin, keep_everything
+from .mip_backend import Program, solve
+from .model import Model
+from .phases import PhasedProgram
+from .refine import QUICK_SHARE, Restriction, polish, refine, try_segments
+from .turn_point import lower_bound
+
+SAVED_SHARES = (1.0, 0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.0)  # of a cluster's bytes: limits of its options
+BOUND_SHARE = 0.2  # of the time, for the bound
+OPTION_LIMIT_S = 2.0
+
+Frontier = tuple[frozenset[int], ...]
+
+
+def frontiers(model: Model, clusters: Sequence[Cluster]) -> dict[int, Frontier]:
+    """Give each cluster's options, as the values that are kept; equal clusters are solved once.
+
+    Args:
+        model: The step.
+        clusters: Leaves of a partition.
+
+    Returns:
+        By number of the cluster, its options, the one that saves most first.
+    """
+    solved: dict[str, tuple[tuple[int, ...], ...]] = {}
+    found = {}
+    for number, cluster in enumerate(clusters):
+        inside = values_of(model, cluster)
+        if not inside:
+            continue
+        if cluster.key not in solved:
+            place = {s: i for i, s in enumerate(inside)}
+            solved[cluster.key] = tuple(tuple(place[s] for s in sorted(o)) for o in _options(model, inside))
+        found[number] = tuple(frozenset(inside[i] for i in option) for option in solved[cluster.key])
+    return found
+
+
+def values_of(model: Model, cluster: Cluster) -> list[int]:
+    """Give the choices that a cluster makes and that no other cluster reads in the forward."""
+    nodes = set(cluster.nodes)
+    made = {s for n in cluster.nodes for s in model.graph.allocates[n]}
+    outside = {
+        model.storage_of[t]
+        for t, readers in model.forward_readers.items()
+        if model.storage_of[t] in made and not nodes.issuperset(readers)
+    }
+    return [s for s in model.choices if s in made and s not in outside and s in model.producer]
+
+
+def _options(model: Model, inside: Sequence[int]) -> list[frozenset[int]]:
+    """Solve the turn-point program of a cluster under several limits; options that save as much appear once."""
+    program, keep, limit_row = _cluster_program(model, inside)
+    total = sum(model.sizes[s] for s in inside if s in model.uses)
+    options = dict[frozenset[int], None]()
+    for share in SAVED_SHARES:
+        name, terms, lower, _ = program.rows[limit_row]
+        program.rows[limit_row] = (name, terms, lower, share * total / 2**20)
+        result = solve(program, model.problem.options, OPTION_LIMIT_S)
+        if result.status is Status.INFEASIBLE:
+            break
+        if result.values:
+            options[frozenset(s for s, v in keep.items() if result.values[v] >= 0.5)] = None
+    return list(options) or [frozenset(inside)]
+
+
+def _cluster_program(model: Model, inside: Sequence[int]) -> tuple[Program, Mapping[int, int], int]:
+    program = Program()
+    keep = {s: program.variable(1e-9 * model.sizes[s] / 2**20) for s in inside}
+    run = {n: program.variable(model.cost_ms[n]) for n in dict.fromkeys(model.producer[s] for s in inside)}
+
+    def there(storage: int) -> list[tuple[int, float]]:
+        return [(keep[storage], 1.0), (run[model.producer[storage]], 1.0)]
+
+    for storage in inside:
+        if storage in model.uses:
+            program.row(f"1_{storage}", there(storage), lower=1.0)
+    for node, variable in run.items():
+        for storage in model.needs[node]:
+            if storage in keep:
+                program.row(f"2_{node}_{storage}", [*there(storage), (variable, -1.0)], lower=0.0)
+    program.row("3", [(keep[s], model.sizes[s] / 2**20) for s in inside])
+    return program, keep, len(program.rows) - 1
+
+
+def restriction(options: Mapping[int, Frontier], values: Mapping[int, Sequence[int]]) -> Restriction:
+    """Give what adds (7) and (8) to a phased program."""
+
+    def restrict(phased: PhasedProgram) -> None:
+        program = phased.program
+        for number, frontier in options.items():
+            chosen = [program.variable(0.0) for _ in frontier]
+            program.row(f"7_{number}", [(f, 1.0) for f in chosen], lower=1.0, upper=1.0)
+            for storage in values[number]:
+                if (0, storage) in phased.held:
+                    keeping = [(f, 1.0) for f, option in zip(chosen, frontier, strict=True) if storage in option]
+                    terms = [*keeping, (phased.held[0, storage], -1.0)]
+                    program.row(f"8_{number}_{storage}", terms, lower=0.0, upper=0.0)
+
+    return restrict
+
+
+def merge(search: Search, options: PartitionOptions) -> None:
+    """Partition, solve the clusters, and choose among their options for the whole."""
+    clusters = partition(search.model.graph, options).leaves
+    found = frontiers(search.model, clusters)
+    values = {number: values_of(search.model, clusters[number]) for number in found}
+    refine(search, restrict=restriction(found, values))
+
+
+@strategy("hilp")
+def hilp(problem: Problem) -> Solution:
+    """Choose among the options of clusters, then repair across their borders."""
+    search = begin(problem)
+    if search.model.keep_all_bytes <= problem.budget_bytes:
+        return keep_everything(problem.graph, search.model.keep_all_bytes)
+    bound_ms = lower_bound(search.model, problem.budget_bytes, search.within(BOUND_SHARE))
+    if bound_ms is None:
+        search.is_infeasible = True
+        return search.answer("hilp")
+    search.raise_bound(bound_ms)
+    try_segments(search, search.within(QUICK_SHARE))
+    merge(search, PartitionOptions())
+    polish(search)
+    return search.answer("hilp")

@@ -1,0 +1,62 @@
+"""The portfolio: the refined phased model, with every cheaper strategy as a net below it; the default.
+
+A schedule is at hand after the segmentations, within a second on thousands of nodes. Where none of them fits, the
+other strategies are asked for one to start from. The phased model then improves it until a proof or the time limit;
+where it ends without a proof, the others get the rest of the time, and the best by replay wins. So it is never worse
+than any of them that had time to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .base import Problem, Solution, strategy
+from .chains import min_memory_policies, try_rotor
+from .greedy import Found
+from .incumbent import Search, begin, keep_everything
+from .refine import QUICK_SHARE, polish, refine, try_segments
+from .selections import knapsack_policies, try_walks
+
+REFINE_SHARE = 0.85  # of the time limit, where no proof ends it earlier
+
+
+def _try_least_memory(search: Search) -> None:
+    """Evict from the schedules of least memory."""
+    found = [Found(p, search.model.replay(p)) for p in min_memory_policies(search.model)]
+    for start in sorted(found, key=lambda f: (f.replay.peak_bytes, f.rank))[:2]:
+        search.repair(start.policy, search.within(QUICK_SHARE))
+
+
+def _try_knapsacks(search: Search) -> None:
+    for policy in knapsack_policies(search.model):
+        if search.offer(Found(policy, search.model.replay(policy))):
+            return
+
+
+def _try_rotor(search: Search) -> None:
+    try_rotor(search, search.within(0.5))
+
+
+def _try_walks(search: Search) -> None:
+    try_walks(search, search.within(0.5))
+
+
+OTHERS: tuple[Callable[[Search], None], ...] = (_try_least_memory, _try_walks, _try_rotor, _try_knapsacks)
+
+
+@strategy("portfolio")
+def portfolio(problem: Problem) -> Solution:
+    """Refine the phased model from the best start at hand; the best of all strategies by replay."""
+    search = begin(problem)
+    if search.model.keep_all_bytes <= problem.budget_bytes:
+        return keep_everything(problem.graph, search.model.keep_all_bytes)
+    try_segments(search, search.within(QUICK_SHARE))
+    for attempt in OTHERS:
+        if search.best is None and search.left_s() > 0:
+            attempt(search)
+    refine(search, reserve_s=(1 - REFINE_SHARE) * problem.options.time_limit_s)
+    for attempt in OTHERS:
+        if not search.is_done and search.left_s() > 0:
+            attempt(search)
+    polish(search)
+    return search.answer("portfolio")
