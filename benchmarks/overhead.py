@@ -1,5 +1,4 @@
-"""Measure what a budget costs: plain and planned training steps in turn, their peaks, and whether they agree bit for
-bit.
+"""Measure what a budget costs: plain and planned steps in turn, their peaks, and whether they agree bit for bit.
 
     python benchmarks/overhead.py [--models gpt,bert] [--budgets 50%,30%] [--rounds 15] [--threads 1]
 

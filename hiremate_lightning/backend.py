@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from . import torch_private
@@ -37,10 +38,12 @@ class _Compilation:
 
     def __init__(self, make_part: Callable[[Captured], Part]) -> None:
         self._make_part = make_part
+        self._parameters: frozenset[int] = frozenset()
         self._captured: Captured | None = None
         self._part: Part | None = None
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        self._parameters = frozenset(i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
         backend = torch_private.make_backend(
             partition=self._partition, forward=self._forward, backward=self._backward, inference=self._inference
         )
@@ -49,7 +52,7 @@ class _Compilation:
     def _partition(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
         joint.graph.eliminate_dead_code()
         joint.recompile()
-        self._captured = capture(joint, num_fwd_outputs)
+        self._captured = capture(joint, num_fwd_outputs, self._parameters)
         return stub_modules(self._captured)
 
     def _forward(self, _: fx.GraphModule, __: Sequence[Any]) -> torch_private.Boxed:

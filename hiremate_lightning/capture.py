@@ -82,17 +82,18 @@ class Captured:
         return tuple(n for n in self.joint.graph.find_nodes(op="placeholder") if torch_private.is_tangent(n))
 
 
-def capture(joint: fx.GraphModule, num_forward: int) -> Captured:
+def capture(joint: fx.GraphModule, num_forward: int, parameters: frozenset[int] = frozenset()) -> Captured:
     """Make the records of a joint graph.
 
     Args:
         joint: The joint graph, dead code already removed.
         num_forward: Number of its outputs that the forward returns.
+        parameters: Positions of the parameters among the inputs of the captured function.
 
     Returns:
         The records with the FX nodes that they stand for.
     """
-    return _Builder(joint, num_forward).build()
+    return _Builder(joint, num_forward, parameters).build()
 
 
 @dataclass
@@ -101,6 +102,7 @@ class _Builder:
 
     joint: fx.GraphModule
     num_forward: int
+    parameters: frozenset[int]
     nodes: list[Node] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
@@ -156,7 +158,7 @@ class _Builder:
                 tangents.append(node)
                 self._add_tensor(node, None, StorageKind.TANGENT)
             else:
-                is_parameter = bool(getattr(node.meta.get("val"), "requires_grad", False))
+                is_parameter = torch_private.input_position(node) in self.parameters
                 kind = StorageKind.PARAMETER if is_parameter else StorageKind.INPUT
                 inputs.append(self._add_tensor(node, None, kind))
         inputs.extend(self._add_tensor(n, None, StorageKind.INPUT) for n in self.joint.graph.find_nodes(op="get_attr"))

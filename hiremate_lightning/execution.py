@@ -88,12 +88,10 @@ def build(captured: Captured, schedule: Schedule) -> Program:
     Returns:
         The programs, compiled to Python.
     """
-    graph = captured.graph
     saved = tuple(captured.fx_values[t] for t in schedule.saved)
     forward = _forward_module(captured, schedule, saved)
     backward = _backward_module(captured, schedule, saved)
     outputs = set(captured.forward_outputs)
-    inputs = set(graph.inputs)
     return Program(
         schedule=schedule,
         forward=torch_private.boxed(forward),
@@ -102,11 +100,16 @@ def build(captured: Captured, schedule: Schedule) -> Program:
         backward_module=backward,
         saved_names=tuple(v.name for v in saved),
         returned=tuple(v in outputs for v in saved),
-        checked=tuple(
-            (v in outputs or t in inputs) and t not in captured.mutated
-            for t, v in zip(schedule.saved, saved, strict=True)
-        ),
+        checked=tuple(v in outputs or _is_watched(captured, t) for t, v in zip(schedule.saved, saved, strict=True)),
     )
+
+
+def _is_watched(captured: Captured, tensor: int) -> bool:
+    """Whether a tensor lies on memory that exists beside the step (a parameter's, the batch's) and is left as it is."""
+    graph = captured.graph
+    storage = graph.tensors[tensor].storage
+    overwritten = {graph.tensors[t].storage for t in captured.mutated}
+    return storage is not None and graph.storages[storage].kind.is_resident and storage not in overwritten
 
 
 def _forward_module(captured: Captured, schedule: Schedule, saved: Sequence[fx.Node]) -> fx.GraphModule:
@@ -147,6 +150,8 @@ def _emit(captured: Captured, operations: Sequence[Operation], graph: fx.Graph, 
             continue
         copy = graph.node_copy(node, lambda n: values[n])
         copy.meta["phase"] = record.phase
+        if node.target is torch.ops.aten.native_dropout_backward.default:
+            copy.target = dropout_backward
         for tensor in record.outputs:
             value = captured.fx_values[tensor]
             if value is node:
@@ -167,8 +172,22 @@ def _emit_dropout(node: fx.Node, output: fx.Node, graph: fx.Graph, values: dict[
 
 
 def apply_dropout_mask(source: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """Rebuild a dropout's output from its input and its mask, with the operations of `native_dropout`, bit for bit."""
+    """Rebuild a dropout's output from its input and its mask, rounded as `native_dropout` rounds it on the device."""
+    if source.device.type == "cpu":
+        return torch.mul(source, mask.to(source.dtype).mul_(scale))
     return torch.mul(source, mask).mul_(scale)
+
+
+def dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """Give the gradient of a dropout as eager PyTorch does.
+
+    On the CPU eager multiplies by the scaled mask, which it has rounded to the gradient's type; the captured operator
+    does not round it. That shows in bf16 and fp16 only.
+    """
+    if gradient.device.type == "cpu" and gradient.dtype in (torch.bfloat16, torch.float16):
+        return torch.mul(gradient, mask.to(gradient.dtype).mul_(scale))
+    result: torch.Tensor = torch.ops.aten.native_dropout_backward.default(gradient, mask, scale)
+    return result
 
 
 class Part:

@@ -7,11 +7,7 @@ making them:
 *cuts*  The forward, in its order, is cut where least lives across the cut in both passes, by dynamic programming; a
         cut between two modules counts for less the higher it is in the tree of modules, so that repeated blocks are
         cut alike. Clusters are runs of the forward, hence a chain with skips, whatever the network.
-*groups*  H-Partition of HiRemate (Gusak et al., "HiRemate: Hierarchical Approach for Efficient Re-materialization of
-        Neural Networks", ICML 2025, PMLR 267): from the nodes up, the group g of least (mem(In(g)) + mem(Out(g))) *
-        N(g)^alpha is contracted, in rounds, where candidates are chains, and regions between a node and where its
-        branches meet again, with and without their two ends. Changed: ties go to the earlier node, and a round that
-        contracts nothing falls back to cuts.
+*groups*  H-Partition of HiRemate, see `grouping`.
 
 Two clusters are equal if their `key` is: the same operations on the same shapes, wired the same, in the same order.
 """
@@ -23,7 +19,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from .errors import ConfigurationError
 from .graph import Graph
+from .grouping import group
 
 MODULE_WEIGHT = 0.8
 
@@ -80,9 +78,13 @@ def partition(graph: Graph, options: PartitionOptions = PartitionOptions()) -> C
         The top cluster.
     """
     if options.method == "groups":
-        from .grouping import group  # only this method needs it
-
-        return _nest(graph, group(graph, options), options)
+        bottom, *levels = group(graph, options.max_nodes, options.max_top, options.alpha)
+        clusters = [Cluster(nodes, structural_key(graph, nodes)) for nodes in bottom]
+        for level in levels:
+            clusters = [_merge(graph, [clusters[i] for i in members]) for members in level]
+        return _merge(graph, clusters)
+    if options.method != "cuts":
+        raise ConfigurationError(f"Unknown way of partitioning {options.method!r}. Choose one of: cuts, groups")
     weights = cut_weights(graph, options.module_weight)
     return _nest(graph, [tuple(run) for run in _runs(graph, weights, options.max_nodes)], options)
 

@@ -129,7 +129,7 @@ class Session:
         self._auto_bytes: int | None = None
         self._was_measured = False  # whether the step before this one was
         self._saw_unplanned = False  # whether a kind of step without a plan ran unrecorded
-        self._arguments: list[torch.Tensor] = []  # of the call that began the step
+        self._began_with: Resident | None = None  # when the step began, where that was counted
         self._steps = 0
         self._stepped = False  # whether an optimizer has used the gradients
         self._frees_gradients = True  # whether they are freed between forward and backward then
@@ -182,7 +182,7 @@ class Session:
         if self._record is not None:
             self._record.close()
         self._record, self._finished, self._timed = None, None, None
-        self._ran, self._in_backward, self._arguments = [], False, []
+        self._ran, self._in_backward, self._began_with = [], False, None
 
     # ---------------------------------------------------------------- capture
 
@@ -209,7 +209,8 @@ class Session:
         if not self._parts:
             self._tracing.enter_context(self._stage("capture_s", "tracing"))
         try:
-            yield
+            with torch_private.many_compilations():
+                yield
         except torch_private.CompileError as error:
             self.abandon_step()
             raise CaptureError(
@@ -291,16 +292,15 @@ class Session:
         """Stop before the first step where not even the captured part alone fits."""
         step = merge([Call(captured.graph, profile)], [0])
         if self.options.plan.on_infeasible == "raise":
-            budget, resident = self.options.budget, self._resident(self._arguments).size_bytes
+            budget, resident = self.options.budget, (self._began_with or self._resident(())).size_bytes
             check_feasible(step, budget, self._budget_bytes(step, resident), resident, self._name)
 
     # ---------------------------------------------------------------- steps
 
     def _begin_step(self, arguments: list[torch.Tensor]) -> None:
-        self._arguments = arguments
         self._steps += 1
         if self._watches_resident():
-            resident = self._resident(arguments)
+            resident = self._began_with = self._resident(arguments)
             if self._finished is not None:
                 record, self._finished = self._finished, None
                 self._learn(record, resident)
@@ -312,7 +312,7 @@ class Session:
             sees_frees = not resident.stale_bytes or self._device.type == "cuda" or self._was_measured
             self._record = StepRecord(self._device, resident.size_bytes + resident.stale_bytes, sees_frees)
             if not self._record.is_measured:
-                self._say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
+                self.say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
         elif plan.measured.step_ms is None:
             self._timed = TimedRun(self._device)
 
@@ -331,7 +331,7 @@ class Session:
         signature = tuple(self._ran)
         record, timed = self._record, self._timed
         self._record, self._timed = None, None
-        self._ran, self._in_backward, self._arguments = [], False, []
+        self._ran, self._in_backward, self._began_with = [], False, None
         if signature in self.plans:
             self._latest = signature
         self._was_measured = record is not None and record.is_measured
@@ -346,13 +346,19 @@ class Session:
         elif timed is not None and signature in self.plans:
             self._update(signature, step_ms=timed.total_ms, recompute_ms=timed.recompute_ms)
         if record is None and signature not in self.plans:
-            self._saw_unplanned = len(self.plans) < self.options.max_plans
+            self._saw_unplanned = self._may_plan_more()
+
+    def _may_plan_more(self) -> bool:
+        """Whether there are fewer plans than allowed; if not, that is announced."""
+        if len(self.plans) < self.options.max_plans:
+            return True
+        self.say(f"There are {len(self.plans)} plans already (max_plans): other steps run at the least memory.")
+        return False
 
     def _learn(self, record: StepRecord, resident: Resident) -> None:
         """Plan a kind of step that was not seen before."""
         signature = record.signature
-        if len(self.plans) >= self.options.max_plans:
-            self._say(f"There are {len(self.plans)} plans already (max_plans): other steps run at the least memory.")
+        if not self._may_plan_more():
             return
         calls, order = record.calls(self._profiles)
         runs = [run for run in record.runs if run.index in record.backwards]
@@ -389,7 +395,7 @@ class Session:
         self._reporter.planned(plan)
         if plan.planned_peak_bytes > budget_bytes:
             peak, budget = format_bytes(plan.planned_peak_bytes), format_bytes(budget_bytes)
-            self._say(f"Nothing fits the budget of {budget}: the step runs at the least memory found, {peak}.")
+            self.say(f"Nothing fits the budget of {budget}: the step runs at the least memory found, {peak}.")
         self._tell(plan)
 
     def _adapt(self, resident: Resident) -> None:
@@ -419,7 +425,7 @@ class Session:
             return
         text = f"The measured peak {format_bytes(peak_bytes)} is {format_bytes(excess)} above the budget"
         if known.margin_bytes:
-            self._say(
+            self.say(
                 f"{text}, after planning with a margin: something outside of the planned modules takes the memory."
             )
             return
@@ -427,7 +433,7 @@ class Session:
         try:
             self._make_plan(signature)
         except InfeasibleBudgetError:
-            self._say(f"{text}, and no plan leaves that margin: the plan stays.")
+            self.say(f"{text}, and no plan leaves that margin: the plan stays.")
         else:
             log.info("%s: planned once more, with that margin", text)
 
@@ -441,8 +447,8 @@ class Session:
         for listener in self.listeners:
             listener(plan)
 
-    def _say(self, text: str) -> None:
-        """Warn once."""
+    def say(self, text: str) -> None:
+        """Warn, once for each text."""
         if text not in self._said:
             self._said.add(text)
             warnings.warn(text, HiRemateWarning, stacklevel=2)

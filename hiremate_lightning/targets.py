@@ -117,7 +117,7 @@ class Targets:
     def attach(self) -> None:
         """Take over the calls of all candidates; once more for modules that were added since."""
         if self._hook is None:
-            self._hook = torch_private.on_optimizer_step(self.session.optimizer_stepped)
+            self._hook = _listen_to_optimizers(self.session)
         for name, module in self._candidates().items():
             if torch_private.get_call(module) is None and not self._is_inside_adopted(name):
                 torch_private.set_call(module, _Slot(self, name, module))
@@ -151,7 +151,7 @@ class Targets:
             before = self.session.runs
             result = torch_private.plain_call(module, *args, **kwargs)
         if self.session.runs == before:
-            check_captured(name or type(module).__name__, result)
+            check_captured(self.session, name or type(module).__name__, result)
         return result
 
     def _trains(self, name: str, module: nn.Module) -> bool:
@@ -225,7 +225,7 @@ class StepTarget:
     def attach(self) -> None:
         """Take over the training step."""
         if self._hook is None:
-            self._hook = torch_private.on_optimizer_step(self.session.optimizer_stepped)
+            self._hook = _listen_to_optimizers(self.session)
         self.root.__dict__[self.METHOD] = self._call
 
     def detach(self) -> None:
@@ -242,7 +242,7 @@ class StepTarget:
         with self.session.calling(f"{type(self.root).__name__}.{self.METHOD}", (args, kwargs)), self._log_untraced():
             result = self._compiled(*args, **kwargs)
         if self.session.runs == before:
-            check_captured(f"{type(self.root).__name__}.{self.METHOD}", result)
+            check_captured(self.session, f"{type(self.root).__name__}.{self.METHOD}", result)
         return result
 
     @contextmanager
@@ -257,14 +257,33 @@ class StepTarget:
                 del self.root.__dict__[name]
 
 
-def check_captured(name: str, result: Any) -> None:
+def _listen_to_optimizers(session: Session) -> Any:
+    """Tell a session of each optimizer step; the hook is global, and must not keep the session alive."""
+    listener = weakref.ref(session)
+
+    def hear(optimizer: torch.optim.Optimizer) -> None:
+        listening = listener()
+        if listening is not None:
+            listening.optimizer_stepped(optimizer)
+
+    handle = torch_private.on_optimizer_step(hear)
+    weakref.finalize(session, handle.remove)
+    return handle
+
+
+def check_captured(session: Session, name: str, result: Any) -> None:
     """Refuse a call that trains but ran none of our graphs: it must not pass in silence.
 
+    Where earlier calls were captured, training goes on and this is announced once.
+
     Raises:
-        CaptureError: If anything in the result requires a gradient.
+        CaptureError: If anything in the result requires a gradient, and nothing was ever captured.
     """
     tensors = (t for t in torch_private.leaves(result) if isinstance(t, torch.Tensor))
     if any(t.requires_grad for t in tensors):
+        if session.captured_count:
+            session.say(f"A call of {name} could not be captured and ran without a plan; earlier ones were planned.")
+            return
         raise CaptureError(
             f"Nothing of {name} was captured: torch.compile ran it as it is. "
             "Name submodules that can be captured with target=, or train without a plan."
@@ -281,6 +300,13 @@ class _Slot:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.targets.call(self._name, self._module, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Leave copies of a module unplanned; LightningModule copies its whole state."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave pickled modules unplanned."""
+        return (type(None), ())
 
 
 def targets_of(module: nn.Module) -> Targets | None:

@@ -19,10 +19,15 @@ from typing import Any
 import torch
 from torch import fx
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import TorchDynamoException as CompileError
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, SavedForBackwardsAOTOutput
+from torch._functorch._aot_autograd.descriptors import (
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    SavedForBackwardsAOTOutput,
+)
 from torch._functorch.partitioners import _extract_fwd_bwd_outputs, _has_tag_is_backward, _is_tangent
 from torch._guards import TracingContext, detect_fake_mode
 from torch._ops import HigherOrderOperator
@@ -162,6 +167,17 @@ def set_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
 def plain_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call a module as if nothing stood in for it: hooks, then its forward as found now."""
     return module._call_impl(*args, **kwargs)
+
+
+def many_compilations() -> Any:
+    """Raise Dynamo's limits on compilations of one function, beyond which it runs uncaptured in silence."""
+    return dynamo_config.patch(recompile_limit=256, accumulated_recompile_limit=4096)
+
+
+def input_position(placeholder: fx.Node) -> int | None:
+    """Give the position among the inputs of the captured function, None for what AOTAutograd added."""
+    description = placeholder.meta.get("desc")
+    return description.idx if isinstance(description, PlainAOTInput) else None
 
 
 def profiler_is_running() -> bool:

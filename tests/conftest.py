@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+from hiremate_lightning.metering import MemoryMeter
 
 MODEL_PACKAGES = ("transformers", "timm")
 
@@ -21,6 +24,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if marker in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _no_meter_left() -> Iterator[None]:
+    """Stop the measurement of a step that a test began and never ended."""
+    yield
+    while (meter := MemoryMeter._current()) is not None:
+        meter.stop()
 
 
 @pytest.fixture(autouse=True)

@@ -100,7 +100,6 @@ def test_inputs_of_the_graph_are_resident(captured):
     assert all(captured.graph.storages[s].kind.is_resident for s in storages if s is not None)
 
 
-@pytest.mark.xfail(reason="traced inputs don't say that they require a gradient, so none is a parameter", strict=True)
 def test_parameters_are_told_from_other_inputs(captured):
     graph = captured.graph
     kinds = {graph.storages[storage_of(graph, t)].kind for t in graph.inputs if graph.tensors[t].storage is not None}

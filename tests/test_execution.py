@@ -127,7 +127,6 @@ def test_what_a_schedule_saves_is_what_its_program_saves():
     assert len(program.checked) == len(program.returned) == len(program.saved_names)
 
 
-@pytest.mark.xfail(reason="a saved view of a weight is not checked: silently wrong gradients", strict=True)
 @pytest.mark.parametrize("decide", [keep_all, nothing_kept])
 def test_a_saved_weight_changed_in_place_is_refused_in_the_usual_words(decide):
     model, x = make()
@@ -211,25 +210,14 @@ def test_inference_graphs_run_as_they_are():
     assert not conductor.parts
 
 
-_IN_HALF = pytest.mark.xfail(
-    reason="on a CPU the kernel rounds the scale to the element type before it multiplies; the replay does not",
-    strict=True,
-)
-
-
 @pytest.mark.parametrize("probability", [0.1, 0.25, 0.5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_dropout_in_half_precision_is_replayed_bit_for_bit(probability, dtype, request):
-    if probability != 0.5:
-        request.applymarker(_IN_HALF)
+def test_a_dropout_in_half_precision_is_replayed_bit_for_bit(probability, dtype):
     x = torch.randn(1000, dtype=dtype)
     output, mask = torch.native_dropout(x, probability, train=True)
     assert torch.equal(apply_dropout_mask(x, mask, 1.0 / (1.0 - probability)), output)
 
 
-@pytest.mark.xfail(
-    reason="on a CPU the captured dropout's backward, and its replay, round otherwise than plain training", strict=True
-)
 @pytest.mark.parametrize("kept", [keep_all, nothing_kept])
 def test_a_step_in_half_precision_is_exact(kept):
     class Drops(nn.Module):

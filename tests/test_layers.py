@@ -28,6 +28,7 @@ ORDER = (
     "costs",
     "simulation",
     "step",
+    "grouping",
     "partition",
     "solvers",
     "plan",
@@ -47,7 +48,7 @@ ORDER = (
     "integrations",
     "callbacks",
 )
-TORCH_FREE = ("graph", "schedule", "costs", "simulation", "step", "partition", "solvers", "plan", "planner")
+TORCH_FREE = ("graph", "schedule", "costs", "simulation", "step", "grouping", "partition", "solvers", "plan", "planner")
 FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
 MAY_USE_FRAMEWORKS = ("integrations", "callbacks")
 # Private state of modules and tensors, where no name in the source says that it is torch's.

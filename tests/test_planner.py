@@ -6,6 +6,7 @@ import pytest
 
 from hiremate_lightning.errors import InfeasibleBudgetError
 from hiremate_lightning.planner import AUTO_MARGIN, PlanOptions, check_feasible, make_plan, resolve, unplanned
+from hiremate_lightning.solvers import base
 from hiremate_lightning.solvers.base import Solution, Status, strategy
 from hiremate_lightning.step import Call, Gap, merge
 from hiremate_lightning.units import Budget, parse_budget
@@ -124,7 +125,8 @@ def test_with_warn_an_infeasible_budget_gives_the_least_memory_found():
     assert 1 < plan.planned_peak_bytes < plan.unplanned_peak_bytes
 
 
-def test_a_strategy_that_lies_about_its_peak_is_not_believed():
+def test_a_strategy_that_lies_about_its_peak_is_not_believed(monkeypatch):
+    monkeypatch.setattr(base, "_STRATEGIES", dict(base._STRATEGIES))
     step = step_of(*transformer(2))
     nothing = ((),) * (len(step.graph.backward) + 1)
 

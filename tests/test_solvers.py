@@ -1,4 +1,4 @@
-"""Strategies: valid, within budget, never better than the exhaustive search, with bounds below it; the same every time."""
+"""Strategies: valid, within budget, not below the exhaustive search, bounds below it; the same every time."""
 
 from __future__ import annotations
 

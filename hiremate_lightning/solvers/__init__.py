@@ -3,6 +3,7 @@
 from .base import Problem, Solution, SolveOptions, Status, get_strategy, replay, strategy_names
 from .chains import min_memory, rotor
 from .checkmate import checkmate
+from .curve import Curve, curve
 from .hilp import hilp
 from .least_memory import least_memory, smallest_budget
 from .portfolio import portfolio
@@ -11,11 +12,13 @@ from .selections import knapsack, twremat
 from .turn_point import lower_bound, none, turn_point
 
 __all__ = [
+    "Curve",
     "Problem",
     "Solution",
     "SolveOptions",
     "Status",
     "checkmate",
+    "curve",
     "get_strategy",
     "hilp",
     "knapsack",

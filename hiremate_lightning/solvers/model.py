@@ -226,6 +226,7 @@ class Model:
         return self._last_need[storage]
 
     def last_forward_use(self, storage: int) -> int:
+        """Give the last forward position that reads a choice, its own where none does."""
         if not hasattr(self, "_forward_last"):
             self._forward_last: dict[int, int] = {}
             for position, node in enumerate(self.graph.forward):

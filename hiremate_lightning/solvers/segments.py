@@ -1,4 +1,4 @@
-"""Segments: keep what crosses a few narrow cuts of the forward, recompute the rest; the classical sqrt(n) idea on any graph.
+"""Segments: keep what crosses a few narrow cuts of the forward, recompute the rest; the sqrt(n) idea on any graph.
 
 Source: T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, arXiv 1604.06174, which cuts chains into
     equal segments.

@@ -20,7 +20,7 @@ FRACTIONS = tuple(number / 40 for number in range(40, -1, -1))
 
 
 def knapsack_policies(model: Model) -> list[Policy]:
-    """Give, for each fraction of the saved bytes, the values whose recomputation would cost most, by dynamic programming."""
+    """Give, for each fraction of the saved bytes, the values that would take longest to recompute."""
     items = [s for s in model.choices if s in model.producer and s in model.uses and model.sizes[s]]
     total = sum(model.sizes[s] for s in items)
     weights = [-(-model.sizes[s] * SLOTS // max(1, total)) for s in items]

@@ -1,0 +1,103 @@
+"""The curve from budget to time: what solving a few budgets found, kept where nothing is as small and as fast.
+
+A schedule for one budget fits every larger one, and a bound for one budget holds for every smaller one that is. So the
+curve answers a new budget at once, a larger budget never gives a slower step, and solving one more budget only improves
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .base import Problem, Solution, Status, get_strategy
+from .least_memory import smallest_budget
+from .model import Model
+
+DEFAULT_POINTS = 10
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What is known of a step under any budget.
+
+    Attributes:
+        problem: The step; its budget doesn't count.
+        points: Solutions, peak ascending and time descending.
+        bounds: Pairs of a budget and the proven least recompute time under it, in milliseconds; budgets ascending.
+        least_bytes: Below it no schedule exists, as far as proven; 0 if nothing is.
+    """
+
+    problem: Problem
+    points: tuple[Solution, ...]
+    bounds: tuple[tuple[int, float], ...]
+    least_bytes: int = 0
+
+    def solution(self, budget_bytes: int) -> Solution:
+        """Give the fastest known solution within a budget, with the best bound that holds for it.
+
+        Args:
+            budget_bytes: Bytes that the step may add to what is resident.
+
+        Returns:
+            A solution; INFEASIBLE where that is proven, NOT_FOUND where no known one fits.
+        """
+        bound = max((ms for budget, ms in self.bounds if budget >= budget_bytes), default=0.0)
+        if budget_bytes < self.least_bytes:
+            return Solution("curve", Status.INFEASIBLE, bound_ms=bound, stopped_by="proof")
+        fitting = [point for point in self.points if point.peak_bytes <= budget_bytes]
+        if not fitting:
+            return Solution("curve", Status.NOT_FOUND, bound_ms=bound, stopped_by="end of the search")
+        return self._with_bound(fitting[-1], bound)
+
+    def _with_bound(self, point: Solution, bound_ms: float) -> Solution:
+        gap_ms = self.problem.options.gap * self.problem.step_ms
+        proven = point.recompute_ms <= bound_ms + gap_ms
+        status = Status.OPTIMAL if proven else Status.FEASIBLE
+        return replace(point, status=status, bound_ms=min(bound_ms, point.recompute_ms), solve_s=0.0)
+
+    def with_solution(self, budget_bytes: int, solution: Solution) -> Curve:
+        """Add what solving one budget has found: its schedule, its bound, or the proof that nothing fits."""
+        points = [*self.points, solution] if solution.is_feasible else [*self.points]
+        bounds = tuple(sorted({*self.bounds, (budget_bytes, solution.bound_ms)}))
+        least = max(self.least_bytes, budget_bytes + 1) if solution.status is Status.INFEASIBLE else self.least_bytes
+        return Curve(self.problem, _undominated(points), bounds, least)
+
+
+def _undominated(points: Sequence[Solution]) -> tuple[Solution, ...]:
+    """Keep the points that are faster than all smaller ones."""
+    kept: list[Solution] = []
+    for point in sorted(points, key=lambda p: (p.peak_bytes, p.recompute_ms)):
+        if not kept or point.recompute_ms < kept[-1].recompute_ms:
+            kept.append(point)
+    return tuple(kept)
+
+
+def curve(problem: Problem, budgets: Sequence[int] = (), strategy: str = "portfolio") -> Curve:
+    """Solve a step for several budgets, the smallest first.
+
+    Args:
+        problem: The step; the time limit is that of all budgets together.
+        budgets: Bytes; by default spread evenly from the smallest found to what keeping everything takes.
+        strategy: Name of the strategy that solves each.
+
+    Returns:
+        The curve, which includes the schedule of least memory and plain training.
+    """
+    smallest = smallest_budget(problem)
+    whole_bytes = Model(problem).keep_all_bytes
+    smallest = replace(smallest, status=Status.FEASIBLE)
+    found = Curve(problem, (smallest,), ())
+    chosen = sorted(budgets) or _spread(smallest.peak_bytes, whole_bytes)
+    limit_s = problem.options.time_limit_s / max(1, len(chosen))
+    for budget in chosen:
+        options = replace(problem.options, time_limit_s=limit_s)
+        found = found.with_solution(
+            budget, get_strategy(strategy)(replace(problem, budget_bytes=budget, options=options))
+        )
+    everything = get_strategy("none")(replace(problem, budget_bytes=whole_bytes))
+    return found.with_solution(whole_bytes, everything)
+
+
+def _spread(least: int, most: int) -> list[int]:
+    return [least + (most - least) * i // DEFAULT_POINTS for i in range(DEFAULT_POINTS)]
