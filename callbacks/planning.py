@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from hiremate_lightning.api import make_options
 from hiremate_lightning.plan import Plan
+from hiremate_lightning.planner import DEFAULT_SOLVER
 from hiremate_lightning.session import Session
 from hiremate_lightning.targets import StepTarget, Targets
 
@@ -41,7 +42,7 @@ class HiRemateCallback(Callback):
         max_plans: Most plans to keep, one for each kind of step (input shapes, for example).
         on_infeasible: "raise" where nothing fits the budget, or "warn" to train on with the least memory found.
         cache_dir: Folder for measured costs, reused by later runs; None for no files.
-        solver: Name of the strategy.
+        solver: Name of the strategy, see `solvers`.
         verbose: Whether to report plans and measurements, on rank zero.
 
     Attributes:
@@ -64,7 +65,7 @@ class HiRemateCallback(Callback):
         max_plans: int = 8,
         on_infeasible: str = "raise",
         cache_dir: str | Path | None = None,
-        solver: str = "turn_point",
+        solver: str = DEFAULT_SOLVER,
         verbose: bool = True,
     ) -> None:
         self._options = make_options(

@@ -9,7 +9,7 @@ from torch import nn
 
 from .errors import ConfigurationError
 from .plan import Plan
-from .planner import PlanOptions
+from .planner import DEFAULT_SOLVER, PlanOptions
 from .session import Session, SessionOptions
 from .solvers.base import get_strategy
 from .targets import Target, Targets, targets_of
@@ -23,7 +23,7 @@ def make_options(
     max_plans: int = 8,
     on_infeasible: str = "raise",
     cache_dir: str | Path | None = None,
-    solver: str = "turn_point",
+    solver: str = DEFAULT_SOLVER,
     verbose: bool = True,
 ) -> SessionOptions:
     """Check the arguments that all ways to plan share.
@@ -58,7 +58,7 @@ def hiremate(
     max_plans: int = 8,
     on_infeasible: str = "raise",
     cache_dir: str | Path | None = None,
-    solver: str = "turn_point",
+    solver: str = DEFAULT_SOLVER,
     verbose: bool = True,
 ) -> nn.Module:
     """Train a model within a budget of bytes, with the same numbers.
@@ -77,7 +77,7 @@ def hiremate(
         max_plans: Most plans to keep, one for each kind of step (input shapes, for example).
         on_infeasible: "raise" where nothing fits the budget, or "warn" to train on with the least memory found.
         cache_dir: Folder for measured costs, reused by later runs; None for no files.
-        solver: Name of the strategy.
+        solver: Name of the strategy, see `solvers`.
         verbose: Whether to report plans and measurements.
 
     Returns:

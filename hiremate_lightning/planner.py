@@ -17,6 +17,7 @@ from .solvers.base import Problem, Solution, SolveOptions, get_strategy, replay
 from .step import Step
 from .units import Budget, format_bytes
 
+DEFAULT_SOLVER = "portfolio"
 GUARD_BYTES = 2**16  # left free for scalars that come and go outside of the planned modules, at most .1% of the budget
 AUTO_MARGIN = 0.08  # share of the free bytes that "auto" leaves for fragmentation and for what runs outside
 
@@ -26,12 +27,12 @@ class PlanOptions:
     """How to plan.
 
     Attributes:
-        solver: Name of the strategy.
+        solver: Name of the strategy, see `solvers`.
         time_limit_s: Seconds for solving one plan.
         on_infeasible: "raise" to stop where no schedule fits, "warn" to train on with the least memory found.
     """
 
-    solver: str = "turn_point"
+    solver: str = DEFAULT_SOLVER
     time_limit_s: float = 30.0
     on_infeasible: str = "raise"
 

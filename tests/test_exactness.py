@@ -34,7 +34,7 @@ def smallest_budget_of(name, costs):
     model = build(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HiRemateWarning)
-        hiremate(model.module, "0.1%", on_infeasible="warn", cache_dir=costs, verbose=False)
+        hiremate(model.module, "0.1%", on_infeasible="warn", cache_dir=costs, time_limit_s=5, verbose=False)
         train(model, steps=2)
     return get_plan(model.module).planned_peak_bytes
 
@@ -46,7 +46,7 @@ def test_training_under_a_plan_is_plain_training_within_the_budget(name, budget,
     model = build(name)
     keys = list(model.module.state_dict())
     asked = smallest_budget_of(name, tmp_path) if budget == "smallest" else budget
-    hiremate(model.module, asked, cache_dir=tmp_path, verbose=False)
+    hiremate(model.module, asked, cache_dir=tmp_path, time_limit_s=5, verbose=False)
 
     found = train(model, STEPS, measured=MEASURED)
 

@@ -27,11 +27,10 @@ from .incumbent import Search, begin, keep_everything
 from .mip_backend import Program, solve
 from .model import Model
 from .phases import PhasedProgram
-from .refine import QUICK_SHARE, Restriction, polish, refine, try_segments
-from .turn_point import lower_bound
+from .refine import QUICK_SHARE, Restriction, polish, refine
+from .turn_point import prove, try_segments
 
 SAVED_SHARES = (1.0, 0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.0)  # of a cluster's bytes: limits of its options
-BOUND_SHARE = 0.2  # of the time, for the bound
 OPTION_LIMIT_S = 2.0
 
 Frontier = tuple[frozenset[int], ...]
@@ -138,12 +137,8 @@ def hilp(problem: Problem) -> Solution:
     search = begin(problem)
     if search.model.keep_all_bytes <= problem.budget_bytes:
         return keep_everything(problem.graph, search.model.keep_all_bytes)
-    bound_ms = lower_bound(search.model, problem.budget_bytes, search.within(BOUND_SHARE))
-    if bound_ms is None:
-        search.is_infeasible = True
-        return search.answer("hilp")
-    search.raise_bound(bound_ms)
-    try_segments(search, search.within(QUICK_SHARE))
-    merge(search, PartitionOptions())
-    polish(search)
+    if prove(search):
+        try_segments(search, search.within(QUICK_SHARE))
+        merge(search, PartitionOptions())
+        polish(search)
     return search.answer("hilp")

@@ -14,8 +14,9 @@ from .base import Problem, Solution, strategy
 from .chains import min_memory_policies, try_rotor
 from .greedy import Found
 from .incumbent import Search, begin, keep_everything
-from .refine import QUICK_SHARE, polish, refine, try_segments
+from .refine import QUICK_SHARE, polish, refine
 from .selections import knapsack_policies, try_walks
+from .turn_point import prove, try_evictions, try_limits, try_segments
 
 REFINE_SHARE = 0.85  # of the time limit, where no proof ends it earlier
 
@@ -41,7 +42,17 @@ def _try_walks(search: Search) -> None:
     try_walks(search, search.within(0.5))
 
 
-OTHERS: tuple[Callable[[Search], None], ...] = (_try_least_memory, _try_walks, _try_rotor, _try_knapsacks)
+def _try_evictions(search: Search) -> None:
+    try_evictions(search, search.within(0.5))
+
+
+OTHERS: tuple[Callable[[Search], None], ...] = (
+    _try_least_memory,
+    _try_evictions,
+    _try_walks,
+    _try_rotor,
+    _try_knapsacks,
+)
 
 
 @strategy("portfolio")
@@ -50,7 +61,10 @@ def portfolio(problem: Problem) -> Solution:
     search = begin(problem)
     if search.model.keep_all_bytes <= problem.budget_bytes:
         return keep_everything(problem.graph, search.model.keep_all_bytes)
+    if not prove(search):
+        return search.answer("portfolio")
     try_segments(search, search.within(QUICK_SHARE))
+    try_limits(search, relax=True, deadline=search.within(QUICK_SHARE))
     for attempt in OTHERS:
         if search.best is None and search.left_s() > 0:
             attempt(search)

@@ -12,39 +12,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from .base import Problem, Solution, Status, strategy
 from .greedy import Found, keep_more
 from .incumbent import Search, begin, keep_everything
 from .mip_backend import Result, solve
-from .model import Policy, Replay
+from .model import Replay
 from .phases import Checks, PhasedProgram, add_checks, add_reserves, first_checks
-from .segments import keep_sets
+from .turn_point import prove, try_segments
 
 log = logging.getLogger("hiremate_lightning")
 ROUNDS = 40
 SHARE_OF_ROUND = 0.3  # of the time left: the most that one solve may take
 QUICK_SHARE = 0.15  # of the time limit: for the schedules to start from
 Restriction = Callable[[PhasedProgram], None]
-
-
-def segment_policies(search: Search) -> Iterator[Policy]:
-    """Give the policies that keep what crosses narrow cuts of the forward."""
-    choices = set(search.model.choices)
-    for kept in dict.fromkeys(keep_sets(search.model.graph)):
-        yield Policy(frozenset(kept & choices))
-
-
-def try_segments(search: Search, deadline: float) -> None:
-    """Fill up the fastest segmentation that fits, or evict from the smallest one."""
-    found = sorted((Found(p, search.model.replay(p)) for p in segment_policies(search)), key=lambda f: f.rank)
-    fitting = [f for f in found if f.replay.peak_bytes <= search.limit]
-    if not fitting:
-        search.repair(min(found, key=lambda f: f.replay.peak_bytes).policy, deadline)
-        return
-    search.offer(fitting[0])
-    search.offer(keep_more(search.model, fitting[0], search.limit, deadline))
 
 
 def refine(
@@ -118,7 +100,8 @@ def phases(problem: Problem) -> Solution:
     search = begin(problem)
     if search.model.keep_all_bytes <= problem.budget_bytes:
         return keep_everything(problem.graph, search.model.keep_all_bytes)
-    try_segments(search, search.within(QUICK_SHARE))
-    refine(search)
-    polish(search)
+    if prove(search):
+        try_segments(search, search.within(QUICK_SHARE))
+        refine(search)
+        polish(search)
     return search.answer("phases")

@@ -21,17 +21,16 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from ..graph import Graph
-from ..schedule import keep_all
 from .base import Problem, Solution, Status, strategy
-from .greedy import Found, evict, keep_more
-from .mip_backend import Program, Result, solve
+from .greedy import Found, keep_more
+from .incumbent import Search, begin, keep_everything
+from .mip_backend import Program, solve
 from .model import Model, Policy
 from .segments import keep_sets
 
 LIMITS = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6, 0.5, 0.4, 0.3)  # of the bytes that the budget leaves at the turn
 BOUND_INSTANTS = 10
-FILL = 1.5  # a policy slower than the best by this factor is not pursued: filling up rarely wins back a third
+BOUND_SHARE = 0.2  # of the time left, for the bound
 
 
 def lower_bound(model: Model, limit_bytes: int, deadline: float) -> float | None:
@@ -115,64 +114,6 @@ def _closure(model: Model, used: list[int]) -> list[int]:
     return [s for s in model.choices if s in seen]
 
 
-class _Search:
-    """Collects the best policy within a budget."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.model = Model(problem)
-        self.limit = problem.budget_bytes
-        self.start = time.monotonic()
-        self.deadline = self.start + problem.options.time_limit_s
-        self.best: Found | None = None
-
-    def left_s(self) -> float:
-        return self.deadline - time.monotonic()
-
-    def by_segments(self) -> None:
-        """Fill up the fastest segmentations that fit."""
-        found = [Found(p, self.model.replay(p)) for p in segment_policies(self.model)]
-        fitting = sorted((f for f in found if f.replay.peak_bytes <= self.limit), key=lambda f: f.rank)
-        for start in fitting[:2]:
-            self._offer(start)
-        if not fitting:
-            self._fit(min(found, key=lambda f: f.replay.peak_bytes).policy)
-            self._fit(found[-1].policy)
-
-    def by_program(self, share: float, relax: bool) -> Result:
-        """Solve the program for a share of the bytes at the turn, and make its solution fit."""
-        at_turn = self.model.gradients[0] if self.model.gradients else 0
-        program, keep = _program(self.model, int(share * max(0, self.limit - at_turn)))
-        gap = self.problem.options.gap * self.problem.step_ms
-        result = solve(program, self.problem.options, self.left_s(), relax=relax, absolute_gap=gap)
-        if result.values:
-            self._fit(Policy(frozenset(s for s, v in keep.items() if result.values[v] >= 0.5)))
-        return result
-
-    def by_eviction(self) -> None:
-        """Evict from all segmentations; the way to a small peak is not the same for each."""
-        for policy in segment_policies(self.model):
-            self._fit(policy)
-
-    def _fit(self, policy: Policy) -> None:
-        last = None
-        for last in evict(self.model, policy, self.limit, self.deadline):
-            if self.best is not None and last.replay.recompute_ms > FILL * self.best.replay.recompute_ms:
-                return
-        if last is not None and last.replay.peak_bytes <= self.limit:
-            self._offer(last)
-
-    def _offer(self, found: Found) -> None:
-        improved = keep_more(self.model, found, self.limit, self.deadline)
-        if self.best is None or improved.rank < self.best.rank:
-            self.best = improved
-
-    def is_close_to(self, bound_ms: float) -> bool:
-        """Whether the best is proven to be within the gap."""
-        gap_ms = self.problem.options.gap * self.problem.step_ms
-        return self.best is not None and self.best.replay.recompute_ms <= bound_ms + gap_ms
-
-
 def segment_policies(model: Model) -> list[Policy]:
     """Give the policies that keep what crosses narrow cuts of the forward, and the one that keeps everything."""
     choices = frozenset(model.choices)
@@ -180,48 +121,58 @@ def segment_policies(model: Model) -> list[Policy]:
     return [Policy(kept) for kept in sets]
 
 
+def try_limits(search: Search, relax: bool, deadline: float) -> None:
+    """Solve the program for several limits of the bytes at the turn, and make each solution fit."""
+    model = search.model
+    at_turn = model.gradients[0] if model.gradients else 0
+    for share in LIMITS:
+        left = deadline - time.monotonic()
+        if left <= 0 or search.is_done:
+            return
+        program, keep = _program(model, int(share * max(0, search.limit - at_turn)))
+        result = solve(program, search.problem.options, left, relax=relax, absolute_gap=search.gap_ms)
+        if result.values:
+            search.repair(Policy(frozenset(s for s, v in keep.items() if result.values[v] >= 0.5)), deadline)
+
+
+def try_evictions(search: Search, deadline: float) -> None:
+    """Evict from all segmentations; the way to a small peak is not the same for each."""
+    for policy in segment_policies(search.model):
+        if time.monotonic() > deadline or search.is_done:
+            return
+        search.repair(policy, deadline)
+
+
 @strategy("turn_point")
 def turn_point(problem: Problem) -> Solution:
     """Solve the turn-point model for several limits; the best replayed policy wins."""
-    search = _Search(problem)
+    search = begin(problem)
     if search.model.keep_all_bytes <= problem.budget_bytes:
         return keep_everything(problem.graph, search.model.keep_all_bytes)
-    bound = lower_bound(search.model, problem.budget_bytes, search.start + 0.3 * problem.options.time_limit_s)
-    if bound is None:
-        return _answer(search, Status.INFEASIBLE, 0.0, "proof")
-    search.by_segments()
-    for relax in (True, False):
-        for share in LIMITS:
-            if search.left_s() <= 0 or search.is_close_to(bound):
-                break
-            search.by_program(share, relax)
-    if not search.is_close_to(bound):
-        search.by_eviction()
-    stopped_by = "proof" if search.is_close_to(bound) else "time limit" if search.left_s() <= 0 else "end of the search"
-    status = Status.OPTIMAL if search.is_close_to(bound) else Status.FEASIBLE
-    return _answer(search, status if search.best is not None else Status.NOT_FOUND, bound, stopped_by)
+    if prove(search):
+        try_segments(search, search.within(1.0))
+        for relax in (True, False):
+            try_limits(search, relax, search.within(1.0))
+        try_evictions(search, search.within(1.0))
+    return search.answer("turn_point")
 
 
-def _answer(search: _Search, status: Status, bound_ms: float, stopped_by: str) -> Solution:
-    seconds = time.monotonic() - search.start
-    found = search.best
-    if found is None or status is Status.INFEASIBLE:
-        return Solution("turn_point", status, bound_ms=bound_ms, stopped_by=stopped_by, solve_s=seconds)
-    return Solution(
-        strategy="turn_point",
-        status=status,
-        recompute=search.model.recompute(found.replay.rows),
-        recompute_ms=found.replay.recompute_ms,
-        peak_bytes=found.replay.peak_bytes,
-        bound_ms=min(bound_ms, found.replay.recompute_ms),
-        stopped_by=stopped_by,
-        solve_s=seconds,
-    )
+def prove(search: Search) -> bool:
+    """Take the bound of the relaxation; say whether a schedule may exist."""
+    bound_ms = lower_bound(search.model, search.limit, search.within(BOUND_SHARE))
+    search.is_infeasible = bound_ms is None
+    search.raise_bound(bound_ms or 0.0)
+    return bound_ms is not None
 
 
-def keep_everything(graph: Graph, peak_bytes: int) -> Solution:
-    """Give the solution that recomputes nothing: nothing is faster."""
-    return Solution("none", Status.OPTIMAL, keep_all(graph), 0.0, peak_bytes, stopped_by="proof")
+def try_segments(search: Search, deadline: float) -> None:
+    """Fill up the fastest segmentations that fit, or evict from the smallest one."""
+    found = sorted((Found(p, search.model.replay(p)) for p in segment_policies(search.model)), key=lambda f: f.rank)
+    fitting = [f for f in found if f.replay.peak_bytes <= search.limit]
+    if not fitting:
+        search.repair(min(found, key=lambda f: f.replay.peak_bytes).policy, deadline)
+    for start in fitting[:2]:
+        search.offer(keep_more(search.model, start, search.limit, deadline))
 
 
 @strategy("none")

@@ -1,0 +1,71 @@
+"""Solve the captured steps of real models with every strategy, and print what each found, proved and took.
+
+    python benchmarks/graphs.py FOLDER
+    python benchmarks/solvers.py FOLDER [--models bert,t5] [--budgets 50,30] [--strategies portfolio,hilp] [--limit 30]
+
+Budgets are per cent of the peak of the unplanned step. Times are in per cent of the step without recomputation, the gap
+in points of that; seconds are wall-clock, of one run. Prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from pathlib import Path
+
+from hiremate_lightning.costs import profile_from_json
+from hiremate_lightning.graph import graph_from_json
+from hiremate_lightning.solvers import Problem, SolveOptions, get_strategy, smallest_budget, strategy_names
+from hiremate_lightning.solvers.model import Model
+
+
+def load(folder: Path, name: str) -> Problem:
+    """Read a step; its budget is what keeping everything takes."""
+    graph = graph_from_json((folder / f"{name}.graph.json").read_text())
+    profile = profile_from_json((folder / f"{name}.profile.json").read_text())
+    return Problem(graph, profile, Model(Problem(graph, profile, 0)).keep_all_bytes)
+
+
+def row(name: str, whole: Problem, percent: int, strategy: str, limit_s: float) -> str:
+    """Solve once and write a row of the table."""
+    budget = whole.budget_bytes * percent // 100
+    solution = get_strategy(strategy)(Problem(whole.graph, whole.profile, budget, SolveOptions(time_limit_s=limit_s)))
+    nodes = f"{len(whole.graph.forward)}+{len(whole.graph.backward)}"
+    overhead, gap = "-", "-"
+    if solution.is_feasible:
+        overhead = f"{100 * solution.recompute_ms / whole.step_ms:.2f}"
+        gap = f"{100 * (solution.recompute_ms - solution.bound_ms) / whole.step_ms:.2f}"
+    bound = f"{100 * solution.bound_ms / whole.step_ms:.2f}"
+    cells = (name, nodes, f"{percent} %", strategy, overhead, bound, gap, solution.status.value, solution.stopped_by)
+    return f"| {' | '.join(cells)} | {solution.solve_s:.1f} |\n"
+
+
+def main() -> None:
+    """Read the command line and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--models", default="")
+    parser.add_argument("--budgets", default="50,30")
+    parser.add_argument("--strategies", default=",".join(strategy_names()))
+    parser.add_argument("--limit", type=float, default=30.0)
+    options = parser.parse_args()
+    names = options.models.split(",") if options.models else sorted(
+        path.name.removesuffix(".graph.json") for path in options.folder.glob("*.graph.json")
+    )  # fmt: skip
+    sys.stdout.write(f"{platform.machine()}, Python {platform.python_version()}, limit {options.limit:g} s\n\n")
+    sys.stdout.write("| model | nodes | budget | strategy | overhead % | bound % | gap | status | stopped by | s |\n")
+    sys.stdout.write(f"|{'--|' * 10}\n")
+    for name in names:
+        whole = load(options.folder, name)
+        smallest = smallest_budget(whole)
+        share = 100 * smallest.peak_bytes / whole.budget_bytes
+        sys.stdout.write(f"| {name} | | {share:.1f} % | least memory | | | | | | {smallest.solve_s:.1f} |\n")
+        for percent in map(int, options.budgets.split(",")):
+            for strategy in options.strategies.split(","):
+                sys.stdout.write(row(name, whole, percent, strategy, options.limit))
+                sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
