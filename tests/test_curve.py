@@ -1,0 +1,74 @@
+"""The curve: what it gives fits and is never slower than solving again; monotone, and quick for a new budget."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from hiremate_lightning.solvers import Curve, Problem, Status, curve, get_strategy
+from hiremate_lightning.solvers.base import replay
+
+from .helpers import problem_of
+from .tiny import chain, transformer
+
+
+@pytest.fixture(scope="module")
+def found() -> Curve:
+    return curve(problem_of(transformer(4), 0, time_limit_s=10.0))
+
+
+def test_points_are_smaller_or_faster_than_each_other(found: Curve):
+    peaks = [point.peak_bytes for point in found.points]
+    times = [point.recompute_ms for point in found.points]
+    assert peaks == sorted(set(peaks))
+    assert times == sorted(set(times), reverse=True)
+    assert times[-1] == 0
+    assert len(peaks) >= 4
+
+
+def test_a_larger_budget_is_not_slower_and_everything_fits(found: Curve):
+    least, whole = found.points[0].peak_bytes, found.points[-1].peak_bytes
+    times = []
+    for budget in range(least, whole + 1, (whole - least) // 50):
+        solution = found.solution(budget)
+        simulated = replay(found.problem, solution.recompute)
+        assert simulated.peak_bytes <= budget
+        assert simulated.recompute_ms == pytest.approx(solution.recompute_ms)
+        assert solution.bound_ms <= solution.recompute_ms
+        times.append(solution.recompute_ms)
+    assert times == sorted(times, reverse=True)
+
+
+def test_bounds_of_the_curve_are_not_refuted_by_solving(found: Curve):
+    least, whole = found.points[0].peak_bytes, found.points[-1].peak_bytes
+    for tenths in (3, 5, 8):
+        budget = least + (whole - least) * tenths // 10
+        problem = Problem(found.problem.graph, found.problem.profile, budget)
+        solved = get_strategy("portfolio")(problem)
+        assert found.solution(budget).bound_ms <= solved.recompute_ms + 1e-6
+
+
+def test_a_new_budget_takes_no_time(found: Curve):
+    start = time.monotonic()
+    for budget in range(found.points[0].peak_bytes, found.points[-1].peak_bytes, 10_000):
+        found.solution(budget)
+    assert time.monotonic() - start < 1.0
+
+
+def test_below_the_least_memory_nothing_is_found(found: Curve):
+    solution = found.solution(found.points[0].peak_bytes - 1)
+    assert solution.status in (Status.NOT_FOUND, Status.INFEASIBLE)
+    assert not solution.recompute
+
+
+def test_solving_one_more_budget_only_improves_it():
+    problem = problem_of(chain(12), 0, time_limit_s=5.0)
+    coarse = curve(problem, [])
+    budget = (coarse.points[0].peak_bytes + coarse.points[-1].peak_bytes) // 2
+    solved = get_strategy("portfolio")(Problem(problem.graph, problem.profile, budget))
+    finer = coarse.with_solution(budget, solved)
+    for limit in range(coarse.points[0].peak_bytes, coarse.points[-1].peak_bytes, 10):
+        before, after = coarse.solution(limit), finer.solution(limit)
+        assert after.recompute_ms <= before.recompute_ms
+        assert after.bound_ms >= before.bound_ms or after.recompute_ms < before.recompute_ms
