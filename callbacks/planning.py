@@ -105,6 +105,13 @@ class HiRemateCallback(Callback):
             for optimizer in trainer.optimizers:
                 self._targets.session.watch_optimizer(optimizer)
 
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the whole batch: the planned modules may receive only a part of it."""
+        if self._targets is not None:
+            self._targets.session.expect_batch(batch)
+
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """End the step: what follows (validation, checkpoints, the next batch) is not measured."""
         if self._targets is not None:

@@ -130,6 +130,7 @@ class Session:
         self._was_measured = False  # whether the step before this one was
         self._saw_unplanned = False  # whether a kind of step without a plan ran unrecorded
         self._began_with: Resident | None = None  # when the step began, where that was counted
+        self._batch: list[torch.Tensor] = []  # of the step under way, where its caller told
         self._steps = 0
         self._stepped = False  # whether an optimizer has used the gradients
         self._frees_gradients = True  # whether they are freed between forward and backward then
@@ -161,6 +162,10 @@ class Session:
         """Count an optimizer's state as resident."""
         self._optimizers.add(optimizer)
 
+    def expect_batch(self, batch: Any) -> None:
+        """Count a batch in the next step, with what of it the planned modules do not receive."""
+        self._batch = [t for t in torch_private.leaves(batch) if isinstance(t, torch.Tensor)]
+
     def set_budget(self, budget: Budget) -> None:
         """Change the budget; steps already seen are planned anew, nothing is captured again."""
         self.options = replace(self.options, budget=budget)
@@ -182,7 +187,7 @@ class Session:
         if self._record is not None:
             self._record.close()
         self._record, self._finished, self._timed = None, None, None
-        self._ran, self._in_backward, self._began_with = [], False, None
+        self._ran, self._in_backward, self._began_with, self._batch = [], False, None, []
 
     # ---------------------------------------------------------------- capture
 
@@ -326,6 +331,8 @@ class Session:
         Args:
             at_once: Whether it has ended just now, or some time before the next one.
         """
+        if at_once:
+            self._batch = []
         if not self._ran and self._record is None:
             return
         signature = tuple(self._ran)
@@ -479,7 +486,14 @@ class Session:
         stale = self._bytes_of(gradients) if self._stepped and self._frees_gradients else 0
         if self._device.type == "cuda":
             return Resident(torch.cuda.memory_allocated(self._device) - stale, stale)
-        tensors = [*self.root.parameters(), *self.root.buffers(), *gradients, *self._optimizer_state(), *arguments]
+        tensors = [
+            *self.root.parameters(),
+            *self.root.buffers(),
+            *gradients,
+            *self._optimizer_state(),
+            *self._batch,
+            *arguments,
+        ]
         return Resident(self._bytes_of(tensors) - stale, stale)
 
     def _optimizer_state(self) -> Iterator[torch.Tensor]:

@@ -494,6 +494,18 @@ class DeepWithHeavyLoss(Deep):
         return batches(rows=2048, width=64)
 
 
+def test_what_the_planned_modules_do_not_receive_of_a_batch_counts():
+    torch.manual_seed(5)
+    resident = []
+    for with_labels in (False, True):
+        x, labels = torch.randn(2048, 32), torch.randn(2048, 64)
+        callback = planned("100%")
+        data = TensorDataset(x, labels) if with_labels else TensorDataset(x)
+        trainer(callback).fit(Deep(), DataLoader(data, batch_size=512))
+        resident.append(callback.plan.resident_bytes)
+    assert resident[1] - resident[0] == 512 * 64 * 4
+
+
 def assert_measured_as_planned(callback: HiRemateCallback) -> None:
     plan = callback.plan
     assert plan.measured.peak_bytes <= plan.budget_bytes
