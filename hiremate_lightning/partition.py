@@ -38,7 +38,7 @@ class PartitionOptions:
         module_weight: Factor on the bytes of a cut for each level of modules that it separates; 1 ignores modules.
     """
 
-    method: str = "cuts"
+    method: str = "groups"
     max_nodes: int = 20
     max_top: int = 30
     alpha: float = 0.5
