@@ -41,7 +41,7 @@ class HiRemateCallback(Callback):
         time_limit_s: Seconds for solving one plan.
         max_plans: Most plans to keep, one for each kind of step (input shapes, for example).
         on_infeasible: "raise" where nothing fits the budget, or "warn" to train on with the least memory found.
-        cache_dir: Folder for measured costs, reused by later runs; None for no files.
+        cache_dir: Folder for measured costs and plans, reused by later runs; None for no files.
         solver: Name of the strategy, see `solvers`.
         verbose: Whether to report plans and measurements, on rank zero.
 

@@ -39,11 +39,12 @@ def make_options(
         raise ConfigurationError(f"time_limit_s must be above 0 seconds, found {time_limit_s!r}")
     if max_plans < 1:
         raise ConfigurationError(f"max_plans must be at least 1, found {max_plans!r}")
+    folder = None if cache_dir is None else Path(cache_dir)
     return SessionOptions(
         budget=parse_budget(budget),
-        plan=PlanOptions(solver, time_limit_s, on_infeasible),
+        plan=PlanOptions(solver, time_limit_s, on_infeasible, folder),
         max_plans=max_plans,
-        cache_dir=None if cache_dir is None else Path(cache_dir),
+        cache_dir=folder,
         verbose=verbose,
     )
 
@@ -76,7 +77,7 @@ def hiremate(
         time_limit_s: Seconds for solving one plan.
         max_plans: Most plans to keep, one for each kind of step (input shapes, for example).
         on_infeasible: "raise" where nothing fits the budget, or "warn" to train on with the least memory found.
-        cache_dir: Folder for measured costs, reused by later runs; None for no files.
+        cache_dir: Folder for measured costs and plans, reused by later runs; None for no files.
         solver: Name of the strategy, see `solvers`.
         verbose: Whether to report plans and measurements.
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from .costs import Profile
 from .errors import InfeasibleBudgetError
 from .plan import Plan, PlanningTime
+from .plan_files import PlanFiles
 from .schedule import keep_all, lower
 from .simulation import Simulation, simulate
 from .solvers import smallest_budget
@@ -30,11 +33,13 @@ class PlanOptions:
         solver: Name of the strategy, see `solvers`.
         time_limit_s: Seconds for solving one plan.
         on_infeasible: "raise" to stop where no schedule fits, "warn" to train on with the least memory found.
+        cache_dir: Folder for solutions, reused by later runs; None for no files.
     """
 
     solver: str = DEFAULT_SOLVER
     time_limit_s: float = 30.0
     on_infeasible: str = "raise"
+    cache_dir: Path | None = None
 
 
 def unplanned(step: Step) -> Simulation:
@@ -98,17 +103,29 @@ def make_plan(
         SolveOptions(time_limit_s=options.time_limit_s),
     )
     unplanned_bytes = unplanned(step).peak_bytes
+    profile = step.profile
     if unplanned_bytes <= problem.budget_bytes:
         solution = get_strategy("none")(problem)
     else:
         guard = min(GUARD_BYTES, problem.budget_bytes // 1000)
-        solution = get_strategy(options.solver)(replace(problem, budget_bytes=problem.budget_bytes - guard))
+        solution, profile = _solve(replace(problem, budget_bytes=problem.budget_bytes - guard), options)
     if not _fits(problem, solution):
         solution = _least_memory(problem, solution)
         if solution.peak_bytes > problem.budget_bytes and options.on_infeasible == "raise":
             raise infeasible(problem, solution, budget, budget_bytes, resident_bytes, target)
     planning = replace(planning, solve_s=time.perf_counter() - start)
-    return Plan(target, step.graph, step.profile, solution, budget, budget_bytes, resident_bytes, planning)
+    return Plan(target, step.graph, profile, solution, budget, budget_bytes, resident_bytes, planning)
+
+
+def _solve(problem: Problem, options: PlanOptions) -> tuple[Solution, Profile]:
+    """Solve, or take the solution that an earlier run has left; its profile comes with it."""
+    files = PlanFiles(options.cache_dir) if options.cache_dir is not None else None
+    if files is not None and (found := files.read(problem, options.solver)) is not None:
+        return found
+    solution = get_strategy(options.solver)(problem)
+    if files is not None and solution.is_feasible:
+        files.write(problem, options.solver, solution)
+    return solution, problem.profile
 
 
 def check_feasible(step: Step, budget: Budget, budget_bytes: int, resident_bytes: int, target: str) -> None:

@@ -32,6 +32,7 @@ ORDER = (
     "partition",
     "solvers",
     "plan",
+    "plan_files",
     "torch_private",
     "capture",
     "execution",
@@ -45,10 +46,22 @@ ORDER = (
     "targets",
     "api",
     "__init__",
-    "integrations",
     "callbacks",
+    "integrations",
 )
-TORCH_FREE = ("graph", "schedule", "costs", "simulation", "step", "grouping", "partition", "solvers", "plan", "planner")
+TORCH_FREE = (
+    "graph",
+    "schedule",
+    "costs",
+    "simulation",
+    "step",
+    "grouping",
+    "partition",
+    "solvers",
+    "plan",
+    "plan_files",
+    "planner",
+)
 FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
 MAY_USE_FRAMEWORKS = ("integrations", "callbacks")
 # Private state of modules and tensors, where no name in the source says that it is torch's.
