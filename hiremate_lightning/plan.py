@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from .costs import Profile, step_time_ms
@@ -15,7 +17,7 @@ from .graph import Graph
 from .schedule import Schedule, keep_all, lower
 from .simulation import Simulation, simulate
 from .solvers.base import Solution
-from .units import Budget
+from .units import Budget, format_bytes, format_ratio, format_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,3 +145,102 @@ class Plan:
     def to_json(self) -> str:
         """Write the numbers of the plan as JSON."""
         return json.dumps(self.to_dict(), indent=2)
+
+    def summary(self) -> str:
+        """Say what was planned, and what was measured, in a few plain lines."""
+        lines = planned_lines(self)
+        if self.measured.peak_bytes is not None or self.measured.overhead is not None:
+            lines.append(measured_line(self))
+        return "\n".join(lines)
+
+    def save_timeline(self, path: str | Path) -> None:
+        """Write the predicted step, planned and unplanned, as a trace that Perfetto and chrome://tracing show.
+
+        Args:
+            path: File to write, JSON in the Trace Event Format: operations with their modules, and bytes allocated.
+        """
+        runs = (("planned", self.planned), ("unplanned", self.unplanned))
+        events = [event for number, (name, run) in enumerate(runs) for event in self._events(number, name, run)]
+        Path(path).write_text(json.dumps({"traceEvents": events, "otherData": self.to_dict()}))
+
+    def _events(self, number: int, name: str, run: Simulation) -> Iterator[dict[str, Any]]:
+        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
+        now_us, seen = 0.0, set[int]()
+        for moment in run.timeline:
+            node, taken_us = self.graph.nodes[moment.node], 1000 * self.profile.time_ms[moment.node]
+            kind = "recomputed" if moment.node in seen else node.phase.value
+            seen.add(moment.node)
+            arguments = {"module": node.module, "peak_bytes": self.resident_bytes + moment.peak_bytes}
+            span = {"ph": "X", "name": node.op, "cat": kind, "ts": now_us, "dur": taken_us, "args": arguments}
+            yield {**span, "pid": number, "tid": 0}
+            for size_bytes, at_us in ((moment.peak_bytes, now_us), (moment.live_bytes, now_us + taken_us)):
+                total = {"bytes": self.resident_bytes + size_bytes}
+                yield {"ph": "C", "name": "allocated", "ts": at_us, "pid": number, "args": total}
+            now_us += taken_us
+
+
+def planned_lines(plan: Plan) -> list[str]:
+    """Say what was planned: peak and time, then solver and planning."""
+    peak = f"{format_bytes(plan.unplanned_peak_bytes)} -> {format_bytes(plan.planned_peak_bytes)}"
+    return [
+        f"{plan_title(plan)}: peak {peak}{over_words(plan, plan.planned_peak_bytes)}, budget {budget_words(plan)}, "
+        f"extra time {format_ratio(plan.predicted_overhead)}",
+        f"  {solver_words(plan)}; planned in {planning_words(plan)}",
+    ]
+
+
+def measured_line(plan: Plan) -> str:
+    """Say in one plain line what was measured of a plan, beside what was predicted.
+
+    Args:
+        plan: A plan.
+
+    Returns:
+        An ASCII line.
+    """
+    said = []
+    if (peak := plan.measured.peak_bytes) is not None:
+        predicted, budget = format_bytes(plan.planned_peak_bytes), format_bytes(plan.budget_bytes)
+        said.append(f"peak {format_bytes(peak)}{over_words(plan, peak)}, predicted {predicted}, budget {budget}")
+    if (overhead := plan.measured.overhead) is not None:
+        said.append(f"extra time {format_ratio(overhead)}, predicted {format_ratio(plan.predicted_overhead)}")
+    return f"{plan_title(plan)}, measured: {'; '.join(said) or 'nothing yet'}"
+
+
+def plan_title(plan: Plan) -> str:
+    """Name a plan."""
+    return f"HiRemate plan of {plan.target}" if plan.target else "HiRemate plan"
+
+
+def over_words(plan: Plan, peak_bytes: int) -> str:
+    """Say by how much a peak is over the budget, nothing where it is not."""
+    over = peak_bytes - plan.budget_bytes
+    return f" ({format_bytes(over)} OVER the budget)" if over > 0 else ""
+
+
+def budget_words(plan: Plan) -> str:
+    """Say the budget in bytes, and as it was asked for."""
+    size = format_bytes(plan.budget_bytes)
+    return size if plan.budget.size_bytes is not None else f"{size} ({plan.budget})"
+
+
+def solver_words(plan: Plan) -> str:
+    """Say who solved it, how that ended, and how good the result is proven to be."""
+    solution = plan.solution
+    ended = f"{solution.strategy}: {solution.status.value}"
+    if solution.stopped_by:
+        ended += f", stopped by {solution.stopped_by}"
+    if not solution.recompute_ms:
+        return f"{ended}; nothing is recomputed"
+    if not solution.bound_ms:
+        return f"{ended}; no lower bound known"
+    return f"{ended}; gap {100 * plan.gap:.1f}% (no plan below {format_ratio(plan.bound_overhead)})"
+
+
+def planning_words(plan: Plan) -> str:
+    """Say how long planning took, stage by stage."""
+    planning = plan.planning
+    seconds = (planning.capture_s, planning.profile_s, planning.solve_s)
+    stages = zip(("tracing", "profiling", "solving"), seconds, strict=True)
+    parts = ", ".join(f"{name} {format_time(1000 * taken)}" for name, taken in stages if taken)
+    return f"{format_time(1000 * sum(seconds))}{': ' if parts else ''}{parts}"

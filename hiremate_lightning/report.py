@@ -30,7 +30,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .graph import OUTSIDE, Graph, Phase
-from .plan import Plan
+from .plan import Plan, budget_words, measured_line, over_words, plan_title, planned_lines, planning_words, solver_words
 from .schedule import Schedule, keep_all, lower
 from .simulation import Simulation
 from .units import format_bytes, format_ratio, format_time
@@ -326,69 +326,11 @@ def plan_lines(plan: Plan) -> list[str]:
     Returns:
         ASCII lines: peak and time, then solver and planning, then one for each module that is not left as it is.
     """
-    peak = f"{format_bytes(plan.unplanned_peak_bytes)} -> {format_bytes(plan.planned_peak_bytes)}"
-    lines = [
-        f"{_title(plan)}: peak {peak}{_over_words(plan, plan.planned_peak_bytes)}, budget {_budget_words(plan)}, "
-        f"extra time {format_ratio(plan.predicted_overhead)}",
-        f"  {_solver_words(plan)}; planned in {_planning_words(plan)}",
-    ]
+    lines = planned_lines(plan)
     for row in module_rows(plan):
         if not row.depth and (row.use.dropped_bytes or row.use.recomputed):
             lines.append(f"  {row.label}{f' x{row.count}' if row.count > 1 else ''}: {_use_words(row.use)}")
     return lines
-
-
-def measured_line(plan: Plan) -> str:
-    """Say in one plain line what was measured of a plan, beside what was predicted.
-
-    Args:
-        plan: A plan.
-
-    Returns:
-        An ASCII line.
-    """
-    said = []
-    if (peak := plan.measured.peak_bytes) is not None:
-        predicted, budget = format_bytes(plan.planned_peak_bytes), format_bytes(plan.budget_bytes)
-        said.append(f"peak {format_bytes(peak)}{_over_words(plan, peak)}, predicted {predicted}, budget {budget}")
-    if (overhead := plan.measured.overhead) is not None:
-        said.append(f"extra time {format_ratio(overhead)}, predicted {format_ratio(plan.predicted_overhead)}")
-    return f"{_title(plan)}, measured: {'; '.join(said) or 'nothing yet'}"
-
-
-def _title(plan: Plan) -> str:
-    return f"HiRemate plan of {plan.target}" if plan.target else "HiRemate plan"
-
-
-def _over_words(plan: Plan, peak_bytes: int) -> str:
-    over = peak_bytes - plan.budget_bytes
-    return f" ({format_bytes(over)} OVER the budget)" if over > 0 else ""
-
-
-def _budget_words(plan: Plan) -> str:
-    size = format_bytes(plan.budget_bytes)
-    return size if plan.budget.size_bytes is not None else f"{size} ({plan.budget})"
-
-
-def _solver_words(plan: Plan) -> str:
-    """Say who solved it, how that ended, and how good the result is proven to be."""
-    solution = plan.solution
-    ended = f"{solution.strategy}: {solution.status.value}"
-    if solution.stopped_by:
-        ended += f", stopped by {solution.stopped_by}"
-    if not solution.recompute_ms:
-        return f"{ended}; nothing is recomputed"
-    if not solution.bound_ms:
-        return f"{ended}; no lower bound known"
-    return f"{ended}; gap {100 * plan.gap:.1f}% (no plan below {format_ratio(plan.bound_overhead)})"
-
-
-def _planning_words(plan: Plan) -> str:
-    planning = plan.planning
-    seconds = (planning.capture_s, planning.profile_s, planning.solve_s)
-    stages = zip(("tracing", "profiling", "solving"), seconds, strict=True)
-    parts = ", ".join(f"{name} {format_time(1000 * taken)}" for name, taken in stages if taken)
-    return f"{format_time(1000 * sum(seconds))}{': ' if parts else ''}{parts}"
 
 
 def _place_words(plan: Plan) -> str:
@@ -483,7 +425,7 @@ class _PlanTable:
                 "",
                 timeline_text(self.plan, inside, glyphs),
             ),
-            title=Text(_title(self.plan), "bold"),
+            title=Text(plan_title(self.plan), "bold"),
             title_align="left",
             width=width,
             border_style=_FAINT,
@@ -498,10 +440,10 @@ def _facts(plan: Plan, glyphs: Glyphs) -> Table:
     resident = format_bytes(plan.resident_bytes)
     grid.add_row("peak", _peak_text(plan, glyphs))
     grid.add_row("at", Text(_place_words(plan)))
-    grid.add_row("budget", Text(f"{_budget_words(plan)}, {resident} of it resident before the step"))
+    grid.add_row("budget", Text(f"{budget_words(plan)}, {resident} of it resident before the step"))
     grid.add_row("time", _time_text(plan, glyphs))
-    grid.add_row("solver", Text(_solver_words(plan)))
-    grid.add_row("planning", Text(_planning_words(plan)))
+    grid.add_row("solver", Text(solver_words(plan)))
+    grid.add_row("planning", Text(planning_words(plan)))
     return grid
 
 
@@ -514,7 +456,7 @@ def _peak_text(plan: Plan, glyphs: Glyphs) -> Text:
 
 
 def _append_peak(text: Text, plan: Plan, peak_bytes: int, word: str) -> None:
-    over = _over_words(plan, peak_bytes)
+    over = over_words(plan, peak_bytes)
     text.append(f"{format_bytes(peak_bytes)} {word}{over}", _OVER if over else "bold")
 
 

@@ -12,7 +12,7 @@ from hiremate_lightning.simulation import simulate
 from hiremate_lightning.solvers.base import Solution, Status
 from hiremate_lightning.units import Budget
 
-from .tiny import KB, Builder, plan_keeping, transformer
+from .tiny import KB, Builder, chain, plan_keeping, transformer
 
 
 @pytest.fixture
@@ -99,3 +99,22 @@ def test_json_holds_the_same_numbers(plan: Plan):
 
 def test_planning_takes_no_time_unless_told():
     assert PlanningTime() == PlanningTime(capture_s=0.0, profile_s=0.0, solve_s=0.0)
+
+
+def test_the_summary_says_what_was_planned_and_what_was_measured():
+    plan = plan_keeping(*chain(), ())
+    assert "measured" not in plan.summary()
+    assert plan.summary().startswith("HiRemate plan")
+    measured = plan.with_measured(peak_bytes=plan.planned_peak_bytes)
+    assert "measured: peak" in measured.summary()
+
+
+def test_the_timeline_holds_both_runs_and_their_peaks(tmp_path):
+    plan = plan_keeping(*chain(), ())
+    plan.save_timeline(tmp_path / "timeline.json")
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    for number, peak in enumerate((plan.planned_peak_bytes, plan.unplanned_peak_bytes)):
+        assert max(e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == number) == peak
+    spans = [e for e in events if e["ph"] == "X" and e["pid"] == 0]
+    assert len(spans) == len(plan.planned.timeline)
+    assert any(e["cat"] == "recomputed" for e in spans)
