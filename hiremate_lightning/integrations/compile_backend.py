@@ -1,0 +1,242 @@
+"""The torch.compile backend named "hiremate", found by its entry point, so that nothing needs to be imported.
+
+    model = torch.compile(model, backend="hiremate", options={"budget": "8 GiB"})
+
+Options are those of `make_options`. All that is compiled with equal options shares one session: its graphs are planned
+together, under one budget, however many torch.compile calls or graph breaks they come from. As for every session, the
+first graph that runs after a backward begins a new step.
+
+Here there is no module to take over, only the graphs that Dynamo captured, so a few things are known less well than to
+`hiremate(model)`, which remains the better way where the model's code can be reached:
+
+* Parameters and buffers are known once a graph that uses them has run. On the CPU the others don't count as resident.
+* Graphs captured in eval mode are planned too, where they have gradients.
+* The seconds that torch takes to capture are not part of the plan's planning time.
+* torch.compile's own limit of recompilations holds for the frames that Dynamo captures.
+* Errors at capture come inside of torch's BackendCompilerFailed. Those at run, such as a budget that nothing fits, come
+  as they are.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from .. import targets, torch_private
+from ..api import make_options
+from ..backend import planning_backend
+from ..capture import Captured
+from ..errors import ConfigurationError
+from ..execution import Part
+from ..plan import Plan
+from ..session import Session
+
+_Weak = dict[int, weakref.ref[torch.Tensor]]  # by identity: tensors compare by their values
+_Key = tuple[tuple[str, str], ...]
+_sessions: weakref.WeakKeyDictionary[Session, _Key] = weakref.WeakKeyDictionary()
+
+
+def hiremate(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile a graph that Dynamo captured so that the steps it belongs to keep within a budget of bytes.
+
+    torch.compile calls this. The budget is "auto" where it is not given.
+
+    Args:
+        module: The captured graph.
+        inputs: Its arguments at capture.
+        options: Arguments of `make_options`, by name.
+        mode: Has no meaning for this backend.
+
+    Returns:
+        The function that runs in the graph's place.
+
+    Raises:
+        BudgetError: If the budget can't be read.
+        ConfigurationError: If an option is unknown or out of its range, or a mode is given; at its first run, if the
+            graph belongs to a module that `hiremate()` plans.
+
+    Example:
+        >>> model = torch.compile(model, backend="hiremate", options={"budget": "8 GiB"})
+    """
+    if mode is not None:
+        raise ConfigurationError(f"The backend 'hiremate' has no modes, found mode={mode!r}. Pass options= instead.")
+    known = _check_names(options or {})
+    session = _session_of(known, module)
+    return _Graph(session, module, inputs).run
+
+
+def get_plan(model: nn.Module) -> Plan | None:
+    """Give the plan of what was compiled with this backend, None before its second training step.
+
+    Args:
+        model: A module that was compiled, or in which something was, or the module before it was compiled.
+    """
+    own = {id(p) for p in model.parameters()}
+    found = (s.plan for s in list(_sessions) if any(id(p) in own for p in s.root.parameters()))
+    return next(found, None)
+
+
+def _check_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Refuse names of options that there are not; fill in the default budget."""
+    valid = list(inspect.signature(make_options).parameters)
+    unknown = [name for name in options if name not in valid]
+    if unknown:
+        raise ConfigurationError(
+            f"The backend 'hiremate' has no option {', '.join(map(repr, unknown))}. Valid options: {', '.join(valid)}."
+        )
+    return {"budget": "auto", **options}
+
+
+def _session_of(options: dict[str, Any], module: fx.GraphModule) -> Session:
+    """Find the session of all that was compiled with equal options, or begin one."""
+    key = tuple(sorted((name, repr(value)) for name, value in options.items()))
+    for known, its_key in list(_sessions.items()):
+        if its_key == key and not _root_of(known).is_gone:
+            return known
+    root = type(_name_of(module), (_Seen,), {})()
+    session = Session(root, make_options(**options))
+    targets._listen_to_optimizers(session)
+    _sessions[session] = key
+    return session
+
+
+def _root_of(session: Session) -> _Seen:
+    root = session.root
+    assert isinstance(root, _Seen), "the session was begun here"
+    return root
+
+
+def _modules_of(module: fx.GraphModule) -> Iterator[Any]:
+    """Go through the classes of the modules whose code the graph holds, outermost first for each operation."""
+    for node in module.graph.nodes:
+        for _, kind in node.meta.get("nn_module_stack", {}).values():
+            yield kind
+
+
+def _name_of(module: fx.GraphModule) -> str:
+    """Name what was compiled by the class of its outermost module."""
+    kind = next(_modules_of(module), "compiled function")
+    return kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__
+
+
+def _refuse_planned(parameters: Sequence[torch.Tensor]) -> None:
+    """Refuse what `hiremate()` plans already: Dynamo goes past its slots, so that its plan would never run.
+
+    Nothing leads from a parameter to its module, so the slots are looked for among all objects.
+
+    Raises:
+        ConfigurationError: If a parameter belongs to a module with a slot.
+    """
+    own = {id(p) for p in parameters}
+    for slot in [o for o in gc.get_objects() if type(o) is targets._Slot]:
+        for module in slot.targets.root.modules():
+            if torch_private.get_call(module) is slot and any(id(p) in own for p in module.parameters()):
+                raise ConfigurationError(
+                    f"{type(module).__name__} is planned already by hiremate(). Call it without torch.compile. Or call "
+                    "remove_hiremate(model) and keep torch.compile(model, backend='hiremate', options={'budget': ...})."
+                )
+
+
+class _Seen(nn.Module):
+    """Stands for the model in a session: the parameters and buffers of the graphs that have run, not kept alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parameters_seen: _Weak = {}
+        self._buffers_seen: _Weak = {}
+        self._somewhere = torch.empty(0)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether there were parameters, and none of them exists any more; torch may keep what it compiled longer."""
+        return bool(self._parameters_seen) and not any(True for _ in self._alive(self._parameters_seen))
+
+    def see_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Learn of parameters, and of other leaves that train.
+
+        At each run: torch runs what it compiled for one model with the parameters of another of the same kind.
+        """
+        new = [p for p in parameters if not self._knows(p)]
+        if any(isinstance(p, nn.Parameter) for p in new):
+            _refuse_planned(new)
+        if new:
+            kept = [*self._alive(self._parameters_seen), *new]
+            self._parameters_seen = {id(p): weakref.ref(p) for p in kept}
+
+    def _knows(self, parameter: torch.Tensor) -> bool:
+        reference = self._parameters_seen.get(id(parameter))
+        return reference is not None and reference() is parameter
+
+    def see_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Learn of buffers."""
+        self._buffers_seen.update((id(b), weakref.ref(b)) for b in buffers)
+
+    def see_device(self, device: torch.device) -> None:
+        """Learn where graphs run, for those that have no parameters."""
+        if self._somewhere.device != device:
+            self._somewhere = torch.empty(0, device=device)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Go through the parameters that still exist; an empty one where there are none, to tell the device."""
+        yield from list(self._alive(self._parameters_seen)) or [self._somewhere]
+
+    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        """Go through the buffers that still exist."""
+        return self._alive(self._buffers_seen)
+
+    @staticmethod
+    def _alive(seen: _Weak) -> Iterator[Any]:
+        found = (reference() for reference in seen.values())
+        return (tensor for tensor in found if tensor is not None)
+
+
+class _Graph:
+    """One graph that Dynamo captured, and its place in the steps of a session."""
+
+    def __init__(self, session: Session, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        self._session = session
+        self._name = type(session.root).__name__
+        self._buffers = [i for i, name in enumerate(_placeholders(module)) if "_buffers_" in name]
+        self._trains = False
+        if any(isinstance(value, torch.SymInt) for value in inputs):
+            # A plan holds for one size: the graph is captured once more for each that it is called with.
+            self._run = torch.compile(module, backend=planning_backend(self._take_in), dynamic=False)
+            self._trains = torch.is_grad_enabled()
+        else:
+            self._run = planning_backend(self._take_in)(module, inputs)
+
+    def _take_in(self, captured: Captured) -> Part:
+        self._trains = True
+        return self._session.take_in(captured)
+
+    def run(self, *arguments: Any) -> Any:
+        """Run the graph, as a part of a step where it trains."""
+        if not self._trains:
+            return self._run(*arguments)
+        self._see(arguments)
+        with self._session.calling(self._name, arguments):
+            return self._run(*arguments)
+
+    def _see(self, arguments: Sequence[Any]) -> None:
+        root = _root_of(self._session)
+        tensors = [t for t in arguments if isinstance(t, torch.Tensor)]
+        root.see_parameters([t for t in tensors if isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf)])
+        root.see_buffers([arguments[i] for i in self._buffers])
+        if tensors:
+            root.see_device(tensors[0].device)
+
+
+def _placeholders(module: fx.GraphModule) -> list[str]:
+    return [node.name for node in module.graph.nodes if node.op == "placeholder"]

@@ -1,0 +1,301 @@
+"""The torch.compile backend trains as without it, plans all that shares its options as one, and refuses by name."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from hiremate_lightning import BudgetError, ConfigurationError, HiRemateError, InfeasibleBudgetError, hiremate
+from hiremate_lightning.integrations import compile_backend
+from hiremate_lightning.integrations.compile_backend import get_plan
+
+WIDTH, ROWS = 48, 384
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    """Begin with empty caches: torch runs what it compiled for one model with another of the same kind."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def chain(depth: int = 3) -> nn.Sequential:
+    block = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU(), nn.Dropout(0.2)]
+    return nn.Sequential(*(copy.deepcopy(layer) for _ in range(depth) for layer in block))
+
+
+@torch.compiler.disable
+def look_at(x: torch.Tensor) -> torch.Tensor:
+    """Run outside of every graph."""
+    return x
+
+
+class Halves(nn.Module):
+    """Two chains with a graph break in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = chain(2), chain(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(look_at(self.first(x)))
+
+
+def compiled(model: Callable, **options) -> Callable:
+    settings = {"budget": "80%", "verbose": False, **options}
+    return torch.compile(model, backend="hiremate", options=settings)
+
+
+def train(call: Callable, model: nn.Module, rows: Sequence[int] = (ROWS,) * 5, accumulate: int = 1) -> list:
+    """Take AdamW steps; keep losses and gradients bit for bit."""
+    torch.manual_seed(3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    kept: list = []
+    for index, count in enumerate(rows):
+        loss = call(torch.randn(count, WIDTH)).square().mean()
+        loss.backward()
+        kept += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        if (index + 1) % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return kept
+
+
+def assert_trains_the_same(
+    build: Callable[[], nn.Module], compile_it: Callable[[nn.Module], Callable] = compiled, **how
+) -> nn.Module:
+    """Train with and without the backend; give the model that was trained with it."""
+    torch.manual_seed(5)
+    plain = build()
+    model = copy.deepcopy(plain)
+    expected = train(plain, plain, **how)
+
+    found = train(compile_it(model), model, **how)
+
+    assert len(found) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    mine, theirs = model.state_dict(), plain.state_dict()
+    assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+    return model
+
+
+def assert_within_budget(model: nn.Module) -> None:
+    plan = get_plan(model)
+    assert plan is not None
+    assert plan.planned_peak_bytes <= plan.budget_bytes < plan.unplanned_peak_bytes
+    assert plan.measured.peak_bytes is not None
+    assert plan.measured.peak_bytes <= plan.budget_bytes, (plan.measured.peak_bytes, plan.planned_peak_bytes)
+
+
+def error_of(model: nn.Module, **settings) -> BaseException:
+    """Give what the backend raises while torch compiles."""
+    with pytest.raises(Exception, match="backend='hiremate' raised") as caught:
+        torch.compile(model, backend="hiremate", **settings)(torch.randn(ROWS, WIDTH))
+    return caught.value.inner_exception
+
+
+def test_the_backend_is_found_without_importing_the_package():
+    code = (
+        "import sys, torch\n"
+        "assert 'hiremate' in torch.compiler.list_backends()\n"
+        "assert 'hiremate_lightning' not in sys.modules\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "options = {'budget': '8GiB', 'verbose': False}\n"
+        "call = torch.compile(model, backend='hiremate', options=options)\n"
+        "for _ in range(2): call(torch.ones(2, 4)).sum().backward()\n"
+        "assert 'hiremate_lightning' in sys.modules\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", check=False)
+
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_compiled_model_trains_the_same_within_its_budget():
+    assert_within_budget(assert_trains_the_same(chain))
+
+
+def test_graphs_on_both_sides_of_a_break_are_planned_as_one_step():
+    model = assert_trains_the_same(Halves)
+
+    assert_within_budget(model)
+    assert calls_of_each_plan(model) == [2]
+
+
+def test_models_compiled_with_equal_options_are_planned_as_one_step():
+    def halves_compiled(model: Halves) -> Callable:
+        first, second = compiled(model.first), compiled(model.second)
+        return lambda x: second(first(x))
+
+    model = assert_trains_the_same(Halves, halves_compiled)
+
+    assert_within_budget(model)
+    assert calls_of_each_plan(model) == [2]
+
+
+def test_models_compiled_with_other_options_have_their_own_session():
+    for budget in ("80%", "90%"):
+        model = chain(1)
+        train(compiled(model, budget=budget), model, rows=(ROWS,) * 2)
+        assert str(get_plan(model).budget) == budget
+
+
+def test_another_size_gets_its_own_plan_though_torch_makes_sizes_dynamic():
+    rows = (ROWS,) * 3 + (160,) * 4 + (224,) * 4
+
+    model = assert_trains_the_same(chain, rows=rows)
+
+    assert_within_budget(model)
+    assert calls_of_each_plan(model) == [1, 1, 1]
+
+
+def test_gradients_add_up_over_steps():
+    model = assert_trains_the_same(chain, lambda m: compiled(m, on_infeasible="warn"), accumulate=2)
+
+    assert get_plan(model) is not None
+
+
+def test_a_function_around_the_model_and_its_loss_is_planned():
+    def with_loss(model: nn.Module) -> Callable:
+        step = compiled(lambda x: model(x).square().mean())
+        return lambda x: _Already(step(x))
+
+    assert_within_budget(assert_trains_the_same(chain, with_loss))
+
+
+class _Already:
+    """A loss that passes through the rest of the loss unchanged."""
+
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+    def square(self) -> _Already:
+        return self
+
+    def mean(self) -> torch.Tensor:
+        return self.loss
+
+
+def test_evaluation_between_steps_changes_nothing():
+    def with_evaluation(model: nn.Module) -> Callable:
+        call = compiled(model)
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            model.eval()
+            with torch.no_grad():
+                call(x)
+            model.train()
+            return call(x)
+
+        return run
+
+    model = assert_trains_the_same(chain, with_evaluation)
+
+    assert_within_budget(model)
+    assert calls_of_each_plan(model) == [1]
+
+
+def test_a_function_without_parameters_is_planned():
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return (x.sin().exp() * x.cos()).sum()
+
+    before, gradients = set(compile_backend._sessions), []
+    call, x = compiled(layer, budget="7 GiB"), torch.randn(ROWS, WIDTH)
+    for function in (layer, call, call, call):
+        leaf = x.clone().requires_grad_()
+        function(leaf * 2).backward()
+        gradients.append(leaf.grad)
+
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+    (session,) = set(compile_backend._sessions) - before
+    assert session.plan is not None
+
+
+def test_a_model_that_was_not_compiled_has_no_plan():
+    assert get_plan(chain(1)) is None
+
+
+def test_a_second_model_of_the_same_kind_runs_by_the_same_plan():
+    models = [assert_trains_the_same(chain) for _ in range(2)]
+
+    first, second = (session_of(model) for model in models)
+    assert first is second
+    assert len(first.plans) == 1
+
+
+def test_a_model_of_another_kind_does_not_inherit_the_session_of_one_that_is_gone():
+    for depth in (1, 2):
+        model = assert_trains_the_same(lambda depth=depth: chain(depth))
+        assert len(session_of(model).plans) == 1
+        gone = weakref.ref(model)
+        del model
+        gc.collect()
+        assert gone() is None
+
+
+def session_of(model: nn.Module):
+    own = {id(p) for p in model.parameters()}
+    return next(s for s in compile_backend._sessions if any(id(p) in own for p in s.root.parameters()))
+
+
+def calls_of_each_plan(model: nn.Module) -> list[int]:
+    """Give the number of graphs in each plan of a model's session."""
+    return [len(signature) for signature in session_of(model).plans]
+
+
+def test_parameters_and_buffers_of_every_graph_count_as_resident():
+    model = assert_trains_the_same(Halves)
+    root = session_of(model).root
+
+    assert {id(p) for p in root.parameters()} == {id(p) for p in model.parameters()}
+    assert {id(b) for b in root.buffers()} == {id(b) for b in model.buffers()}
+
+
+def test_an_unknown_option_is_refused_with_the_valid_ones():
+    error = error_of(chain(1), options={"budget": "1 GiB", "margin": 0.1})
+
+    assert isinstance(error, ConfigurationError)
+    names = "budget, time_limit_s, max_plans, on_infeasible, cache_dir, solver, verbose"
+    assert str(error) == f"The backend 'hiremate' has no option 'margin'. Valid options: {names}."
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "words"),
+    [
+        ({"options": {"budget": "10 bananas"}}, BudgetError, "'bananas' is not one of the units"),
+        ({"options": {"solver": "oracle"}}, ConfigurationError, "Unknown solver 'oracle'"),
+        ({"options": {"max_plans": 0}}, ConfigurationError, "max_plans must be at least 1"),
+        ({"mode": "max-autotune"}, ConfigurationError, "has no modes, found mode='max-autotune'. Pass options="),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(settings: dict, kind: type[HiRemateError], words: str):
+    error = error_of(chain(1), **settings)
+
+    assert isinstance(error, kind)
+    assert words in str(error)
+
+
+def test_a_budget_that_nothing_fits_is_refused_with_the_smallest():
+    with pytest.raises(InfeasibleBudgetError, match=r"The budget 1.00 KiB .* is too small for Sequential"):
+        compiled(chain(1), budget="1 KiB")(torch.randn(ROWS, WIDTH))
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: lambda x: model(x)], ids=["module", "function"])
+def test_a_model_that_is_planned_already_is_refused_with_what_to_write(wrap: Callable):
+    model = hiremate(chain(1), "1 GiB", verbose=False)
+
+    with pytest.raises(ConfigurationError, match=r"Sequential is planned already by hiremate.*without torch\.compile"):
+        compiled(wrap(model))(torch.randn(ROWS, WIDTH))
+
+
+def test_a_compiled_model_is_refused_by_hiremate():
+    with pytest.raises(ConfigurationError, match="compiled already"):
+        hiremate(compiled(chain(1)), "1 GiB")
