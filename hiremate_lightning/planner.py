@@ -16,11 +16,12 @@ from .plan_files import PlanFiles
 from .schedule import keep_all, lower
 from .simulation import Simulation, simulate
 from .solvers import smallest_budget
-from .solvers.base import Problem, Solution, SolveOptions, get_strategy, replay
+from .solvers.base import Problem, Solution, SolveOptions, Status, Strategy, get_strategy, replay
 from .step import Step
 from .units import Budget, format_bytes
 
 DEFAULT_SOLVER = "portfolio"
+TIGHTENINGS = 4  # of the budget, where a strategy's own memory model was too coarse
 GUARD_BYTES = 2**16  # left free for scalars that come and go outside of the planned modules, at most .1% of the budget
 AUTO_MARGIN = 0.08  # share of the free bytes that "auto" leaves for fragmentation and for what runs outside
 
@@ -122,10 +123,32 @@ def _solve(problem: Problem, options: PlanOptions) -> tuple[Solution, Profile]:
     files = PlanFiles(options.cache_dir) if options.cache_dir is not None else None
     if files is not None and (found := files.read(problem, options.solver)) is not None:
         return found
-    solution = get_strategy(options.solver)(problem)
-    if files is not None and solution.is_feasible:
+    solution = _solve_until_it_fits(problem, get_strategy(options.solver))
+    if files is not None and _fits(problem, solution):
         files.write(problem, options.solver, solution)
     return solution, problem.profile
+
+
+def _solve_until_it_fits(problem: Problem, strategy: Strategy) -> Solution:
+    """Solve, with less and less of the budget while the simulated peak passes it; the first bound stays the bound."""
+    solution = first = strategy(problem)
+    tighter = problem
+    for _ in range(TIGHTENINGS):
+        excess = replay(problem, solution.recompute).peak_bytes - problem.budget_bytes if solution.is_feasible else 0
+        if excess <= 0:
+            break
+        tighter = replace(tighter, budget_bytes=tighter.budget_bytes - excess)
+        solution = strategy(tighter)
+    if solution is first or not solution.is_feasible:
+        return solution
+    proven = solution.recompute_ms <= first.bound_ms + problem.options.gap * problem.step_ms
+    return replace(
+        solution,
+        status=Status.OPTIMAL if proven else Status.FEASIBLE,
+        bound_ms=min(first.bound_ms, solution.recompute_ms),
+        stopped_by="proof" if proven else "end of the search",
+        solve_s=first.solve_s + solution.solve_s,
+    )
 
 
 def check_feasible(step: Step, budget: Budget, budget_bytes: int, resident_bytes: int, target: str) -> None:

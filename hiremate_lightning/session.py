@@ -30,6 +30,7 @@ from .capture import Captured, allocated_bytes
 from .costs import Profile
 from .errors import CaptureError, HiRemateWarning, InfeasibleBudgetError
 from .execution import Part, Program, build
+from .graph import StorageKind
 from .plan import Plan, PlanningTime
 from .planner import PlanOptions, check_feasible, make_plan, resolve, unplanned
 from .profiling import CostCache, TimedRun, measure
@@ -294,11 +295,20 @@ class Session:
         return number
 
     def _check_first(self, captured: Captured, profile: Profile) -> None:
-        """Stop before the first step where not even the captured part alone fits."""
+        """Stop before the first step where not even the captured part alone fits.
+
+        A share of the whole step is not known from a part of it: it is checked where a part uses all parameters, else
+        once the step is known.
+        """
         step = merge([Call(captured.graph, profile)], [0])
-        if self.options.plan.on_infeasible == "raise":
+        is_known = self.options.budget.share is None or self._uses_all_parameters(captured)
+        if self.options.plan.on_infeasible == "raise" and is_known:
             budget, resident = self.options.budget, (self._began_with or self._resident(())).size_bytes
             check_feasible(step, budget, self._budget_bytes(step, resident), resident, self._name)
+
+    def _uses_all_parameters(self, captured: Captured) -> bool:
+        used = sum(storage.kind is StorageKind.PARAMETER for storage in captured.graph.storages)
+        return used >= len({torch_private.storage_id(p) for p in self.root.parameters()})
 
     # ---------------------------------------------------------------- steps
 

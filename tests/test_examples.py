@@ -49,6 +49,18 @@ def test_the_plain_example_trains_and_tells_its_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_accelerate_example_trains_within_the_budget_of_the_environment(tmp_path: Path, monkeypatch) -> None:
+    pytest.importorskip("transformers", reason="the extra `models` is not installed")
+    monkeypatch.setenv("HIREMATE_BUDGET", "60%")
+
+    printed = run(str(ROOT / "examples" / "accelerate_lm.py"), "--steps", "5", "--layers", "2", cwd=tmp_path)
+
+    assert printed.count("loss") == 5
+    assert "(60%)" in printed
+    assert "measured: peak" in printed
+
+
+@pytest.mark.slow
 def test_the_first_example_of_the_readme_runs(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     script = tmp_path / "readme.py"

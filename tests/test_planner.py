@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hiremate_lightning.errors import InfeasibleBudgetError
@@ -159,3 +161,22 @@ def test_the_same_step_and_budget_give_the_same_plan():
     budget = (smallest_of(step) + unplanned(step).peak_bytes) // 2
     first, second = (plan_of(step, budget) for _ in range(2))
     assert first.solution.recompute == second.solution.recompute
+
+
+def test_a_strategy_that_counts_too_little_solves_again_with_less(monkeypatch):
+    monkeypatch.setattr(base, "_STRATEGIES", dict(base._STRATEGIES))
+    step = step_of(*transformer(4))
+    budget = unplanned(step).peak_bytes * 7 // 10
+    asked = []
+
+    @strategy("short-sighted, for a test")
+    def solve(problem):
+        asked.append(problem.budget_bytes)
+        return base.get_strategy("portfolio")(replace(problem, budget_bytes=problem.budget_bytes + 100_000))
+
+    plan = plan_of(step, budget, solver="short-sighted, for a test")
+    assert plan.planned_peak_bytes <= budget
+    assert plan.solution.strategy == "portfolio"
+    assert len(asked) > 1
+    assert asked == sorted(asked, reverse=True)
+    assert plan.solution.bound_ms <= plan.solution.recompute_ms

@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.metering import MemoryMeter, measure_peak
@@ -541,3 +542,25 @@ def test_an_exception_in_the_forward_leaves_the_next_step_exact():
         return [step(model, 4), *gradients(model)]
 
     assert_same(run(True), run(False))
+
+
+def test_a_share_is_not_refused_because_of_a_part_that_cannot_shrink():
+    """After a graph break the loss is a graph of its own, and keeps all that it has."""
+
+    class Breaks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6)))
+
+        def forward(self, x):
+            y = self.net(x)
+            torch._dynamo.graph_break()
+            return F.cross_entropy(y, y.detach().argmax(dim=1))
+
+    model = hiremate(Breaks(), "70%", verbose=False)
+    for _ in range(3):
+        model(torch.randn(512, WIDTH)).backward()
+        model.zero_grad()
+    plan = get_plan(model)
+    assert session_of(model).captured_count == 2
+    assert plan.planned_peak_bytes <= plan.budget_bytes < plan.unplanned_peak_bytes

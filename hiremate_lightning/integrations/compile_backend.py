@@ -13,6 +13,7 @@ Here there is no module to take over, only the graphs that Dynamo captured, so a
 * Graphs captured in eval mode are planned too, where they have gradients.
 * The seconds that torch takes to capture are not part of the plan's planning time.
 * torch.compile's own limit of recompilations holds for the frames that Dynamo captures.
+* Compile the module, then wrap it in DistributedDataParallel: around that, torch may capture nothing, without a word.
 * Errors at capture come inside of torch's BackendCompilerFailed. Those at run, such as a budget that nothing fits, come
   as they are.
 """

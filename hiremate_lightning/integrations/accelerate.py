@@ -1,0 +1,102 @@
+"""Hugging Face Accelerate: prepare a model for training inside a budget.
+
+The plan lies on the inner module, so that what Accelerate puts around it (autocast, DistributedDataParallel, gradient
+accumulation) and what it takes out again (`unwrap_model`, `get_state_dict`, `save_state`) are as ever.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, DynamoBackend
+from torch import nn
+
+from ..api import hiremate, make_options, remove_hiremate
+from ..errors import BudgetError, ConfigurationError
+from ..targets import Target
+
+ENVIRONMENT_BUDGET = "HIREMATE_BUDGET"
+SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+REASONS = {
+    "FSDP": "its parameters are sharded while the plan runs. Launch with --multi_gpu (DDP) instead.",
+    "DEEPSPEED": "DeepSpeed schedules memory itself. Launch with --multi_gpu (DDP) instead.",
+    "MEGATRON_LM": "Megatron-LM splits and recomputes layers itself. Launch with --multi_gpu (DDP) instead.",
+    "XLA": "XLA decides on memory itself. Train on CUDA devices or on the CPU.",
+}
+
+
+def prepare_hiremate(
+    accelerator: Accelerator,
+    *objects: Any,
+    budget: int | float | str | None = None,
+    target: Target = None,
+    **options: Any,
+) -> Any:
+    """Call `accelerator.prepare`, with the model among the objects trained inside a budget.
+
+    Args:
+        accelerator: The accelerator.
+        objects: What `accelerator.prepare` takes; exactly one of them is a module.
+        budget: As for `hiremate`; None for the environment variable HIREMATE_BUDGET, or "auto" where that is not set.
+        target: As for `hiremate`.
+        options: The other arguments of `hiremate`, by name. Plans are reported by the main process alone.
+
+    Returns:
+        What `accelerator.prepare` returns.
+
+    Raises:
+        BudgetError: If the budget can't be read.
+        ConfigurationError: If the set-up can't be planned; nothing is changed then.
+
+    Example:
+        >>> model, optimizer, loader = prepare_hiremate(accelerator, model, optimizer, loader, budget="10 GiB")
+    """
+    _refuse(accelerator)
+    modules = [o for o in objects if isinstance(o, nn.Module)]
+    if len(modules) != 1:
+        raise ConfigurationError(
+            f"prepare_hiremate plans one module, found {len(modules)}. Put the modules that train together into one "
+            "nn.Module, and prepare the others with accelerator.prepare."
+        )
+    optimizers = [o for o in objects if isinstance(o, torch.optim.Optimizer)]
+    hiremate(
+        modules[0],
+        _chosen_budget() if budget is None else budget,
+        target=target,
+        optimizer=optimizers[0] if len(optimizers) == 1 else None,
+        **{"verbose": accelerator.is_main_process, **options},
+    )
+    try:
+        return accelerator.prepare(*objects)
+    except BaseException:
+        remove_hiremate(modules[0])
+        raise
+
+
+def _chosen_budget() -> str:
+    """Read the budget from the environment.
+
+    Raises:
+        BudgetError: If it can't be read; the text names the variable.
+    """
+    budget = os.environ.get(ENVIRONMENT_BUDGET, "auto")
+    try:
+        make_options(budget)
+    except BudgetError as error:
+        raise BudgetError(f"The environment variable {ENVIRONMENT_BUDGET} is no budget. {error}") from error
+    return budget
+
+
+def _refuse(accelerator: Accelerator) -> None:
+    kind = accelerator.distributed_type
+    if kind not in SUPPORTED:
+        reason = REASONS.get(kind.value, "it was never tried. Launch one process, or with --multi_gpu (DDP).")
+        raise ConfigurationError(f"prepare_hiremate can't plan under {kind.value}: {reason}")
+    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        raise ConfigurationError(
+            "prepare_hiremate can't plan what Accelerate compiles. Launch without --dynamo_backend: "
+            "the plan captures the model by itself."
+        )
