@@ -15,6 +15,9 @@ from torch.nn import functional as F
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.metering import MemoryMeter, measure_peak
+from hiremate_lightning.solvers.base import Problem, replay
+from hiremate_lightning.solvers.model import Model
+from hiremate_lightning.solvers.turn_point import segment_policies
 from hiremate_lightning.targets import targets_of
 
 WIDTH, ROWS = 16, 256
@@ -564,3 +567,31 @@ def test_a_share_is_not_refused_because_of_a_part_that_cannot_shrink():
     plan = get_plan(model)
     assert session_of(model).captured_count == 2
     assert plan.planned_peak_bytes <= plan.budget_bytes < plan.unplanned_peak_bytes
+
+
+def test_the_solvers_count_what_one_part_hands_to_the_next_as_it_is():
+    """The backward of the second part reads its input, which only the first part could compute again."""
+
+    class Breaks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = (
+                nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3))) for _ in range(2)
+            )
+
+        def forward(self, x):
+            y = self.first(x)
+            torch._dynamo.graph_break()
+            return self.second(y)
+
+    model = hiremate(Breaks(), "80%", verbose=False)
+    for _ in range(3):
+        model(torch.randn(512, WIDTH)).square().mean().backward()
+        model.zero_grad()
+    plan = get_plan(model)
+    problem = Problem(plan.graph, plan.profile, 0)
+    replayed = Model(problem)
+    for policy in segment_policies(replayed):
+        found = replayed.replay(policy)
+        assert found.peak_bytes == pytest.approx(replay(problem, replayed.recompute(found.rows)).peak_bytes, abs=64)
+    assert plan.solution.stopped_by == "proof"

@@ -110,6 +110,8 @@ class Model:
         return tuple(s for s in found if s is not None and s in self.made_at and s not in self._held)
 
     def _collect_choices(self) -> None:
+        recomputers = self.graph.recomputers
+        self._passed_on = {self.storage_of[t] for t in self.graph.needed if recomputers[t] is None}
         graph, self.producer, self.needs = self.graph, dict[int, int](), dict[int, tuple[int, ...]]()
         fixed, stack, seen = set(), list(self.uses), set(self.uses)
         while stack:
@@ -161,7 +163,12 @@ class Model:
         return {s: position for s, position in found.items() if s is not None and s not in direct}
 
     def _recomputer(self, storage: int) -> int | None:
-        """Find what computes a storage again: the recomputer of the tensor that its first producer puts on it."""
+        """Find what computes a storage again: the recomputer of the tensor that its first producer puts on it.
+
+        None where the backward reads it as the input of a later call: that call can't run what an earlier one ran.
+        """
+        if storage in self._passed_on:
+            return None
         node = self.graph.nodes[self.graph.forward[self.made_at[storage]]]
         first = next(t for t in node.outputs if self.storage_of[t] == storage)
         return self.graph.recomputers[first]
