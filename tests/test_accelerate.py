@@ -14,7 +14,7 @@ from torch import nn
 from hiremate_lightning import BudgetError, ConfigurationError, InfeasibleBudgetError, get_plan
 from hiremate_lightning.integrations.accelerate import ENVIRONMENT_BUDGET, prepare_hiremate
 
-WIDTH, ROWS, STEPS = 32, 256, 8
+WIDTH, ROWS, STEPS = 32, 4096, 8
 
 
 @pytest.fixture(autouse=True)
@@ -103,17 +103,17 @@ def test_a_batch_size_that_does_not_fit_is_backed_off_from():
     accelerator = Accelerator(cpu=True)
     tried = []
 
-    @find_executable_batch_size(starting_batch_size=4096)
+    @find_executable_batch_size(starting_batch_size=65536)
     def run(batch_size):
         tried.append(batch_size)
-        model = prepare_hiremate(accelerator, make(), budget="2 MB", verbose=False)
+        model = prepare_hiremate(accelerator, make(), budget="20 MB", verbose=False)
         for _ in range(2):
             model(torch.randn(batch_size, WIDTH)).square().mean().backward()
         return batch_size
 
     found = run()
-    assert found < 4096
-    assert tried[0] == 4096
+    assert found < 65536
+    assert tried[0] == 65536
     assert len(tried) > 1
 
 
