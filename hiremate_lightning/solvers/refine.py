@@ -42,24 +42,30 @@ def refine(
     """
     checks = checks or first_checks(search.model)
     apart = max(1, len(search.model.reads) // 8)
+    share = SHARE_OF_ROUND
     for number in range(ROUNDS):
-        if search.is_done or search.left_s() <= reserve_s:
+        left = search.left_s() - reserve_s
+        if search.is_done or left <= 0:
             return
-        replay = _round(search, checks, number, restrict, search.left_s() - reserve_s)
-        if replay is None or replay.peak_bytes <= search.limit:
+        replay = _round(search, checks, number, restrict, min(left, max(1.0, share * left)))
+        if replay is None:
             return
-        more = add_checks(checks, replay, search.limit, apart)
-        checks = more if more != checks else add_reserves(checks, replay, search.limit)
+        if replay.peak_bytes > search.limit:
+            more = add_checks(checks, replay, search.limit, apart)
+            checks = more if more != checks else add_reserves(checks, replay, search.limit)
+        elif share == 1.0:
+            return
+        else:
+            share = 1.0  # enough is checked: where the solve was cut short, the rest of the time is for its proof
 
 
-def _round(search: Search, checks: Checks, number: int, restrict: Restriction | None, left_s: float) -> Replay | None:
+def _round(search: Search, checks: Checks, number: int, restrict: Restriction | None, seconds: float) -> Replay | None:
     """Solve once, take the bound, offer the solution; give its replay."""
     program = PhasedProgram(search.model, search.limit, checks)
     start = program.start(search.best.replay.rows) if search.best is not None else ()
     if restrict is not None:
         restrict(program)
         start = ()  # the best found so far need not obey the restriction
-    seconds = min(left_s, max(1.0, SHARE_OF_ROUND * left_s))
     result = solve(program.program, search.problem.options, seconds, absolute_gap=search.gap_ms, start=start)
     if restrict is None:
         _take_bound(search, checks, result)
