@@ -12,12 +12,14 @@ from collections.abc import Callable
 
 from .base import Problem, Solution, strategy
 from .chains import min_memory_policies, try_rotor
+from .crossover import try_crossovers
 from .greedy import Found
 from .incumbent import Search, begin, keep_everything
 from .refine import QUICK_SHARE, polish, refine
 from .selections import knapsack_policies, try_walks
-from .turn_point import prove, try_evictions, try_limits, try_segments
+from .turn_point import prove, roundings, segment_policies, try_evictions, try_limits, try_segments
 
+CLOSE = 0.02  # of the step's time: a start that near the bound needs no other
 REFINE_SHARE = 0.85  # of the time limit, where no proof ends it earlier
 
 
@@ -46,6 +48,13 @@ def _try_evictions(search: Search) -> None:
     try_evictions(search, search.within(0.5))
 
 
+def _is_close(search: Search) -> bool:
+    """Whether the best found is good enough to start the phased model from."""
+    return (
+        search.best is not None and search.best.replay.recompute_ms <= search.bound_ms + CLOSE * search.problem.step_ms
+    )
+
+
 OTHERS: tuple[Callable[[Search], None], ...] = (
     _try_least_memory,
     _try_evictions,
@@ -63,8 +72,11 @@ def portfolio(problem: Problem) -> Solution:
         return keep_everything(problem.graph, search.model.keep_all_bytes)
     if not prove(search):
         return search.answer("portfolio")
-    try_segments(search, search.within(QUICK_SHARE))
-    try_limits(search, relax=True, deadline=search.within(QUICK_SHARE))
+    deadline = search.within(QUICK_SHARE)
+    try_crossovers(search, [*roundings(search, deadline), *segment_policies(search.model)], deadline)
+    if not _is_close(search):
+        try_segments(search, search.within(QUICK_SHARE))
+        try_limits(search, relax=True, deadline=search.within(QUICK_SHARE))
     for attempt in OTHERS:
         if search.best is None and search.left_s() > 0:
             attempt(search)

@@ -135,6 +135,21 @@ def try_limits(search: Search, relax: bool, deadline: float) -> None:
             search.repair(Policy(frozenset(s for s, v in keep.items() if result.values[v] >= 0.5)), deadline)
 
 
+def roundings(search: Search, deadline: float) -> list[Policy]:
+    """Round the relaxations for several limits of the bytes at the turn."""
+    model, found = search.model, []
+    at_turn = model.gradients[0] if model.gradients else 0
+    for share in LIMITS[::2]:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        program, keep = _program(model, int(share * max(0, search.limit - at_turn)))
+        result = solve(program, search.problem.options, left, relax=True)
+        if result.values:
+            found.append(Policy(frozenset(s for s, v in keep.items() if result.values[v] >= 0.5)))
+    return found
+
+
 def try_evictions(search: Search, deadline: float) -> None:
     """Evict from all segmentations; the way to a small peak is not the same for each."""
     for policy in segment_policies(search.model):
