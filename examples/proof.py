@@ -23,7 +23,7 @@ from hiremate_lightning import torch_private
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.metering import MemoryMeter
 from hiremate_lightning.plan import Plan
-from hiremate_lightning.report import plan_table
+from hiremate_lightning.terminal import plan_table
 from hiremate_lightning.units import format_bytes, format_ratio, format_time
 
 PAIRS = 6  # of steps, plain and planned in turn, after those that are compared; the first pair warms up

@@ -22,6 +22,7 @@ PACKAGE = "hiremate_lightning"
 # A module imports from those before it. A folder is one layer: in it, `base` comes first and nothing goes in circles.
 ORDER = (
     "errors",
+    "out_of_memory",
     "units",
     "graph",
     "schedule",
@@ -33,6 +34,7 @@ ORDER = (
     "solvers",
     "plan",
     "plan_files",
+    "breakdown",
     "torch_private",
     "capture",
     "execution",
@@ -40,6 +42,7 @@ ORDER = (
     "profiling",
     "recording",
     "backend",
+    "terminal",
     "report",
     "planner",
     "session",
@@ -60,6 +63,7 @@ TORCH_FREE = (
     "solvers",
     "plan",
     "plan_files",
+    "breakdown",
     "planner",
 )
 FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate")

@@ -237,3 +237,32 @@ def plan_keeping(graph: Graph, profile: Profile, names: Iterable[str], **changes
         "planning": PlanningTime(0.5, 0.25, 1.2),
     }
     return Plan(**{**fields, **changes})
+
+
+def blocks_plan(blocks: int = 4, keep: tuple[str, ...] = ("residual", "up"), **changes: Any) -> Plan:
+    """Keep some values of every block of a transformer."""
+    graph, profile = transformer(blocks)
+    return plan_keeping(graph, profile, [f"{name}{i}" for name in keep for i in range(blocks)], **changes)
+
+
+def mixed_plan(blocks: int = 4, kept_blocks: int = 2) -> Plan:
+    """Keep all of the first blocks, and of the others only what they start from."""
+    graph, profile = transformer(blocks)
+    kept = [node.name for node in graph.nodes if node.name[-1:].isdigit() and int(node.name[-1]) < kept_blocks]
+    return plan_keeping(graph, profile, [*kept, *(f"residual{i}" for i in range(blocks))])
+
+
+def flat_plan(sizes: tuple[int, ...], name: str = "layer{}.act") -> Plan:
+    """A chain in which each module keeps one value of its own size."""
+    b = Builder()
+    x = b.input("x")
+    saved = []
+    for i, size in enumerate(sizes):
+        b.module = name.format(i)
+        x = b.op("a", (x,), size)
+        saved.append(x)
+    g = b.tangent("dy", 1)
+    for tensor in reversed(saved):
+        g = b.op("g", (g, tensor), 1, backward=True)
+    graph, profile = b.graph(gradients=(g,))
+    return plan_keeping(graph, profile, ["a"], resident_bytes=0)
