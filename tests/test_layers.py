@@ -35,6 +35,7 @@ ORDER = (
     "plan",
     "plan_files",
     "breakdown",
+    "lifetimes",
     "torch_private",
     "capture",
     "execution",
@@ -45,9 +46,12 @@ ORDER = (
     "terminal",
     "report",
     "planner",
+    "scaling",
+    "size_search",
     "session",
     "targets",
     "api",
+    "batch_size",
     "__init__",
     "callbacks",
     "integrations",
@@ -64,6 +68,7 @@ TORCH_FREE = (
     "plan",
     "plan_files",
     "breakdown",
+    "lifetimes",
     "planner",
 )
 FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
