@@ -1,15 +1,20 @@
 """Train PyTorch models inside a byte budget, bit for bit as before, and as fast as that budget allows."""
 
+from importlib import import_module as _import_module
 from pathlib import Path as _Path
+from typing import TYPE_CHECKING
 
 _package = _Path(__file__).resolve().parent
 if not (_package / "callbacks").is_dir() and (_package.parent / "callbacks" / "__init__.py").is_file():
     # A checkout on the path, not an installed copy: here the callbacks lie beside the package, not inside it.
     __path__.append(str(_package.parent))
 
-from .api import get_plan, hiremate, remove_hiremate
-from .errors import BudgetError, CaptureError, ConfigurationError, HiRemateError, HiRemateWarning, InfeasibleBudgetError
-from .plan import Plan
+if TYPE_CHECKING:
+    from .api import get_plan, hiremate, remove_hiremate
+    from .out_of_memory import InfeasibleBudgetError
+    from .plan import Plan
+
+from .errors import BudgetError, CaptureError, ConfigurationError, HiRemateError, HiRemateWarning
 
 __all__ = [
     "BudgetError",
@@ -25,3 +30,22 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+# Solving needs no torch, which takes seconds to import.
+_LAZY = {
+    "InfeasibleBudgetError": "out_of_memory",
+    "Plan": "plan",
+    "get_plan": "api",
+    "hiremate": "api",
+    "remove_hiremate": "api",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_import_module(f".{_LAZY[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .costs import Profile
-from .errors import InfeasibleBudgetError
+from .out_of_memory import InfeasibleBudgetError
 from .plan import Plan, PlanningTime
 from .plan_files import PlanFiles
 from .schedule import keep_all, lower
 from .simulation import Simulation, simulate
 from .solvers import smallest_budget
 from .solvers.base import Problem, Solution, SolveOptions, Status, Strategy, get_strategy, replay
+from .solvers.worker import apart
 from .step import Step
 from .units import Budget, format_bytes
 
@@ -123,7 +124,7 @@ def _solve(problem: Problem, options: PlanOptions) -> tuple[Solution, Profile]:
     files = PlanFiles(options.cache_dir) if options.cache_dir is not None else None
     if files is not None and (found := files.read(problem, options.solver)) is not None:
         return found
-    solution = _solve_until_it_fits(problem, get_strategy(options.solver))
+    solution = _solve_until_it_fits(problem, apart(options.solver))
     if files is not None and _fits(problem, solution):
         files.write(problem, options.solver, solution)
     return solution, problem.profile

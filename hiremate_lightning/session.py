@@ -28,16 +28,17 @@ from . import torch_private
 from .backend import planning_backend
 from .capture import Captured, allocated_bytes
 from .costs import Profile
-from .errors import CaptureError, HiRemateWarning, InfeasibleBudgetError
+from .errors import CaptureError, HiRemateWarning
 from .execution import Part, Program, build
 from .graph import StorageKind
+from .out_of_memory import InfeasibleBudgetError
 from .plan import Plan, PlanningTime
 from .planner import PlanOptions, check_feasible, make_plan, resolve, unplanned
 from .profiling import CostCache, TimedRun, measure
 from .recording import Run, StepRecord
 from .report import Reporter
 from .schedule import lower
-from .solvers import smallest_budget
+from .solvers import smallest_budget, worker
 from .solvers.base import Problem
 from .step import Call, Step, merge
 from .units import Budget, format_bytes
@@ -213,6 +214,7 @@ class Session:
         if not self._ran and self._record is None:
             self._begin_step([t for t in torch_private.leaves(arguments) if isinstance(t, torch.Tensor)])
         if not self._parts:
+            worker.warm_up()
             self._tracing.enter_context(self._stage("capture_s", "tracing"))
         try:
             with torch_private.many_compilations():

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hiremate_lightning import errors
-from hiremate_lightning.errors import HiRemateError, HiRemateWarning, InfeasibleBudgetError
+from hiremate_lightning.errors import HiRemateError, HiRemateWarning
+from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 
 
 @pytest.mark.parametrize(
@@ -16,7 +17,7 @@ from hiremate_lightning.errors import HiRemateError, HiRemateWarning, Infeasible
         (errors.ConfigurationError, ValueError),
         (errors.CaptureError, RuntimeError),
         (errors.ScheduleError, RuntimeError),
-        (errors.InfeasibleBudgetError, torch.OutOfMemoryError),
+        (InfeasibleBudgetError, torch.OutOfMemoryError),
     ],
 )
 def test_each_error_has_the_root_and_a_standard_name(error: type[Exception], standard: type[Exception]):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hiremate_lightning.errors import InfeasibleBudgetError
+from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 from hiremate_lightning.planner import AUTO_MARGIN, PlanOptions, check_feasible, make_plan, resolve, unplanned
 from hiremate_lightning.solvers import base
 from hiremate_lightning.solvers.base import Solution, Status, strategy

@@ -7,7 +7,7 @@ it where the simulated peak passes the budget, so a strategy's own memory model 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from ..costs import Profile, step_time_ms
@@ -36,12 +36,15 @@ class SolveOptions:
         threads: Threads of one MIP solve. HiGHS keeps one count for the life of a process; one is as fast on these
             models.
         backend: MIP solver of python-mip: "HIGHS", "CBC", or "" for HiGHS where installed, else CBC.
+        progress: Called as solving goes on, with the least recompute time found (infinite before there is one) and the
+            proven bound on it, in milliseconds.
     """
 
     time_limit_s: float = 30.0
     gap: float = 0.001
     threads: int = 1
     backend: str = ""
+    progress: Callable[[float, float], None] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

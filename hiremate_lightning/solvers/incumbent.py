@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -55,6 +56,7 @@ class Search:
         if found.replay.peak_bytes > self.limit or (self.best is not None and self.best.rank <= found.rank):
             return False
         self.best = found
+        self._tell()
         return True
 
     def repair(self, policy: Policy, deadline: float) -> None:
@@ -68,7 +70,14 @@ class Search:
 
     def raise_bound(self, bound_ms: float) -> None:
         """Take a proven bound if it is better."""
-        self.bound_ms = max(self.bound_ms, bound_ms)
+        if bound_ms > self.bound_ms:
+            self.bound_ms = bound_ms
+            self._tell()
+
+    def _tell(self) -> None:
+        if self.problem.options.progress is not None:
+            best_ms = math.inf if self.best is None else self.best.replay.recompute_ms
+            self.problem.options.progress(best_ms, self.bound_ms)
 
     @property
     def is_done(self) -> bool:

@@ -1,0 +1,26 @@
+"""The error for a budget that can't be met, apart from the others because it is one of torch's."""
+
+from __future__ import annotations
+
+import torch
+
+from .errors import HiRemateError
+
+
+class InfeasibleBudgetError(HiRemateError, torch.OutOfMemoryError):
+    """No schedule fits the budget.
+
+    It is a `torch.OutOfMemoryError`, and its text contains the words that batch-size finders of Lightning and
+    Accelerate look for, so that they back off to a smaller batch instead of stopping.
+
+    Attributes:
+        budget_bytes: The budget asked for, in bytes.
+        smallest_bytes: The smallest budget for which a schedule was found, in bytes.
+        module: Path of the module whose operations set that minimum, "" if unknown.
+    """
+
+    def __init__(self, message: str, *, budget_bytes: int, smallest_bytes: int, module: str = "") -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.smallest_bytes = smallest_bytes
+        self.module = module
