@@ -15,7 +15,7 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,17 +26,19 @@ from torch import nn
 
 from . import torch_private
 from .backend import planning_backend
-from .capture import Captured, allocated_bytes
+from .capture import Captured
 from .costs import Profile
 from .errors import CaptureError, HiRemateWarning
 from .execution import Part, Program, build
 from .graph import StorageKind
+from .kinds import Kind, Kinds
 from .out_of_memory import InfeasibleBudgetError
 from .plan import Plan, PlanningTime
 from .planner import PlanOptions, check_feasible, make_plan, resolve, unplanned
 from .profiling import CostCache, TimedRun, measure
 from .recording import Run, StepRecord
 from .report import Reporter
+from .resident import WATCHED_STEPS, Resident, ResidentMemory
 from .schedule import lower
 from .solvers import smallest_budget, worker
 from .solvers.base import Problem
@@ -44,8 +46,6 @@ from .step import Call, Step, merge
 from .units import Budget, format_bytes
 
 log = logging.getLogger("hiremate_lightning")
-
-Signature = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +67,6 @@ class SessionOptions:
     verbose: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Resident:
-    """Bytes that exist when a step begins.
-
-    Attributes:
-        size_bytes: Those that stay throughout.
-        stale_bytes: Gradients that the optimizer has used, freed before the backward by `zero_grad`.
-    """
-
-    size_bytes: int
-    stale_bytes: int
-
-
 @dataclass(frozen=True)
 class _Known:
     """A kind of step that has been seen.
@@ -88,7 +75,7 @@ class _Known:
         calls: What it runs.
         order: Order of the backwards.
         parts: The part of each call.
-        keys: For each call, the numbers of the parts that have run before it and its own.
+        places: For each call, its place among all forwards of the step.
         resident: What existed when it began, as planned.
         margin_bytes: By how much an earlier plan was measured above the budget.
     """
@@ -96,7 +83,7 @@ class _Known:
     calls: tuple[Call, ...]
     order: tuple[int, ...]
     parts: tuple[Part, ...]
-    keys: tuple[Signature, ...]
+    places: tuple[int, ...]
     resident: Resident
     margin_bytes: int = 0
 
@@ -119,32 +106,27 @@ class Session:
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:
         self.root = root
         self.options = options
-        self.plans: dict[Signature, Plan] = {}
+        self.plans: dict[Kind, Plan] = {}
         self.listeners: list[Callable[[Plan], None]] = []
         self._reporter = Reporter(options.verbose)
         self._costs = CostCache(options.cache_dir)
         self._parts: list[Part] = []
         self._profiles: list[Profile] = []
         self._least: list[Program] = []
-        self._known: dict[Signature, _Known] = {}
+        self._known: dict[Kind, _Known] = {}
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
         self._auto_bytes: int | None = None
         self._was_measured = False  # whether the step before this one was
         self._saw_unplanned = False  # whether a kind of step without a plan ran unrecorded
         self._began_with: Resident | None = None  # when the step began, where that was counted
-        self._batch: list[torch.Tensor] = []  # of the step under way, where its caller told
         self._steps = 0
-        self._stepped = False  # whether an optimizer has used the gradients
-        self._frees_gradients = True  # whether they are freed between forward and backward then
-        self._programs: dict[Signature, Program] = {}
-        self._latest: Signature | None = None
-        self._ran: list[int] = []  # numbers of the parts that ran in this step
+        self._kinds = Kinds()
+        self._memory = ResidentMemory(root)
         self._in_backward = False
         self._record: StepRecord | None = None
         self._timed: TimedRun | None = None
         self._seconds = PlanningTime()
         self._tracing = ExitStack()
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._said: set[str] = set()
         self.runs = 0
 
@@ -153,7 +135,7 @@ class Session:
     @property
     def plan(self) -> Plan | None:
         """The plan of the latest kind of step, None before there is one."""
-        return None if self._latest is None else self.plans.get(self._latest)
+        return None if self._kinds.latest is None else self.plans[self._kinds.latest]
 
     @property
     def captured_count(self) -> int:
@@ -162,26 +144,22 @@ class Session:
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count an optimizer's state as resident."""
-        self._optimizers.add(optimizer)
+        self._memory.watch(optimizer)
 
     def expect_batch(self, batch: Any) -> None:
         """Count a batch in the next step, with what of it the planned modules do not receive."""
-        self._batch = [t for t in torch_private.leaves(batch) if isinstance(t, torch.Tensor)]
+        self._memory.batch = [t for t in torch_private.leaves(batch) if isinstance(t, torch.Tensor)]
 
     def set_budget(self, budget: Budget) -> None:
         """Change the budget; steps already seen are planned anew, nothing is captured again."""
         self.options = replace(self.options, budget=budget)
-        for signature in list(self._known):
-            self._make_plan(signature)
+        for kind in list(self._known):
+            self._make_plan(kind)
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Learn of an optimizer; what follows its step is no longer part of the training step."""
-        own = {id(p) for p in self.root.parameters()}
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            self.watch_optimizer(optimizer)
-            self._stepped = True
-            if self._record is not None and self._record.backwards:
-                self._record.close()
+        if self._memory.stepped(optimizer) and self._record is not None and self._record.backwards:
+            self._record.close()
 
     def abandon_step(self) -> None:
         """Forget the step under way, after an exception."""
@@ -189,7 +167,8 @@ class Session:
         if self._record is not None:
             self._record.close()
         self._record, self._finished, self._timed = None, None, None
-        self._ran, self._in_backward, self._began_with, self._batch = [], False, None, []
+        self._in_backward, self._began_with, self._memory.batch = False, None, []
+        self._kinds.forget()
 
     # ---------------------------------------------------------------- capture
 
@@ -211,7 +190,7 @@ class Session:
         """
         if self._in_backward:
             self.end_step(at_once=False)
-        if not self._ran and self._record is None:
+        if not self._kinds.ran and self._record is None:
             self._begin_step([t for t in torch_private.leaves(arguments) if isinstance(t, torch.Tensor)])
         if not self._parts:
             worker.warm_up()
@@ -246,8 +225,7 @@ class Session:
         """Choose the program of a forward."""
         self.runs += 1
         number = self._prepare(part)
-        self._ran.append(number)
-        program = self._programs.get(tuple(self._ran), self._least[number])
+        program = self._kinds.choose(number) or self._least[number]
         if self._timed is not None:
             program = self._timed.wrap(program)
         run = None if self._record is None else self._record.begin(part, number, program, arguments)
@@ -262,15 +240,9 @@ class Session:
         """Note the start of a backward."""
         if not self._in_backward:
             self._in_backward = True
-            self._check_stale()
+            self._memory.backward_starts(self._steps)
         if run is not None and self._record is not None and run in self._record.runs:
             self._record.backward_starts(run)
-
-    def _check_stale(self) -> None:
-        """See whether gradients that the optimizer has used were freed before this backward, as planned."""
-        if self._stepped and self._frees_gradients and self._steps < 16:
-            self._frees_gradients = all(p.grad is None for p in self.root.parameters())
-        self._stepped = False
 
     def backward_done(self, run: Run | None) -> None:
         """Note the end of a backward."""
@@ -305,7 +277,7 @@ class Session:
         step = merge([Call(captured.graph, profile)], [0])
         is_known = self.options.budget.share is None or self._uses_all_parameters(captured)
         if self.options.plan.on_infeasible == "raise" and is_known:
-            budget, resident = self.options.budget, (self._began_with or self._resident(())).size_bytes
+            budget, resident = self.options.budget, (self._began_with or self._memory.count(())).size_bytes
             check_feasible(step, budget, self._budget_bytes(step, resident), resident, self._name)
 
     def _uses_all_parameters(self, captured: Captured) -> bool:
@@ -317,25 +289,26 @@ class Session:
     def _begin_step(self, arguments: list[torch.Tensor]) -> None:
         self._steps += 1
         if self._watches_resident():
-            resident = self._began_with = self._resident(arguments)
+            resident = self._began_with = self._memory.count(arguments)
             if self._finished is not None:
                 record, self._finished = self._finished, None
                 self._learn(record, resident)
-            if self.plan is not None:
-                self._adapt(resident)
-        plan = self.plan
+            if (kind := self._kinds.likely()) is not None:
+                self._adapt(kind, resident)
+        expected = self._kinds.expected = self._kinds.likely()
+        plan = None if expected is None else self.plans[expected]
         if plan is None or plan.measured.peak_bytes is None or self._saw_unplanned:
-            resident = self._resident(arguments)
-            sees_frees = not resident.stale_bytes or self._device.type == "cuda" or self._was_measured
-            self._record = StepRecord(self._device, resident.size_bytes + resident.stale_bytes, sees_frees)
+            resident = self._memory.count(arguments)
+            sees_frees = not resident.stale_bytes or self._memory.device.type == "cuda" or self._was_measured
+            self._record = StepRecord(self._memory.device, resident.size_bytes + resident.stale_bytes, sees_frees)
             if not self._record.is_measured:
                 self.say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
         elif plan.measured.step_ms is None:
-            self._timed = TimedRun(self._device)
+            self._timed = TimedRun(self._memory.device)
 
     def _watches_resident(self) -> bool:
         """Whether to count resident bytes now: they settle within a few steps, and counting takes time."""
-        return self._finished is not None or self._steps < 16 or self._steps % 64 == 0
+        return self._finished is not None or self._steps < WATCHED_STEPS or self._steps % 64 == 0
 
     def end_step(self, at_once: bool = True) -> None:
         """End the step under way, and its measurement; what was learned is used when the next one begins.
@@ -344,27 +317,25 @@ class Session:
             at_once: Whether it has ended just now, or some time before the next one.
         """
         if at_once:
-            self._batch = []
-        if not self._ran and self._record is None:
+            self._memory.batch = []
+        if not self._kinds.ran and self._record is None:
             return
-        signature = tuple(self._ran)
+        kind, is_own = self._kinds.end()  # else programs of another kind ran in it, and its plan was not seen
         record, timed = self._record, self._timed
         self._record, self._timed = None, None
-        self._ran, self._in_backward, self._began_with = [], False, None
-        if signature in self.plans:
-            self._latest = signature
+        self._in_backward, self._began_with = False, None
         self._was_measured = record is not None and record.is_measured
         if record is not None:
             record.close(at_once)
-            if signature in self.plans:
-                if record.peak_bytes is not None:
-                    self._measured(signature, record.peak_bytes)
+            if kind in self.plans:
+                if record.peak_bytes is not None and is_own:
+                    self._measured(kind, record.peak_bytes)
             elif record.backwards:
                 self._finished = record
                 self._saw_unplanned = False
-        elif timed is not None and signature in self.plans:
-            self._update(signature, step_ms=timed.total_ms, recompute_ms=timed.recompute_ms)
-        if record is None and signature not in self.plans:
+        elif timed is not None and is_own and self.plans[kind].measured.peak_bytes is not None:
+            self._update(kind, step_ms=timed.total_ms, recompute_ms=timed.recompute_ms)
+        if record is None and kind not in self.plans:
             self._saw_unplanned = self._may_plan_more()
 
     def _may_plan_more(self) -> bool:
@@ -376,23 +347,23 @@ class Session:
 
     def _learn(self, record: StepRecord, resident: Resident) -> None:
         """Plan a kind of step that was not seen before."""
-        signature = record.signature
+        kind = record.signature
         if not self._may_plan_more():
             return
         calls, order = record.calls(self._profiles)
         runs = [run for run in record.runs if run.index in record.backwards]
-        self._known[signature] = _Known(
+        self._known[kind] = _Known(
             calls=tuple(calls),
             order=tuple(order),
             parts=tuple(run.part for run in runs),
-            keys=tuple(signature[: run.index + 1] for run in runs),
+            places=tuple(run.index for run in runs),
             resident=resident,
         )
-        self._make_plan(signature)
+        self._make_plan(kind)
 
-    def _make_plan(self, signature: Signature) -> None:
+    def _make_plan(self, kind: Kind) -> None:
         """Plan a known step and let its programs take over."""
-        known = self._known[signature]
+        known = self._known[kind]
         step, resident_bytes = known.merge(), known.resident.size_bytes
         budget_bytes = self._budget_bytes(step, resident_bytes)
         with self._reporter.stage("solving"):
@@ -406,10 +377,12 @@ class Session:
                 planning=self._seconds,
                 margin_bytes=known.margin_bytes,
             )
-        for part, key, decisions in zip(known.parts, known.keys, step.split(plan.solution.recompute), strict=True):
-            self._programs[key] = build(part.captured, lower(part.captured.graph, decisions))
-        self.plans[signature] = plan
-        self._latest = signature
+        decided = zip(known.parts, known.places, step.split(plan.solution.recompute), strict=True)
+        programs = {
+            place: build(part.captured, lower(part.captured.graph, decisions)) for part, place, decisions in decided
+        }
+        self.plans[kind] = plan
+        self._kinds.install(kind, programs)
         self._seconds = PlanningTime()
         self._reporter.planned(plan)
         if plan.planned_peak_bytes > budget_bytes:
@@ -417,28 +390,26 @@ class Session:
             self.say(f"Nothing fits the budget of {budget}: the step runs at the least memory found, {peak}.")
         self._tell(plan)
 
-    def _adapt(self, resident: Resident) -> None:
+    def _adapt(self, kind: Kind, resident: Resident) -> None:
         """Meet what exists before this step: the plan stays where it still fits, else the step is planned anew."""
-        signature = self._latest
-        assert signature is not None
-        known, plan = self._known[signature], self.plans[signature]
+        known, plan = self._known[kind], self.plans[kind]
         if resident == known.resident:
             return
         known = replace(known, resident=resident)
         step = known.merge()
         budget_bytes = self._budget_bytes(step, resident.size_bytes)
         adapted = replace(plan, graph=step.graph, budget_bytes=budget_bytes, resident_bytes=resident.size_bytes)
-        self._known[signature] = known
+        self._known[kind] = known
         if adapted.planned_peak_bytes + known.margin_bytes <= budget_bytes:
-            self.plans[signature] = adapted
+            self.plans[kind] = adapted
         else:
             log.info("%s is planned anew: resident bytes are now %s", self._name, format_bytes(resident.size_bytes))
-            self._make_plan(signature)
+            self._make_plan(kind)
 
-    def _measured(self, signature: Signature, peak_bytes: int) -> None:
+    def _measured(self, kind: Kind, peak_bytes: int) -> None:
         """Compare a measured peak with the budget; where it is over, plan once more with less."""
-        plan, known = self.plans[signature], self._known[signature]
-        self._update(signature, peak_bytes=peak_bytes)
+        plan, known = self.plans[kind], self._known[kind]
+        self._update(kind, peak_bytes=peak_bytes)
         excess = peak_bytes - plan.budget_bytes
         if excess <= 0 or plan.planned_peak_bytes > plan.budget_bytes:
             return
@@ -448,16 +419,16 @@ class Session:
                 f"{text}, after planning with a margin: something outside of the planned modules takes the memory."
             )
             return
-        self._known[signature] = replace(known, margin_bytes=excess)
+        self._known[kind] = replace(known, margin_bytes=excess)
         try:
-            self._make_plan(signature)
+            self._make_plan(kind)
         except InfeasibleBudgetError:
             self.say(f"{text}, and no plan leaves that margin: the plan stays.")
         else:
             log.info("%s: planned once more, with that margin", text)
 
-    def _update(self, signature: Signature, **measured: Any) -> None:
-        plan = self.plans[signature] = self.plans[signature].with_measured(**measured)
+    def _update(self, kind: Kind, **measured: Any) -> None:
+        plan = self.plans[kind] = self.plans[kind].with_measured(**measured)
         if plan.measured.step_ms is not None:
             self._reporter.measured(plan)
         self._tell(plan)
@@ -478,45 +449,14 @@ class Session:
     def _name(self) -> str:
         return type(self.root).__name__
 
-    @property
-    def _device(self) -> torch.device:
-        """Where the model is: it may have moved since the session began."""
-        return next(self.root.parameters()).device
-
     def _budget_bytes(self, step: Step, resident_bytes: int) -> int:
         if self._auto_bytes is None:
-            on_gpu = self._device.type == "cuda"
-            free = torch.cuda.mem_get_info(self._device)[0] if on_gpu else torch_private.free_host_bytes()
+            on_gpu = self._memory.device.type == "cuda"
+            free = torch.cuda.mem_get_info(self._memory.device)[0] if on_gpu else torch_private.free_host_bytes()
             self._auto_bytes = resolve(Budget(), resident_bytes, 0, free)
         if self.options.budget.is_auto:
             return self._auto_bytes
         return resolve(self.options.budget, resident_bytes, unplanned(step).peak_bytes, 0)
-
-    def _resident(self, arguments: Sequence[torch.Tensor]) -> Resident:
-        """Count what exists before a step: on CUDA all that is allocated, elsewhere what the step is known to use."""
-        gradients = [p.grad for p in self.root.parameters() if p.grad is not None]
-        stale = self._bytes_of(gradients) if self._stepped and self._frees_gradients else 0
-        if self._device.type == "cuda":
-            return Resident(torch.cuda.memory_allocated(self._device) - stale, stale)
-        tensors = [
-            *self.root.parameters(),
-            *self.root.buffers(),
-            *gradients,
-            *self._optimizer_state(),
-            *self._batch,
-            *arguments,
-        ]
-        return Resident(self._bytes_of(tensors) - stale, stale)
-
-    def _optimizer_state(self) -> Iterator[torch.Tensor]:
-        for optimizer in self._optimizers:
-            for state in optimizer.state.values():
-                yield from (v for v in torch_private.leaves(state) if isinstance(v, torch.Tensor))
-
-    def _bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Add up storages on the planned device, each once, as its allocator rounds them."""
-        sizes = {torch_private.storage_id(t): t.untyped_storage().nbytes() for t in tensors if t.device == self._device}
-        return sum(allocated_bytes(size, self._device) for size in sizes.values())
 
 
 def _taker(session: weakref.ref[Session]) -> Callable[[Captured], Part]:

@@ -595,3 +595,17 @@ def test_the_solvers_count_what_one_part_hands_to_the_next_as_it_is():
         found = replayed.replay(policy)
         assert found.peak_bytes == pytest.approx(replay(problem, replayed.recompute(found.rows)).peak_bytes, abs=64)
     assert plan.solution.stopped_by == "proof"
+
+
+def test_two_kinds_of_steps_in_turn_are_both_measured_and_then_left_alone():
+    model = planned("80%")
+    for index in range(16):
+        step(model, index, rows=ROWS * (1 + index % 2))
+    session = session_of(model)
+    assert len(session.plans) == 2
+    for plan in session.plans.values():
+        assert plan.measured.peak_bytes <= plan.budget_bytes
+        assert plan.measured.step_ms > 0
+    step(model, 16)
+    assert session._record is None
+    assert session._timed is None

@@ -1,0 +1,65 @@
+"""Kinds of steps: which captured graphs a step runs, in which order, and the programs that are planned for them.
+
+A kind is only known for sure when the step has ended, since kinds may begin alike (a GAN's two, for example). So the
+one that begins is foreseen from what came after the latest kind the last time, and a step that turns out another is
+told apart: what was measured in it says nothing about a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .execution import Program
+
+Kind = tuple[int, ...]  # the numbers of the captured graphs that a step runs forward, in order
+
+
+class Kinds:
+    """The kinds of steps seen so far, and the step under way.
+
+    Attributes:
+        programs: Of each planned kind, the program for each place in its sequence of forwards.
+        latest: The planned kind that ran last, None before there is one.
+        expected: The planned kind that the step under way is likely to be of, None where unknown.
+        ran: Numbers of the captured graphs that have run in this step.
+    """
+
+    def __init__(self) -> None:
+        self.programs: dict[Kind, Mapping[int, Program]] = {}
+        self.latest: Kind | None = None
+        self.expected: Kind | None = None
+        self.ran: list[int] = []
+        self._chosen: set[Kind | None] = set()  # whose programs ran in this step
+        self._followers: dict[Kind, Kind] = {}  # what came after each kind the last time
+
+    def install(self, kind: Kind, programs: Mapping[int, Program]) -> None:
+        """Take the programs of a planned kind."""
+        self.programs[kind] = programs
+        self.latest = kind
+
+    def likely(self) -> Kind | None:
+        """Foresee the kind of the step that begins."""
+        return None if self.latest is None else self._followers.get(self.latest, self.latest)
+
+    def choose(self, number: int) -> Program | None:
+        """Choose the program of the graph that begins: of the expected kind, else of one that began like this step."""
+        self.ran.append(number)
+        ran, place = tuple(self.ran), len(self.ran) - 1
+        candidates = (self.expected, *reversed(self.programs))
+        kind = next((k for k in candidates if k in self.programs and k[: place + 1] == ran), None)
+        self._chosen.add(kind)
+        return None if kind is None else self.programs[kind].get(place)
+
+    def end(self) -> tuple[Kind, bool]:
+        """End the step; give its kind, and whether only programs of that kind ran in it."""
+        kind, is_own = tuple(self.ran), self._chosen == {tuple(self.ran)}
+        if kind in self.programs:
+            if self.latest is not None:
+                self._followers[self.latest] = kind
+            self.latest = kind
+        self.forget()
+        return kind, is_own
+
+    def forget(self) -> None:
+        """Forget the step under way."""
+        self.ran, self._chosen = [], set()

@@ -1,0 +1,105 @@
+"""What is in memory before a step begins: parameters, buffers, gradients, optimizer state, and the batch.
+
+On CUDA all that is allocated counts, and the kinds say what of it is known; elsewhere what a step is known to use.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from . import torch_private
+from .capture import allocated_bytes
+
+WATCHED_STEPS = 16  # the first ones, in which it is seen whether gradients are freed before the backward
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """Bytes that exist when a step begins.
+
+    Attributes:
+        size_bytes: Those that stay throughout.
+        stale_bytes: Gradients that the optimizer has used, freed before the backward by `zero_grad`.
+        kinds: Name and bytes of what makes up `size_bytes`.
+    """
+
+    size_bytes: int
+    stale_bytes: int
+    kinds: tuple[tuple[str, int], ...] = field(default=(), compare=False)
+
+
+class ResidentMemory:
+    """Counts what exists before the steps of a model.
+
+    Attributes:
+        root: The model.
+        batch: Tensors of the batch of the step under way, where its caller told.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.batch: list[torch.Tensor] = []
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._stepped = False  # whether an optimizer has used the gradients
+        self._frees_gradients = True  # whether they are freed between forward and backward then
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is: it may have moved since the last step."""
+        return next(self.root.parameters()).device
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count an optimizer's state."""
+        self._optimizers.add(optimizer)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Learn that an optimizer has stepped; say whether it has used gradients of the model."""
+        own = {id(p) for p in self.root.parameters()}
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            return False
+        self.watch(optimizer)
+        self._stepped = True
+        return True
+
+    def backward_starts(self, step: int) -> None:
+        """See whether gradients that the optimizer has used were freed before this backward, as planned."""
+        if self._stepped and self._frees_gradients and step < WATCHED_STEPS:
+            self._frees_gradients = all(p.grad is None for p in self.root.parameters())
+        self._stepped = False
+
+    def count(self, arguments: Sequence[torch.Tensor]) -> Resident:
+        """Count what exists before a step, its arguments included."""
+        gradients = [p.grad for p in self.root.parameters() if p.grad is not None]
+        stale = self._bytes_of(gradients) if self._stepped and self._frees_gradients else 0
+        groups: dict[str, list[torch.Tensor]] = {
+            "parameters": list(self.root.parameters()),
+            "buffers": list(self.root.buffers()),
+            "gradients": [] if stale else gradients,
+            "optimizer state": list(self._optimizer_state()),
+            "batch": [*self.batch, *arguments],
+        }
+        seen = {torch_private.storage_id(g) for g in gradients} if stale else set[int]()
+        kinds = {name: self._bytes_of(tensors, seen) for name, tensors in groups.items()}
+        size_bytes = sum(kinds.values())
+        if self.device.type == "cuda":
+            size_bytes, known = torch.cuda.memory_allocated(self.device) - stale, size_bytes
+            kinds["other"] = max(0, size_bytes - known)
+        return Resident(size_bytes, stale, tuple(kinds.items()))
+
+    def _optimizer_state(self) -> Iterator[torch.Tensor]:
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                yield from (v for v in torch_private.leaves(state) if isinstance(v, torch.Tensor))
+
+    def _bytes_of(self, tensors: Iterable[torch.Tensor], seen: set[int] | None = None) -> int:
+        """Add up storages on the planned device, each once and as its allocator rounds them, less those seen before."""
+        device, seen = self.device, set[int]() if seen is None else seen
+        sizes = {torch_private.storage_id(t): t.untyped_storage().nbytes() for t in tensors if t.device == device}
+        fresh = {storage: size for storage, size in sizes.items() if storage not in seen}
+        seen.update(fresh)
+        return sum(allocated_bytes(size, device) for size in fresh.values())
