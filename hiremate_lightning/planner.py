@@ -23,7 +23,8 @@ from .units import Budget, format_bytes
 
 DEFAULT_SOLVER = "portfolio"
 TIGHTENINGS = 4  # of the budget, where a strategy's own memory model was too coarse
-GUARD_BYTES = 2**16  # left free for scalars that come and go outside of the planned modules, at most .1% of the budget
+GUARD_BYTES = 2**16  # left free for scalars that come and go outside of the planned modules,
+GUARD_PARTS = 200  # and at most this part of the budget
 AUTO_MARGIN = 0.08  # share of the free bytes that "auto" leaves for fragmentation and for what runs outside
 
 
@@ -77,6 +78,7 @@ def make_plan(
     target: str = "",
     planning: PlanningTime = PlanningTime(),
     margin_bytes: int = 0,
+    solve: Strategy | None = None,
 ) -> Plan:
     """Solve a step under a budget.
 
@@ -89,6 +91,7 @@ def make_plan(
         target: Path of the planned module, for reports.
         planning: Seconds that the stages before took.
         margin_bytes: Bytes of the budget to leave free, because an earlier plan was measured that much above it.
+        solve: What solves, by default the strategy that the options name, in a process of its own.
 
     Returns:
         A plan whose simulated peak is within the budget; with `on_infeasible="warn"` the one with the smallest peak
@@ -109,8 +112,9 @@ def make_plan(
     if unplanned_bytes <= problem.budget_bytes:
         solution = get_strategy("none")(problem)
     else:
-        guard = min(GUARD_BYTES, problem.budget_bytes // 1000)
-        solution, profile = _solve(replace(problem, budget_bytes=problem.budget_bytes - guard), options)
+        guard = min(GUARD_BYTES, problem.budget_bytes // GUARD_PARTS)
+        guarded = replace(problem, budget_bytes=problem.budget_bytes - guard)
+        solution, profile = _solve(guarded, options, solve or apart(options.solver))
     if not _fits(problem, solution):
         solution = _least_memory(problem, solution)
         if solution.peak_bytes > problem.budget_bytes and options.on_infeasible == "raise":
@@ -119,12 +123,12 @@ def make_plan(
     return Plan(target, step.graph, profile, solution, budget, budget_bytes, resident_bytes, planning)
 
 
-def _solve(problem: Problem, options: PlanOptions) -> tuple[Solution, Profile]:
+def _solve(problem: Problem, options: PlanOptions, strategy: Strategy) -> tuple[Solution, Profile]:
     """Solve, or take the solution that an earlier run has left; its profile comes with it."""
     files = PlanFiles(options.cache_dir) if options.cache_dir is not None else None
     if files is not None and (found := files.read(problem, options.solver)) is not None:
         return found
-    solution = _solve_until_it_fits(problem, apart(options.solver))
+    solution = _solve_until_it_fits(problem, strategy)
     if files is not None and _fits(problem, solution):
         files.write(problem, options.solver, solution)
     return solution, problem.profile

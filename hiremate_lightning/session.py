@@ -42,6 +42,7 @@ from .resident import WATCHED_STEPS, Resident, ResidentMemory
 from .schedule import lower
 from .solvers import smallest_budget, worker
 from .solvers.base import Problem
+from .solvers.curve import Remembering
 from .step import Call, Step, merge
 from .units import Budget, format_bytes
 
@@ -77,6 +78,7 @@ class _Known:
         parts: The part of each call.
         places: For each call, its place among all forwards of the step.
         resident: What existed when it began, as planned.
+        solve: What solves it, and remembers.
         margin_bytes: By how much an earlier plan was measured above the budget.
     """
 
@@ -85,6 +87,7 @@ class _Known:
     parts: tuple[Part, ...]
     places: tuple[int, ...]
     resident: Resident
+    solve: Remembering
     margin_bytes: int = 0
 
     def merge(self) -> Step:
@@ -358,6 +361,7 @@ class Session:
             parts=tuple(run.part for run in runs),
             places=tuple(run.index for run in runs),
             resident=resident,
+            solve=Remembering(worker.apart(self.options.plan.solver)),
         )
         self._make_plan(kind)
 
@@ -376,6 +380,7 @@ class Session:
                 target=self._name,
                 planning=self._seconds,
                 margin_bytes=known.margin_bytes,
+                solve=known.solve,
             )
         decided = zip(known.parts, known.places, step.split(plan.solution.recompute), strict=True)
         programs = {

@@ -6,8 +6,10 @@ import time
 
 import pytest
 
-from hiremate_lightning.solvers import Curve, Problem, Status, curve, get_strategy
+from hiremate_lightning.schedule import keep_all
+from hiremate_lightning.solvers import Curve, Problem, Solution, Status, curve, get_strategy
 from hiremate_lightning.solvers.base import replay
+from hiremate_lightning.solvers.curve import Remembering
 
 from .helpers import problem_of
 from .tiny import chain, transformer
@@ -72,3 +74,33 @@ def test_solving_one_more_budget_only_improves_it():
         before, after = coarse.solution(limit), finer.solution(limit)
         assert after.recompute_ms <= before.recompute_ms
         assert after.bound_ms >= before.bound_ms or after.recompute_ms < before.recompute_ms
+
+
+def test_what_was_found_before_is_remembered():
+    step = transformer(3)
+    whole = problem_of(step, 10**9)
+    peak = replay(whole, keep_all(whole.graph)).peak_bytes
+    asked = []
+
+    def solve(problem: Problem) -> Solution:
+        asked.append(problem.budget_bytes)
+        name = "twremat" if len(asked) == 2 else "portfolio"  # the second solve is a weak one
+        return get_strategy(name)(problem)
+
+    remembering = Remembering(solve)
+    smaller, larger = peak * 70 // 100, peak * 75 // 100
+    first = remembering(problem_of(step, smaller))
+    second = remembering(problem_of(step, larger))
+    assert get_strategy("twremat")(problem_of(step, larger)).recompute_ms > first.recompute_ms
+    assert second.recompute_ms <= first.recompute_ms
+    assert remembering(problem_of(step, smaller)).status is Status.OPTIMAL
+    assert asked == [smaller, larger]
+
+
+def test_another_step_is_solved_anew():
+    remembering = Remembering(get_strategy("portfolio"))
+    for blocks in (3, 2):
+        step = transformer(blocks)
+        budget = replay(problem_of(step, 0), keep_all(step[0])).peak_bytes * 80 // 100
+        solution = remembering(problem_of(step, budget))
+        assert replay(problem_of(step, budget), solution.recompute).peak_bytes <= budget

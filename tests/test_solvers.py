@@ -327,3 +327,14 @@ def test_solving_prints_nothing(capfd: pytest.CaptureFixture[str]):
             for budget in (0, 60, 300):
                 get_strategy(name)(problem_of(step, budget))
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+@pytest.mark.parametrize("percent", [90, 80, 70, 60, 50])
+def test_clusters_cost_less_than_a_point_against_every_position_checked(blocks: int, percent: int):
+    step = transformer(blocks)
+    budget = Model(problem_of(step, 0)).keep_all_bytes * percent // 100
+    flat, merged = (get_strategy(name)(problem_of(step, budget)) for name in ("checkmate", "hilp"))
+    assert flat.status in (Status.OPTIMAL, Status.INFEASIBLE)
+    assert merged.is_feasible == flat.is_feasible
+    assert merged.recompute_ms <= flat.recompute_ms + 0.01 * problem_of(step, budget).step_ms

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .base import Problem, Solution, Status, get_strategy
+from .base import Problem, Solution, Status, Strategy, get_strategy
 from .least_memory import smallest_budget
 from .model import Model
 
@@ -62,6 +62,35 @@ class Curve:
         bounds = tuple(sorted({*self.bounds, (budget_bytes, solution.bound_ms)}))
         least = max(self.least_bytes, budget_bytes + 1) if solution.status is Status.INFEASIBLE else self.least_bytes
         return Curve(self.problem, _undominated(points), bounds, least)
+
+
+class Remembering:
+    """A strategy that answers from what it has found before, where that is as good as a new solve.
+
+    Of one step only the latest is remembered. A smaller budget never gives a faster plan than a larger one, whatever
+    the time limits left unproven.
+
+    Attributes:
+        strategy: What solves.
+        curve: What was found for the latest step.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.curve: Curve | None = None
+
+    def __call__(self, problem: Problem) -> Solution:
+        """Solve a problem, or answer at once where the answer is proven."""
+        known = self.curve
+        if known is None or (known.problem.graph, known.problem.profile) != (problem.graph, problem.profile):
+            known = Curve(problem, (), ())
+        answer = known.solution(problem.budget_bytes)
+        if answer.status in (Status.OPTIMAL, Status.INFEASIBLE):
+            return answer
+        fresh = self.strategy(problem)
+        self.curve = known.with_solution(problem.budget_bytes, fresh)
+        answer = self.curve.solution(problem.budget_bytes)
+        return replace(answer, solve_s=fresh.solve_s) if answer.is_feasible else fresh
 
 
 def _undominated(points: Sequence[Solution]) -> tuple[Solution, ...]:
