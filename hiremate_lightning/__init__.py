@@ -11,6 +11,7 @@ if not (_package / "callbacks").is_dir() and (_package.parent / "callbacks" / "_
 
 if TYPE_CHECKING:
     from .api import get_plan, hiremate, remove_hiremate
+    from .html_report import write_html
     from .out_of_memory import InfeasibleBudgetError
     from .plan import Plan
 
@@ -27,6 +28,7 @@ __all__ = [
     "get_plan",
     "hiremate",
     "remove_hiremate",
+    "write_html",
 ]
 
 __version__ = "0.1.0"
@@ -38,6 +40,7 @@ _LAZY = {
     "get_plan": "api",
     "hiremate": "api",
     "remove_hiremate": "api",
+    "write_html": "html_report",
 }
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .graph import OUTSIDE, Graph
+from .graph import OUTSIDE, Graph, Node
 from .plan import Plan, planned_lines
 from .schedule import Schedule, keep_all, lower
 from .units import format_bytes, format_time
@@ -314,8 +314,13 @@ def place_words(plan: Plan) -> str:
     """Say where in the step the planned peak is."""
     node = plan.graph.nodes[plan.planned.peak_moment.node]
     if node.op == OUTSIDE:
-        return f"code outside the plan, {node.phase.value}"
-    return f"{node.module or 'the module itself'}, {node.phase.value}, {node.op.removesuffix('.default')}"
+        return f"{node_words(node)}, {node.phase.value}"
+    return f"{node.module or 'the module itself'}, {node.phase.value}, {node_words(node)}"
+
+
+def node_words(node: Node) -> str:
+    """Name an operation."""
+    return "code outside the plan" if node.op == OUTSIDE else node.op.removesuffix(".default")
 
 
 def use_words(use: ModuleUse) -> str:

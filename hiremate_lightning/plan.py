@@ -65,6 +65,7 @@ class Plan:
         resident_bytes: Bytes that exist before the step and throughout: parameters, buffers, optimizer state, batch.
         planning: How long planning took.
         measured: What was measured while running it.
+        resident_parts: Resident bytes by what they are ("parameters and buffers", for example), where that was counted.
     """
 
     target: str
@@ -76,6 +77,7 @@ class Plan:
     resident_bytes: int
     planning: PlanningTime = PlanningTime()
     measured: Measurement = Measurement()
+    resident_parts: tuple[tuple[str, int], ...] = ()
 
     @cached_property
     def schedule(self) -> Schedule:

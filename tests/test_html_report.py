@@ -1,0 +1,206 @@
+"""The HTML report: its tables and its numbers, and in a real browser the figures."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from hiremate_lightning import html_report
+from hiremate_lightning.errors import MissingExtraError
+from hiremate_lightning.html_report import write_html
+
+from .tiny import Builder, blocks_plan, mixed_plan, plan_keeping
+
+BROWSER = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+NEEDS_BROWSER = pytest.mark.skipif(BROWSER is None, reason="no chromium on the path")
+FIGURES = ("timeline", "frontier")
+
+
+class _Reader(HTMLParser):
+    """Collects the cells of tables, row by row, the addresses that tags name, and the JSON."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.addresses: list[str] = []
+        self.ids: list[str] = []
+        self.title = ""
+        self.numbers = ""
+        self._inside = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.addresses += [value for name in ("src", "href") if (value := found.get(name))]
+        self.ids += [value] if (value := found.get("id")) else []
+        self._inside = (
+            "plan" if found.get("id") == "plan" else tag if tag in ("td", "th", "title", "script") else self._inside
+        )
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("td", "th", "title", "script"):
+            self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside in ("td", "th"):
+            self.rows[-1][-1] += data
+        elif self._inside == "plan":
+            self.numbers += data
+        elif self._inside == "title":
+            self.title += data
+
+
+def read(path: Path) -> _Reader:
+    reader = _Reader()
+    reader.feed(path.read_text(encoding="utf-8"))
+    return reader
+
+
+@pytest.fixture(autouse=True)
+def _plotly() -> None:
+    pytest.importorskip("plotly", reason="plotly is not installed (extra: report)")
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    plan = mixed_plan(4).with_measured(peak_bytes=4_600_000, step_ms=60.0, recompute_ms=4.0)
+    return write_html(plan, tmp_path / "plan.html", curve_limit_s=2.0)
+
+
+def test_what_was_predicted_stands_beside_what_was_measured(page: Path):
+    rows = read(page).rows
+    assert rows[:3] == [
+        ["", "predicted", "measured"],
+        ["Peak memory", "4.67 MiB", "4.39 MiB"],
+        ["Extra time", "+12.3%", "+7.1%"],
+    ]
+
+
+def test_what_was_not_measured_says_so(tmp_path: Path):
+    rows = read(write_html(mixed_plan(2), tmp_path / "plan.html", curve_limit_s=0)).rows
+    assert [row[2] for row in rows[1:5]] == ["not yet"] * 4
+
+
+def test_equal_blocks_share_a_row_and_the_last_row_is_the_sum(page: Path):
+    rows = read(page).rows
+    assert ["net.blocks.0-3 \u00d74", "1.77 MiB", "1.46 MiB", "10 of 32", "+6.4 ms", ""] in rows
+    assert ["all", "1.80 MiB", "1.59 MiB", "12 of 35", "+6.6 ms", ""] in rows
+
+
+def test_blocks_planned_differently_have_a_bar_each(page: Path):
+    text = page.read_text(encoding="utf-8")
+    row = text[text.index("net.blocks.0-3") :]
+    row = row[: row.index("</tr>")]
+    assert re.findall(r'title="(\d+)% kept"', row) == ["100", "100", "9", "9"]
+
+
+def test_what_fills_the_peak_adds_up_to_it(tmp_path: Path):
+    b = Builder()
+    saved = [b.op(f"a{i}", (), 1_024_000 * (i + 1)) for i in range(3)]
+    b.op("g", tuple(saved), 1_024_000, backward=True, workspace=512_000)
+    graph, profile = b.graph()
+    plan = plan_keeping(graph, profile, ["a0", "a1", "a2"], resident_bytes=2_048_000)
+    rows = read(write_html(plan, tmp_path / "plan.html", curve_limit_s=0)).rows
+    start = rows.index(["what", "bytes", "made by", "module", "source"])
+    assert [row[:3] for row in rows[start + 1 :]] == [
+        ["resident before the step", "1.95 MiB", ""],
+        ["workspace", "500 KiB", "tiny.g"],
+        ["saved activations", "2.93 MiB", "tiny.a2"],
+        ["saved activations", "1.95 MiB", "tiny.a1"],
+        ["saved activations", "1000 KiB", "tiny.a0"],
+        ["gradients", "1000 KiB", "tiny.g"],
+        ["all", "9.28 MiB", ""],
+    ]
+
+
+def test_the_page_holds_the_numbers_of_the_plan(tmp_path: Path):
+    plan = replace(mixed_plan(2), target="</script><b>")
+    found = read(write_html(plan, tmp_path / "plan.html", curve_limit_s=0))
+    assert json.loads(found.numbers) == plan.to_dict()
+    assert found.title == "HiRemate plan of </script><b>"
+
+
+def test_the_page_names_no_address(page: Path):
+    assert read(page).addresses == []
+
+
+def test_other_budgets_can_be_left_out(tmp_path: Path):
+    assert "frontier" not in read(write_html(mixed_plan(2), tmp_path / "plan.html", curve_limit_s=0)).ids
+
+
+def test_a_plan_over_its_budget_says_so(tmp_path: Path):
+    plan = blocks_plan(2)
+    over = replace(plan, budget_bytes=plan.planned_peak_bytes - 2**20)
+    assert "(1.00 MiB OVER the budget)" in write_html(over, tmp_path / "p.html", curve_limit_s=0).read_text("utf-8")
+
+
+def test_estimates_are_called_estimates(tmp_path: Path):
+    plan = mixed_plan(2)
+    plan = replace(plan, profile=replace(plan.profile, device="estimate"))
+    assert "estimated from operation counts" in write_html(plan, tmp_path / "p.html", curve_limit_s=0).read_text(
+        "utf-8"
+    )
+
+
+def test_without_plotly_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(html_report, "import_module", missing)
+    with pytest.raises(MissingExtraError, match=r"pip install 'hiremate-lightning\[report\]'"):
+        write_html(mixed_plan(2), tmp_path / "plan.html")
+    assert not (tmp_path / "plan.html").exists()
+
+
+# ---------------------------------------------------------------- in a browser
+
+
+def browse(path: Path, profile: Path) -> tuple[str, list[str]]:
+    """Open a page from disk; give the document after its scripts have run, and what they wrote to the console."""
+    assert BROWSER is not None
+    quiet = ("gpu", "quic", "background-networking", "component-update", "sync", "dev-shm-usage", "extensions")
+    command = [BROWSER, "--headless", "--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in quiet)]
+    command += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={profile}", "--virtual-time-budget=20000"]
+    command += ["--enable-logging=stderr", "--v=0", "--dump-dom", path.resolve().as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return done.stdout, [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+
+
+def drawn_lines(document: str, name: str) -> int:
+    """Count the lines and fills that have points, in one figure of a document."""
+    start = document.index(f'id="{name}"')
+    end = min((at for other in FIGURES if (at := document.find(f'id="{other}"', start + 1)) > 0), default=len(document))
+    return len(re.findall(r'class="js-(?:line|fill)"[^>]* d="M[^"]{10,}', document[start:end]))
+
+
+@NEEDS_BROWSER
+@pytest.mark.slow
+def test_the_page_opens_without_errors_and_its_curves_are_there(page: Path, tmp_path: Path):
+    document, console = browse(page, tmp_path / "profile")
+    assert console == []
+    plan_bands = 6  # resident, saved, not saved, outside, gradients, workspace, twice, and what is recomputed
+    assert drawn_lines(document, "timeline") >= 2 * plan_bands + 1
+    assert drawn_lines(document, "frontier") >= 2
+    for words in ("Plain step", "Planned step", "budget, 4.76 MiB", "recomputed activations", "extra time, %"):
+        assert words in document
+
+
+@NEEDS_BROWSER
+@pytest.mark.slow
+def test_an_error_on_a_page_would_be_seen(tmp_path: Path):
+    page = tmp_path / "bad.html"
+    page.write_text("<!doctype html><script>nowhere.to.be.found()</script>")
+    _, console = browse(page, tmp_path / "profile")
+    assert "nowhere is not defined" in "".join(console)
