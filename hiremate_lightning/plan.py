@@ -16,7 +16,7 @@ from .costs import Profile, step_time_ms
 from .graph import Graph
 from .schedule import Schedule, keep_all, lower
 from .simulation import Simulation, simulate
-from .solvers.base import Solution
+from .solvers.base import Solution, Status
 from .units import Budget, format_bytes, format_ratio, format_time
 
 
@@ -230,7 +230,7 @@ def solver_words(plan: Plan) -> str:
     """Say who solved it, how that ended, and how good the result is proven to be."""
     solution = plan.solution
     ended = f"{solution.strategy}: {solution.status.value}"
-    if solution.stopped_by:
+    if solution.stopped_by and solution.status is not Status.OPTIMAL:
         ended += f", stopped by {solution.stopped_by}"
     if not solution.recompute_ms:
         return f"{ended}; nothing is recomputed"

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import rich
 import torch.distributed
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from .breakdown import plan_lines
 from .plan import Plan, measured_line
 from .terminal import FAINT, plan_table
+from .units import format_ratio
 
 LOGGER = logging.getLogger("hiremate_lightning")
 
@@ -85,14 +87,41 @@ class Reporter:
             detail = description if total is None else f"{completed:g}/{total:g} {description}"
             self._progress.update(self._tasks[-1], completed=completed, total=total, detail=detail)
 
+    def solving(self, step_ms: float) -> Callable[[float, float], None]:
+        """Give what shows the progress of a solve, to be its `SolveOptions.progress`.
+
+        Args:
+            step_ms: Time of the step without recomputation.
+
+        Returns:
+            A function of the least recompute time found (infinite before there is one) and the proven bound on it, in
+            milliseconds.
+        """
+
+        def tell(best_ms: float, bound_ms: float) -> None:
+            if not step_ms:
+                return
+            if math.isinf(best_ms):
+                words = f"none found, at least {format_ratio(bound_ms / step_ms)}"
+            else:
+                gap = max(0.0, best_ms - bound_ms) / (step_ms + best_ms)
+                words = f"extra time {format_ratio(best_ms / step_ms)}, gap {100 * gap:.1f}%"
+            self.progress(words, 0)
+
+        return tell
+
     def planned(self, plan: Plan) -> None:
         """Show a new plan."""
+        self.show(lambda: plan_table(plan), lambda: plan_lines(plan))
+
+    def show(self, draw: Callable[[], RenderableType], write: Callable[[], Iterable[str]]) -> None:
+        """Show something: drawn on a terminal, elsewhere written in plain lines."""
         if self.is_silent:
             return
         if self._draws:
-            self.console.print(plan_table(plan))
+            self.console.print(draw())
         else:
-            self._write(plan_lines(plan))
+            self._write(write())
 
     def measured(self, plan: Plan) -> None:
         """Show what was measured of a plan beside what it predicted."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -172,6 +173,26 @@ def test_progress_counts_within_its_stage(total: int | None, shown: str):
     last = written(console).rpartition("HiRemate: profiling")[2]
     assert f" {shown}" in last
     assert ("/" in last) is (total is not None)
+
+
+@pytest.mark.parametrize(
+    ("best_ms", "bound_ms", "shown"),
+    [
+        (math.inf, 4.0, "none found, at least +4.0%"),
+        (10.0, 4.5, "extra time +10.0%, gap 5.0%"),
+        (4.0, 4.0, "extra time +4.0%, gap 0.0%"),
+    ],
+)
+def test_a_solve_shows_its_best_plan_and_how_good_it_is_proven_to_be(best_ms: float, bound_ms: float, shown: str):
+    console = terminal()
+    reporter = Reporter(console=console)
+    with reporter.stage("solving"):
+        reporter.solving(step_ms=100.0)(best_ms, bound_ms)
+    assert shown in written(console)
+
+
+def test_a_step_without_time_has_no_progress_to_show():
+    Reporter(console=terminal()).solving(step_ms=0.0)(1.0, 0.0)
 
 
 def test_progress_outside_of_a_stage_is_nothing():
