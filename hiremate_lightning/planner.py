@@ -156,22 +156,43 @@ def _solve_until_it_fits(problem: Problem, strategy: Strategy) -> Solution:
     )
 
 
-def check_feasible(step: Step, budget: Budget, budget_bytes: int, resident_bytes: int, target: str) -> None:
-    """Stop early where not even the captured part of a step fits, before anything ran.
+def first_solution(
+    step: Step, budget: Budget, budget_bytes: int, resident_bytes: int, options: PlanOptions, target: str
+) -> Solution:
+    """Find how to run a captured part for the first time, or stop early where not even that part fits.
 
-    What runs outside is not known yet. It raises the peak of every schedule; a budget that is a share of the unplanned
-    peak
+    It is the schedule of least memory that is found at once; a solve is spent only where that passes the budget. What
+    runs outside is not known yet. It raises the peak of every schedule; a budget that is a share of the unplanned peak
     rises with it, so for one the outside is given the benefit of the doubt: four times the bytes of the outputs.
 
+    Args:
+        step: The part.
+        budget: The budget as asked for.
+        budget_bytes: The same in bytes, resident bytes included; 0 where it is not known from this part alone.
+        resident_bytes: Bytes that exist before the step.
+        options: How to plan.
+        target: Path of the planned module, for reports.
+
     Raises:
-        InfeasibleBudgetError: If no schedule of the captured part fits.
+        InfeasibleBudgetError: If no schedule of the captured part was found that fits.
     """
-    problem = Problem(step.graph, step.profile, max(0, budget_bytes - resident_bytes))
+    problem = Problem(
+        step.graph,
+        step.profile,
+        max(0, budget_bytes - resident_bytes),
+        SolveOptions(time_limit_s=options.time_limit_s),
+    )
     smallest = smallest_budget(problem)
+    if not budget_bytes or replay(problem, smallest.recompute).peak_bytes <= problem.budget_bytes:
+        return smallest
+    solved = _solve_until_it_fits(problem, apart(options.solver))
+    if _fits(problem, solved):
+        return solved
     outputs = sum(step.graph.sizes[s] for t in step.graph.outputs if (s := step.graph.tensors[t].storage) is not None)
     doubt = int(4 * outputs * (budget.share or 0))
     if replay(problem, smallest.recompute).peak_bytes > problem.budget_bytes + doubt:
         raise infeasible(problem, smallest, budget, budget_bytes, resident_bytes, target)
+    return smallest
 
 
 def _fits(problem: Problem, solution: Solution) -> bool:

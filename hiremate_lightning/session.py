@@ -34,14 +34,13 @@ from .graph import StorageKind
 from .kinds import Kind, Kinds
 from .out_of_memory import InfeasibleBudgetError
 from .plan import Plan, PlanningTime
-from .planner import PlanOptions, check_feasible, make_plan, resolve, unplanned
+from .planner import PlanOptions, first_solution, make_plan, resolve, unplanned
 from .profiling import CostCache, TimedRun, measure
 from .recording import Run, StepRecord
 from .report import Reporter
 from .resident import WATCHED_STEPS, Resident, ResidentMemory
 from .schedule import lower
-from .solvers import smallest_budget, worker
-from .solvers.base import Problem
+from .solvers import worker
 from .solvers.curve import Remembering
 from .step import Call, Step, merge
 from .units import Budget, format_bytes
@@ -265,23 +264,24 @@ class Session:
                     progress=lambda done, total: self._reporter.progress("operations", done, total),
                 )
             with self._stage("solve_s", "solving"):
-                smallest = smallest_budget(Problem(captured.graph, profile, 0))
-            self._check_first(captured, profile)
+                least = self._first_program(captured, profile)
             self._profiles.append(profile)
-            self._least.append(build(captured, lower(captured.graph, smallest.recompute)))
+            self._least.append(least)
         return number
 
-    def _check_first(self, captured: Captured, profile: Profile) -> None:
-        """Stop before the first step where not even the captured part alone fits.
+    def _first_program(self, captured: Captured, profile: Profile) -> Program:
+        """Build the program of least memory; stop before the first step where not even the captured part alone fits.
 
         A share of the whole step is not known from a part of it: it is checked where a part uses all parameters, else
         once the step is known.
         """
         step = merge([Call(captured.graph, profile)], [0])
         is_known = self.options.budget.share is None or self._uses_all_parameters(captured)
-        if self.options.plan.on_infeasible == "raise" and is_known:
-            budget, resident = self.options.budget, (self._began_with or self._memory.count(())).size_bytes
-            check_feasible(step, budget, self._budget_bytes(step, resident), resident, self._name)
+        resident_bytes = (self._began_with or self._memory.count(())).size_bytes
+        is_checked = is_known and self.options.plan.on_infeasible == "raise"
+        budget_bytes = self._budget_bytes(step, resident_bytes) if is_checked else 0
+        least = first_solution(step, self.options.budget, budget_bytes, resident_bytes, self.options.plan, self._name)
+        return build(captured, lower(captured.graph, step.split(least.recompute)[0]))
 
     def _uses_all_parameters(self, captured: Captured) -> bool:
         used = sum(storage.kind is StorageKind.PARAMETER for storage in captured.graph.storages)

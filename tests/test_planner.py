@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from hiremate_lightning import planner
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
-from hiremate_lightning.planner import AUTO_MARGIN, PlanOptions, check_feasible, make_plan, resolve, unplanned
+from hiremate_lightning.planner import AUTO_MARGIN, PlanOptions, first_solution, make_plan, resolve, unplanned
 from hiremate_lightning.solvers import base
-from hiremate_lightning.solvers.base import Solution, Status, strategy
+from hiremate_lightning.solvers.base import Solution, Status, get_strategy, strategy
 from hiremate_lightning.step import Call, Gap, merge
 from hiremate_lightning.units import Budget, parse_budget
 
@@ -142,18 +143,29 @@ def test_a_strategy_that_lies_about_its_peak_is_not_believed(monkeypatch):
     assert plan.solution.strategy != "liar"
 
 
+def first_of(step, budget, budget_bytes, **options):
+    return first_solution(step, budget, budget_bytes, 0, PlanOptions(**options), "Net")
+
+
 def test_a_step_that_cannot_fit_is_refused_before_it_runs():
     step = step_of(*transformer(2))
     smallest = smallest_of(step)
-    check_feasible(step, Budget(size_bytes=smallest), smallest, 0, "Net")
+    assert first_of(step, Budget(size_bytes=smallest), smallest).peak_bytes == smallest
     with pytest.raises(InfeasibleBudgetError, match="too small for Net"):
-        check_feasible(step, Budget(size_bytes=smallest - 1), smallest - 1, 0, "Net")
+        first_of(step, Budget(size_bytes=smallest - 1), smallest - 1)
+
+
+def test_a_solver_is_asked_before_the_first_step_is_refused(monkeypatch):
+    monkeypatch.setattr(planner, "smallest_budget", get_strategy("none"))
+    step = step_of(*transformer(2))
+    budget = unplanned(step).peak_bytes * 7 // 10
+    assert first_of(step, Budget(size_bytes=budget), budget).peak_bytes <= budget
 
 
 def test_a_share_is_given_the_benefit_of_the_doubt_before_the_step_ran():
     step = step_of(*transformer(2))
     smallest = smallest_of(step)
-    check_feasible(step, Budget(share=0.9), smallest - 1, 0, "Net")
+    assert first_of(step, Budget(share=0.9), smallest - 1).peak_bytes == smallest
 
 
 def test_the_same_step_and_budget_give_the_same_plan():
