@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from hiremate_lightning.api import make_options
+from hiremate_lightning.metrics import plan_metrics
 from hiremate_lightning.plan import Plan
 from hiremate_lightning.planner import DEFAULT_SOLVER
 from hiremate_lightning.session import Session
@@ -31,6 +32,8 @@ class HiRemateCallback(Callback):
     The model's calls are taken over in `setup("fit")` and given back when fitting ends, also by an exception. Its first
     training step is captured and runs at the least memory; the next one runs by a plan of the whole step. State dict,
     checkpoints, optimizers and logs stay what they are. Validation, test and prediction are not planned.
+
+    Every logger of the Trainer gets the numbers of each plan, and what was measured of it, as `hiremate/...` metrics.
 
     Args:
         budget: Bytes ("12 GiB", "800 MB", an int) that must not be passed at any moment of a training step, all that is
@@ -79,6 +82,7 @@ class HiRemateCallback(Callback):
         )
         self._target = target
         self._targets: Targets | StepTarget | None = None
+        self._unlogged: Plan | None = None  # a plan that loggers have not seen, or not as measured
         self.plan: Plan | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -116,6 +120,7 @@ class HiRemateCallback(Callback):
         """End the step: what follows (validation, checkpoints, the next batch) is not measured."""
         if self._targets is not None:
             self._targets.session.end_step()
+            self._log(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Give the model's calls back."""
@@ -132,7 +137,16 @@ class HiRemateCallback(Callback):
             self._targets = None
 
     def _note(self, plan: Plan) -> None:
-        self.plan = plan
+        self.plan = self._unlogged = plan
+
+    def _log(self, trainer: pl.Trainer) -> None:
+        """Give the loggers what is new of a plan; they write on rank zero only."""
+        if self._unlogged is None or self._targets is None:
+            return
+        metrics = plan_metrics(self._unlogged, len(self._targets.session.plans))
+        self._unlogged = None
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def _refuse(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         others = [c for c in trainer.callbacks if isinstance(c, HiRemateCallback) and c is not self]  # type: ignore[attr-defined]
