@@ -11,13 +11,16 @@ if not (_package / "callbacks").is_dir() and (_package.parent / "callbacks" / "_
 
 if TYPE_CHECKING:
     from .api import get_plan, hiremate, remove_hiremate
+    from .batch_size import find_max_batch_size
     from .html_report import write_html
     from .out_of_memory import InfeasibleBudgetError
     from .plan import Plan
+    from .size_result import BatchSizeResult
 
 from .errors import BudgetError, CaptureError, ConfigurationError, HiRemateError, HiRemateWarning
 
 __all__ = [
+    "BatchSizeResult",
     "BudgetError",
     "CaptureError",
     "ConfigurationError",
@@ -25,6 +28,7 @@ __all__ = [
     "HiRemateWarning",
     "InfeasibleBudgetError",
     "Plan",
+    "find_max_batch_size",
     "get_plan",
     "hiremate",
     "remove_hiremate",
@@ -35,8 +39,10 @@ __version__ = "0.1.0"
 
 # Solving needs no torch, which takes seconds to import.
 _LAZY = {
+    "BatchSizeResult": "size_result",
     "InfeasibleBudgetError": "out_of_memory",
     "Plan": "plan",
+    "find_max_batch_size": "batch_size",
     "get_plan": "api",
     "hiremate": "api",
     "remove_hiremate": "api",

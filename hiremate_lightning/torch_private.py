@@ -34,7 +34,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves as leaves
 
@@ -225,6 +225,11 @@ def forget_compiled(function: Callable[..., Any]) -> None:
 def on_optimizer_step(hook: Callable[[torch.optim.Optimizer], None]) -> Any:
     """Call a function after each step of any optimizer; the handle that is returned removes it."""
     return register_optimizer_step_post_hook(lambda optimizer, args, kwargs: hook(optimizer))
+
+
+def before_optimizer_step(hook: Callable[[torch.optim.Optimizer], None]) -> Any:
+    """Call a function before each step of any optimizer; the handle that is returned removes it."""
+    return register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: hook(optimizer))
 
 
 def free_host_bytes() -> int:

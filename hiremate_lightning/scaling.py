@@ -1,0 +1,223 @@
+"""One training step at other sizes: its graph and costs, refitted from steps that ran at a few sizes.
+
+A *size* is any whole number that the step's tensors grow with: the batch size, a sequence length. Steps captured at two
+sizes must be the same graph, node for node; then each dimension of each tensor lies on a line through its values there,
+and bytes are products of dimensions, so they are exact also where they grow with the square of a sequence length. What
+was only measured (time, workspace, the bytes of outside code) can't be exact: between two sizes it is interpolated,
+beyond them it follows the last two, by their line or, where it grew faster than the size, by that power.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from .costs import Profile
+from .graph import OUTSIDE, Graph, Storage, Tensor
+
+MAX_POWER = 2.0  # of the size, that anything measured is taken to grow by
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A step at one size.
+
+    Attributes:
+        size: The size, at least 1.
+        graph: The merged step.
+        profile: Its costs.
+    """
+
+    size: int
+    graph: Graph
+    profile: Profile
+
+
+def difference(first: Graph, second: Graph) -> str | None:
+    """Say where two graphs stop being the same but for sizes, None where they don't.
+
+    Names don't count: the front end numbers them as it meets them.
+    """
+    for one, other in zip(first.nodes, second.nodes, strict=False):
+        if _work(one) != _work(other):
+            where = f" in module {one.module!r}" if one.module else ""
+            return f"node {one.name} ({one.op}){where} is {other.name} ({other.op}) there"
+    for before, after in zip(first.tensors, second.tensors, strict=False):
+        if (before.storage, before.dtype, before.producer, len(before.shape)) != (
+            after.storage,
+            after.dtype,
+            after.producer,
+            len(after.shape),
+        ):
+            return f"tensor {before.name} is another one there, {after.name}"
+    if [s.kind for s in first.storages] != [s.kind for s in second.storages] or _orders(first) != _orders(second):
+        counts = f"{len(first.nodes)} and {len(second.nodes)} nodes, {len(first.tensors)} and {len(second.tensors)}"
+        return f"they have {counts} tensors, or run them in another order"
+    return None
+
+
+def _work(node: object) -> tuple[object, ...]:
+    names = ("op", "phase", "inputs", "outputs", "is_random", "is_mutating", "reads_mutated", "replays")
+    return tuple(getattr(node, name) for name in names)
+
+
+def _orders(graph: Graph) -> tuple[object, ...]:
+    counts = (len(graph.nodes), len(graph.tensors))
+    ends = (graph.inputs, graph.tangents, graph.outputs, graph.gradients, graph.held)
+    return (counts, graph.forward, graph.backward, ends)
+
+
+class Line:
+    """Values at a few sizes, and at all others.
+
+    Args:
+        sizes: Sizes, ascending, at least one.
+        values: The value at each.
+    """
+
+    def __init__(self, sizes: Sequence[int], values: Sequence[float]) -> None:
+        self._sizes = tuple(sizes)
+        self._values = tuple(values)
+
+    def _segment(self, size: int) -> int:
+        """Give the position of the segment that a size lies on, or nearest to."""
+        return min(max(bisect_right(self._sizes, size) - 1, 0), len(self._sizes) - 2)
+
+    def whole(self, size: int) -> int:
+        """Give the value on the line, for values that are whole numbers; rounded up, at least 0."""
+        if len(self._sizes) == 1:
+            return int(self._values[0])
+        i = self._segment(size)
+        x, width = self._sizes[i], self._sizes[i + 1] - self._sizes[i]
+        low, high = int(self._values[i]), int(self._values[i + 1])
+        return max(0, -((-(low * width + (high - low) * (size - x))) // width))
+
+    def measured(self, size: int) -> float:
+        """Give the value, for what was measured: beyond the last size never less than there, and see `MAX_POWER`."""
+        if len(self._sizes) == 1:
+            return self._values[0]
+        i = self._segment(size)
+        (x, low), (y, high) = ((self._sizes[j], self._values[j]) for j in (i, i + 1))
+        on_line = low + (high - low) * (size - x) / (y - x)
+        if size <= y:
+            return max(0.0, on_line)
+        power = min(MAX_POWER, (math.log(high) - math.log(low)) / math.log(y / x)) if min(low, high) > 0 else 0.0
+        return max(high, on_line, high * (size / y) ** power if power > 1 else 0.0)
+
+
+class Scaling:
+    """A step at any size.
+
+    Args:
+        samples: The step at different sizes, in any order; one is enough for a step that is the same at all sizes.
+        block_bytes: The allocator hands out multiples of it.
+
+    Raises:
+        ValueError: If two of the graphs differ in more than sizes.
+    """
+
+    def __init__(self, samples: Sequence[Sample], block_bytes: int = 1) -> None:
+        self.samples = tuple(sorted(samples, key=lambda sample: sample.size))
+        self._block_bytes = block_bytes
+        for one, other in zip(self.samples, self.samples[1:], strict=False):
+            found = difference(one.graph, other.graph)
+            if found is not None:
+                raise ValueError(f"The steps at sizes {one.size} and {other.size} are not the same graph: {found}")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of the samples, ascending."""
+        return tuple(sample.size for sample in self.samples)
+
+    def at(self, size: int) -> Sample:
+        """Give the step at a size; at the size of a sample, that sample."""
+        known = next((sample for sample in self.samples if sample.size == size), None)
+        if known is not None:
+            return known
+        base = self.samples[-1]
+        tensors = list(base.graph.tensors)
+        for index, lines in self._growing_shapes.items():
+            tensors[index] = replace(tensors[index], shape=tuple(line.whole(size) for line in lines))
+        storages = list(base.graph.storages)
+        for index, source in self._growing_storages.items():
+            storages[index] = replace(storages[index], size_bytes=self._bytes_at(size, source, tensors))
+        nodes = list(base.graph.nodes)
+        for index, line in self._growing_flops.items():
+            nodes[index] = replace(nodes[index], flops=round(line.measured(size)))
+        graph = replace(base.graph, nodes=tuple(nodes), tensors=tuple(tensors), storages=tuple(storages))
+        times = tuple(line.measured(size) for line in self._times)
+        workspaces = tuple(self._round(math.ceil(line.measured(size))) for line in self._workspaces)
+        return Sample(size, graph, Profile(times, workspaces, base.profile.device))
+
+    def _bytes_at(self, size: int, source: int | Line, tensors: Sequence[Tensor]) -> int:
+        if isinstance(source, Line):
+            return self._round(math.ceil(source.measured(size)))
+        return self._round(_bytes_of(tensors[source]))
+
+    def _round(self, size_bytes: int) -> int:
+        return -(-size_bytes // self._block_bytes) * self._block_bytes
+
+    @cached_property
+    def _growing_shapes(self) -> dict[int, tuple[Line, ...]]:
+        found = {}
+        for index, same in enumerate(zip(*(sample.graph.tensors for sample in self.samples), strict=True)):
+            shapes = [tensor.shape for tensor in same]
+            if len(set(shapes)) > 1:
+                found[index] = tuple(Line(self.sizes, dimension) for dimension in zip(*shapes, strict=True))
+        return found
+
+    @cached_property
+    def _growing_storages(self) -> dict[int, int | Line]:
+        """Say, for each storage that grows, which tensor fills it; the line of its bytes where none does."""
+        on: dict[int, list[int]] = {}
+        for index, tensor in enumerate(self.samples[-1].graph.tensors):
+            if tensor.storage is not None:
+                on.setdefault(tensor.storage, []).append(index)
+        found: dict[int, int | Line] = {}
+        for index, same in enumerate(zip(*(sample.graph.storages for sample in self.samples), strict=True)):
+            filling = [tensor for tensor in on.get(index, ()) if self._fills(tensor, same)]
+            if any(tensor in self._growing_shapes for tensor in filling):
+                # The tensor of most dimensions: a flattened one hides that two of them grow.
+                found[index] = max(filling, key=lambda tensor: len(self.samples[-1].graph.tensors[tensor].shape))
+            elif len({storage.size_bytes for storage in same}) > 1:
+                found[index] = Line(self.sizes, [storage.size_bytes for storage in same])
+        return found
+
+    def _fills(self, index: int, storages: Sequence[Storage]) -> bool:
+        """Whether a tensor takes up exactly its storage in all samples, and was captured, not measured."""
+        tensors = [sample.graph.tensors[index] for sample in self.samples]
+        producer = tensors[0].producer
+        if producer is not None and self.samples[0].graph.nodes[producer].op == OUTSIDE:
+            return False
+        pairs = zip(tensors, storages, strict=True)
+        return all(self._round(_bytes_of(tensor)) == storage.size_bytes for tensor, storage in pairs)
+
+    @cached_property
+    def _growing_flops(self) -> dict[int, Line]:
+        counts = zip(*([node.flops for node in sample.graph.nodes] for sample in self.samples), strict=True)
+        return {index: Line(self.sizes, same) for index, same in enumerate(counts) if len(set(same)) > 1}
+
+    @cached_property
+    def _times(self) -> tuple[Line, ...]:
+        return self._lines([sample.profile.time_ms for sample in self.samples])
+
+    @cached_property
+    def _workspaces(self) -> tuple[Line, ...]:
+        return self._lines([sample.profile.workspace_bytes for sample in self.samples])
+
+    def _lines(self, values: Sequence[Sequence[float]]) -> tuple[Line, ...]:
+        return tuple(Line(self.sizes, same) for same in zip(*values, strict=True))
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return math.prod(tensor.shape) * _item_bytes(tensor.dtype)
+
+
+def _item_bytes(dtype: str) -> int:
+    """Read the bytes of an element from its type's name: the first number in it counts bits."""
+    bits = re.search(r"\d+", dtype)
+    return 1 if bits is None else max(1, int(bits.group()) // 8)
