@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from stand_in import torchvision_or_stand_in
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -163,7 +164,8 @@ def llama() -> Built:
 
 
 def _timm(name: str, batch: int, size: int, **options: Any) -> Built:
-    import timm
+    with torchvision_or_stand_in():
+        import timm
 
     net = timm.create_model(name, pretrained=False, num_classes=10, **options)
     return WithLoss(net, F.cross_entropy), _images(batch, size)

@@ -6,18 +6,15 @@ enough for a plan to have something to do. Dropout and batch norm are on.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from benchmarks.stand_in import torchvision_or_stand_in
 
 
 @dataclass(frozen=True)
@@ -219,7 +216,7 @@ def build_bert() -> Model:
 
 
 def build_vit() -> Model:
-    with _torchvision_or_stand_in():
+    with torchvision_or_stand_in():
         timm = pytest.importorskip("timm")
     module = timm.models.vision_transformer.VisionTransformer(
         img_size=64,
@@ -234,39 +231,6 @@ def build_vit() -> Model:
         drop_path_rate=0.1,
     )
     return Model(module, _pictures(batch=8, side=64), cross_entropy_to(_classes))
-
-
-@contextmanager
-def _torchvision_or_stand_in() -> Iterator[None]:
-    """Let timm be imported where torchvision is not: its data pipeline needs it, the models that we build don't."""
-    if importlib.util.find_spec("torchvision") is not None:
-        yield
-        return
-    names = ("", ".datasets", ".ops", ".ops.misc", ".transforms", ".transforms.functional")
-    stand_ins = {f"torchvision{name}": _StandIn(f"torchvision{name}") for name in names}
-    for name, module in stand_ins.items():
-        if "." in name:
-            parent, _, child = name.rpartition(".")
-            setattr(stand_ins[parent], child, module)
-    sys.modules.update(stand_ins)
-    try:
-        yield
-    finally:
-        for name in stand_ins:
-            del sys.modules[name]
-
-
-class _StandIn(types.ModuleType):
-    """A package in which every name is a class that nothing is an instance of, or an enumeration."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__path__: list[str] = []
-
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return mock.MagicMock() if name == "InterpolationMode" else type(name, (), {})
 
 
 BUILDERS: dict[str, Callable[[], Model]] = {
