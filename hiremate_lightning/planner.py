@@ -6,6 +6,7 @@ No plan leaves this module unless its simulated peak is within the budget, which
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -79,6 +80,7 @@ def make_plan(
     planning: PlanningTime = PlanningTime(),
     margin_bytes: int = 0,
     solve: Strategy | None = None,
+    progress: Callable[[float, float], None] | None = None,
 ) -> Plan:
     """Solve a step under a budget.
 
@@ -92,6 +94,7 @@ def make_plan(
         planning: Seconds that the stages before took.
         margin_bytes: Bytes of the budget to leave free, because an earlier plan was measured that much above it.
         solve: What solves, by default the strategy that the options name, in a process of its own.
+        progress: Told of what is found while solving, see `SolveOptions`.
 
     Returns:
         A plan whose simulated peak is within the budget; with `on_infeasible="warn"` the one with the smallest peak
@@ -105,7 +108,7 @@ def make_plan(
         step.graph,
         step.profile,
         max(0, budget_bytes - margin_bytes - resident_bytes),
-        SolveOptions(time_limit_s=options.time_limit_s),
+        SolveOptions(time_limit_s=options.time_limit_s, progress=progress),
     )
     unplanned_bytes = unplanned(step).peak_bytes
     profile = step.profile

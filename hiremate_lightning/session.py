@@ -27,7 +27,7 @@ from torch import nn
 from . import torch_private
 from .backend import planning_backend
 from .capture import Captured
-from .costs import Profile
+from .costs import Profile, step_time_ms
 from .errors import CaptureError, HiRemateWarning
 from .execution import Part, Program, build
 from .graph import StorageKind
@@ -381,7 +381,9 @@ class Session:
                 planning=self._seconds,
                 margin_bytes=known.margin_bytes,
                 solve=known.solve,
+                progress=self._reporter.solving(step_time_ms(step.graph, step.profile)),
             )
+        plan = replace(plan, resident_parts=known.resident.kinds)
         decided = zip(known.parts, known.places, step.split(plan.solution.recompute), strict=True)
         programs = {
             place: build(part.captured, lower(part.captured.graph, decisions)) for part, place, decisions in decided
@@ -403,7 +405,13 @@ class Session:
         known = replace(known, resident=resident)
         step = known.merge()
         budget_bytes = self._budget_bytes(step, resident.size_bytes)
-        adapted = replace(plan, graph=step.graph, budget_bytes=budget_bytes, resident_bytes=resident.size_bytes)
+        adapted = replace(
+            plan,
+            graph=step.graph,
+            budget_bytes=budget_bytes,
+            resident_bytes=resident.size_bytes,
+            resident_parts=resident.kinds,
+        )
         self._known[kind] = known
         if adapted.planned_peak_bytes + known.margin_bytes <= budget_bytes:
             self.plans[kind] = adapted

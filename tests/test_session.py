@@ -609,3 +609,12 @@ def test_two_kinds_of_steps_in_turn_are_both_measured_and_then_left_alone():
     step(model, 16)
     assert session._record is None
     assert session._timed is None
+
+
+def test_a_plan_says_what_its_resident_bytes_are():
+    model = planned()
+    warm_up(model, steps=4)
+    parts = dict(get_plan(model).resident_parts)
+    assert sum(parts.values()) == get_plan(model).resident_bytes
+    assert parts["parameters"] >= sum(p.nbytes for p in model.parameters())
+    assert parts["batch"] > 0
