@@ -89,6 +89,13 @@ class HiRemateCallback(Callback):
         """Leave out what belongs to a running fit, so that spawned processes can have the callback."""
         return {**self.__dict__, "_targets": None}
 
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans of all kinds of steps so far; after fitting, the latest one."""
+        if self._targets is not None:
+            return tuple(self._targets.session.plans.values())
+        return () if self.plan is None else (self.plan,)
+
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Take over the model's calls."""
         if stage != "fit":
@@ -143,7 +150,7 @@ class HiRemateCallback(Callback):
         """Give the loggers what is new of a plan; they write on rank zero only."""
         if self._unlogged is None or self._targets is None:
             return
-        metrics = plan_metrics(self._unlogged, len(self._targets.session.plans))
+        metrics = plan_metrics(self._unlogged, len(self.plans))
         self._unlogged = None
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)

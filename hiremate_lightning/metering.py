@@ -40,6 +40,7 @@ class MemoryMeter:
 
     Attributes:
         intervals: One for each mark, complete when the measurement has ended.
+        was_interrupted: Whether another meter ran meanwhile.
         lost_marks: Whether a mark came while the meter was paused: then its intervals don't say what they seem to.
     """
 
@@ -47,6 +48,7 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device) -> None:
         self.intervals: list[Interval] = []
+        self.was_interrupted = False
         self.lost_marks = False
         self._means: _HostEvents | _DeviceStatistics = (
             _DeviceStatistics(device) if device.type == "cuda" else _HostEvents()
@@ -79,6 +81,7 @@ class MemoryMeter:
         """Begin to measure; the first mark is called "start"."""
         outer = MemoryMeter._current()
         if outer is not None:
+            outer.was_interrupted = True
             outer._pause()
         MemoryMeter._running.append(weakref.ref(self))
         self._resume()

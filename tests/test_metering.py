@@ -57,6 +57,12 @@ def test_allocations_of_the_backward_count():
     assert measure_peak(loss.backward) >= weight.nbytes
 
 
+def test_a_meter_knows_that_another_one_ran_meanwhile():
+    with MemoryMeter(CPU) as outer, MemoryMeter(CPU) as inner:
+        pass
+    assert (outer.was_interrupted, inner.was_interrupted) == (True, False)
+
+
 def test_a_meter_within_another_pauses_the_outer_one():
     with MemoryMeter(CPU) as outer:
         first = floats(8 * KB)

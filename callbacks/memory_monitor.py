@@ -1,0 +1,197 @@
+"""The callback that watches what training steps take, beside what their plans predict."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from hiremate_lightning.callbacks.planning import HiRemateCallback
+from hiremate_lightning.errors import ConfigurationError, HiRemateWarning
+from hiremate_lightning.metering import Interval, MemoryMeter
+from hiremate_lightning.metrics import PREFIX
+from hiremate_lightning.plan import Plan
+from hiremate_lightning.resident import WATCHED_STEPS, ResidentMemory
+from hiremate_lightning.targets import targets_of
+from hiremate_lightning.torch_private import leaves
+from hiremate_lightning.units import format_bytes
+
+METRIC = f"{PREFIX}step_peak_bytes"
+EVERY_ON_CPU = 50  # steps; there a profiler records each allocation, twice in a row
+FORWARD, BACKWARD, AFTER, OPTIMIZER = "the forward", "the backward", "what follows the backward", "the optimizer's step"
+IN_PLAN = "Something outside of the plan allocates there; a budget smaller by that much leaves room for it."
+BEYOND_PLAN = "No plan reaches there. Optimizers take less with foreach=False."
+
+
+class MemoryMonitor(Callback):
+    """Measure the peak memory of whole training steps, and say when something outside of the plan takes more.
+
+    A step is measured from `on_train_batch_start` to `on_train_batch_end`, optimizer included. On CUDA all that is
+    allocated counts; on a CPU the model, its optimizers and the batch, and what PyTorch allocates during the step.
+    Steps that the planning measures itself are left to it. Loggers get `hiremate/step_peak_bytes`. Without a plan,
+    peaks are measured and logged, and compared with nothing.
+
+    Args:
+        every_n_steps: Measure one of this many steps; by default each on CUDA, and one of 50 on a CPU, where measuring
+            takes time.
+        tolerance: Share of the predicted peak that a step may be above it before that is announced.
+
+    Attributes:
+        peak_bytes: Peak of the latest step that was measured, None before there is one.
+        highest_bytes: The highest of all that were measured, None before there is one.
+
+    Raises:
+        ConfigurationError: If an argument is out of its range.
+
+    Example:
+        >>> trainer = Trainer(callbacks=[HiRemateCallback(budget="10 GiB"), MemoryMonitor()])
+    """
+
+    def __init__(self, every_n_steps: int | None = None, tolerance: float = 0.02) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ConfigurationError(f"every_n_steps must be at least 1, found {every_n_steps!r}")
+        if tolerance < 0:
+            raise ConfigurationError(f"tolerance must be at least 0, found {tolerance!r}")
+        self.every_n_steps = every_n_steps
+        self.tolerance = tolerance
+        self.peak_bytes: int | None = None
+        self.highest_bytes: int | None = None
+        self._memory: ResidentMemory | None = None
+        self._meter: MemoryMeter | None = None
+        self._base_bytes = 0
+        self._steps = 0  # begun in this fit
+        self._counts = False  # whether the step under way is one to measure
+        self._sees_frees = False  # whether the step before was recorded: a CPU's profiler knows only what it saw made
+        self._said: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to a running fit, so that spawned processes can have the callback."""
+        return {**self.__dict__, "_memory": None, "_meter": None}
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Begin anew."""
+        if stage == "fit":
+            self._memory, self._steps, self._sees_frees = ResidentMemory(pl_module), 0, False
+            self._said.clear()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin to measure, where this step's turn has come."""
+        step, self._steps = self._steps, self._steps + 1
+        if self._memory is None:
+            return
+        every = self.every_n_steps or (1 if self._memory.device.type == "cuda" else EVERY_ON_CPU)
+        self._counts = (step + 1) % every == 0
+        is_next = self._memory.device.type != "cuda" and (step + 2) % every == 0
+        if not (self._counts or is_next) or self._is_left_to_planning(trainer, pl_module):
+            self._sees_frees = False
+            return
+        device = self._memory.device
+        if not MemoryMeter.is_available(device):
+            self._say("profiler", "Another profiler is running: MemoryMonitor can't measure meanwhile.")
+            return
+        for optimizer in trainer.optimizers:
+            self._memory.watch(optimizer)
+        self._memory.batch = [t for t in leaves(batch) if isinstance(t, torch.Tensor)]
+        self._base_bytes = self._memory.count(()).size_bytes
+        self._memory.batch = []
+        self._meter = MemoryMeter(device)
+        self._meter.start()
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        """Mark where the backward begins."""
+        self._mark(BACKWARD)
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Mark where the backward has ended."""
+        self._mark(AFTER)
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Mark where an optimizer takes over."""
+        self._mark(OPTIMIZER)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        """End the measurement, log it, and compare it with the plan."""
+        intervals = self._stop()
+        if not intervals or not self._counts:
+            return
+        highest = max(intervals, key=lambda interval: interval.peak_bytes)
+        self.peak_bytes = self._base_bytes + highest.peak_bytes
+        self.highest_bytes = max(self.peak_bytes, self.highest_bytes or 0)
+        for logger in trainer.loggers:
+            step = trainer.fit_loop.epoch_loop._batches_that_stepped
+            logger.log_metrics({METRIC: float(self.peak_bytes)}, step=step)
+        self._compare(self.peak_bytes, highest, _plans(trainer, pl_module))
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leave no measurement running."""
+        self._stop()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Leave no measurement running."""
+        self._stop()
+        self._memory = None
+
+    def _is_left_to_planning(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
+        """Whether this may be one of the first steps, which planning measures: a second measurement would slow them."""
+        if self._steps > WATCHED_STEPS or not _is_planned(trainer, pl_module):
+            return False
+        plans = _plans(trainer, pl_module)
+        return not plans or any(plan.measured.step_ms is None for plan in plans)
+
+    def _mark(self, label: str) -> None:
+        if self._meter is not None:
+            self._meter.mark(label)
+
+    def _stop(self) -> list[Interval]:
+        """End the measurement; give nothing where there is none that saw the whole step."""
+        meter, self._meter = self._meter, None
+        if meter is None or self._memory is None:
+            return []
+        meter.stop()
+        saw_frees, self._sees_frees = self._sees_frees, not meter.was_interrupted
+        is_whole = not meter.was_interrupted and (saw_frees or self._memory.device.type == "cuda")
+        return meter.intervals if is_whole else []
+
+    def _compare(self, peak_bytes: int, highest: Interval, plans: tuple[Plan, ...]) -> None:
+        """Warn, once for each part of the step, where a step takes more than was planned."""
+        if not plans:
+            return
+        predicted = max(plan.planned_peak_bytes for plan in plans)
+        budget = max(plan.budget_bytes for plan in plans)
+        where = FORWARD if highest.label == "start" else highest.label
+        text = f"The memory of a training step reached {format_bytes(peak_bytes)} in {where}"
+        advice = BEYOND_PLAN if where in (AFTER, OPTIMIZER) else IN_PLAN
+        if peak_bytes > budget:
+            self._say(f"budget in {where}", f"{text}, {format_bytes(peak_bytes - budget)} above the budget. {advice}")
+        elif peak_bytes > (1 + self.tolerance) * predicted:
+            excess = format_bytes(peak_bytes - predicted)
+            self._say(f"plan in {where}", f"{text}, {excess} above the plan and within the budget. {advice}")
+
+    def _say(self, topic: str, text: str) -> None:
+        """Warn, once for each topic of a fit."""
+        if topic not in self._said:
+            self._said.add(topic)
+            warnings.warn(text, HiRemateWarning, stacklevel=2)
+
+
+def _planner(trainer: pl.Trainer) -> HiRemateCallback | None:
+    return next((c for c in trainer.callbacks if isinstance(c, HiRemateCallback)), None)  # type: ignore[attr-defined]
+
+
+def _is_planned(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
+    return _planner(trainer) is not None or targets_of(pl_module) is not None
+
+
+def _plans(trainer: pl.Trainer, pl_module: pl.LightningModule) -> tuple[Plan, ...]:
+    """Give the plans of all kinds of steps: which one ran may not be settled yet when a step ends."""
+    if (planner := _planner(trainer)) is not None:
+        return planner.plans
+    targets = targets_of(pl_module)
+    return () if targets is None else tuple(targets.session.plans.values())
