@@ -38,8 +38,10 @@ _DROPOUT_ARGUMENT = {
 _IGNORES_WHAT_IT_UPDATES = {"aten._native_batch_norm_legit_functional.default"}
 # Sums in an order that a GPU does not fix: a second run may differ in the last bit.
 _ORDER_DEPENDENT_ON_GPU = re.compile(
-    r"aten\.(scatter_add|index_add|index_put|scatter_reduce|_unsafe_index_put|put|histc)\b"
+    r"aten\.(scatter_add|index_add|index_put|scatter_reduce|_unsafe_index_put|put|histc|bincount|cumsum|nll_loss2d_forward)\b"
 )
+# Talk to other processes: run as often, and in the order, that these expect.
+_COLLECTIVE = re.compile(r"(_c10d_functional|_c10d_functional_autograd|c10d)\.")
 _ROOT = re.compile(r"^L\[['\"].*?['\"]\]\.?")
 _SUBSCRIPT = re.compile(r"(?:\._modules)?\[['\"](.*?)['\"]\]")
 _SOURCE = re.compile(r'File "([^"]+)", line (\d+)')
@@ -364,8 +366,8 @@ def _sink(backward: list[fx.Node], tangents: Sequence[fx.Node]) -> list[fx.Node]
 
 
 def _is_random(node: fx.Node, device: torch.device | None) -> bool:
-    """Whether a second run may give other numbers."""
-    if isinstance(node.target, torch_private.HigherOrderOperator):
+    """Whether a second run may give other numbers, or hang."""
+    if isinstance(node.target, torch_private.HigherOrderOperator) or _COLLECTIVE.match(str(node.target)):
         return True
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return device is not None and device.type == "cuda" and bool(_ORDER_DEPENDENT_ON_GPU.match(str(node.target)))

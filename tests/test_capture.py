@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hiremate_lightning import hiremate
+from hiremate_lightning import capture, hiremate
 from hiremate_lightning.capture import Captured, allocated_bytes
 from hiremate_lightning.graph import Phase, StorageKind, graph_from_json
 from hiremate_lightning.schedule import recompute_lazily
@@ -275,3 +275,18 @@ def test_the_same_model_gives_the_same_graph():
 def test_a_device_allocator_rounds_up():
     assert allocated_bytes(513, torch.device("cuda")) == 1024
     assert allocated_bytes(513, torch.device("cpu")) == 513
+
+
+@pytest.mark.parametrize(
+    ("target", "device", "runs_once"),
+    [
+        (torch.ops._c10d_functional.all_reduce.default, "cpu", True),
+        (torch.ops._c10d_functional.wait_tensor.default, "cpu", True),
+        (torch.ops.aten.cumsum.default, "cuda", True),
+        (torch.ops.aten.cumsum.default, "cpu", False),
+        (torch.ops.aten.mm.default, "cuda", False),
+    ],
+)
+def test_what_talks_to_other_processes_or_sums_in_any_order_runs_once(target, device, runs_once):
+    node = torch.fx.Graph().call_function(target)
+    assert capture._is_random(node, torch.device(device)) is runs_once
