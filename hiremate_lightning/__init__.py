@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .out_of_memory import InfeasibleBudgetError
     from .plan import Plan
     from .size_result import BatchSizeResult
+    from .svg_report import write_svg
 
 from .errors import BudgetError, CaptureError, ConfigurationError, HiRemateError, HiRemateWarning
 
@@ -33,6 +34,7 @@ __all__ = [
     "hiremate",
     "remove_hiremate",
     "write_html",
+    "write_svg",
 ]
 
 __version__ = "0.1.0"
@@ -47,6 +49,7 @@ _LAZY = {
     "hiremate": "api",
     "remove_hiremate": "api",
     "write_html": "html_report",
+    "write_svg": "svg_report",
 }
 
 

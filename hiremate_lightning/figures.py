@@ -118,7 +118,7 @@ def timeline_figure(plan: Plan) -> Figure:
     """
     runs = (plain_run(plan), planned_run(plan))
     peak_bytes = max(plan.unplanned_peak_bytes, plan.planned_peak_bytes)
-    scale, unit = _unit(max(peak_bytes, 1))
+    scale, unit = binary_unit(max(peak_bytes, 1))
     traces: list[Figure] = []
     shapes: list[Figure] = []
     notes: list[Figure] = []
@@ -150,7 +150,7 @@ def timeline_figure(plan: Plan) -> Figure:
     return {"data": traces, "layout": layout}
 
 
-def _unit(size_bytes: int) -> tuple[int, str]:
+def binary_unit(size_bytes: int) -> tuple[int, str]:
     """Choose the binary unit in which a size is a handy number."""
     units = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
     return next(((size, name) for size, name in units if size_bytes >= 2 * size), (1, "B"))
@@ -312,7 +312,7 @@ def frontier_figure(plan: Plan, curve: Curve) -> Figure:
         A figure with the schedules found, the proven bound, and the plan as predicted and as measured.
     """
     known = curve.with_solution(plan.planned.peak_bytes, plan.solution)  # its bound was proven for at least that much
-    scale, unit = _unit(max(plan.unplanned_peak_bytes, 1))
+    scale, unit = binary_unit(max(plan.unplanned_peak_bytes, 1))
     step_ms = step_time_ms(plan.graph, plan.profile) or 1.0
 
     def place(peak_bytes: int, recompute_ms: float) -> tuple[float, float]:
