@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,6 +52,9 @@ class Conductor(Protocol):
 
     def backward_done(self, run: Any) -> None:
         """Hear that the backward has run."""
+
+    def ran_out(self, error: torch.OutOfMemoryError) -> None:
+        """Hear that memory has run out, and add what is known to the error."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +214,8 @@ class Part:
         conductor = self._conductor()
         assert conductor is not None, "a model is alive while it is called"
         program, run = conductor.start(self, arguments)
-        results = list(program.forward(arguments))
+        with self._explained():
+            results = list(program.forward(arguments))
         outputs, saved = results[: self._count], results[self._count :]
         del results
         token = torch.empty(0)
@@ -229,10 +234,22 @@ class Part:
         values = saved.take(keep=torch_private.backward_will_run_again())
         values.extend(tangents)
         del tangents
-        gradients = saved.program.backward(values)
+        with self._explained():
+            gradients = saved.program.backward(values)
         if conductor is not None:
             conductor.backward_done(saved.run)
         return gradients
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Let the conductor add what it knows to an error that says that memory has run out."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            conductor = self._conductor()
+            if conductor is not None:
+                conductor.ran_out(error)
+            raise
 
 
 def _detach_returned(program: Program, saved: list[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The error for a budget that can't be met, apart from the others because it is one of torch's."""
+"""The error for a budget that can't be met, apart from the others because it is one of torch's, and words for those."""
 
 from __future__ import annotations
 
@@ -24,3 +24,11 @@ class InfeasibleBudgetError(HiRemateError, torch.OutOfMemoryError):
         self.budget_bytes = budget_bytes
         self.smallest_bytes = smallest_bytes
         self.module = module
+
+
+def explain(error: torch.OutOfMemoryError, text: str) -> None:
+    """Add a note to an error: to its traceback from Python 3.11 on, to its message before."""
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:
+        error.args = (f"{error}\n{text}",)

@@ -14,6 +14,7 @@ from torch import nn
 
 from . import torch_private
 from .capture import allocated_bytes
+from .units import format_bytes
 
 WATCHED_STEPS = 16  # the first ones, in which it is seen whether gradients are freed before the backward
 
@@ -90,6 +91,17 @@ class ResidentMemory:
             size_bytes, known = torch.cuda.memory_allocated(self.device) - stale, size_bytes
             kinds["other"] = max(0, size_bytes - known)
         return Resident(size_bytes, stale, tuple(kinds.items()))
+
+    def describe(self) -> str:
+        """Say what the device has handed out, "" where that is not known."""
+        if self.device.type != "cuda":
+            return ""
+        allocated, reserved = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
+        free = torch.cuda.mem_get_info(self.device)[0]
+        return (
+            f" Now {format_bytes(allocated)} are allocated, {format_bytes(reserved)} reserved by PyTorch, and "
+            f"{format_bytes(free)} free on the device: name a smaller budget if others use it."
+        )
 
     def _optimizer_state(self) -> Iterator[torch.Tensor]:
         for optimizer in self._optimizers:

@@ -32,7 +32,7 @@ from .errors import CaptureError, HiRemateWarning
 from .execution import Part, Program, build
 from .graph import StorageKind
 from .kinds import Kind, Kinds
-from .out_of_memory import InfeasibleBudgetError
+from .out_of_memory import InfeasibleBudgetError, explain
 from .plan import Plan, PlanningTime
 from .planner import PlanOptions, first_solution, make_plan, resolve, unplanned
 from .profiling import CostCache, TimedRun, measure
@@ -250,6 +250,19 @@ class Session:
         """Note the end of a backward."""
         if run is not None and self._record is not None and run in self._record.runs:
             self._record.backward_done(run)
+
+    def ran_out(self, error: torch.OutOfMemoryError) -> None:
+        """Note on an error what was planned and what is allocated."""
+        plan = self.plan
+        text = f"{self._name} ran at the least memory found, before there was a plan."
+        if plan is not None:
+            text = (
+                f"{self._name} is planned for a peak of {format_bytes(plan.planned_peak_bytes)} within a budget of "
+                f"{format_bytes(plan.budget_bytes)}; {format_bytes(plan.resident_bytes)} of it exist before the step."
+            )
+            if plan.measured.peak_bytes is not None:
+                text += f" Measured before: {format_bytes(plan.measured.peak_bytes)}."
+        explain(error, f"hiremate: {text}{self._memory.describe()}")
 
     def _prepare(self, part: Part) -> int:
         """Number a part; at its first run measure its operations and build its program of least memory."""

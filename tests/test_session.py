@@ -7,13 +7,14 @@ import copy
 import gc
 import warnings
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
+from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate, torch_private
 from hiremate_lightning.metering import MemoryMeter, measure_peak
 from hiremate_lightning.solvers.base import Problem, replay
 from hiremate_lightning.solvers.model import Model
@@ -618,3 +619,27 @@ def test_a_plan_says_what_its_resident_bytes_are():
     assert sum(parts.values()) == get_plan(model).resident_bytes
     assert parts["parameters"] >= sum(p.nbytes for p in model.parameters())
     assert parts["batch"] > 0
+
+
+@pytest.mark.parametrize("steps_before", [0, 4])
+def test_an_error_that_memory_has_run_out_says_what_was_planned(steps_before, monkeypatch):
+    model = warm_up(planned(), steps=steps_before) if steps_before else planned()
+
+    def run_out(module):
+        def run(arguments):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        return run
+
+    if steps_before:
+        session = session_of(model)
+        for kind, programs in session._kinds.programs.items():
+            broken = {place: replace(p, backward=run_out(p)) for place, p in programs.items()}
+            monkeypatch.setitem(session._kinds.programs, kind, broken)
+    else:
+        monkeypatch.setattr(torch_private, "boxed", run_out)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:
+        step(model, 0)
+    note = "\n".join(getattr(caught.value, "__notes__", caught.value.args))
+    assert ("planned for a peak of" if steps_before else "least memory found") in note
+    assert ("Measured before" in note) == bool(steps_before)
