@@ -15,6 +15,8 @@ from .solvers.base import get_strategy
 from .targets import Target, Targets, targets_of
 from .units import Budget, parse_budget
 
+FABRIC_WRAPPER = "_FabricModule"  # by its name: this module loads without Lightning
+
 
 def make_options(
     budget: int | float | str | Budget,
@@ -68,7 +70,7 @@ def hiremate(
     call changes the budget and plans again, without capturing again.
 
     Args:
-        model: The module to train. A DistributedDataParallel is planned inside.
+        model: The module to train. What DistributedDataParallel or Fabric put around it is planned inside.
         budget: Bytes ("12 GiB", "800 MB", an int) that must not be passed at any moment of a training step, all that is
             allocated on the device included; or a share ("60%", a float in (0, 1]) of what the unplanned step adds to
             what exists before it; or "auto" for what the device has free.
@@ -100,7 +102,7 @@ def hiremate(
         solver=solver,
         verbose=verbose,
     )
-    root = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    root = _inside(model)
     known = targets_of(root) if isinstance(root, nn.Module) else None
     if known is not None:
         known.session.set_budget(options.budget)
@@ -109,6 +111,13 @@ def hiremate(
     if optimizer is not None:
         session.watch_optimizer(optimizer)
     Targets(root, session, target).attach()
+    return model
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """Find the module that the user wrote, inside what is wrapped around it for training."""
+    while isinstance(model, nn.parallel.DistributedDataParallel) or type(model).__name__ == FABRIC_WRAPPER:
+        model = model.module
     return model
 
 

@@ -8,13 +8,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedType, DynamoBackend, find_executable_batch_size
 from torch import nn
 
-from hiremate_lightning import BudgetError, ConfigurationError, InfeasibleBudgetError, get_plan
+from hiremate_lightning import BudgetError, ConfigurationError, InfeasibleBudgetError, get_plan, remove_hiremate
 from hiremate_lightning.integrations.accelerate import ENVIRONMENT_BUDGET, prepare_hiremate
 
-WIDTH, ROWS, STEPS = 32, 4096, 8
+from .loops import ROWS, WIDTH, make_batch
+from .loops import make_model as make
 
 
 @pytest.fixture(autouse=True)
@@ -25,70 +27,102 @@ def _fresh_state(monkeypatch):
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def make() -> nn.Module:
-    torch.manual_seed(1)
-    stages = (
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(6)
-    )
-    return nn.Sequential(*stages, nn.Linear(WIDTH, 1))
-
-
-def train(accelerator: Accelerator, prepare, steps: int = STEPS):
-    """Train a few steps; give the losses, the weights and the prepared model."""
+def prepared(accelerator: Accelerator, **options) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = prepare(model, optimizer)
-    losses = []
+    return prepare_hiremate(accelerator, model, optimizer, **{"budget": "70%", "verbose": False, **options})
+
+
+def train(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
     for index in range(steps):
-        torch.manual_seed(100 + index)
-        x = torch.randn(ROWS, WIDTH)
-        with accelerator.accumulate(model):
-            loss = model(x).float().square().mean()
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses, {k: v.clone() for k, v in accelerator.get_state_dict(model).items()}, model
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_training_is_the_same_bit_for_bit(precision, accumulate):
-    options = {"cpu": True, "mixed_precision": precision, "gradient_accumulation_steps": accumulate}
-    accelerator = Accelerator(**options)
-    expected, weights, _ = train(accelerator, accelerator.prepare)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = Accelerator(**options)
-    found, same, model = train(
-        accelerator, lambda *objects: prepare_hiremate(accelerator, *objects, budget="70%", verbose=False)
-    )
-    plan = get_plan(accelerator.unwrap_model(model))
-    assert plan.predicted_overhead > 0
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert list(same) == list(weights)
-    assert all(torch.equal(same[name], weights[name]) for name in weights)
+        accelerator.backward(model(make_batch(index)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def test_a_state_is_saved_and_loaded(tmp_path):
     accelerator = Accelerator(cpu=True)
-    _, weights, model = train(
-        accelerator, lambda *objects: prepare_hiremate(accelerator, *objects, budget="70%", verbose=False), steps=3
-    )
+    model, optimizer = prepared(accelerator)
+    train(accelerator, model, optimizer)
+    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
     accelerator.save_state(str(tmp_path))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
+
     accelerator.load_state(str(tmp_path))
+
     found = accelerator.get_state_dict(model)
+    assert list(found) == list(weights) == list(make().state_dict())
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
+def test_what_is_unwrapped_is_the_model_that_was_prepared():
+    accelerator, model = Accelerator(cpu=True, mixed_precision="bf16"), make()
+    prepared_model = prepare_hiremate(accelerator, model, budget="70%", verbose=False)
+
+    unwrapped = accelerator.unwrap_model(prepared_model)
+
+    assert unwrapped is model
+    assert [type(m) for m in unwrapped.modules()] == [type(m) for m in make().modules()]
+    remove_hiremate(unwrapped)
+    assert all(m._compiled_call_impl is None for m in model.modules())
+
+
 def test_the_environment_gives_the_budget(monkeypatch):
-    accelerator = Accelerator(cpu=True)
     monkeypatch.setenv(ENVIRONMENT_BUDGET, "75%")
-    _, _, model = train(accelerator, lambda *objects: prepare_hiremate(accelerator, *objects, verbose=False), steps=2)
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = prepared(accelerator, budget=None)
+
+    train(accelerator, model, optimizer, steps=2)
+
     assert str(get_plan(model).budget) == "75%"
+
+
+class Tracker(GeneralTracker):
+    """Keeps what it is given."""
+
+    name = "test"
+    requires_logging_directory = False
+
+    def __init__(self):
+        super().__init__()
+        self.logged: list[dict[str, float]] = []
+
+    @property
+    def tracker(self):
+        return self
+
+    def store_init_configuration(self, values):
+        pass
+
+    def log(self, values, step=None):
+        self.logged.append(values)
+
+
+def test_trackers_get_each_plan_and_what_was_measured_of_it():
+    tracker = Tracker()
+    accelerator = Accelerator(cpu=True, log_with=tracker)
+    model, optimizer = prepared(accelerator)
+    accelerator.init_trackers("test")
+
+    train(accelerator, model, optimizer, steps=5)
+
+    plan, first, last = get_plan(model), tracker.logged[0], tracker.logged[-1]
+    assert "hiremate/measured_peak_bytes" not in first
+    assert last["hiremate/measured_peak_bytes"] == plan.measured.peak_bytes
+    assert last["hiremate/planned_peak_bytes"] == plan.planned_peak_bytes
+    assert last["hiremate/measured_overhead"] == plan.measured.overhead
+
+
+def test_without_trackers_nothing_is_logged(monkeypatch):
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(accelerator, "log", lambda *_: pytest.fail("there is no tracker"))
+    model, optimizer = prepared(accelerator)
+
+    train(accelerator, model, optimizer, steps=2)
+
+    assert get_plan(model) is not None
 
 
 def test_a_wrong_budget_in_the_environment_names_the_variable(monkeypatch):
@@ -103,23 +137,24 @@ def test_a_batch_size_that_does_not_fit_is_backed_off_from():
     accelerator = Accelerator(cpu=True)
     tried = []
 
-    @find_executable_batch_size(starting_batch_size=65536)
+    @find_executable_batch_size(starting_batch_size=8 * ROWS)
     def run(batch_size):
         tried.append(batch_size)
-        model = prepare_hiremate(accelerator, make(), budget="20 MB", verbose=False)
+        model = prepare_hiremate(accelerator, make(), budget="8 MB", time_limit_s=0.5, verbose=False)
         for _ in range(2):
             model(torch.randn(batch_size, WIDTH)).square().mean().backward()
+        assert get_plan(model).planned_peak_bytes <= 8_000_000
         return batch_size
 
     found = run()
-    assert found < 65536
-    assert tried[0] == 65536
-    assert len(tried) > 1
+
+    assert tried[0] == 8 * ROWS
+    assert found == tried[-1] < tried[0]
 
 
 def test_an_infeasible_budget_is_an_error_that_names_one_that_works():
     accelerator = Accelerator(cpu=True)
-    model = prepare_hiremate(accelerator, make(), budget="100 kB", verbose=False)
+    model = prepare_hiremate(accelerator, make(), budget="100 kB", time_limit_s=0.5, verbose=False)
     with pytest.raises(InfeasibleBudgetError, match="smallest budget found"):
         model(torch.randn(ROWS, WIDTH)).square().mean().backward()
 

@@ -16,7 +16,10 @@ from torch import nn
 
 from ..api import hiremate, make_options, remove_hiremate
 from ..errors import BudgetError, ConfigurationError
-from ..targets import Target
+from ..metrics import plan_metrics
+from ..plan import Plan
+from ..session import Session
+from ..targets import Target, targets_of
 
 ENVIRONMENT_BUDGET = "HIREMATE_BUDGET"
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
@@ -37,12 +40,14 @@ def prepare_hiremate(
 ) -> Any:
     """Call `accelerator.prepare`, with the model among the objects trained inside a budget.
 
+    The accelerator's trackers, where there are any, get the numbers of each plan as `hiremate/...` metrics.
+
     Args:
         accelerator: The accelerator.
         objects: What `accelerator.prepare` takes; exactly one of them is a module.
         budget: As for `hiremate`; None for the environment variable HIREMATE_BUDGET, or "auto" where that is not set.
         target: As for `hiremate`.
-        options: The other arguments of `hiremate`, by name. Plans are reported by the main process alone.
+        options: The other arguments of `hiremate`, by name.
 
     Returns:
         What `accelerator.prepare` returns.
@@ -67,13 +72,26 @@ def prepare_hiremate(
         _chosen_budget() if budget is None else budget,
         target=target,
         optimizer=optimizers[0] if len(optimizers) == 1 else None,
-        **{"verbose": accelerator.is_main_process, **options},
+        **options,
     )
+    planned = targets_of(modules[0])
+    assert planned is not None, "hiremate() has just taken it over"
+    _track(accelerator, planned.session)
     try:
         return accelerator.prepare(*objects)
     except BaseException:
         remove_hiremate(modules[0])
         raise
+
+
+def _track(accelerator: Accelerator, session: Session) -> None:
+    """Log each plan, and what is measured of it, to the trackers that the accelerator has by then."""
+
+    def log(plan: Plan) -> None:
+        if accelerator.trackers:
+            accelerator.log(plan_metrics(plan, len(session.plans)))
+
+    session.listeners.append(log)
 
 
 def _chosen_budget() -> str:
