@@ -116,7 +116,11 @@ class Plan:
 
     @property
     def bound_overhead(self) -> float:
-        """Proven lower bound on the overhead of every schedule within the budget, a ratio."""
+        """Proven lower bound on the overhead of every schedule, a ratio.
+
+        It holds for what was solved: the budget less what the planner leaves free for scalars outside of the planned
+        modules (at most 64 KiB) and, where a plan was measured above the budget, that excess.
+        """
         step_ms = step_time_ms(self.graph, self.profile)
         return self.solution.bound_ms / step_ms if step_ms else 0.0
 

@@ -95,6 +95,7 @@ def test_what_was_found_before_is_remembered():
     assert second.recompute_ms <= first.recompute_ms
     assert remembering(problem_of(step, smaller)).status is Status.OPTIMAL
     assert asked == [smaller, larger]
+    assert (second.stopped_by == "proof") == (second.status is Status.OPTIMAL)
 
 
 def test_another_step_is_solved_anew():

@@ -54,7 +54,10 @@ class Curve:
         gap_ms = self.problem.options.gap * self.problem.step_ms
         proven = point.recompute_ms <= bound_ms + gap_ms
         status = Status.OPTIMAL if proven else Status.FEASIBLE
-        return replace(point, status=status, bound_ms=min(bound_ms, point.recompute_ms), solve_s=0.0)
+        ended = "proof" if proven else "end of the search" if point.stopped_by == "proof" else point.stopped_by
+        return replace(
+            point, status=status, bound_ms=min(bound_ms, point.recompute_ms), stopped_by=ended, solve_s=0.0
+        )
 
     def with_solution(self, budget_bytes: int, solution: Solution) -> Curve:
         """Add what solving one budget has found: its schedule, its bound, or the proof that nothing fits."""
