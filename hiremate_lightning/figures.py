@@ -228,7 +228,8 @@ def _hover(run: Run, position: int) -> str:
     lines = [f"<b>{escape(node_words(node))}</b>, {phase}, {format_time(plan.profile.time_ms[moment.node])}"]
     lines += [escape(text) for text in (node.module, short_source(node.source)) if text]
     lines.append(f"{format_bytes(plan.resident_bytes + moment.peak_bytes)} in all")
-    held = [(band.value, sizes[position]) for band, sizes in run.bands.items() if sizes[position]]
+    held = [(RESIDENT, plan.resident_bytes)] if plan.resident_bytes else []
+    held += [(band.value, sizes[position]) for band, sizes in run.bands.items() if sizes[position]]
     return "<br>".join([*lines, *(f"{format_bytes(size)} {name}" for name, size in held)])
 
 
