@@ -292,19 +292,22 @@ class SizeFinder:
             self._sample(middle)
 
     def _sample_first(self) -> int:
-        first = self._options.init_val
-        try:
-            self._sample(first)
-        except InfeasibleBudgetError as error:
-            if first == 1:
-                raise _at_size_1(error) from error
-            log.info("Size %d does not fit: %s", first, error)
+        """Run a step at the first size, or at the largest part of it that fits."""
+        size, refused = self._options.init_val, None
+        while True:
             try:
-                self._sample(1)
-            except InfeasibleBudgetError as smaller:
-                raise _at_size_1(smaller) from smaller
-            return 1
-        return first
+                self._sample(size)
+            except InfeasibleBudgetError as error:
+                log.info("Size %d does not fit: %s", size, error)
+                if size == 1:
+                    raise _at_size(1, error) from error
+                size, refused = max(1, size // 4), _at_size(size, error)
+            except Exception as error:
+                if refused is None:
+                    raise
+                raise refused from error  # the user chose another size: some models can't train on fewer samples
+            else:
+                return size
 
     def _sample(self, size: int) -> None:
         # One rank that stops inside a step would leave the others waiting in it.
@@ -373,7 +376,7 @@ class SizeFinder:
         forecast = self._forecast()
         if forecast is None:
             seen = max(self._runner.seen)
-            return Found(seen if seen <= high else max(1, int(STEP_BACK * high)), Limit.MEMORY, 0)
+            return Found(seen if seen <= high else max(1, int(STEP_BACK * high)), Limit.GRAPH, 0)
         found = search(forecast, high, self._max_overhead, self._options.objective, self._options.max_trials)
         size = self._agree(found.size)
         if size < 1:
@@ -454,9 +457,9 @@ def _is_distributed() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def _at_size_1(error: InfeasibleBudgetError) -> InfeasibleBudgetError:
+def _at_size(size: int, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
     return InfeasibleBudgetError(
-        f"Not even size 1 fits. {error}",
+        f"Not even size {size} fits. {error}",
         budget_bytes=error.budget_bytes,
         smallest_bytes=error.smallest_bytes,
         module=error.module,

@@ -43,6 +43,7 @@ class Limit(str, Enum):
     THROUGHPUT = "fewer samples per second"
     VALIDATION = "memory of validation"
     STEPS = "the number of real steps"
+    GRAPH = "other operations at other sizes, which leave nothing to predict from"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +187,22 @@ def search(forecast: Forecast, high: int, max_overhead: float, objective: Object
     plain = largest(forecast.unplanned_bytes, forecast.limit_bytes, 1, feasible)
     size, limit = _largest_within(forecast, max(1, plain), feasible, max_overhead, max_plans)
     if limit is Limit.MEMORY:
+        size = _beyond(forecast, size, high, max_overhead, max_plans)
         limit = _what_limits(forecast, size, high)
     if objective is Objective.THROUGHPUT:
         size, limit = _fastest(forecast, max(1, plain), size, limit, max_overhead)
     return Found(size, limit, plain)
+
+
+def _beyond(forecast: Forecast, size: int, high: int, max_overhead: float, max_plans: int) -> int:
+    """Go on while plans fit: the least memory that a heuristic finds is not the least that there is."""
+    while len(forecast.trials) < max_plans:
+        larger = min(high, size + max(1, int(TOLERANCE * size)))
+        fits = larger > size and forecast.validation_bytes(larger) <= forecast.limit_bytes
+        if not fits or not forecast.accepts(larger, max_overhead):
+            break
+        size = larger
+    return size
 
 
 def _what_limits(forecast: Forecast, size: int, high: int) -> Limit:

@@ -189,11 +189,11 @@ class SizeRunner:
 
     def step(self, size: int, session: TrialSession) -> None:
         """Run a step; the first one of a session is remembered, and validation is run after it."""
-        self.steps += 1
         self.optimizer_ms = 0.0
         is_first = session.calls is None
         with self._watching():
             self._task.run(size, session)
+        self.steps += 1
         if is_first:
             assert session.calls is not None, "finish() records it or raises"
             calls, order = session.calls

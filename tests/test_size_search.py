@@ -68,7 +68,9 @@ def test_memory_alone_gives_the_largest_size_whose_least_memory_fits(limit):
     found = find(limit)
 
     known = forecast(limit)
-    assert known.least_bytes(found.size) <= limit < known.least_bytes(found.size + 1)
+    assert known.trial(found.size).predicted_peak_bytes <= limit
+    assert not known.accepts(round(found.size * (1 + TOLERANCE)) + 1, 9.0)
+    assert limit < known.least_bytes(found.size + 1)
     assert known.unplanned_bytes(found.unplanned_size) <= limit < known.unplanned_bytes(found.unplanned_size + 1)
     assert found.limit is Limit.MEMORY
     assert found.size > found.unplanned_size
