@@ -14,7 +14,7 @@ import logging
 import operator
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from .capture import Captured, allocated_bytes
 from .costs import Profile, estimate
 from .execution import Program, apply_dropout_mask
 from .graph import Phase
-from .metering import measure_peak
+from .metering import MemoryMeter, measure_peak
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -152,9 +152,11 @@ def measure(
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Leave random state, gradient mode and autocast as they are found."""
+    """Leave random state, gradient mode, autocast, and a measurement of the step under way as they are found."""
+    unmeasured = MemoryMeter(device) if MemoryMeter.is_available(device) else nullcontext()  # it pauses the step's
     devices = [device] if device.type == "cuda" else []
     with (
+        unmeasured,
         torch_private.real_mode(),
         torch.random.fork_rng(devices=devices),
         torch.no_grad(),

@@ -69,6 +69,7 @@ class StepRecord:
         self.resident_bytes = resident_bytes
         self.runs: list[Run] = []
         self.backwards: list[int] = []
+        self._alive_at: dict[str, list[tuple[int, ...]]] = {}  # by mark, which outputs of each run still lived
         self._meter: MemoryMeter | None = None
         self._is_closed = False
         self._counted: list[Interval] = []
@@ -98,6 +99,7 @@ class StepRecord:
                 if source is not None:
                     run.links[tensor] = source
         run.passed_on = _passed_on(part, arguments)
+        self._note_alive(f"F{run.index}")
         self.runs.append(run)
         self._mark(f"F{run.index}")
         return run
@@ -113,13 +115,18 @@ class StepRecord:
 
     def backward_starts(self, run: Run) -> None:
         """Note that a backward starts, and which outputs are still held."""
-        run.alive = tuple(t for t, (lives, _) in run.outputs.items() if lives())
+        self._note_alive(f"B{run.index}")
+        run.alive = self._alive_at[f"B{run.index}"][run.index]
         self.backwards.append(run.index)
         self._mark(f"B{run.index}")
 
     def backward_done(self, run: Run) -> None:
         """Note that a backward ended."""
         self._mark(f"b{run.index}")
+
+    def _note_alive(self, label: str) -> None:
+        alive = [tuple(t for t, (lives, _) in run.outputs.items() if lives()) for run in self.runs]
+        self._alive_at[label] = alive
 
     def _mark(self, label: str) -> None:
         if self._meter is not None:
@@ -179,7 +186,8 @@ class StepRecord:
         It is the growth until the next run, plus the outputs that died meanwhile, less the tangents.
         """
         gap = self._between(f"f{run.index}", following)
-        stay = {*(run.alive or ()), *run.program.schedule.saved}
+        alive = self._alive_at[following][run.index] if following in self._alive_at else ()
+        stay = {*alive, *run.program.schedule.saved}
         died = _bytes_of(run.graph, run.graph.outputs) - _bytes_of(run.graph, stay.intersection(run.graph.outputs))
         handed = _bytes_of(tangents.graph, tangents.graph.tangents) if tangents is not None else 0
         return Gap(max(0, gap.held_bytes + died - handed), gap.peak_bytes)

@@ -12,6 +12,7 @@ from torch import nn
 from hiremate_lightning import hiremate, profiling
 from hiremate_lightning.capture import Captured
 from hiremate_lightning.costs import estimate
+from hiremate_lightning.metering import MemoryMeter
 from hiremate_lightning.profiling import CostCache, ProfileOptions, describe_device, measure
 from hiremate_lightning.targets import targets_of
 
@@ -182,3 +183,9 @@ def test_an_estimate_is_the_same_each_time(captured):
 
 def test_a_device_is_described_by_its_threads_and_torch():
     assert describe_device(CPU) == f"cpu, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def test_a_measurement_under_way_does_not_see_the_profiling(captured):
+    with MemoryMeter(CPU) as meter:
+        measure(captured, CostCache(), QUICK)
+    assert max(interval.peak_bytes for interval in meter.intervals) < ROWS * WIDTH * 4

@@ -154,3 +154,29 @@ def test_a_step_under_another_profiler_runs_unmeasured():
     assert not record.is_measured
     assert record.peak_bytes is None
     record.close()
+
+
+def test_outside_code_does_not_hold_what_the_next_part_consumes():
+    class Consuming(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = Shifted()
+
+    class Shifted(nn.Module):
+        """Needs its output for the backward, and not its input."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+        def forward(self, x):
+            return torch.tanh(x + self.shift)
+
+    model = hiremate(Consuming(), "100%", verbose=False)
+    model.decoder(model.encoder(batch())).square().mean().backward()
+    session = targets_of(model).session
+    session.end_step()
+    record = session._finished
+    calls, _ = record.calls(session._profiles)
+    assert record.runs[0].alive == ()
+    assert calls[0].after_forward.held_bytes == 0
