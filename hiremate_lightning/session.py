@@ -28,6 +28,7 @@ from . import torch_private
 from .backend import planning_backend
 from .capture import Captured
 from .costs import Profile, step_time_ms
+from .eager_paths import eager_paths
 from .errors import CaptureError, HiRemateWarning
 from .execution import Part, Program, build
 from .graph import StorageKind
@@ -198,7 +199,7 @@ class Session:
             worker.warm_up()
             self._tracing.enter_context(self._stage("capture_s", "tracing"))
         try:
-            with torch_private.many_compilations():
+            with torch_private.many_compilations(), eager_paths():
                 yield
         except torch_private.CompileError as error:
             self.abandon_step()

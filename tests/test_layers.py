@@ -40,6 +40,7 @@ ORDER = (
     "html_report",
     "svg_report",
     "metrics",
+    "eager_paths",
     "torch_private",
     "capture",
     "execution",

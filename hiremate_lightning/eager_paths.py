@@ -1,0 +1,66 @@
+"""Let models of other packages do while they are captured what they do in plain training.
+
+Some ask whether torch.compile traces them, and then compute the same in another way, with other last bits: transformers
+builds attention masks that plain training finds to be superfluous, which chooses another attention kernel, and scans in
+parallel what plain training scans in order. A plan gives the numbers of plain training, so these are told that nobody
+traces. Where their path depends on the values of a tensor, the step is captured in several graphs instead of one.
+
+To answer all questions in this way would not do: most ask in order to avoid what can't be captured.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+QUESTIONS = (  # module, and the function by which it asks whether it is traced
+    ("transformers.masking_utils", "is_tracing"),
+    ("transformers.models.falcon_mamba.modeling_falcon_mamba", "is_torchdynamo_compiling"),
+    ("transformers.models.jamba.modeling_jamba", "is_torchdynamo_compiling"),
+    ("transformers.models.mamba.modeling_mamba", "is_torchdynamo_compiling"),
+    ("transformers.models.zamba.modeling_zamba", "is_torchdynamo_compiling"),
+)
+
+_lock = threading.Lock()
+_replaced: list[tuple[ModuleType, str, Any]] = []
+_users = 0
+
+
+def _no(*_: object) -> bool:
+    """Answer that nobody traces."""
+    return False
+
+
+@contextmanager
+def eager_paths() -> Iterator[None]:
+    """Answer no, for a while, to those who ask whether they are traced; only modules already imported can ask."""
+    global _users
+    with _lock:
+        _users += 1
+        if _users == 1:
+            _replace()
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                _restore()
+
+
+def _replace() -> None:
+    for name, question in QUESTIONS:
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, question):
+            _replaced.append((module, question, getattr(module, question)))
+            setattr(module, question, _no)
+
+
+def _restore() -> None:
+    while _replaced:
+        module, question, answer = _replaced.pop()
+        setattr(module, question, answer)

@@ -1,0 +1,76 @@
+"""While a step is captured, models of other packages go the way of plain training."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning.eager_paths import QUESTIONS, eager_paths
+
+
+@pytest.fixture
+def asking(monkeypatch) -> types.ModuleType:
+    """Stand in for a module of transformers that asks whether it is traced."""
+    name, question = QUESTIONS[0]
+    module = types.ModuleType(name)
+    setattr(module, question, lambda *_: torch.compiler.is_compiling())
+    monkeypatch.setitem(sys.modules, name, module)
+    for other, _ in QUESTIONS[1:]:
+        monkeypatch.delitem(sys.modules, other, raising=False)
+    return module
+
+
+def test_the_question_is_answered_with_no_inside_and_truly_outside(asking, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert asking.is_tracing()
+    with eager_paths():
+        assert not asking.is_tracing(torch.ones(1))
+        with eager_paths():
+            assert not asking.is_tracing()
+        assert not asking.is_tracing()
+    assert asking.is_tracing()
+
+
+def test_the_question_is_given_back_after_an_error(asking):
+    before = asking.is_tracing
+    with pytest.raises(KeyError), eager_paths():
+        raise KeyError
+    assert asking.is_tracing is before
+
+
+def test_a_planned_step_takes_the_path_that_plain_training_takes(asking):
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(x) * (2.0 if asking.is_tracing(x) else 3.0)
+
+    def losses(model):
+        torch.manual_seed(0)
+        found = []
+        for _ in range(4):
+            loss = model(torch.randn(16, 8)).square().mean()
+            loss.backward()
+            found.append(loss.item())
+        return found
+
+    torch.manual_seed(1)
+    plain = Asking()
+    planned = hiremate(Asking(), "100%", verbose=False)
+    planned.load_state_dict(plain.state_dict())
+    assert losses(planned) == losses(plain)
+    assert get_plan(planned) is not None
+
+
+@pytest.mark.parametrize(("name", "question"), QUESTIONS)
+def test_the_installed_package_asks_where_it_is_expected_to(name, question):
+    pytest.importorskip("transformers")
+    module = pytest.importorskip(name)
+    assert callable(getattr(module, question))
