@@ -117,7 +117,9 @@ def hiremate(
 def _inside(model: nn.Module) -> nn.Module:
     """Find the module that the user wrote, inside what is wrapped around it for training."""
     while isinstance(model, nn.parallel.DistributedDataParallel) or type(model).__name__ == FABRIC_WRAPPER:
-        model = model.module
+        inner = model.module
+        assert isinstance(inner, nn.Module), "what wraps a model refers to it as `module`"
+        model = inner
     return model
 
 

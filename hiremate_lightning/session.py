@@ -41,7 +41,9 @@ from .recording import Run, StepRecord
 from .report import Reporter
 from .resident import WATCHED_STEPS, Resident, ResidentMemory
 from .schedule import lower
+from .shared_solving import shared
 from .solvers import worker
+from .solvers.base import Strategy
 from .solvers.curve import Remembering
 from .step import Call, Step, merge
 from .units import Budget, format_bytes
@@ -87,7 +89,7 @@ class _Known:
     parts: tuple[Part, ...]
     places: tuple[int, ...]
     resident: Resident
-    solve: Remembering
+    solve: Strategy
     margin_bytes: int = 0
 
     def merge(self) -> Step:
@@ -375,7 +377,7 @@ class Session:
             parts=tuple(run.part for run in runs),
             places=tuple(run.index for run in runs),
             resident=resident,
-            solve=Remembering(worker.apart(self.options.plan.solver)),
+            solve=shared(Remembering(worker.apart(self.options.plan.solver)), torch_private.process_group_store()),
         )
         self._make_plan(kind)
 

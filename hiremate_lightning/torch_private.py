@@ -238,3 +238,11 @@ def free_host_bytes() -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
         return 2**62  # a system that does not tell: no limit
+def process_group_store() -> tuple[Any, int] | None:
+    """Give the key-value store of the process group and the rank of this process; None outside of a group."""
+    group = torch.distributed
+    if not group.is_available() or not group.is_initialized() or group.get_world_size() == 1:
+        return None
+    return group.PrefixStore("hiremate", group.distributed_c10d._get_default_store()), group.get_rank()
+
+

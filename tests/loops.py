@@ -107,6 +107,7 @@ def run_fabric(script: Script, rank: int, options: dict[str, Any]) -> Outcome:
         strategy="ddp" if world > 1 else "auto",
         precision="bf16-mixed" if script.precision == "bf16" else "32-true",
     )
+    fabric.launch()
     _, model, optimizer = _planned(script, fabric.setup, options)
     losses = []
     for index in range(STEPS):
