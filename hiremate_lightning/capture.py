@@ -42,6 +42,14 @@ _ORDER_DEPENDENT_ON_GPU = re.compile(
 )
 # Talk to other processes: run as often, and in the order, that these expect.
 _COLLECTIVE = re.compile(r"(_c10d_functional|_c10d_functional_autograd|c10d)\.")
+# What torch's own counter leaves out: the CPU's attention does the work of the GPU's.
+_FLOP_FORMULAS = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
+}
 _ROOT = re.compile(r"^L\[['\"].*?['\"]\]\.?")
 _SUBSCRIPT = re.compile(r"(?:\._modules)?\[['\"](.*?)['\"]\]")
 _SOURCE = re.compile(r'File "([^"]+)", line (\d+)')
@@ -365,12 +373,17 @@ def _sink(backward: list[fx.Node], tangents: Sequence[fx.Node]) -> list[fx.Node]
     return list(order)
 
 
+def is_order_dependent_on_gpu(op: str) -> bool:
+    """Whether an operator, by its qualified name, may differ in the last bit from run to run on a GPU."""
+    return bool(_ORDER_DEPENDENT_ON_GPU.match(op))
+
+
 def _is_random(node: fx.Node, device: torch.device | None) -> bool:
     """Whether a second run may give other numbers, or hang."""
     if isinstance(node.target, torch_private.HigherOrderOperator) or _COLLECTIVE.match(str(node.target)):
         return True
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return device is not None and device.type == "cuda" and bool(_ORDER_DEPENDENT_ON_GPU.match(str(node.target)))
+        return device is not None and device.type == "cuda" and is_order_dependent_on_gpu(str(node.target))
     position = _DROPOUT_ARGUMENT.get(str(node.target))
     if position is None:
         return True
@@ -397,7 +410,7 @@ def work_key(node: fx.Node) -> str:
 
 
 def _flops(node: fx.Node) -> int:
-    formula: Callable[..., int] | None = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    formula: Callable[..., int] | None = _FLOP_FORMULAS.get(getattr(node.target, "overloadpacket", None))
     if formula is None:
         return 0
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))

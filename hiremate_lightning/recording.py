@@ -33,7 +33,7 @@ class Run:
         program: The program that runs it.
         links: For each input that is an earlier run's output: that run and that output.
         passed_on: Gradients of inputs that other code computed: they don't stay with a parameter.
-        outputs: For each output, whether its storage still lives, and its address.
+        outputs: For each output, whether its storage still lives, and which it is.
         alive: Outputs that lived when the backward started, None before it starts.
     """
 
@@ -58,13 +58,18 @@ class StepRecord:
     The host's allocator tells the size of what is freed only if it was watched when that was allocated. A step frees
     the gradients of the one before; so where that one was not measured, neither is the peak of this one.
 
+    Args:
+        device: Whose memory is measured; None for none, where a step runs on tensors without memory.
+        resident_bytes: Bytes that exist when it begins.
+        sees_frees: Whether the step before it was measured.
+
     Attributes:
         resident_bytes: Bytes that existed when it began.
         runs: Its runs, in the order of their forwards.
         backwards: Indices of the runs, in the order of their backwards.
     """
 
-    def __init__(self, device: torch.device, resident_bytes: int, sees_frees: bool) -> None:
+    def __init__(self, device: torch.device | None, resident_bytes: int, sees_frees: bool) -> None:
         self._sees_frees = sees_frees
         self.resident_bytes = resident_bytes
         self.runs: list[Run] = []
@@ -73,7 +78,7 @@ class StepRecord:
         self._meter: MemoryMeter | None = None
         self._is_closed = False
         self._counted: list[Interval] = []
-        if MemoryMeter.is_available(device):
+        if device is not None and MemoryMeter.is_available(device):
             gc.collect()  # garbage of earlier work that dies during the step would pass for memory that it gave back
             self._meter = MemoryMeter(device)
             self._meter.start()
@@ -92,10 +97,10 @@ class StepRecord:
         """Note that a forward starts."""
         run = Run(part, number, len(self.runs), program)
         tensors = dict(zip(part.captured.graph.inputs, arguments, strict=False))
-        made = {address: (r.index, t) for r in self.runs for t, (lives, address) in r.outputs.items() if lives()}
+        made = {storage: (r.index, t) for r in self.runs for t, (lives, storage) in r.outputs.items() if lives()}
         for tensor, value in tensors.items():
             if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
-                source = made.get(_address(value))
+                source = made.get(torch_private.storage_id(value))
                 if source is not None:
                     run.links[tensor] = source
         run.passed_on = _passed_on(part, arguments)
@@ -110,7 +115,7 @@ class StepRecord:
         tensor_of = {captured.fx_values[t]: t for t in captured.graph.outputs}
         for node, value in zip(captured.forward_outputs, outputs, strict=True):
             if node in tensor_of and isinstance(value, torch.Tensor):
-                run.outputs[tensor_of[node]] = (torch_private.watch_storage(value), _address(value))
+                run.outputs[tensor_of[node]] = (torch_private.watch_storage(value), torch_private.storage_id(value))
         self._mark(f"f{run.index}")
 
     def backward_starts(self, run: Run) -> None:
@@ -205,10 +210,6 @@ class StepRecord:
         base = intervals[at[first]].start_bytes
         peak = max((i.peak_bytes for i in intervals[at[first] : at[last]]), default=base)
         return Gap(intervals[at[last]].start_bytes - base, max(0, peak - base))
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _passed_on(part: Part, arguments: Sequence[Any]) -> tuple[int, ...]:

@@ -31,14 +31,15 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.partitioners import _extract_fwd_bwd_outputs, _has_tag_is_backward, _is_tangent
 from torch._guards import TracingContext, detect_fake_mode
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves as leaves
+from torch.utils._pytree import tree_map as map_leaves
 
-__all__ = ["CompileError", "HigherOrderOperator", "leaves"]
+__all__ = ["CompileError", "HigherOrderOperator", "leaves", "map_leaves"]
 
 CHECKED_VERSIONS = ("2.13",)
 
@@ -81,6 +82,16 @@ def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode:
     """Find the mode in which fake values were made."""
     mode = detect_fake_mode(values)
     return mode if mode is not None else FakeTensorMode()
+
+
+def fake_mode() -> FakeTensorMode:
+    """Make a mode in which tensors have shapes, types and devices, and no memory; real ones that it meets are copied."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor was made in a fake mode."""
+    return isinstance(tensor, FakeTensor)
 
 
 def overwritten_inputs(placeholders: Sequence[fx.Node], descriptions: Sequence[Any]) -> list[fx.Node]:
