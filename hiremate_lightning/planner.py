@@ -26,6 +26,7 @@ DEFAULT_SOLVER = "portfolio"
 TIGHTENINGS = 4  # of the budget, where a strategy's own memory model was too coarse
 GUARD_BYTES = 2**16  # left free for scalars that come and go outside of the planned modules,
 GUARD_PARTS = 200  # and at most this part of the budget
+ANY_GAP = 1e6  # where any schedule that fits will do
 AUTO_MARGIN = 0.08  # share of the free bytes that "auto" leaves for fragmentation and for what runs outside
 
 
@@ -122,7 +123,7 @@ def make_plan(
         solution = _least_memory(problem, solution)
         if solution.peak_bytes > problem.budget_bytes and options.on_infeasible == "raise":
             raise infeasible(problem, solution, budget, budget_bytes, resident_bytes, target)
-    planning = replace(planning, solve_s=time.perf_counter() - start)
+    planning = replace(planning, solve_s=planning.solve_s + time.perf_counter() - start)
     return Plan(target, step.graph, profile, solution, budget, budget_bytes, resident_bytes, planning)
 
 
@@ -160,13 +161,20 @@ def _solve_until_it_fits(problem: Problem, strategy: Strategy) -> Solution:
 
 
 def first_solution(
-    step: Step, budget: Budget, budget_bytes: int, resident_bytes: int, options: PlanOptions, target: str
+    step: Step,
+    budget: Budget,
+    budget_bytes: int,
+    resident_bytes: int,
+    options: PlanOptions,
+    target: str,
+    progress: Callable[[float, float], None] | None = None,
 ) -> Solution:
     """Find how to run a captured part for the first time, or stop early where not even that part fits.
 
-    It is the schedule of least memory that is found at once; a solve is spent only where that passes the budget. What
-    runs outside is not known yet. It raises the peak of every schedule; a budget that is a share of the unplanned peak
-    rises with it, so for one the outside is given the benefit of the doubt: four times the bytes of the outputs.
+    It is the schedule of least memory that is found at once; a solve is spent only where that passes the budget, and
+    ends with the first schedule that fits. What runs outside is not known yet. It raises the peak of every schedule; a
+    budget that is a share of the unplanned peak rises with it, so for one the outside is given the benefit of the
+    doubt: four times the bytes of the outputs.
 
     Args:
         step: The part.
@@ -175,6 +183,7 @@ def first_solution(
         resident_bytes: Bytes that exist before the step.
         options: How to plan.
         target: Path of the planned module, for reports.
+        progress: Told of what is found while solving, see `SolveOptions`.
 
     Raises:
         InfeasibleBudgetError: If no schedule of the captured part was found that fits.
@@ -183,7 +192,7 @@ def first_solution(
         step.graph,
         step.profile,
         max(0, budget_bytes - resident_bytes),
-        SolveOptions(time_limit_s=options.time_limit_s),
+        SolveOptions(time_limit_s=options.time_limit_s, gap=ANY_GAP, progress=progress),
     )
     smallest = smallest_budget(problem)
     if not budget_bytes or replay(problem, smallest.recompute).peak_bytes <= problem.budget_bytes:
