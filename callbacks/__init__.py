@@ -3,7 +3,8 @@
 if __name__ == "callbacks":  # the checkout is on the path: a second copy of each class would pass for the first
     raise ImportError("Import hiremate_lightning.callbacks instead of callbacks.")
 
+from hiremate_lightning.callbacks.batch_size import HiRemateBatchSizeFinder
 from hiremate_lightning.callbacks.memory_monitor import MemoryMonitor
 from hiremate_lightning.callbacks.planning import HiRemateCallback
 
-__all__ = ["HiRemateCallback", "MemoryMonitor"]
+__all__ = ["HiRemateBatchSizeFinder", "HiRemateCallback", "MemoryMonitor"]

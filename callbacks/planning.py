@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from hiremate_lightning.api import make_options
 from hiremate_lightning.metrics import plan_metrics
 from hiremate_lightning.plan import Plan
 from hiremate_lightning.planner import DEFAULT_SOLVER
-from hiremate_lightning.session import Session
-from hiremate_lightning.targets import StepTarget, Targets
+from hiremate_lightning.session import Session, SessionOptions
+from hiremate_lightning.targets import StepTarget, Target, Targets
 
 UNSUPPORTED_STRATEGIES = {
     "FSDPStrategy": "its parameters are sharded while the plan runs. Use strategy='ddp'.",
@@ -95,6 +96,24 @@ class HiRemateCallback(Callback):
         if self._targets is not None:
             return tuple(self._targets.session.plans.values())
         return () if self.plan is None else (self.plan,)
+
+    @property
+    def options(self) -> SessionOptions:
+        """What was asked for."""
+        return self._options
+
+    @property
+    def target(self) -> Target:
+        """What is planned."""
+        return self._target
+
+    @contextmanager
+    def paused(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[None]:
+        """Give the model's calls back for a while; afterwards they are planned anew."""
+        self._detach()
+        yield
+        self.setup(trainer, pl_module, "fit")
+        self.on_fit_start(trainer, pl_module)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Take over the model's calls."""

@@ -1,0 +1,410 @@
+"""The callback that finds the batch size of a LightningModule by planning, before it is fitted."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, _TunerExitException
+from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.warnings import PossibleUserWarning
+from torch.utils.data import DataLoader, IterableDataset
+
+from hiremate_lightning.api import make_options
+from hiremate_lightning.batch_size import SizeFinder, SizeOptions, parse_objective
+from hiremate_lightning.callbacks.planning import HiRemateCallback
+from hiremate_lightning.errors import HiRemateWarning
+from hiremate_lightning.planner import DEFAULT_SOLVER
+from hiremate_lightning.session import Session, SessionOptions
+from hiremate_lightning.size_result import BatchSizeResult
+from hiremate_lightning.size_trials import SizeTask, TrialSession
+from hiremate_lightning.targets import StepTarget, Target, Targets
+from hiremate_lightning.training_state import TrainingState
+from hiremate_lightning.units import Budget, parse_budget
+
+MODE = "plan"
+
+
+class HiRemateBatchSizeFinder(BatchSizeFinder):
+    """Find the batch size that trains within a budget, by planning instead of running out of memory.
+
+    The search runs when fitting starts, in at most six training steps. Then weights, optimizers, schedulers, loops,
+    loggers and random generators are put back, the size is set, and fitting goes on. A size that a checkpoint brings is
+    set without a search. Learning rate and `accumulate_grad_batches` stay as they are.
+
+    The size fits under a plan: use it in a Trainer that has a `HiRemateCallback` (or strategy="hiremate").
+
+    Args:
+        mode: "plan".
+        steps_per_trial: Accepted for the signature's sake: a size is proven by the two steps that a plan takes.
+        init_val: Size of the first real step; small.
+        max_trials: Most sizes to plan in one search.
+        batch_arg_name: Name of the attribute of the module, the data module, or their hparams that holds the size: the
+            batch size, a sequence length, any whole number that the batch grows with.
+        margin: Share of what the budget leaves beside weights and optimizer that predictions must leave free.
+        max_val: Largest size to set; the length of the data set where that is less.
+        budget: Bytes ("12 GiB", an int) or "auto"; None for that of the HiRemateCallback, else "auto".
+        max_overhead: Most predicted overhead to accept, a ratio.
+        objective: "largest", or "throughput" for the most samples per second.
+        longest_batch: Takes a size and gives a batch of it on the host, of the longest samples; None for the first
+            batch that the loader gives.
+        target: As for `HiRemateCallback`; None for that of the HiRemateCallback.
+        time_limit_s: Seconds for solving one plan of the search.
+        solver: Name of the strategy, see `solvers`.
+        verbose: Whether to report the search, on rank zero.
+
+    Attributes:
+        optimal_batch_size: The size; before a search `init_val`.
+        result: What was found; None before, and where a checkpoint has brought the size.
+
+    Raises:
+        BudgetError: If the budget can't be read, or is a share.
+        ConfigurationError: If another argument is out of its range.
+        ValueError: If the mode is another one.
+
+    Example:
+        >>> callbacks = [HiRemateCallback("10 GiB"), HiRemateBatchSizeFinder()]
+        >>> Trainer(callbacks=callbacks).fit(module)
+    """
+
+    SUPPORTED_MODES = (MODE,)  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        mode: str = MODE,
+        steps_per_trial: int = 3,
+        init_val: int = 2,
+        max_trials: int = 25,
+        batch_arg_name: str = "batch_size",
+        margin: float = 0.05,
+        max_val: int = 8192,
+        *,
+        budget: int | float | str | None = None,
+        max_overhead: float = 0.3,
+        objective: str = "largest",
+        longest_batch: Callable[[int], Any] | None = None,
+        target: Target = None,
+        time_limit_s: float = 3.0,
+        solver: str = DEFAULT_SOLVER,
+        verbose: bool = True,
+    ) -> None:
+        self._sizes = SizeOptions(init_val, max_val, max_overhead, parse_objective(objective), margin, max_trials)
+        super().__init__(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
+        self._budget = None if budget is None else parse_budget(budget)
+        self._asked = make_options(
+            Budget() if self._budget is None else self._budget,
+            time_limit_s=time_limit_s,
+            solver=solver,
+            verbose=verbose,
+        )
+        self._longest_batch = longest_batch
+        self._target = target
+        self._restored: int | None = None
+        self.result: BatchSizeResult | None = None
+
+    @property
+    def state_key(self) -> str:
+        """The name of its state in checkpoints: there may be a finder for each of several attributes."""
+        return self._generate_state_key(batch_arg_name=self._batch_arg_name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the size to checkpoints, once there is one."""
+        found = self._restored if self.result is None else self.result.size
+        return {} if found is None else {"size": found}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the size from a checkpoint."""
+        self._restored = state_dict.get("size")
+
+    # ---------------------------------------------------------------- hooks
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str | None = None) -> None:
+        """Check what the search needs.
+
+        Raises:
+            MisconfigurationException: If there is no such attribute, or a data loader was passed to `fit`.
+        """
+        if stage != "fit":
+            return
+        if not trainer.fit_loop._data_source.is_module():
+            raise MisconfigurationException(
+                "HiRemateBatchSizeFinder needs to make data loaders of other sizes, but one was passed to fit(). "
+                "Define train_dataloader() in the LightningModule or in a LightningDataModule."
+            )
+        name = self._batch_arg_name
+        if not lightning_hasattr(pl_module, name):
+            raise MisconfigurationException(
+                f"HiRemateBatchSizeFinder found no attribute {name!r} in the model, the data module, or their hparams. "
+                "Let train_dataloader() use such an attribute, and name it with batch_arg_name."
+            )
+        if hasattr(pl_module, name) and name in getattr(pl_module, "hparams", {}):
+            rank_zero_warn(
+                f"Both model.{name} and model.hparams.{name} exist, and HiRemateBatchSizeFinder sets both. Keep one."
+            )
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Search, or set what a checkpoint has brought."""
+        if self._restored is not None:
+            self._set(trainer, pl_module, self._restored)
+        elif trainer.fast_dev_run:  # type: ignore[attr-defined]
+            rank_zero_warn("HiRemateBatchSizeFinder is skipped: fast_dev_run is on.")
+        else:
+            self.scale_batch_size(trainer, pl_module)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Do nothing: only training is planned."""
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Do nothing: only training is planned."""
+
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Do nothing: only training is planned."""
+
+    def scale_batch_size(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Search, put everything back, and set the size.
+
+        Raises:
+            BudgetError: If the budget is a share.
+            ConfigurationError: If the step can't be scaled.
+            InfeasibleBudgetError: If not even size 1 fits.
+        """
+        planner = next((c for c in trainer.callbacks if isinstance(c, HiRemateCallback)), None)  # type: ignore[attr-defined]
+        trials = _Trials(trainer, pl_module, self._batch_arg_name, self._longest_batch)
+        asked = self._asked
+        if self._budget is None and planner is not None:
+            asked = make_options(
+                planner.options.budget,
+                time_limit_s=asked.plan.time_limit_s,
+                solver=asked.plan.solver,
+                verbose=asked.verbose,
+            )
+        target = self._target if self._target is not None or planner is None else planner.target
+        before = int(lightning_getattr(pl_module, self._batch_arg_name) or 0)
+        with ExitStack() as stack:
+            if planner is None:
+                self._say_unplanned()
+            else:
+                stack.enter_context(planner.paused(trainer, pl_module))
+            stack.enter_context(trials)
+            self.result = self._search(trials, asked, target)
+        self._set(trainer, pl_module, self.result.size)
+        self._say_what_changes(trainer, before)
+        if self._early_exit:
+            raise _TunerExitException
+
+    def _search(self, trials: _Trials, asked: SessionOptions, target: Target) -> BatchSizeResult:
+        task = SizeTask(
+            trials.module,
+            trials.train,
+            lambda session: _targets_of(trials.module, session, target),
+            trials.validate if trials.has_validation else None,
+        )
+        with ExitStack() as stack:
+            state = trials.state()
+            stack.callback(state.restore)  # making a loader draws random numbers
+            longest = min(self._sizes.max_val, trials.dataset_length(self._sizes.init_val))
+            options = replace(self._sizes, init_val=min(self._sizes.init_val, longest), max_val=longest)
+            return SizeFinder(task, asked, options).find(state)
+
+    def _set(self, trainer: pl.Trainer, pl_module: pl.LightningModule, size: int) -> None:
+        self.optimal_batch_size = size
+        lightning_setattr(pl_module, self._batch_arg_name, size)
+        _forget_loaders(trainer)
+
+    def _say_unplanned(self) -> None:
+        warnings.warn(
+            "This Trainer has no HiRemateCallback: the size that HiRemateBatchSizeFinder finds fits under a plan only. "
+            "Add HiRemateCallback with the same budget.",
+            HiRemateWarning,
+            stacklevel=4,
+        )
+
+    def _say_what_changes(self, trainer: pl.Trainer, before: int) -> None:
+        assert self.result is not None, "the search has ended"
+        size, name = self.result.size, self._batch_arg_name
+        if size == before:
+            return
+        parts = trainer.world_size * trainer.accumulate_grad_batches
+        advice = ""
+        if size < before and before % size == 0:
+            more = trainer.accumulate_grad_batches * before // size
+            advice = f" accumulate_grad_batches={more} would keep the effective size at {before * parts}."
+        elif size > before and trainer.accumulate_grad_batches > 1:
+            fewer = max(1, trainer.accumulate_grad_batches * before // size)
+            advice = f" accumulate_grad_batches={fewer} would keep the effective size near {before * parts}."
+        rank_zero_info(
+            f"{name} is now {size}, it was {before}: each step of the optimizer sees {size * parts} instead of "
+            f"{before * parts} (devices x accumulate_grad_batches x {name}). The learning rate was left as it is; it "
+            f"may have to be changed with the effective size.{advice}"
+        )
+
+
+def _targets_of(module: pl.LightningModule, session: Session, target: Target) -> Targets | StepTarget:
+    return StepTarget(module, session) if target == StepTarget.METHOD else Targets(module, session, target)
+
+
+def _forget_loaders(trainer: pl.Trainer) -> None:
+    """Let the loops ask for their data loaders again."""
+    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
+        loop._combined_loader = None
+        loop._data_fetcher = None
+
+
+class _Probe(Callback):
+    """Tells a session where a step begins and ends."""
+
+    def __init__(self, session: TrialSession) -> None:
+        self._session = session
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._session.expect_batch(batch)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._session.finish(batch)
+
+
+class _OneBatch(IterableDataset[Any]):
+    """A data set of one ready batch."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self._batch
+
+
+class _Trials:
+    """Runs the Trainer's own loops for one batch at a time; what they change in the Trainer is put back on exit.
+
+    Attributes:
+        module: What is trained.
+        has_validation: Whether fitting validates.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        name: str,
+        longest_batch: Callable[[int], Any] | None,
+    ) -> None:
+        self.module = module
+        self._trainer = trainer
+        self._name = name
+        self._longest_batch = longest_batch
+        self.has_validation = trainer.enable_validation
+        loop = trainer.fit_loop
+        epoch = loop.epoch_loop
+        parts = (trainer, loop, epoch, epoch.val_loop, epoch.automatic_optimization, epoch.manual_optimization)
+        self._attributes = [(part, dict(part.__dict__)) for part in parts]
+        self._progress = copy.deepcopy(loop.state_dict())
+        self._plain = {k: v for k, v in module.__dict__.items() if isinstance(v, (bool, int, float, str, type(None)))}
+        self._size = lightning_getattr(module, name)
+
+    def __enter__(self) -> None:
+        trainer = self._trainer
+        trainer.logger = DummyLogger() if trainer.logger is not None else None
+        trainer.limit_train_batches = 1
+        trainer.limit_val_batches = 0
+
+    def __exit__(self, *_: object) -> None:
+        for part, attributes in self._attributes:
+            part.__dict__.clear()
+            part.__dict__.update(attributes)
+        self._restart()
+        self.module.__dict__.update(self._plain)
+        self._trainer._logger_connector.reset_results()
+        self._trainer._logger_connector.reset_metrics()
+        lightning_setattr(self.module, self._name, self._size)
+        _forget_loaders(self._trainer)
+
+    def _restart(self) -> None:
+        loop = self._trainer.fit_loop
+        loop.load_state_dict(copy.deepcopy(self._progress))
+        loop.restarting = False
+
+    def state(self) -> TrainingState:
+        """Keep the state of the training, to be put back after the search."""
+        trainer = self._trainer
+        others = [config.scheduler for config in trainer.lr_scheduler_configs]
+        return TrainingState(self.module, trainer.optimizers, [*others, trainer.precision_plugin])
+
+    def dataset_length(self, size: int) -> int:
+        """Give the number of samples of the training data on each device, a large number where nobody knows."""
+        self._set(size)
+        self._trainer.fit_loop.setup_data()
+        loader = self._trainer.fit_loop._combined_loader
+        assert loader is not None, "setup_data has made it"
+        try:
+            length = int(loader._dataset_length())
+        except NotImplementedError:  # iterable data sets have no length
+            return 2**62
+        return max(1, length // self._trainer.world_size)
+
+    def _set(self, size: int) -> None:
+        lightning_setattr(self.module, self._name, size)
+        _forget_loaders(self._trainer)
+
+    def train(self, size: int, session: TrialSession) -> None:
+        """Run one training step."""
+        trainer = self._trainer
+        self._set(size)
+        self._restart()
+        trainer.callbacks = [_Probe(session)]  # type: ignore[attr-defined]
+        trainer.fit_loop.epoch_loop.max_steps = trainer.global_step + 1
+        with _quiet(), self._longest(size):
+            trainer.fit_loop.run()
+
+    def validate(self, size: int, session: TrialSession) -> int:
+        """Run one step of validation, and give its peak."""
+        trainer = self._trainer
+        self._set(size)
+        trainer.callbacks = []  # type: ignore[attr-defined]
+        trainer.limit_val_batches = 1
+        trainer.validating = True
+        try:
+            with _quiet():
+                return session.peak_of(trainer.fit_loop.epoch_loop.val_loop.run, ())
+        finally:
+            trainer.training = True
+            trainer.limit_val_batches = 0
+
+    @contextmanager
+    def _longest(self, size: int) -> Iterator[None]:
+        """Let the training loop load the batch that the user has named."""
+        loop = self._trainer.fit_loop
+        source = loop._data_source
+        if self._longest_batch is not None:
+            data = DataLoader(_OneBatch(self._longest_batch(size)), batch_size=None)
+            loop._data_source = _DataLoaderSource(data, source.name)
+        try:
+            yield
+        finally:
+            loop._data_source = source
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Lightning from reporting on loops of one step."""
+    said = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    was_disabled, said.disabled = said.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PossibleUserWarning)
+            yield
+    finally:
+        said.disabled = was_disabled

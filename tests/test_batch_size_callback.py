@@ -1,0 +1,380 @@
+"""The callback sets a size that has run within the budget, and fitting goes on as if no search had been."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+import warnings
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from hiremate_lightning import BudgetError, ConfigurationError, HiRemateWarning, InfeasibleBudgetError
+from hiremate_lightning.callbacks import HiRemateBatchSizeFinder, HiRemateCallback
+from hiremate_lightning.metering import measure_peak
+
+MiB = 2**20
+WIDTH = 32
+BUDGET = 3 * MiB
+
+
+class Rows(Dataset):
+    """Random rows, the same each time."""
+
+    def __init__(self, count: int) -> None:
+        self.rows = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows[index]
+
+
+class Module(pl.LightningModule):
+    """A chain with dropout and batch norm, whose activations outweigh its weights."""
+
+    def __init__(self, batch_size: int = 64, rows: int = 20_000) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.rows = rows
+        block = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU(), nn.Dropout(0.2)]
+        self.net = nn.Sequential(*(copy.deepcopy(layer) for _ in range(2) for layer in block), nn.Linear(WIDTH, 4))
+        self.seen: list[int] = []
+        self.steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        self.seen.append(len(batch))
+        self.steps += 1
+        loss = self(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> dict[str, object]:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Rows(self.rows), batch_size=self.batch_size, shuffle=True)
+
+
+class Validates(Module):
+    """The same with a validation that takes far more memory than training."""
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.log("validation", self(batch).repeat(1, 500).sum())
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(Rows(self.rows), batch_size=self.batch_size)
+
+
+class AtStart(Callback):
+    """Looks at everything where training begins, then stops it after a few steps."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, object] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.found = copy.deepcopy(
+            {
+                "weights": dict(pl_module.state_dict()),
+                "optimizer": trainer.optimizers[0].state_dict(),
+                "scheduler": trainer.lr_scheduler_configs[0].scheduler.state_dict(),
+                "loops": trainer.fit_loop.state_dict(),
+                "global_step": trainer.global_step,
+                "epoch": trainer.current_epoch,
+                "metrics": dict(trainer.callback_metrics),
+                "steps": getattr(pl_module, "steps", None),
+                "modes": [m.training for m in pl_module.modules()],
+                "options": (trainer.max_steps, trainer.limit_train_batches, trainer.limit_val_batches),
+                "should_stop": trainer.should_stop,
+                "torch": torch.get_rng_state(),
+                "numpy": torch.from_numpy(np.random.get_state()[1].astype("int64")),  # noqa: NPY002
+                "python": random.getstate(),
+            }
+        )
+        self.callbacks = [type(c) for c in trainer.callbacks]
+        self.loggers = list(trainer.loggers)
+
+
+def trainer(*callbacks: Callback, **options: object) -> pl.Trainer:
+    quiet = {
+        "accelerator": "cpu",
+        "max_epochs": 2,
+        "limit_train_batches": 3,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    return pl.Trainer(callbacks=list(callbacks), **{**quiet, **options})
+
+
+def finder(**options: object) -> HiRemateBatchSizeFinder:
+    return HiRemateBatchSizeFinder(**{"verbose": False, "time_limit_s": 0.3, "max_overhead": 9.0, **options})
+
+
+def planned(budget: object = BUDGET, **options: object) -> HiRemateCallback:
+    return HiRemateCallback(budget, **{"verbose": False, "time_limit_s": 1.0, **options})
+
+
+def equal(found: object, expected: object) -> bool:
+    if isinstance(expected, torch.Tensor):
+        return isinstance(found, torch.Tensor) and torch.equal(found, expected)
+    if isinstance(expected, dict):
+        return (
+            isinstance(found, dict)
+            and found.keys() == expected.keys()
+            and all(equal(found[k], expected[k]) for k in expected)
+        )
+    return found == expected
+
+
+def test_it_is_lightnings_finder_with_its_leading_arguments():
+    theirs = list(inspect.signature(BatchSizeFinder.__init__).parameters)
+    mine = list(inspect.signature(HiRemateBatchSizeFinder.__init__).parameters)
+
+    assert issubclass(HiRemateBatchSizeFinder, BatchSizeFinder)
+    assert mine[: len(theirs)] == theirs
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory: pytest.TempPathFactory):
+    """One fit with a search, watched where it begins."""
+    found, watch, plan, module = finder(), AtStart(), planned(), Module()
+    logger = CSVLogger(tmp_path_factory.mktemp("logs"))
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)  # noqa: NPY002
+    running = trainer(found, plan, watch, logger=logger, log_every_n_steps=1)
+    running.fit(module)
+    return found, watch, plan, module, logger, running
+
+
+def test_the_size_is_set_and_has_run_within_the_budget(fitted):
+    found, _, plan, module, _, _ = fitted
+
+    size = found.optimal_batch_size
+    assert module.batch_size == size == int(found.result) > found.result.unplanned_size > 0
+    assert found.result.trial.measured_peak_bytes <= BUDGET
+    assert found.result.real_steps <= 6
+    assert module.seen[-6:] == [size] * 6
+    assert plan.plan.measured.peak_bytes <= BUDGET
+    assert plan.plan.budget_bytes == BUDGET
+
+
+def test_the_loop_starts_from_nothing(fitted):
+    _, watch, _, module, logger, running = fitted
+
+    assert watch.found["global_step"] == 0
+    assert watch.found["epoch"] == 0
+    assert watch.found["steps"] == 0
+    assert watch.found["metrics"] == {}
+    assert running.global_step == 6
+    assert watch.loggers == [logger]
+    assert HiRemateCallback in watch.callbacks
+    assert module.steps == 6
+
+
+def run(module: pl.LightningModule, *callbacks: Callback, **options: object) -> AtStart:
+    watch = AtStart()
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)  # noqa: NPY002
+    trainer(*callbacks, watch, **options).fit(module)
+    return watch
+
+
+def test_training_after_the_search_is_training_without_it_bit_for_bit():
+    torch.manual_seed(1)
+    searched = Module()
+    plain = copy.deepcopy(searched)
+    found = finder()
+
+    watched = run(searched, found, planned())
+    plain.batch_size = found.optimal_batch_size
+    expected = run(plain)
+
+    for name, value in expected.found.items():
+        assert equal(watched.found[name], value), name
+    assert all(
+        torch.equal(a, b) for a, b in zip(searched.state_dict().values(), plain.state_dict().values(), strict=True)
+    )
+
+
+def test_the_size_is_at_most_the_length_of_the_data_set():
+    module = Module(rows=150)
+
+    found = finder()
+    run(module, found, planned("64 MiB"))
+
+    assert found.optimal_batch_size == module.batch_size == 150
+    assert found.result.limited_by == "the largest size allowed"
+
+
+def test_validation_that_would_not_fit_is_foreseen():
+    alone, validated = finder(), finder()
+
+    run(Module(), alone, planned("6 MiB"))
+    module = Validates()
+    run(module, validated, planned("6 MiB"))
+
+    assert validated.optimal_batch_size < alone.optimal_batch_size
+    assert validated.result.limited_by == "memory of validation"
+    rows = torch.randn(validated.optimal_batch_size, WIDTH)
+    with torch.no_grad():
+        assert measure_peak(lambda: module(rows).repeat(1, 500)) <= 6 * MiB
+
+
+def test_the_size_survives_resuming(tmp_path):
+    module, found = Module(), finder()
+    run(module, found, planned())
+    running = trainer(finder(max_val=7), planned(), max_epochs=1)
+    running.fit(Module())
+    path = tmp_path / "some.ckpt"
+    running.save_checkpoint(path)
+
+    later, resumed = finder(), Module()
+    trainer(later, planned(), max_epochs=2).fit(resumed, ckpt_path=path)
+
+    assert resumed.batch_size == later.optimal_batch_size == 7
+    assert later.result is None
+    assert set(resumed.seen) == {7}
+
+
+class HasLength(Module):
+    """A module whose sequence length is a number in its hparams."""
+
+    def __init__(self, length: int = 16) -> None:
+        super().__init__()
+        del self.batch_size
+        self.save_hyperparameters()
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        self.seen.append(batch.shape[1])
+        return self(batch.flatten(0, 1)).square().mean()
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.randn(32, self.hparams.length, WIDTH), batch_size=4)
+
+
+def test_any_number_in_the_hparams_can_be_searched():
+    module, found = HasLength(), finder(batch_arg_name="length")
+
+    run(module, found, planned())
+
+    assert module.hparams.length == found.optimal_batch_size > 16
+    assert set(module.seen[-6:]) == {found.optimal_batch_size}
+
+
+def test_the_longest_batch_is_what_the_search_runs_on():
+    plain, longest = finder(), finder(longest_batch=lambda n: torch.randn(n, 4, WIDTH))
+
+    class Varies(Module):
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            return self(batch.reshape(-1, WIDTH)).square().mean()
+
+    run(Varies(), plain, planned())
+    run(Varies(), longest, planned())
+
+    assert 3 * longest.optimal_batch_size < plain.optimal_batch_size
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_what_the_new_size_changes_is_said(accumulate, caplog):
+    module = Module(batch_size=8)
+    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+        found = finder(max_val=24)
+        run(module, found, planned("64 MiB"), accumulate_grad_batches=accumulate)
+
+    assert (
+        f"batch_size is now 24, it was 8: each step of the optimizer sees {24 * accumulate} instead of" in caplog.text
+    )
+    assert "learning rate was left as it is" in caplog.text
+    assert ("accumulate_grad_batches=1 would keep" in caplog.text) == (accumulate > 1)
+
+
+def test_without_a_plan_in_the_trainer_it_warns():
+    with pytest.warns(HiRemateWarning, match="has no HiRemateCallback"):
+        run(Module(), finder(budget=BUDGET, max_val=4))
+
+
+def test_the_whole_training_step_can_be_the_target():
+    found = finder()
+
+    run(Module(), found, planned(target="training_step"))
+
+    assert found.result.trial.measured_peak_bytes <= BUDGET
+
+
+def refused(module: pl.LightningModule, error: type[Exception], match: str, *callbacks: Callback, **options: object):
+    before = copy.deepcopy(module.state_dict())
+    size = getattr(module, "batch_size", None)
+
+    with pytest.raises(error, match=match):
+        trainer(*callbacks).fit(module, **options)
+
+    assert equal(dict(module.state_dict()), dict(before))
+    assert getattr(module, "batch_size", None) == size
+
+
+def test_a_loader_passed_to_fit_is_refused():
+    refused(Module(), MisconfigurationException, "one was passed to fit", finder(), planned(), train_dataloaders=[1])
+
+
+def test_an_attribute_that_is_nowhere_is_refused():
+    refused(Module(), MisconfigurationException, "'size_of_batch'", finder(batch_arg_name="size_of_batch"), planned())
+
+
+def test_a_share_is_refused():
+    refused(Module(), BudgetError, "no batch is the largest", finder(), planned("60%"))
+
+
+def test_a_budget_below_the_weights_is_refused():
+    class Wide(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(WIDTH, 20_000), nn.Linear(20_000, 4))
+
+    refused(Wide(), InfeasibleBudgetError, "Not even size 1 fits", finder(init_val=1), planned("2 MiB"))
+
+
+def test_a_loader_that_ignores_the_size_is_refused():
+    class Fixed(Module):
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader(Rows(64), batch_size=16)
+
+    refused(Fixed(), ConfigurationError, "its tensors are the same", finder(), planned())
+
+
+@pytest.mark.parametrize("mode", ["power", "binsearch"])
+def test_lightnings_modes_are_refused(mode):
+    with pytest.raises(ValueError, match="mode"):
+        HiRemateBatchSizeFinder(mode)
+
+
+def test_it_goes_with_lightnings_learning_rate_finder():
+    class Tuned(Module):
+        lr = 1e-3
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+    module, found = Tuned(), finder(max_val=8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer(found, LearningRateFinder(num_training_steps=4), planned("64 MiB"), max_epochs=1).fit(module)
+
+    assert module.batch_size == 8
