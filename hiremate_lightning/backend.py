@@ -47,7 +47,8 @@ class _Compilation:
         backend = torch_private.make_backend(
             partition=self._partition, forward=self._forward, backward=self._backward, inference=self._inference
         )
-        return backend(module, inputs)
+        with torch_private.traced_as_eager():
+            return backend(module, inputs)
 
     def _partition(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
         joint.graph.eliminate_dead_code()

@@ -7,18 +7,23 @@ What they are for:
 * the slot that `nn.Module.compile` uses: the only way to take over a call that keeps state_dict, deepcopy and pickle as
   they are;
 * boxed code generation of FX graphs, so that arguments die as they are used;
-* two facts about a running backward: whether it will be run again, and a tensor's version.
+* two facts about a running backward: whether it will be run again, and a tensor's version;
+* tracing of the very operators that eager PyTorch runs, with the strides that they give.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
+from torch._C import DispatchKey
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+from torch._decomp import decomposition_table
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import reset_code
@@ -30,7 +35,9 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.partitioners import _extract_fwd_bwd_outputs, _has_tag_is_backward, _is_tangent
 from torch._guards import TracingContext, detect_fake_mode
-from torch._ops import HigherOrderOperator
+from torch._inductor import config as inductor_config
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -56,6 +63,98 @@ def make_backend(partition: Callable[..., Any], forward: Compiler, backward: Com
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
+
+
+@contextmanager
+def traced_as_eager() -> Iterator[None]:
+    """Trace what eager PyTorch would run, where torch's tracing departs from it, for a while.
+
+    Departures: Python decompositions that round otherwise than the kernels that they stand for, or draw random numbers
+    where eager doesn't; random operations whose result nobody uses are dropped, and with them their draws; and strides
+    of some results are not those that the CPU's kernels give.
+    """
+    with inductor_config.patch(fallback_random=True), _eager_kernels(), _eager_strides():
+        yield
+
+
+_IMPLICIT = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
+
+
+@contextmanager
+def _eager_kernels() -> Iterator[None]:
+    """Take the Python decompositions of some operators out of the dispatcher."""
+    operators = _decomposed_unlike_eager()
+    found = {op: dict(op.py_kernels) for op in operators}
+    for op in operators:
+        for key in _IMPLICIT:
+            op.py_kernels.pop(key, None)
+        op._dispatch_cache.clear()
+    dropout = torch.ops.aten.dropout.default
+    dropout.py_kernels.update(dict.fromkeys(_IMPLICIT, _eager_dropout))
+    try:
+        yield
+    finally:
+        for op, kernels in found.items():
+            op.py_kernels.update(kernels)
+            op._dispatch_cache.clear()
+
+
+def _decomposed_unlike_eager() -> list[OpOverload]:
+    """List the operators whose Python decomposition gives other numbers: products fold otherwise, resizing rounds."""
+    aten = torch.ops.aten
+    packets = [aten.dropout, aten.matmul, aten.hardshrink, aten.softshrink, aten.stft, aten.istft]
+    packets += [getattr(aten, name) for name in dir(aten) if name.startswith(("upsample_", "_upsample_"))]
+    overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    return [op for op in overloads if any(key in op.py_kernels for key in _IMPLICIT)]
+
+
+def _eager_dropout(input: torch.Tensor, p: float, train: bool | None) -> torch.Tensor:
+    """Draw as eager does: nothing for a probability of 0 or 1."""
+    if p == 0 or not train or input.numel() == 0:
+        return input
+    if p == 1:
+        return input.mul(torch.zeros((), dtype=input.dtype, device=input.device))
+    dropped: torch.Tensor = torch.ops.aten.native_dropout.default(input, p, train)[0]
+    return dropped
+
+
+@contextmanager
+def _eager_strides() -> Iterator[None]:
+    """Correct the strides of results that torch takes for those of an input, on the CPU."""
+    aten = torch.ops.aten
+    sources = {  # the argument whose memory format the first result has
+        aten._native_batch_norm_legit_functional.default: 0,
+        aten._native_batch_norm_legit.default: 0,
+        aten._native_batch_norm_legit.no_stats: 0,
+        aten._native_batch_norm_legit_no_training.default: 0,
+        aten.native_batch_norm_backward.default: 1,
+        aten._log_softmax_backward_data.default: None,
+    }
+    found = {op: decomposition_table[op] for op in sources}
+    for op, position in sources.items():
+        decomposition_table[op] = _with_strides(found[op], position)
+    FakeTensorMode.cache_clear()  # it holds results by arguments, whoever computed them
+    try:
+        yield
+    finally:
+        decomposition_table.update(found)
+        FakeTensorMode.cache_clear()
+
+
+def _with_strides(decomposition: Callable[..., Any], position: int | None) -> Callable[..., Any]:
+    """Give the first result of a decomposition the memory format of an argument, None for a contiguous one."""
+
+    @functools.wraps(decomposition)  # torch looks at its name and module
+    def corrected(*args: Any, **kwargs: Any) -> Any:
+        results = decomposition(*args, **kwargs)
+        first, *others = results if isinstance(results, tuple) else (results,)
+        if first is None or first.device.type != "cpu":
+            return results
+        wanted = torch.contiguous_format if position is None else suggest_memory_format(args[position])
+        made = torch.empty_like(first, memory_format=wanted)
+        return (made, *others) if isinstance(results, tuple) else made
+
+    return corrected
 
 
 def joint_outputs(joint: fx.GraphModule, num_forward: int) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
@@ -181,8 +280,11 @@ def plain_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def many_compilations() -> Any:
-    """Raise Dynamo's limits on compilations of one function, beyond which it runs uncaptured in silence."""
-    return dynamo_config.patch(recompile_limit=256, accumulated_recompile_limit=4096)
+    """Let Dynamo compile a function as often as it takes, and leave NumPy its own random numbers.
+
+    Beyond its limits it runs uncaptured in silence; and what draws from NumPy it would let draw from torch.
+    """
+    return dynamo_config.patch(recompile_limit=256, accumulated_recompile_limit=4096, use_numpy_random_stream=True)
 
 
 def input_position(placeholder: fx.Node) -> int | None:
@@ -243,12 +345,6 @@ def before_optimizer_step(hook: Callable[[torch.optim.Optimizer], None]) -> Any:
     return register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: hook(optimizer))
 
 
-def free_host_bytes() -> int:
-    """Give the bytes of memory that the machine could still hand out."""
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return 2**62  # a system that does not tell: no limit
 def process_group_store() -> tuple[Any, int] | None:
     """Give the key-value store of the process group and the rank of this process; None outside of a group."""
     group = torch.distributed
@@ -257,3 +353,9 @@ def process_group_store() -> tuple[Any, int] | None:
     return group.PrefixStore("hiremate", group.distributed_c10d._get_default_store()), group.get_rank()
 
 
+def free_host_bytes() -> int:
+    """Give the bytes of memory that the machine could still hand out."""
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return 2**62  # a system that does not tell: no limit

@@ -1,0 +1,331 @@
+"""Random small networks: recipes that are drawn, networks built from them, and their training, plain and planned.
+
+A recipe is plain data, and every list of numbers makes a recipe: sources count modulo the values that exist, settings
+modulo what an operation offers. So whoever draws it (hypothesis, a seeded generator) may delete from it and change it,
+and a failure shrinks to a few operations. A recipe that plain PyTorch refuses to train (an in-place change of what the
+backward needs) is rejected, not skipped over.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hiremate_lightning import HiRemateWarning, Plan, get_plan, hiremate, remove_hiremate
+from hiremate_lightning.metering import measure_peak
+from hiremate_lightning.targets import targets_of
+
+from .fuzz_operations import OPERATIONS, WORDS
+from .training import resident_bytes
+
+SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.95)
+ROWS = (24, 64, 96)
+SHAPES = ((4, 8), (8, 8), (4, 16), (6, 12))  # tokens, width
+STRUCTURES = ("tensor", "tuple", "nested", "views", "inputs", "twice", "several")
+OPTIMIZERS = ("sgd", "adamw")
+STEPS = 6
+LOOSENED = 2  # the step at which a budget that can't be met becomes one that can
+MEASURED = (4, 5)  # the first steps capture, plan and measure
+
+
+class RejectedError(Exception):
+    """Plain PyTorch can't train this network."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A network, its training and its budget.
+
+    Attributes:
+        operations: For each operation its name, two sources, and a setting.
+        structure: What the network returns.
+        shape: Position in SHAPES.
+        rows: Position in ROWS.
+        share: Position in SHARES.
+        frozen: Number that says which parameters are frozen, 0 for none.
+        optimizer: Position in OPTIMIZERS.
+        needs_input_gradient: Whether the batch requires a gradient.
+        seed: Of weights, batches and random operations.
+    """
+
+    operations: tuple[tuple[str, int, int, int], ...]
+    structure: str = "tensor"
+    shape: int = 0
+    rows: int = 0
+    share: int = 2
+    frozen: int = 0
+    optimizer: int = 0
+    needs_input_gradient: bool = False
+    seed: int = 0
+
+
+def draw(choose: Callable[[Iterable[Any]], Any], longest: int = 9) -> Recipe:
+    """Draw a recipe.
+
+    Args:
+        choose: Picks one of some values.
+        longest: Most operations.
+    """
+    count = choose(range(2, longest + 1))
+    numbers = range(8)
+    names = sorted(OPERATIONS)
+    return Recipe(
+        operations=tuple((choose(names), choose(numbers), choose(numbers), choose(numbers)) for _ in range(count)),
+        structure=choose(STRUCTURES),
+        shape=choose(range(len(SHAPES))),
+        rows=choose(range(len(ROWS))),
+        share=choose(range(len(SHARES))),
+        frozen=choose((0, 0, 0, 1, 2)),
+        optimizer=choose(range(len(OPTIMIZERS))),
+        needs_input_gradient=choose((False, False, False, True)),
+        seed=choose(range(1000)),
+    )
+
+
+class FuzzNet(nn.Module):
+    """The network of a recipe: a list of values grows, each operation reads two of them and appends its results."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.structure = recipe.structure
+        tokens, width = SHAPES[recipe.shape]
+        self.first = nn.Linear(width, width)
+        self.operations = nn.ModuleList()
+        self.sources: list[tuple[int, int]] = []
+        values = [torch.zeros(2, tokens, width), torch.ones(2, tokens, width)]
+        words = torch.zeros(2, tokens, dtype=torch.long)
+        for name, left, right, setting in recipe.operations:
+            left, right = len(values) - 1 - left % len(values), len(values) - 1 - right % len(values)
+            operation = OPERATIONS[name](values[left], values[right], setting, list(self.operations))
+            if operation is None:
+                continue
+            with torch.no_grad():
+                results = operation(values[left].clone(), values[right].clone(), words)
+            values.extend(torch.ones(r.shape) for r in results)
+            self.operations.append(operation)
+            self.sources.append((left, right))
+        self.last = nn.Linear(values[-1].shape[-1], 4)
+        for number, parameter in enumerate(self.parameters()):
+            if recipe.frozen and number % 3 == recipe.frozen:
+                parameter.requires_grad_(False)
+        self.run = _straight_line(self.sources)
+
+    def forward(self, x: Tensor, *, words: Tensor, options: dict[str, Any]) -> Any:
+        values = self.run(self, x, self.first(x) * options["scale"], words)
+        return self.arrange(self.last(values[-1]), x, values)
+
+    def arrange(self, y: Tensor, x: Tensor, values: list[Tensor]) -> Any:
+        """Put results into what the network returns."""
+        if self.structure == "tensor":
+            return y
+        if self.structure == "tuple":
+            return y, values[len(values) // 2]
+        if self.structure == "nested":
+            return {"y": y, "more": [{"middle": values[len(values) // 2], "shape": tuple(y.shape)}, None, "words"]}
+        if self.structure == "views":
+            return y.transpose(1, 2), y[:, 0], values[-1][..., :1]
+        if self.structure == "inputs":
+            return {"x": x, "first": x[0], "y": y, "weight": self.first.weight}
+        if self.structure == "twice":
+            return y, y, y.detach()
+        return (*values[2:], y)
+
+
+def _straight_line(sources: list[tuple[int, int]]) -> Callable[..., list[Tensor]]:
+    """Write a function that applies the operations, without a loop: Dynamo gives up on loops that break its graphs."""
+    lines = ["def run(self, x, y, words):", "    values = [x, y]"]
+    for number, (left, right) in enumerate(sources):
+        lines.append(f"    values.extend(self.operations[{number}](values[{left}], values[{right}], words))")
+    scope: dict[str, Any] = {}
+    exec("\n".join([*lines, "    return values"]), scope)
+    made: Callable[..., list[Tensor]] = scope["run"]
+    return made
+
+
+def build(recipe: Recipe) -> FuzzNet:
+    """Build the network of a recipe, the same each time."""
+    torch.manual_seed(recipe.seed)
+    return FuzzNet(recipe)
+
+
+def make_batch(recipe: Recipe, index: int) -> tuple[Tensor, Tensor]:
+    """Make the batch of a step."""
+    rows, (tokens, width) = ROWS[recipe.rows], SHAPES[recipe.shape]
+    generator = torch.Generator().manual_seed(recipe.seed + index)
+    x = torch.randn(rows, tokens, width, generator=generator)
+    return x.requires_grad_(recipe.needs_input_gradient), torch.randint(WORDS, (rows, tokens), generator=generator)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """List the tensors of a nested value."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return tensors_in(list(value.values()))
+    if isinstance(value, (list, tuple)):
+        return [t for inner in value for t in tensors_in(inner)]
+    return []
+
+
+def others_in(value: Any) -> Any:
+    """Give a nested value with its tensors left out."""
+    if isinstance(value, dict):
+        return {key: others_in(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [others_in(inner) for inner in value]
+    return None if isinstance(value, Tensor) else value
+
+
+def loss_of(output: Any) -> Tensor:
+    """Reduce every output that can be trained."""
+    parts = [t.square().mean() for t in tensors_in(output) if t.requires_grad and t.is_floating_point()]
+    return sum(parts[1:], start=parts[0])
+
+
+@dataclass
+class Record:
+    """What a training run did, by name and step: everything here must be equal bit for bit.
+
+    Attributes:
+        values: Losses, outputs, gradients, buffers, random states, batches and parameters.
+        peaks: Measured peak of the last steps, resident bytes included.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    peaks: list[int] = field(default_factory=list)
+
+    def note(self, name: str, value: Any) -> None:
+        """Keep a copy."""
+        self.values[name] = value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def train(
+    model: FuzzNet,
+    recipe: Recipe,
+    steps: int = STEPS,
+    measured: tuple[int, ...] = (),
+    before: Callable[[int], None] = lambda index: None,
+) -> Record:
+    """Take some steps, a new batch each, and write all down."""
+    record = Record()
+    parameters = list(model.parameters())
+    kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[OPTIMIZERS[recipe.optimizer]]
+    optimizer = kind(parameters, lr=1e-3)
+    torch.manual_seed(recipe.seed + 1)
+    for index in range(steps):
+        before(index)
+        optimizer.zero_grad()
+        x, words = make_batch(recipe, index)
+        outputs: list[Any] = []
+
+        def step(x: Tensor = x, words: Tensor = words, outputs: list[Any] = outputs) -> None:
+            output = model(x, words=words, options={"scale": 0.5, "name": "step"})
+            loss = loss_of(output)
+            loss.backward()
+            outputs.extend([[t.detach() for t in tensors_in(output)], others_in(output), loss.detach()])
+
+        if index in measured:
+            gc.collect()  # garbage that dies meanwhile would pass for memory that the step gave back
+            resident = resident_bytes(model, optimizer, (x, words))
+            record.peaks.append(resident + measure_peak(step))
+        else:
+            step()
+        optimizer.step()  # before notes are taken: until then all that is allocated counts as the step's
+        for number, output in enumerate(outputs[0]):
+            record.note(f"output {number} of step {index}", output)
+        record.note(f"other outputs of step {index}", outputs[1])
+        record.note(f"loss of step {index}", outputs[2])
+        for name, parameter in model.named_parameters():
+            record.note(f"gradient of {name} in step {index}", parameter.grad)
+        record.note(f"gradient of the batch in step {index}", x.grad)
+        record.note(f"batch after step {index}", x)
+        record.note(f"random state after step {index}", torch.get_rng_state())
+        for name, value in model.state_dict().items():
+            record.note(f"{name} after step {index}", value)
+    return record
+
+
+@dataclass
+class Outcome:
+    """A recipe's plain and planned training, compared.
+
+    Attributes:
+        recipe: What was trained.
+        plan: The plan of its last step, None where it was never planned.
+        peaks: Measured peak of the last steps, resident bytes included.
+        differences: What differs, empty where all is equal bit for bit.
+        graphs: Number of captured graphs.
+        corrected_bytes: By how much an earlier plan was measured over the budget and replaced, 0 for not at all.
+    """
+
+    recipe: Recipe
+    plan: Plan | None
+    peaks: list[int]
+    differences: list[str]
+    graphs: int
+    corrected_bytes: int
+
+    @property
+    def excess_bytes(self) -> int:
+        """By how much the worst measured step is above the budget; negative for below."""
+        assert self.plan is not None
+        return max(self.peaks) - self.plan.budget_bytes
+
+
+def compare(recipe: Recipe, time_limit_s: float = 5.0) -> Outcome:
+    """Train a recipe's network twice, plainly and under its budget.
+
+    Raises:
+        RejectedError: If plain PyTorch can't train it.
+    """
+    plain = _train_plainly(recipe)
+    model, share = build(recipe), SHARES[recipe.share]
+    keys = list(model.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HiRemateWarning)
+        hiremate(model, share, on_infeasible="warn", time_limit_s=time_limit_s, verbose=False)
+        try:
+            planned = train(model, recipe, measured=MEASURED, before=lambda index: _loosen(model, share, index))
+            targets, plan = targets_of(model), get_plan(model)
+            assert targets is not None
+            session = targets.session
+        finally:
+            remove_hiremate(model)
+    assert list(model.state_dict()) == keys
+    corrected = max((known.margin_bytes for known in session._known.values()), default=0)
+    return Outcome(recipe, plan, planned.peaks, _differences(planned, plain), session.captured_count, corrected)
+
+
+def _loosen(model: FuzzNet, share: float, index: int) -> None:
+    """Where the budget can't be met, ask for that share of what lies between the least memory and no plan."""
+    plan = get_plan(model)
+    if index == LOOSENED and plan is not None and plan.planned_peak_bytes > plan.budget_bytes:
+        least, most = plan.planned_peak_bytes, max(plan.unplanned_peak_bytes, plan.planned_peak_bytes)
+        hiremate(model, f"{least + int(share * (most - least))} B")
+
+
+def _train_plainly(recipe: Recipe) -> Record:
+    try:
+        return train(build(recipe), recipe)
+    except RuntimeError as error:
+        raise RejectedError(str(error)) from error
+
+
+def _differences(found: Record, expected: Record) -> list[str]:
+    """List what is not the same, bit for bit: a NaN equals the same NaN."""
+    assert found.values.keys() == expected.values.keys()
+    return [name for name, value in expected.values.items() if not _is_same(found.values[name], value)]
+
+
+def _is_same(found: Any, expected: Any) -> bool:
+    if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
+        return type(found) is type(expected) and bool(found == expected)
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    return torch.equal(*(t.reshape(-1).contiguous().view(torch.uint8) for t in (found, expected)))

@@ -1,0 +1,76 @@
+"""Random small networks train under random budgets as they do without: every number bit for bit, never over budget.
+
+`benchmarks/fuzz.py` draws as many as are asked for; here are a few, and each operation once by itself.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from . import fuzz_models
+from .fuzz_models import Outcome, Recipe, RejectedError, compare, draw
+from .fuzz_operations import OPERATIONS
+
+# What torch's front end can't capture at all, so that there may be nothing to plan in a small network around it.
+BREAKS = ("branch on data", "code between graphs", "recurrent")
+
+
+def check(outcome: Outcome) -> None:
+    """Fail where a planned training is not the plain one, or took more than its budget."""
+    assert not outcome.differences, f"{outcome.recipe}: {', '.join(outcome.differences[:5])}"
+    if outcome.plan is not None:
+        assert outcome.excess_bytes <= 0, f"{outcome.recipe}: {outcome.excess_bytes:,} bytes over the budget"
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    """Don't let Dynamo say where it breaks graphs: some of these networks are made to break them."""
+    torch._logging.set_logs(dynamo=40)
+    yield
+    torch._logging.set_logs()
+
+
+@settings(max_examples=15, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_drawn_networks_train_as_without_a_plan_and_within_the_budget(data):
+    recipe = draw(lambda values: data.draw(st.sampled_from(list(values))), longest=7)
+    try:
+        check(compare(recipe))
+    except RejectedError:
+        return
+
+
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_each_operation_trains_as_without_a_plan_and_within_the_budget(name):
+    setting = random.Random(name).randrange(8)
+    middle = ((name, 0, 1, setting), ("activation", 0, 0, 0))
+    recipe = Recipe((("linear", 0, 1, 0), *middle, ("linear", 0, 0, 0)), rows=2, share=4)
+    outcome = compare(recipe)
+    check(outcome)
+    assert outcome.plan is not None or name in BREAKS
+
+
+def test_a_wrong_number_is_found(monkeypatch):
+    """What these tests would say if a planned step differed in one bit."""
+    true_train = fuzz_models.train
+
+    def train(model, *args, **options):
+        record = true_train(model, *args, **options)
+        if options:  # the planned run is the one that is measured
+            name = next(n for n in record.values if n.startswith("gradient of first.weight"))
+            record.values[name].view(torch.int32).view(-1)[0] ^= 1
+        return record
+
+    monkeypatch.setattr(fuzz_models, "train", train)
+    assert len(compare(Recipe((("linear", 0, 0, 0),))).differences) == 1
+
+
+def test_what_plain_training_refuses_is_rejected():
+    recipe = Recipe((("activation", 0, 0, 4), ("scale in place", 0, 0, 0)))
+    with pytest.raises(RejectedError, match="inplace operation"):
+        compare(recipe)
