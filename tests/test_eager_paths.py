@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -74,3 +75,24 @@ def test_the_installed_package_asks_where_it_is_expected_to(name, question):
     pytest.importorskip("transformers")
     module = pytest.importorskip(name)
     assert callable(getattr(module, question))
+
+
+def test_numpy_draws_from_its_own_generator():
+    class Masking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(x) * np.random.rand(1).item()  # noqa: NPY002  as models do
+
+    def losses(model):
+        np.random.seed(0)  # noqa: NPY002
+        torch.manual_seed(0)
+        return [model(torch.randn(16, 8)).square().mean().item() for _ in range(3)]
+
+    torch.manual_seed(1)
+    plain = Masking()
+    planned = hiremate(Masking(), "100%", verbose=False)
+    planned.load_state_dict(plain.state_dict())
+    assert losses(planned) == losses(plain)
