@@ -63,9 +63,15 @@ ORDER = (
     "api",
     "size_result",
     "batch_size",
+    "factory",
+    "offline",
+    "doctor",
+    "plan_summary",
     "__init__",
     "callbacks",
     "integrations",
+    "cli",
+    "__main__",
 )
 TORCH_FREE = (
     "graph",
