@@ -179,7 +179,14 @@ class Session:
 
     def backend(self) -> Any:
         """Give the torch.compile backend whose captured graphs this session runs."""
-        return planning_backend(_taker(weakref.ref(self)))
+        taking = weakref.WeakMethod(self.take_in)  # torch.compile's caches must not keep a session alive
+
+        def take_in(captured: Captured) -> Part:
+            method = taking()
+            assert method is not None, "a model is alive while it is called"
+            return method(captured)
+
+        return planning_backend(take_in)
 
     def take_in(self, captured: Captured) -> Part:
         """Make a part of a captured graph."""
@@ -296,7 +303,10 @@ class Session:
         resident_bytes = (self._began_with or self._memory.count(())).size_bytes
         is_checked = is_known and self.options.plan.on_infeasible == "raise"
         budget_bytes = self._budget_bytes(step, resident_bytes) if is_checked else 0
-        least = first_solution(step, self.options.budget, budget_bytes, resident_bytes, self.options.plan, self._name)
+        progress = self._reporter.solving(step_time_ms(captured.graph, profile))
+        least = first_solution(
+            step, self.options.budget, budget_bytes, resident_bytes, self.options.plan, self._name, progress
+        )
         return build(captured, lower(captured.graph, step.split(least.recompute)[0]))
 
     def _uses_all_parameters(self, captured: Captured) -> bool:
@@ -431,6 +441,7 @@ class Session:
         self._known[kind] = known
         if adapted.planned_peak_bytes + known.margin_bytes <= budget_bytes:
             self.plans[kind] = adapted
+            self._tell(adapted)
         else:
             log.info("%s is planned anew: resident bytes are now %s", self._name, format_bytes(resident.size_bytes))
             self._make_plan(kind)
@@ -486,14 +497,3 @@ class Session:
         if self.options.budget.is_auto:
             return self._auto_bytes
         return resolve(self.options.budget, resident_bytes, unplanned(step).peak_bytes, 0)
-
-
-def _taker(session: weakref.ref[Session]) -> Callable[[Captured], Part]:
-    """Hand captured graphs to a session that torch.compile's caches must not keep alive."""
-
-    def take_in(captured: Captured) -> Part:
-        taking = session()
-        assert taking is not None, "a model is alive while it is called"
-        return taking.take_in(captured)
-
-    return take_in
