@@ -95,6 +95,7 @@ def _eager_kernels() -> Iterator[None]:
         yield
     finally:
         for op, kernels in found.items():
+            op.py_kernels.clear()
             op.py_kernels.update(kernels)
             op._dispatch_cache.clear()
 
