@@ -25,6 +25,7 @@ from torch import nn
 
 from .api import make_options
 from .errors import BudgetError, ConfigurationError, HiRemateWarning
+from .graph import OUTSIDE, Graph
 from .metering import MemoryMeter
 from .out_of_memory import InfeasibleBudgetError
 from .planner import DEFAULT_SOLVER
@@ -340,8 +341,8 @@ class SizeFinder:
             )
 
     def _check_grows(self, first: int, second: int) -> None:
-        one, other = (self._runner.sample(size) for size in (first, second))
-        if one.graph.storages == other.graph.storages:
+        one, other = (_captured_shapes(self._runner.sample(size).graph) for size in (first, second))
+        if one == other:
             raise ConfigurationError(
                 f"The step can't be scaled: at sizes {first} and {second} its tensors are the same. The batch must be "
                 "made of the size that is asked for."
@@ -440,6 +441,8 @@ class SizeFinder:
                 f"No size was found in {self._runner.steps} real steps: the predictions for sizes "
                 f"{', '.join(map(str, sorted(self._failed)))} were too far off. Start at a larger init_val."
             )
+        if forecast is not None:
+            self._trials[size] = forecast.trial(size)
         return replace(failed, size=size, limit=Limit.STEPS)
 
     def _agree(self, value: int) -> int:
@@ -450,6 +453,12 @@ class SizeFinder:
         shared = torch.tensor(int(value), dtype=torch.int64, device=on)
         torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MIN)
         return int(shared.item())
+
+
+def _captured_shapes(graph: Graph) -> list[tuple[int, ...]]:
+    """List the shapes of all tensors but those that stand for bytes of outside code, which vary by themselves."""
+    outside = {index for index, node in enumerate(graph.nodes) if node.op == OUTSIDE}
+    return [tensor.shape for tensor in graph.tensors if tensor.producer not in outside]
 
 
 def _is_distributed() -> bool:
