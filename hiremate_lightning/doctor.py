@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 
 import torch
@@ -60,7 +61,7 @@ def examine(factory: str | None = None) -> list[Finding]:
     """
     findings = [_python(), _torch(), *_requirements(), *_known_bad_pairs(), *_solvers(), *_devices()]
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    findings += [_attempt(f"small plan on {device}", lambda device=device: small_plan(device)) for device in devices]
+    findings += [_attempt(f"small plan on {device}", partial(small_plan, device)) for device in devices]
     if factory is not None:
         findings.append(_model(factory))
     return findings
@@ -164,7 +165,7 @@ def _known_bad_pairs() -> Iterator[Finding]:
 
 def _solvers() -> list[Finding]:
     """Solve a small integer program with each; one of them is enough."""
-    found = [_attempt(f"solver {name}", lambda name=name: _solve_small(name)) for name in BACKENDS]
+    found = [_attempt(f"solver {name}", partial(_solve_small, name)) for name in BACKENDS]
     if any(finding.verdict is Verdict.GOOD for finding in found):
         return [f if f.verdict is Verdict.GOOD else Finding(f.name, Verdict.KNOW, f.words) for f in found]
     return found

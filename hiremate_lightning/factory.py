@@ -20,7 +20,7 @@ from torch import nn
 from . import torch_private
 from .errors import ConfigurationError
 
-FORMS = "a torch.nn.Module, (module, inputs) with a tensor or a tuple of tensors, or (module, kwargs) with a dict of tensors"
+FORMS = "a module, (module, inputs) with a tensor or a tuple of tensors, or (module, dict of tensors by keyword)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,15 +202,32 @@ def _on_gpu(graph: Graph, device: torch.device) -> Graph:
 def capture_offline(workload: Workload, options: OfflineOptions, size: int | None = None) -> OfflineStep:
     """Capture one training step of a workload on fake tensors: forward, backward, optimizer.
 
+    Where the path that plain training takes depends on values, which fake tensors lack, the path that the model takes
+    while it is compiled is captured instead.
+
     Args:
         workload: What to capture; it is built here.
         options: How to capture it.
         size: Batch size; None for that of the workload's inputs.
 
     Raises:
-        CaptureError: If torch.compile can't capture the module, or the step gives no gradients.
+        CaptureError: If torch.compile can't capture the module, or the step depends on values.
         ConfigurationError: If the module, its inputs or its loss can't be used.
     """
+    try:
+        try:
+            with eager_paths():
+                return _capture(workload, options, size)
+        except torch_private.DataDependentError:
+            return _capture(workload, options, size)
+    except torch_private.DataDependentError as error:
+        raise CaptureError(
+            f"The step of {workload.name} depends on values of its tensors ({error}), which are not there without its "
+            "memory. Plan it while it trains, or give it inputs and options that don't need them."
+        ) from error
+
+
+def _capture(workload: Workload, options: OfflineOptions, size: int | None) -> OfflineStep:
     start = time.perf_counter()
     conductor = _Conductor()
     with torch_private.fake_mode():
@@ -220,8 +237,7 @@ def capture_offline(workload: Workload, options: OfflineOptions, size: int | Non
         refuse(module)
         module.train()
         with _autocast(options):
-            result = _forward(call, conductor, options)
-            loss = _loss(result, options.loss)
+            loss = _loss(_forward(call, conductor, options), options.loss)
         loss.backward()
         resident = _resident(call, _optimizer_state(module, options), options.device)
     if not conductor.record.backwards:
@@ -274,6 +290,9 @@ class _Conductor:
         """Note the end of a backward."""
         self.record.backward_done(run)
 
+    def ran_out(self, error: torch.OutOfMemoryError) -> None:
+        """Leave it as it is: without memory nothing runs out of it."""
+
 
 def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
@@ -288,7 +307,7 @@ def _forward(call: Call, conductor: _Conductor, options: OfflineOptions) -> Any:
 
     compiled = torch.compile(_call_module, backend=backend, dynamic=False)
     try:
-        with torch_private.many_compilations(), eager_paths():
+        with torch_private.many_compilations():
             return compiled(call.module, *call.args, **call.kwargs)
     except torch_private.CompileError as error:
         raise CaptureError(f"torch.compile could not capture {type(call.module).__name__}: {error}") from error

@@ -38,6 +38,7 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentError
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -46,7 +47,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves as leaves
 from torch.utils._pytree import tree_map as map_leaves
 
-__all__ = ["CompileError", "HigherOrderOperator", "leaves", "map_leaves"]
+__all__ = ["CompileError", "DataDependentError", "HigherOrderOperator", "leaves", "map_leaves"]
 
 CHECKED_VERSIONS = ("2.13",)
 

@@ -70,6 +70,7 @@ ORDER = (
     "__init__",
     "callbacks",
     "integrations",
+    "commands",
     "cli",
     "__main__",
 )
