@@ -6,6 +6,10 @@ parallel what plain training scans in order. A plan gives the numbers of plain t
 traces. Where their path depends on the values of a tensor, the step is captured in several graphs instead of one.
 
 To answer all questions in this way would not do: most ask in order to avoid what can't be captured.
+
+Other functions are such that torch.compile gives up in the middle of them, although all that they do with tensors can
+be captured: how tensorly finds the order of a contraction, for neural operators. Their operations are captured without
+a look at their code.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+import torch
+
 QUESTIONS = (  # module, and the function by which it asks whether it is traced
     ("transformers.masking_utils", "is_tracing"),
     ("transformers.models.falcon_mamba.modeling_falcon_mamba", "is_torchdynamo_compiling"),
@@ -24,6 +30,7 @@ QUESTIONS = (  # module, and the function by which it asks whether it is traced
     ("transformers.models.mamba.modeling_mamba", "is_torchdynamo_compiling"),
     ("transformers.models.zamba.modeling_zamba", "is_torchdynamo_compiling"),
 )
+OPAQUE = (("tensorly", "einsum"),)  # module and function, which depends on nothing but its arguments
 
 _lock = threading.Lock()
 _replaced: list[tuple[ModuleType, str, Any]] = []
@@ -37,7 +44,10 @@ def _no(*_: object) -> bool:
 
 @contextmanager
 def eager_paths() -> Iterator[None]:
-    """Answer no, for a while, to those who ask whether they are traced; only modules already imported can ask."""
+    """Capture what plain training runs: of modules that are imported already, others can't be called.
+
+    Questions are answered with no inside only. What is opaque stays so: it serves every use of torch.compile.
+    """
     global _users
     with _lock:
         _users += 1
@@ -58,6 +68,10 @@ def _replace() -> None:
         if module is not None and hasattr(module, question):
             _replaced.append((module, question, getattr(module, question)))
             setattr(module, question, _no)
+    for name, function in OPAQUE:
+        found = getattr(sys.modules.get(name), function, None)
+        if found is not None:
+            torch.compiler.allow_in_graph(found)
 
 
 def _restore() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import types
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
-from hiremate_lightning.eager_paths import QUESTIONS, eager_paths
+from hiremate_lightning.eager_paths import OPAQUE, QUESTIONS, eager_paths
+from hiremate_lightning.targets import targets_of
 
 
 @pytest.fixture
@@ -75,6 +77,35 @@ def test_the_installed_package_asks_where_it_is_expected_to(name, question):
     pytest.importorskip("transformers")
     module = pytest.importorskip(name)
     assert callable(getattr(module, question))
+
+
+def test_an_opaque_function_is_captured_with_what_surrounds_it(monkeypatch):
+    name, function = OPAQUE[0]
+    module = types.ModuleType(name)
+
+    def contract(equation, *operands):
+        assert threading.get_ident()  # which Dynamo does not trace
+        return torch.einsum(equation, *operands)
+
+    setattr(module, function, contract)
+    monkeypatch.setitem(sys.modules, name, module)
+
+    class Contracting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x):
+            return torch.tanh(module.einsum("bi,io->bo", torch.tanh(x), self.weight))
+
+    planned = hiremate(Contracting(), "100%", verbose=False)
+    x = torch.randn(16, 8)
+    loss = planned(x).square().mean()
+    loss.backward()
+    assert targets_of(planned).session.captured_count == 1
+    weight = planned.weight.detach().clone().requires_grad_()
+    torch.tanh(torch.tanh(x) @ weight).square().mean().backward()
+    assert torch.equal(planned.weight.grad, weight.grad)
 
 
 def test_numpy_draws_from_its_own_generator():
