@@ -7,6 +7,8 @@ import gc
 import json
 import random
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,6 +38,7 @@ from .training import resident_bytes
 
 MiB = 2**20
 MAX_STEPS = 6
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass
@@ -391,6 +394,48 @@ def test_a_step_of_several_backwards_is_refused():
 
     with pytest.raises(ConfigurationError, match="one forward and one backward of the model, found more"):
         find_max_batch_size(case.model, case.make_batch, step, budget="4 MiB", verbose=False)
+
+
+class Changes(nn.Module):
+    """A model that is another graph each time it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+        self.calls = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1.0
+        return self.net(x) * self.calls
+
+
+def test_where_no_size_can_be_proven_the_largest_that_has_run_is_given():
+    case = case_of(Changes(), lambda n: torch.randn(n, 32))
+
+    result = case.find("4 MiB", max_overhead=9.0)
+
+    assert case.steps == result.real_steps <= MAX_STEPS
+    assert result.trial.measured_peak_bytes is None
+    assert result.trial.predicted_peak_bytes <= result.budget_bytes
+    assert result.limited_by == "the number of real steps"
+
+
+@pytest.mark.slow
+def test_two_processes_get_the_size_that_the_smaller_budget_allows(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    ran = subprocess.run(
+        [*command, "-m", "tests.two_sizes", str(tmp_path)], capture_output=True, text=True, timeout=240, cwd=ROOT
+    )
+    assert not ran.returncode, ran.stderr[-3000:]
+
+    (first, *_), (second, *_) = ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+    assert first.size == second.size
+    assert (first.budget_bytes, second.budget_bytes) == (2 * MiB, 2 * MiB)
+    assert first.trial.measured_peak_bytes <= 2 * MiB
+    assert ranks[0][1] == ranks[1][1]  # each step was of one size on both
+    for mine, theirs in zip(ranks[0][2].values(), ranks[1][2].values(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_the_search_is_reported(capfd):
