@@ -1,13 +1,14 @@
 # Each target first sets up what it needs in .venv, which is quick when nothing has changed; see .ci/setup.sh.
 # ARGS=... is passed on: make test ARGS="-k layers"
 
-.PHONY: help demo test lint typecheck
+.PHONY: help demo test lint typecheck docs
 
 help:
 	@echo "make demo       train a GPT twice, plain and under a byte budget, and compare"
 	@echo "make test       run the tests"
 	@echo "make lint       check style"
 	@echo "make typecheck  check types"
+	@echo "make docs       build the site of the documents into site/"
 
 demo:
 	@bash -c 'source .ci/setup.sh && TORCH_CPP_LOG_LEVEL=ERROR exec "$$python" examples/gpt.py $(ARGS)'
@@ -20,3 +21,6 @@ lint:
 
 typecheck:
 	@.ci/typecheck.sh
+
+docs:
+	@bash -c 'source .ci/setup.sh && NO_MKDOCS_2_WARNING=1 exec "$$python" -m mkdocs build $(ARGS)'
