@@ -85,13 +85,14 @@ _IMPLICIT = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 def _eager_kernels() -> Iterator[None]:
     """Take the Python decompositions of some operators out of the dispatcher."""
     operators = _decomposed_unlike_eager()
-    found = {op: dict(op.py_kernels) for op in operators}
+    found: dict[OpOverload, dict[Any, Any]] = {op: dict(op.py_kernels) for op in operators}
     for op in operators:
         for key in _IMPLICIT:
             op.py_kernels.pop(key, None)
         op._dispatch_cache.clear()
     dropout = torch.ops.aten.dropout.default
-    dropout.py_kernels.update(dict.fromkeys(_IMPLICIT, _eager_dropout))
+    for key in _IMPLICIT:
+        dropout.py_kernels[key] = _eager_dropout
     try:
         yield
     finally:
@@ -139,7 +140,8 @@ def _eager_strides() -> Iterator[None]:
     try:
         yield
     finally:
-        decomposition_table.update(found)
+        for op, decomposition in found.items():
+            decomposition_table[op] = decomposition
         FakeTensorMode.cache_clear()
 
 
@@ -186,7 +188,7 @@ def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode:
 
 
 def fake_mode() -> FakeTensorMode:
-    """Make a mode in which tensors have shapes, types and devices, and no memory; real ones that it meets are copied."""
+    """Make a mode in which tensors have shapes, types and devices, and no memory; it copies real ones that it meets."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 

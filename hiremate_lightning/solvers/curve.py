@@ -55,9 +55,7 @@ class Curve:
         proven = point.recompute_ms <= bound_ms + gap_ms
         status = Status.OPTIMAL if proven else Status.FEASIBLE
         ended = "proof" if proven else "end of the search" if point.stopped_by == "proof" else point.stopped_by
-        return replace(
-            point, status=status, bound_ms=min(bound_ms, point.recompute_ms), stopped_by=ended, solve_s=0.0
-        )
+        return replace(point, status=status, bound_ms=min(bound_ms, point.recompute_ms), stopped_by=ended, solve_s=0.0)
 
     def with_solution(self, budget_bytes: int, solution: Solution) -> Curve:
         """Add what solving one budget has found: its schedule, its bound, or the proof that nothing fits."""
