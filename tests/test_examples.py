@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SMALL = {
     "gpt": "--budget 60% --steps 8 --blocks 4 --width 64 --context 64 --batch 16",
     "unet": "--budget 60% --steps 8 --width 8 --side 96 --batch 4",
+    "largest_batch": "--budget '12 MiB' --blocks 1 --width 32 --steps 3",
     "plain": "--steps 4 --batch 1024",
     "accelerate_lm": "--steps 5 --layers 1 --batch 4",
     "transformers_trainer": "--steps 5 --layers 1 --batch 4 --cpu",
@@ -74,6 +75,16 @@ def test_the_plain_example_trains_and_tells_its_plan(tmp_path: Path) -> None:
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     assert re.search(r"^planned peak +[0-9.]+ MiB$", printed, flags=re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_largest_batch_is_found_and_trained_with(tmp_path: Path) -> None:
+    printed = run_example("largest_batch", 0, tmp_path)
+
+    size, plain = map(int, re.findall(r"^batch size +(\d+), (\d+) without a plan$", printed, flags=re.MULTILINE)[0])
+    assert size > plain > 0
+    assert re.search(r"^measured peak +[0-9.]+ MiB of 12.0 MiB$", printed, flags=re.MULTILINE)
+    assert len(re.findall(r"^step \d  loss", printed, flags=re.MULTILINE)) == 3
 
 
 @pytest.mark.slow
