@@ -13,9 +13,10 @@ runs.
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -39,6 +40,7 @@ from .step import Step, merge
 from .targets import refuse
 
 aten = torch.ops.aten
+log = logging.getLogger("hiremate_lightning")
 HALF_TYPES = ("float16", "bfloat16")
 _CPU = torch.device("cpu")
 LOSSES = ("auto", "model", "sum")
@@ -230,11 +232,12 @@ def capture_offline(workload: Workload, options: OfflineOptions, size: int | Non
 def _capture(workload: Workload, options: OfflineOptions, size: int | None) -> OfflineStep:
     start = time.perf_counter()
     conductor = _Conductor()
-    with torch_private.fake_mode():
-        with torch.device(options.fake_device):
-            call = _on_fakes(workload.build(size), options.fake_device)
+    mode = torch_private.fake_mode()
+    built = _build(workload, options, size, mode)
+    refuse(built.module)
+    with mode:
+        call = _on_fakes(built, options.fake_device)
         module = call.module
-        refuse(module)
         module.train()
         with _autocast(options):
             loss = _loss(_forward(call, conductor, options), options.loss)
@@ -284,7 +287,7 @@ class _Conductor:
 
     def backward_starts(self, run: Run, tangents: Sequence[Any]) -> None:
         """Note the start of a backward."""
-        self.record.backward_starts(run)
+        self.record.backward_starts(run, tangents)
 
     def backward_done(self, run: Run) -> None:
         """Note the end of a backward."""
@@ -334,8 +337,9 @@ def _loss(result: Any, kind: str) -> torch.Tensor:
         if isinstance(found, torch.Tensor) and found.dim() == 0 and found.requires_grad:
             return found
         if kind == "model":
+            kind_found = "a tensor" if isinstance(result, torch.Tensor) else type(result).__name__
             raise ConfigurationError(
-                f"The module returns no loss (found {type(result).__name__}): expected a scalar, or one named 'loss'. "
+                f"The module returns no loss (found {kind_found}): expected a scalar, or one named 'loss'. "
                 "Give it what it makes a loss from, such as labels, or use --loss sum."
             )
     outputs = [t for t in torch_private.leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -344,23 +348,54 @@ def _loss(result: Any, kind: str) -> torch.Tensor:
     return sum((t.sum() for t in outputs[1:]), outputs[0].sum())
 
 
+def _build(workload: Workload, options: OfflineOptions, size: int | None, mode: Any) -> Call:
+    """Build a workload with as little memory as it lets us.
+
+    Fake tensors can't have their type changed once they are parameters, and tensors of the meta device can't be read.
+    A factory that needs both is given memory, on the CPU, for its weights and inputs.
+    """
+    for context in ((mode, torch.device(options.fake_device)), (torch.device("meta"),)):
+        with ExitStack() as stack:
+            for manager in context:
+                stack.enter_context(manager)
+            try:
+                return workload.build(size)
+            except ConfigurationError:
+                raise
+            except Exception as error:  # of the factory; the next attempt may suit it, and the last one raises
+                log.debug("%s can't be built in %s: %s", workload.name, context, error)
+    return workload.build(size)
+
+
 def _on_fakes(call: Call, device: torch.device) -> Call:
     """Give everything that is not a fake tensor on the device a fake one there; the module is copied for that."""
     memo: dict[int, Any] = {}
-    for tensor in (*call.module.parameters(), *call.module.buffers()):
-        if not _is_fake_on(tensor, device):
-            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+    for value in _tensors_of(call.module):
+        if not _is_fake_on(value, device) and id(value) not in memo:
+            memo[id(value)] = _fake_of(value, device)
 
     def as_fake(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or _is_fake_on(value, device):
-            return value
-        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
+        is_real = isinstance(value, torch.Tensor) and not _is_fake_on(value, device)
+        return _fake_of(value, device) if is_real else value
 
     module = copy.deepcopy(call.module, memo) if memo else call.module
     args, kwargs = torch_private.map_leaves(as_fake, (call.args, call.kwargs))
     return Call(module, args, kwargs)
+
+
+def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Go through all tensors of a module: parameters, buffers, and plain attributes."""
+    yield from module.parameters()
+    yield from module.buffers()
+    for inner in module.modules():
+        yield from (v for v in torch_private.leaves(list(vars(inner).values())) if isinstance(v, torch.Tensor))
+
+
+def _fake_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
 
 def _is_fake_on(tensor: torch.Tensor, device: torch.device) -> bool:

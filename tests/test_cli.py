@@ -1,0 +1,436 @@
+"""The command line: each command, its exit code, and what it says where something is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+import torch
+
+from hiremate_lightning import doctor, torch_private
+from hiremate_lightning.cli import main
+from hiremate_lightning.doctor import Verdict, satisfies
+from hiremate_lightning.errors import ConfigurationError
+from hiremate_lightning.factory import Workload, find_factory, parse_inputs
+from hiremate_lightning.plan_files import PlanFiles
+from hiremate_lightning.solvers import Problem, get_strategy
+
+from .tiny import blocks_plan, transformer
+
+MODELS = """
+import torch
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, depth=3):
+        super().__init__(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(depth)))
+
+def with_inputs():
+    return Net(), torch.zeros(512, 32)
+
+class Scored(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, ids, labels=None):
+        return {"loss": (self.net(ids) - labels).square().mean()}
+
+def by_name():
+    return Scored(), {"ids": torch.zeros(8, 32), "labels": torch.zeros(8, 32)}
+
+def needs_more(width):
+    return Net()
+
+def fails():
+    raise RuntimeError("no weights\\nat all")
+
+def number():
+    return 3
+
+built = Net()
+frozen = Net().requires_grad_(False)
+compiled = torch.compile(Net())
+LARGE = 512
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    path = tmp_path / "zoo_of_models.py"
+    path.write_text(MODELS)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "zoo_of_models", raising=False)
+    return str(path)
+
+
+def plan(models, *more, name="Net", budget="60%"):
+    inputs = [] if name in ("with_inputs", "by_name") else ["--input", "512x32"]
+    return main(["plan", f"{models}:{name}", *inputs, "--budget", budget, "--time-limit", "2", *more])
+
+
+class TestPlan:
+    def test_a_plan_is_shown_with_what_it_rests_on(self, models, capsys):
+        assert plan(models) == 0
+        output = capsys.readouterr().out
+        said = " ".join(output.split())
+        assert said.startswith("HiRemate plan of Net: peak ")
+        assert "Times are estimates from operation counts (0.05 TFLOP/s, 10 GB/s: about one core of a server)" in said
+        assert "Captured as one graph at batch size 512, without memory" in said
+        assert "optimizer: AdamW" in said
+        assert "\x1b" not in output
+
+    def test_json_is_all_that_goes_to_the_output(self, models, capsys):
+        assert plan(models, "--json", "-", "--optimizer", "none") == 0
+        numbers = json.loads(capsys.readouterr().out)
+        assert numbers["planned_peak_bytes"] <= numbers["budget_bytes"] < numbers["unplanned_peak_bytes"]
+        assert numbers["resident"]["optimizer state"] == 0
+        assert numbers["batch_size"] == 512
+        assert numbers["costs"] == "estimate"
+        assert numbers["planned_step_ms"] > numbers["step_ms"]
+
+    @pytest.mark.parametrize("name", ["with_inputs", "by_name", "built"])
+    def test_factories_have_several_forms(self, models, capsys, name):
+        assert plan(models, name=name, budget="100%") == 0
+        assert "HiRemate plan of" in capsys.readouterr().out
+
+    def test_costs_are_measured_where_asked_for(self, models, capsys):
+        assert plan(models, "--measure", "--json", "-") == 0
+        numbers = json.loads(capsys.readouterr().out)
+        assert numbers["costs"].startswith("cpu")
+        assert numbers["notes"][0].startswith("Times and workspaces of operations are measured")
+
+    def test_rates_are_as_given(self, models, capsys):
+        times = []
+        for bandwidth in ("1", "10"):
+            assert plan(models, "--json", "-", "--tflops", "1000", "--bandwidth", bandwidth) == 0
+            times.append(json.loads(capsys.readouterr().out)["step_ms"])
+        assert 5 < times[0] / times[1] < 10
+
+    def test_a_budget_that_nothing_fits_is_a_problem(self, models, capsys):
+        assert plan(models, budget="1MiB", name="with_inputs") == 0  # 512 rows of 32 need less
+        capsys.readouterr()
+        assert plan(models, "--input", "51200x32", budget="1MiB") == 1
+        error = capsys.readouterr().err
+        assert error.startswith("hiremate: The budget 1.00 MiB (1,048,576 bytes) is too small for Net.")
+        assert error.count("\n") == 1
+
+    def test_debug_shows_where_an_error_comes_from(self, models):
+        with pytest.raises(RuntimeError, match="no weights"):
+            plan(models, "--debug", name="fails")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["{}:fails", "--budget", "50%"], 1, "RuntimeError: no weights"),
+        (["{}:Net", "--budget", "50%"], 2, "gives a module without inputs. Name them, such as --input 64x3x224x224"),
+        (["{}:Net", "--input", "5x", "--budget", "50%"], 2, "Can't read the input '5x'. Expected SHAPE, SHAPE:DTYPE"),
+        (["{}:Net", "--input", "5x5:tiny", "--budget", "50%"], 2, "torch has no type 'tiny', in '5x5:tiny'"),
+        (["{}:Net", "--input", "5x32", "--budget", "12"], 2, "Cannot read the budget '12': it has no unit"),
+        (["{}:needs_more", "--budget", "50%"], 2, "can't be called without arguments (missing a required argument"),
+        (["{}:number", "--budget", "50%"], 2, "gives int. Expected a module, (module, inputs)"),
+        (["{}:LARGE", "--budget", "50%"], 2, "gives int. Expected a module, (module, inputs)"),
+        (["{}:nothing", "--budget", "50%"], 2, "has no 'nothing'. Name a function, a class or a module object in it."),
+        (["{}", "--budget", "50%"], 2, "Expected PACKAGE.MODULE:NAME or path/to/file.py:NAME."),
+        (["nowhere.py:Net", "--budget", "50%"], 2, "There is no file 'nowhere.py'. Expected path/to/file.py:NAME."),
+        (["no_such_package:Net", "--budget", "50%"], 2, "There is no module 'no_such_package'."),
+        (
+            ["{}:compiled", "--input", "5x32", "--budget", "50%"],
+            2,
+            "Can't plan OptimizedModule: it is compiled already.",
+        ),
+        (["{}:with_inputs", "--budget", "50%", "--solver", "luck"], 2, "Unknown solver 'luck'. Choose one of: "),
+        (["{}:with_inputs", "--budget", "50%", "--time-limit", "0"], 2, "--time-limit must be above 0, found 0.0"),
+        (["{}:with_inputs", "--budget", "50%", "--autocast", "int8"], 2, "--autocast must be bfloat16 or float16"),
+        (
+            ["{}:with_inputs", "--budget", "50%", "--device", "abacus"],
+            2,
+            "Unknown device 'abacus'. Choose cpu or cuda.",
+        ),
+    ],
+)
+def test_mistakes_are_answered_in_one_line(models, capsys, arguments, code, words):
+    assert main(["plan", *(a.replace("{}", models) for a in arguments)]) == code
+    output, error = capsys.readouterr()
+    assert words in error
+    assert error.startswith("hiremate: ")
+    assert error.count("\n") == 1
+    assert not output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_what_needs_the_device_is_refused_without_it(models, capsys):
+    assert plan(models, "--device", "cuda", budget="auto") == 2
+    assert '"auto" needs the device, and there is no CUDA device here' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["plan"], ["bake"], ["plan", "x:y"], ["show"]])
+def test_a_command_line_that_makes_no_sense_is_a_mistake(capsys, arguments):
+    assert main(arguments) == 2
+    assert "usage: hiremate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "curve", "fit", "show", "doctor"])
+def test_help_has_examples(capsys, command):
+    assert main([command, "--help"]) == 0
+    output = capsys.readouterr().out
+    assert f"examples:\n  hiremate {command}" in output
+    assert max(map(len, output.splitlines())) <= 80
+
+
+def test_help_is_quick_and_so_are_mistakes():
+    code = (
+        "import sys; from hiremate_lightning.cli import main; main(['plan', '--help']); main([]); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+class TestCurve:
+    def test_less_memory_takes_more_time(self, models, capsys):
+        arguments = ["curve", f"{models}:with_inputs", "--points", "3", "--time-limit", "3"]
+        assert main([*arguments, "--json", "-"]) == 0
+        points = json.loads(capsys.readouterr().out)["points"]
+        assert len(points) >= 2
+        peaks, times = [p["peak_bytes"] for p in points], [p["step_ms"] for p in points]
+        assert peaks == sorted(peaks)
+        assert times == sorted(times, reverse=True)
+        assert points[-1]["overhead"] == 0
+        assert all(p["bound_overhead"] <= p["overhead"] for p in points)
+
+    def test_it_is_a_table(self, models, capsys):
+        assert main(["curve", f"{models}:with_inputs", "--points", "2", "--time-limit", "2"]) == 0
+        output = capsys.readouterr().out
+        assert "peak memory" in output
+        assert "+0.0%" in output
+        assert output.isascii()
+
+
+class TestFit:
+    def fit(self, models, *more, budget="2MiB"):
+        return main(["fit", f"{models}:with_inputs", "--budget", budget, "--time-limit", "5", *more])
+
+    def test_the_size_that_is_found_is_planned_within_the_budget(self, models, capsys):
+        assert self.fit(models, "--json", "-") == 0
+        found = json.loads(capsys.readouterr().out)
+        size = found["size"]
+        assert 0 < found["unplanned_size"] < size
+
+        for rows, code in ((size, 0), (2 * size, 1)):
+            arguments = ["--input", f"{rows}x32", "--budget", "2MiB", "--time-limit", "2", "--json", "-"]
+            assert main(["plan", f"{models}:Net", *arguments]) == code
+        trial = next(t for t in found["trials"] if t["size"] == size)
+        numbers = json.loads(capsys.readouterr().out)
+        assert trial["predicted_peak_bytes"] <= found["budget_bytes"]
+        assert trial["unplanned_peak_bytes"] == numbers["unplanned_peak_bytes"]
+
+    def test_it_is_a_table(self, models, capsys):
+        assert self.fit(models, "--max-batch", "64") == 0
+        output = capsys.readouterr().out
+        assert "HiRemate: largest size within 2.00 MiB is 64" in output
+        assert "Predicted from the step at batch sizes 4 and 8; nothing ran." in output
+
+    def test_a_share_is_refused(self, models, capsys):
+        assert self.fit(models, budget="50%") == 2
+        assert "A share is of what grows with the batch" in capsys.readouterr().err
+
+    def test_an_overhead_that_is_no_percentage_is_refused(self, models, capsys):
+        assert self.fit(models, "--max-overhead", "8GiB") == 2
+        assert "--max-overhead must be a percentage" in capsys.readouterr().err
+
+    def test_where_nothing_fits_is_a_problem(self, tmp_path, capsys):
+        path = tmp_path / "wide_model.py"
+        path.write_text("import torch\ndef wide():\n    return torch.nn.Linear(1000, 1000), torch.zeros(4, 1000)\n")
+        assert main(["fit", f"{path}:wide", "--budget", "2MiB"]) == 1
+        assert "Not even batch size 1 fits 2.00 MiB: it needs " in capsys.readouterr().err
+
+
+class TestShow:
+    def test_what_plan_wrote_is_shown(self, models, tmp_path, capsys):
+        path = tmp_path / "plan.json"
+        assert plan(models, "--json", str(path)) == 0
+        assert capsys.readouterr().out.startswith("HiRemate plan of Net")
+        assert main(["show", str(path)]) == 0
+        output = capsys.readouterr().out
+        assert output.startswith("model       Net\nbudget ")
+        assert "planned, not measured" in output
+        assert "note        Times are estimates" in output
+
+    def test_a_report_is_shown(self, models, tmp_path, capsys):
+        pytest.importorskip("plotly")
+        page = tmp_path / "plan.html"
+        assert plan(models, "--html", str(page)) == 0
+        capsys.readouterr()
+        assert main(["show", str(page)]) == 0
+        assert capsys.readouterr().out.startswith("model       Net\n")
+
+    @pytest.mark.parametrize("text", ["", "3", "{}", '{"otherData": 1}', "\0"])
+    def test_another_file_is_refused(self, tmp_path, capsys, text):
+        path = tmp_path / "other.json"
+        path.write_text(text)
+        assert main(["show", str(path)]) == 2
+        assert "is no plan" in capsys.readouterr().err
+
+    def test_a_file_that_is_not_there_is_refused(self, tmp_path, capsys):
+        assert main(["show", str(tmp_path / "none.json")]) == 2
+        assert "No such file or directory. Expected what" in capsys.readouterr().err
+
+    def test_files_of_a_cache_and_timelines_are_shown(self, tmp_path, capsys):
+        trace = tmp_path / "trace.json"
+        blocks_plan().save_timeline(trace)
+        assert main(["show", str(trace)]) == 0
+        assert "extra time" in capsys.readouterr().out
+
+        graph, profile = transformer()
+        problem = Problem(graph, profile, 10**9)
+        PlanFiles(tmp_path / "cache").write(problem, "none", get_strategy("none")(problem))
+        (kept,) = (tmp_path / "cache").iterdir()
+        assert main(["show", str(kept)]) == 0
+        assert "0 operations run again" in capsys.readouterr().out
+
+
+class TestDoctor:
+    def test_this_installation_works(self, capsys):
+        assert main(["doctor", "--json", "-"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["ok"]
+        names = {finding["name"]: finding for finding in found["findings"]}
+        assert {"python", "torch", "lightning", "accelerate", "mip", "solver CBC", "cpu"} <= names.keys()
+        assert "gradients equal bit for bit" in names["small plan on cpu"]["words"]
+
+    @pytest.fixture
+    def _no_small_plan(self, monkeypatch):
+        monkeypatch.setattr(doctor, "small_plan", lambda device: "left out")
+
+    def test_what_does_not_work_is_a_problem(self, monkeypatch, capsys):
+        def fails(device):
+            raise RuntimeError("gradients differ")
+
+        monkeypatch.setattr(doctor, "small_plan", fails)
+        assert main(["doctor"]) == 1
+        assert "BAD  small plan on cpu: RuntimeError: gradients differ" in capsys.readouterr().out
+
+    @pytest.mark.usefixtures("_no_small_plan")
+    def test_packages_that_lack_or_are_too_old_are_named(self, monkeypatch):
+        def version_of(name):
+            if name in ("accelerate", "timm"):
+                raise PackageNotFoundError(name)
+            return {"lightning": "2.4.1"}.get(name, "99.0")
+
+        monkeypatch.setattr(doctor, "version", version_of)
+        found = {f.name: f for f in doctor.examine()}
+        assert found["accelerate"].verdict is Verdict.BAD
+        assert found["lightning"].verdict is Verdict.BAD
+        assert "2.4.1, but " in found["lightning"].words
+        assert found["timm"].verdict is Verdict.KNOW
+
+    @pytest.mark.usefixtures("_no_small_plan")
+    def test_a_torch_that_was_not_checked_is_told(self, monkeypatch):
+        monkeypatch.setattr(torch_private, "CHECKED_VERSIONS", ("0.1",))
+        found = {f.name: f for f in doctor.examine()}
+        assert found["torch"].verdict is Verdict.KNOW
+        assert "were checked on 0.1 only" in found["torch"].words
+
+    @pytest.mark.usefixtures("_no_small_plan")
+    def test_one_solver_is_enough_and_none_is_a_problem(self, monkeypatch):
+        def broken(backend):
+            if backend in lost:
+                raise OSError("no library")
+            return "works"
+
+        monkeypatch.setattr(doctor, "_solve_small", broken)
+        lost = ["HIGHS"]
+        assert {f.name: f for f in doctor.examine()}["solver HIGHS"].verdict is Verdict.KNOW
+        lost = ["HIGHS", "CBC"]
+        assert {f.name: f for f in doctor.examine()}["solver HIGHS"].verdict is Verdict.BAD
+
+    @pytest.mark.usefixtures("_no_small_plan")
+    @pytest.mark.parametrize(
+        ("name", "code", "words"),
+        [
+            ("Net", 0, "Net, 3,168 parameters to train: not refused"),
+            ("compiled", 1, "Can't plan OptimizedModule: it is compiled already"),
+            ("frozen", 1, "Net has no parameter to train"),
+        ],
+    )
+    def test_a_model_that_would_be_refused_is_told(self, models, capsys, name, code, words):
+        assert main(["doctor", f"{models}:{name}"]) == code
+        assert words in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("found", "wanted", "is_met"),
+        [
+            ("2.5", ">=2.5,<3", True),
+            ("3.0.0", "<3", False),
+            ("2.6.6", "<2.6.7", True),
+            ("2.13.0+cpu", ">=2.12", True),
+            ("2.4.9", ">=2.5", False),
+            ("1.0", "", True),
+        ],
+    )
+    def test_versions_are_compared_by_number(self, found, wanted, is_met):
+        assert satisfies(found, wanted) is is_met
+
+
+class TestFactory:
+    def test_inputs_have_names_shapes_and_types(self):
+        first, second = parse_inputs("64x3x8:bfloat16, ids=8:int64")
+        assert (first.name, first.shape, first.dtype) == ("", (64, 3, 8), torch.bfloat16)
+        assert (second.name, second.shape, second.dtype) == ("ids", (8,), torch.int64)
+        assert second.make(5).shape == (5,)
+
+    def test_the_batch_of_a_factory_is_resized(self, models):
+        call = Workload(find_factory(f"{models}:by_name"), "by_name").build(3)
+        assert {name: tuple(t.shape) for name, t in call.kwargs.items()} == {"ids": (3, 32), "labels": (3, 32)}
+        assert call.size == 3
+
+    def test_a_package_is_imported_from_the_working_folder(self, models, monkeypatch):
+        monkeypatch.chdir(Path(models).parent)
+        assert find_factory("zoo_of_models:Net").__name__ == "Net"
+
+    def test_an_import_that_fails_inside_is_not_hidden(self, tmp_path, monkeypatch):
+        (tmp_path / "needs_other.py").write_text("import some_other_package_that_is_not_there\n")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        with pytest.raises(ModuleNotFoundError, match="some_other_package"):
+            find_factory("needs_other:Net")
+
+    def test_a_name_without_a_place_is_refused(self):
+        with pytest.raises(ConfigurationError, match="Can't read 'Net'"):
+            find_factory("Net")
+
+
+def test_the_package_is_a_command(models):
+    command = [sys.executable, "-m", "hiremate_lightning", "plan", f"{models}:with_inputs", "--budget", "60%"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("HiRemate plan of Net: peak ")
+    assert not result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.models
+def test_a_step_of_more_memory_than_there_is(tmp_path):
+    path = tmp_path / "large_language_model.py"
+    path.write_text(
+        "import torch, transformers\n"
+        "def gpt2():\n"
+        "    ids = torch.zeros(64, 1024, dtype=torch.long)\n"
+        "    model = transformers.GPT2LMHeadModel(transformers.GPT2Config())\n"
+        "    return model, {'input_ids': ids, 'labels': ids}\n"
+    )
+    code = (
+        "import resource, sys; from hiremate_lightning.cli import main; "
+        f"code = main(['plan', '{path}:gpt2', '--device', 'cuda', '--budget', '64GiB', '--json', '-']); "
+        "sys.stderr.write(f'peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}'); sys.exit(code)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    numbers = json.loads(result.stdout)
+    assert numbers["planned_peak_bytes"] <= 64 * 2**30 < numbers["unplanned_peak_bytes"]
+    assert int(result.stderr.rpartition("peak ")[2]) < 4 * 2**20  # KiB

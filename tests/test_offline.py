@@ -1,0 +1,306 @@
+"""Capture without memory: the same records as training, at sizes that no machine has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hiremate_lightning import torch_private
+from hiremate_lightning.backend import planning_backend
+from hiremate_lightning.costs import estimate, step_time_ms
+from hiremate_lightning.errors import CaptureError, ConfigurationError
+from hiremate_lightning.factory import Workload, parse_inputs
+from hiremate_lightning.offline import OfflineOptions, capture_offline, rates_of
+from hiremate_lightning.planner import unplanned
+from hiremate_lightning.profiling import CostCache
+from hiremate_lightning.scaling import Sample, Scaling
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 16))
+
+    def forward(self, x):
+        return x + self.mix(x)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x, mask=None):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.1)
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = Mixed(), Mixed()
+
+    def forward(self, x):
+        x = self.before(x)
+        torch._dynamo.graph_break()
+        return self.after(x)
+
+
+class Choosy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x) if bool((x > 0).all()) else self.layer(-x)
+
+
+def work(factory, inputs="64x16"):
+    return Workload(factory, "factory", parse_inputs(inputs))
+
+
+def capture(factory, inputs="64x16", size=None, **options):
+    return capture_offline(work(factory, inputs), OfflineOptions(**options), size)
+
+
+def estimated(step):
+    return step.estimated(rates_of(step.options.device))
+
+
+def ops(step):
+    return [node.op for node in estimated(step).graph.nodes]
+
+
+def test_the_graph_is_that_of_training():
+    seen = []
+
+    def keep(captured):
+        seen.append(captured.graph)
+        raise InterruptedError
+
+    model = Mixed()
+    with pytest.raises(Exception, match="InterruptedError"):
+        torch.compile(model, backend=planning_backend(keep), dynamic=False)(torch.zeros(64, 16))
+    offline = capture(Mixed).captured[0].graph
+
+    assert [n.key for n in offline.nodes] == [n.key for n in seen[0].nodes]
+    assert offline.storages == seen[0].storages
+    assert [t.storage for t in offline.tensors] == [t.storage for t in seen[0].tensors]
+    assert {n.module for n in offline.nodes} >= {"mix.0", "mix.4"}
+
+
+def test_what_fits_no_machine_is_captured():
+    step = capture(lambda: nn.Linear(1_000_000, 1_000_000), "1000000x1000000")
+
+    assert dict(step.resident)["parameters"] == 4 * (10**12 + 10**6)
+    assert unplanned(estimated(step)).peak_bytes > 4 * 10**12
+
+
+def test_all_that_exists_before_the_step_is_resident():
+    step = capture(Mixed)
+
+    sizes = dict(step.resident)
+    weights = sum(4 * p.numel() for p in Mixed().parameters())
+    scalars = 4 * len(list(Mixed().parameters()))
+    assert sizes["parameters"] == weights
+    assert sizes["buffers"] == 4 * (32 + 32) + 8
+    assert sizes["optimizer state"] == 2 * weights + scalars
+    assert sizes["batch"] == 4 * 64 * 16
+    assert step.stale_bytes == weights
+    assert step.resident_bytes == sum(sizes.values())
+
+
+@pytest.mark.parametrize(("optimizer", "share"), [("SGD", 0), ("none", 0), ("Adagrad", 1)])
+def test_the_state_of_the_named_optimizer_counts(optimizer, share):
+    step = capture(lambda: nn.Linear(16, 16, bias=False), optimizer=optimizer)
+
+    assert dict(step.resident)["optimizer state"] // (4 * 16 * 16) == share
+
+
+def test_a_module_that_exists_stays_as_it_is():
+    module = Mixed().eval()
+    tied = nn.Sequential(module, module.mix[0])
+
+    step = capture_offline(work(lambda: tied), OfflineOptions())
+
+    assert not any(torch_private.is_fake(p) for p in tied.parameters())
+    assert not module.training
+    assert dict(step.resident)["parameters"] == sum(4 * p.numel() for p in tied.parameters())
+
+
+class Tabled(nn.Linear):
+    def __init__(self):
+        super().__init__(16, 16)
+        self.table = torch.ones(16)  # neither a parameter nor a buffer
+
+    def forward(self, x):
+        return super().forward(x) * self.table
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        lambda: Tabled(),
+        lambda: nn.Sequential(Tabled().bfloat16(), nn.Linear(16, 16)).float(),
+        lambda: nn.Sequential(nn.Dropout(torch.linspace(0, 0.1, 3).tolist()[-1]), Tabled().double().float()),
+    ],
+    ids=["plain", "other type", "values"],
+)
+def test_factories_are_met_with_what_they_need(factory):
+    assert unplanned(estimated(capture(factory))).peak_bytes > 4 * 64 * 16
+
+
+def test_changing_the_type_in_a_factory_takes_no_memory():
+    step = capture(lambda: nn.Linear(1_000_000, 1_000_000).bfloat16(), "2x1000000:bfloat16")
+
+    assert dict(step.resident)["parameters"] == 2 * (10**12 + 10**6)
+
+
+def test_an_error_of_the_factory_is_its_own():
+    def fails():
+        raise LookupError("no weights")
+
+    with pytest.raises(LookupError, match="no weights"):
+        capture(fails)
+
+
+def test_calls_on_both_sides_of_a_graph_break_are_linked():
+    step = capture(Broken)
+    calls, order = step.record.calls([estimate(captured.graph) for captured in step.captured])
+
+    assert len(step.captured) == 2
+    assert calls[1].links
+    assert order == [1, 0]
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="here a GPU's tensors can be captured themselves")
+class TestAGpuThatIsNotThere:
+    def test_blocks_are_rounded_as_there(self):
+        step = capture(Mixed, device=CUDA)
+        graph = estimated(step).graph
+
+        assert step.options.is_stand_in
+        assert all(storage.size_bytes % 512 == 0 for storage in graph.storages)
+        assert all(size % 512 == 0 for _, size in step.resident)
+
+    def test_attention_does_not_fall_apart(self):
+        on_gpu, on_cpu = (ops(capture(Attention, "2x8x32", device=device)) for device in (CUDA, CPU))
+
+        assert "aten._scaled_dot_product_efficient_attention.default" in on_gpu
+        assert not any("bmm" in op for op in on_gpu)
+        assert any("bmm" in op for op in on_cpu)
+
+    def test_half_precision_runs_another_kernel(self):
+        found = ops(capture(Attention, "2x8x32", device=CUDA, autocast=torch.bfloat16))
+
+        assert "aten._scaled_dot_product_flash_attention.default" in found
+
+    def test_a_mask_becomes_a_bias(self):
+        found = ops(capture(Attention, "x=2x8x32,mask=2x1x1x8:bool", device=CUDA))
+
+        assert "aten._scaled_dot_product_efficient_attention_backward.default" in found
+
+    def test_sums_in_no_fixed_order_are_not_run_again(self):
+        class Scattered(nn.Linear):
+            def forward(self, x):
+                y = super().forward(x)
+                return y.index_add(0, torch.zeros(64, dtype=torch.long), y)
+
+        nodes = {n.op: n for n in estimated(capture(lambda: Scattered(16, 16), device=CUDA)).graph.nodes}
+
+        assert nodes["aten.index_add.default"].is_random
+        assert not nodes["aten.addmm.default"].is_random
+
+    def test_measuring_is_refused(self):
+        with pytest.raises(ConfigurationError, match=r"no CUDA device here to measure on\. Leave --measure out"):
+            capture(Mixed, device=CUDA).measured(CostCache())
+
+
+def test_half_precision_is_estimated_at_its_own_rate():
+    full = capture(lambda: nn.Linear(4096, 4096), "4096x4096", device=CUDA)
+    half = capture(lambda: nn.Linear(4096, 4096).bfloat16(), "4096x4096:bfloat16", device=CUDA)
+    times = [step_time_ms(s.graph, s.profile) for s in (estimated(full), estimated(half))]
+
+    assert times[1] < times[0] / 5
+
+
+def test_rates_are_as_given():
+    rates = rates_of(CPU, tflops=2, gb_per_s=100)
+
+    assert rates.full == rates.half
+    assert str(rates) == "2 TFLOP/s, 100 GB/s: as given"
+    assert "312 in half precision" in str(rates_of(CUDA))
+
+
+def test_costs_can_be_measured_where_the_device_is():
+    step = capture(Mixed).measured(CostCache())
+
+    assert step.profile.device.startswith("cpu")
+    assert step_time_ms(step.graph, step.profile) > 0
+
+
+def test_a_step_scales_from_two_sizes_to_what_is_captured_at_a_third():
+    steps = {size: estimated(capture(Mixed, size=size)) for size in (4, 8, 96)}
+    scaling = Scaling([Sample(size, steps[size].graph, steps[size].profile) for size in (4, 8)])
+
+    assert scaling.at(96).graph.storages == steps[96].graph.storages
+
+
+class Losses(nn.Linear):
+    def __init__(self, form):
+        super().__init__(16, 1)
+        self.form = form
+
+    def forward(self, x):
+        return self.form(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda y: y.mean(),
+        lambda y: {"loss": y.mean(), "logits": y},
+        lambda y: (y.mean(), y),
+    ],
+    ids=["scalar", "dict", "tuple"],
+)
+def test_the_loss_that_a_module_returns_is_found(form):
+    step = capture(lambda: Losses(form), loss="model")
+
+    assert "aten.mean.default" in ops(step)
+
+
+def test_outputs_are_added_up_where_there_is_no_loss():
+    assert capture(lambda: Losses(lambda y: y)).record.backwards
+
+    with pytest.raises(ConfigurationError, match=r"The module returns no loss \(found a tensor\).* or use --loss sum"):
+        capture(lambda: Losses(lambda y: y), loss="model")
+
+
+def test_a_step_without_gradients_is_refused():
+    with pytest.raises(ConfigurationError, match="Nothing that the module returns requires a gradient"):
+        capture(lambda: Losses(lambda y: y.detach()))
+
+
+def test_a_step_that_depends_on_values_is_refused():
+    with pytest.raises(CaptureError, match="The step of factory depends on values of its tensors"):
+        capture(Choosy, "2x4")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"device": torch.device("meta")}, "Can't plan for device 'meta'. Choose cpu or cuda."),
+        ({"loss": "least"}, "Unknown loss 'least'. Choose one of: auto, model, sum"),
+        ({"optimizer": "Optimist"}, "torch.optim has no optimizer 'Optimist'"),
+        ({"optimizer": "lr_scheduler"}, "torch.optim has no optimizer 'lr_scheduler'"),
+    ],
+)
+def test_options_are_checked(options, words):
+    with pytest.raises(ConfigurationError) as error:
+        OfflineOptions(**options)
+    assert words in str(error.value)
