@@ -69,7 +69,7 @@ def test_types_are_shipped() -> None:
     assert 'hiremate_lightning = ["py.typed"]' in PYPROJECT
 
 
-@pytest.mark.parametrize("key", ["dependencies", "models", "examples", "dev"])
+@pytest.mark.parametrize("key", ["dependencies", "models", "examples", "docs", "dev"])
 def test_every_dependency_is_pinned_for_development(key: str) -> None:
     names = {re.split(r"[\[<>=]", requirement)[0] for requirement in listed(key)}
 
