@@ -214,8 +214,10 @@ def _pieces(text: ast.expr, constants: dict[str, ast.expr]) -> list[str]:
     if isinstance(text, ast.JoinedStr):
         joined = "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in text.values)
         return joined.split("\0")
+    if isinstance(text, ast.BinOp):
+        return [*_pieces(text.left, constants), *_pieces(text.right, constants)]
     if isinstance(text, ast.Name) and text.id in constants:
-        return _pieces(constants[text.id], {})
+        return _pieces(constants[text.id], constants)
     if isinstance(text, ast.Call) and isinstance(text.func, ast.Attribute) and text.func.attr == "format":
         return _pieces(text.func.value, constants)
     return []
