@@ -206,7 +206,7 @@ class Session:
             self._begin_step([t for t in torch_private.leaves(arguments) if isinstance(t, torch.Tensor)])
         if not self._parts:
             worker.warm_up()
-            self._tracing.enter_context(self._stage("capture_s", "tracing"))
+            self._tracing.enter_context(self.stage("capture_s", "tracing"))
         try:
             with torch_private.many_compilations(), eager_paths():
                 yield
@@ -223,7 +223,7 @@ class Session:
             self._tracing.close()
 
     @contextmanager
-    def _stage(self, field: str, name: str) -> Iterator[None]:
+    def stage(self, field: str, name: str) -> Iterator[None]:
         """Show a stage of planning, and add up its seconds."""
         start = time.perf_counter()
         with self._reporter.stage(name):
@@ -280,13 +280,13 @@ class Session:
         while len(self._profiles) <= number:
             self._tracing.close()
             captured = self._parts[len(self._profiles)].captured
-            with self._stage("profile_s", "profiling"):
+            with self.stage("profile_s", "profiling"):
                 profile = measure(
                     captured,
                     self._costs,
                     progress=lambda done, total: self._reporter.progress("operations", done, total),
                 )
-            with self._stage("solve_s", "solving"):
+            with self.stage("solve_s", "solving"):
                 least = self._first_program(captured, profile)
             self._profiles.append(profile)
             self._least.append(least)

@@ -27,6 +27,15 @@ from .session import Session
 
 Target = str | Sequence[str] | None
 
+WITH_COMPILE = (
+    "Call it without torch.compile. Or call remove_hiremate(model) and keep "
+    "torch.compile(model, backend='hiremate', options={'budget': ...})."
+)
+UNPLANNED = (
+    "trains without its plan: an optimizer stepped twice, and none of the planned calls ran in between. A plan runs "
+    f"where a module is called; it is passed by where code calls its forward, or compiles around it. {WITH_COMPILE}"
+)
+
 
 def _call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs)
@@ -92,6 +101,9 @@ class _Compiler:
         _entry_points.give_back(self._taken)
 
 
+_attached: weakref.WeakSet[Targets] = weakref.WeakSet()
+
+
 class Targets:
     """The slots of one model.
 
@@ -116,14 +128,16 @@ class Targets:
 
     def attach(self) -> None:
         """Take over the calls of all candidates; once more for modules that were added since."""
+        _attached.add(self)
         if self._hook is None:
-            self._hook = _listen_to_optimizers(self.session)
+            self._hook = listen_to_optimizers(self.session)
         for name, module in self._candidates().items():
             if torch_private.get_call(module) is None and not self._is_inside_adopted(name):
                 torch_private.set_call(module, _Slot(self, name, module))
 
     def detach(self) -> None:
         """Leave every module as it was."""
+        _attached.discard(self)
         self.session.abandon_step()
         self._compiled.clear()
         self._compiler.close()
@@ -225,7 +239,7 @@ class StepTarget:
     def attach(self) -> None:
         """Take over the training step."""
         if self._hook is None:
-            self._hook = _listen_to_optimizers(self.session)
+            self._hook = listen_to_optimizers(self.session)
         self.root.__dict__[self.METHOD] = self._call
 
     def detach(self) -> None:
@@ -257,18 +271,32 @@ class StepTarget:
                 del self.root.__dict__[name]
 
 
-def _listen_to_optimizers(session: Session) -> Any:
-    """Tell a session of each optimizer step; the hook is global, and must not keep the session alive."""
-    listener = weakref.ref(session)
-
-    def hear(optimizer: torch.optim.Optimizer) -> None:
-        listening = listener()
-        if listening is not None:
-            listening.optimizer_stepped(optimizer)
-
-    handle = torch_private.on_optimizer_step(hear)
+def listen_to_optimizers(session: Session) -> Any:
+    """Tell a session of each optimizer step; the handle that is returned ends that."""
+    handle = torch_private.on_optimizer_step(_OptimizerListener(session))
     weakref.finalize(session, handle.remove)
     return handle
+
+
+class _OptimizerListener:
+    """Hears of optimizer steps; the hook is global, and must not keep the session alive."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = weakref.ref(session)
+        self._runs: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+
+    def __call__(self, optimizer: torch.optim.Optimizer) -> None:
+        session = self._session()
+        if session is not None:
+            session.optimizer_stepped(optimizer)
+            if self._runs.get(optimizer) == session.runs and _has_gradients_of(session.root, optimizer):
+                session.say(f"{type(session.root).__name__} {UNPLANNED}")
+            self._runs[optimizer] = session.runs
+
+
+def _has_gradients_of(root: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    own = {id(p) for p in root.parameters() if p.grad is not None}
+    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
 def check_captured(session: Session, name: str, result: Any) -> None:
@@ -299,6 +327,8 @@ class _Slot:
         self._module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            _refuse_outer_compile()
         return self.targets.call(self._name, self._module, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -307,6 +337,26 @@ class _Slot:
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave pickled modules unplanned."""
         return (type(None), ())
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _refuse_outer_compile() -> None:
+    """Stop a torch.compile around a planned module; Dynamo calls this while it traces, and passes the error on.
+
+    Raises:
+        ConfigurationError: Always.
+    """
+    raise ConfigurationError(f"A torch.compile is around a module that is planned by hiremate(). {WITH_COMPILE}")
+
+
+def planned_module_with(parameters: Sequence[torch.Tensor]) -> nn.Module | None:
+    """Find a module whose calls are planned and which has any of the parameters."""
+    own = {id(p) for p in parameters}
+    for planned in list(_attached):
+        for module in planned.root.modules():
+            if isinstance(torch_private.get_call(module), _Slot) and any(id(p) in own for p in module.parameters()):
+                return module
+    return None
 
 
 def targets_of(module: nn.Module) -> Targets | None:

@@ -13,7 +13,15 @@ import pytest
 import torch
 from torch import nn
 
-from hiremate_lightning import BudgetError, ConfigurationError, HiRemateError, InfeasibleBudgetError, hiremate
+from hiremate_lightning import (
+    BudgetError,
+    ConfigurationError,
+    HiRemateError,
+    HiRemateWarning,
+    InfeasibleBudgetError,
+    hiremate,
+    remove_hiremate,
+)
 from hiremate_lightning.integrations import compile_backend
 from hiremate_lightning.integrations.compile_backend import get_plan
 
@@ -284,12 +292,44 @@ def test_a_budget_that_nothing_fits_is_refused_with_the_smallest():
         compiled(chain(1), budget="1 KiB")(torch.randn(ROWS, WIDTH))
 
 
-@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: lambda x: model(x)], ids=["module", "function"])
-def test_a_model_that_is_planned_already_is_refused_with_what_to_write(wrap: Callable):
+def test_a_function_around_a_planned_model_is_refused_with_what_to_write():
     model = hiremate(chain(1), "1 GiB", verbose=False)
 
     with pytest.raises(ConfigurationError, match=r"Sequential is planned already by hiremate.*without torch\.compile"):
-        compiled(wrap(model))(torch.randn(ROWS, WIDTH))
+        compiled(lambda x: model(x))(torch.randn(ROWS, WIDTH))
+
+
+@pytest.mark.parametrize("backend", ["hiremate", "eager"])
+def test_a_planned_model_that_is_compiled_is_refused_with_what_to_write(backend):
+    model = hiremate(Halves(), "1 GiB", verbose=False)
+
+    with pytest.raises(Exception, match=r"ConfigurationError.*around a module that is planned.*without torch\.compile"):
+        torch.compile(model, backend=backend)(torch.randn(ROWS, WIDTH))
+
+
+def test_a_model_that_was_planned_once_may_be_compiled():
+    model = hiremate(chain(1), "90%", verbose=False)
+    remove_hiremate(model)
+
+    train(compiled(model), model, rows=(ROWS,) * 2)
+
+    assert get_plan(model) is not None
+
+
+def test_a_plan_that_compiling_passes_by_is_announced():
+    model = hiremate(chain(1), "90%", verbose=False)
+    call = torch.compile(lambda x: model(x), backend="eager")
+
+    with pytest.warns(HiRemateWarning, match=r"Sequential trains without its plan.*backend='hiremate'"):
+        train(call, model, rows=(ROWS,) * 4)
+
+
+def test_planning_time_has_the_time_of_capture():
+    model = chain(1)
+
+    train(compiled(model), model, rows=(ROWS,) * 2)
+
+    assert get_plan(model).planning.capture_s > 0
 
 
 def test_a_compiled_model_is_refused_by_hiremate():

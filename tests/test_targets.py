@@ -176,6 +176,38 @@ def test_a_sequential_from_torch_itself_is_captured():
     assert get_plan(model) is not None
 
 
+def test_steps_that_no_plan_saw_are_announced_once():
+    model = hiremate(nn.Linear(32, 32), "60%", verbose=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        model.forward(batch()).square().mean().backward()
+        optimizer.step()
+
+    step()
+    with pytest.warns(HiRemateWarning, match="Linear trains without its plan.*where code calls its forward"):
+        step()
+    step()
+
+
+def test_two_optimizers_that_step_in_turn_are_no_reason_to_announce_anything():
+    model = hiremate(Net(), "7 GiB", verbose=False)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.encoder, model.head)]
+    for _ in range(4):
+        model(batch()).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert get_plan(model) is not None
+
+
+def test_a_planned_model_can_be_exported():
+    model = hiremate(Net(), "60%", verbose=False).eval()
+    x = batch()
+    with torch.no_grad():
+        assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
+
+
 def test_calls_without_gradients_are_not_planned():
     model = hiremate(Net(), "60%", verbose=False)
     with torch.no_grad():

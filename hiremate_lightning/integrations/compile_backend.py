@@ -11,7 +11,7 @@ Here there is no module to take over, only the graphs that Dynamo captured, so a
 
 * Parameters and buffers are known once a graph that uses them has run. On the CPU the others don't count as resident.
 * Graphs captured in eval mode are planned too, where they have gradients.
-* The seconds that torch takes to capture are not part of the plan's planning time.
+* Of the seconds that torch takes to capture, those that Dynamo takes are not part of the plan's planning time.
 * torch.compile's own limit of recompilations holds for the frames that Dynamo captures.
 * Compile the module, then wrap it in DistributedDataParallel: around that, torch may capture nothing, without a word.
 * Errors at capture come inside of torch's BackendCompilerFailed. Those at run, such as a budget that nothing fits, come
@@ -20,7 +20,6 @@ Here there is no module to take over, only the graphs that Dynamo captured, so a
 
 from __future__ import annotations
 
-import gc
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .. import targets, torch_private
 from ..api import make_options
 from ..backend import planning_backend
 from ..capture import Captured
@@ -37,6 +35,7 @@ from ..errors import ConfigurationError
 from ..execution import Part
 from ..plan import Plan
 from ..session import Session
+from ..targets import WITH_COMPILE, listen_to_optimizers, planned_module_with
 
 _Weak = dict[int, weakref.ref[torch.Tensor]]  # by identity: tensors compare by their values
 _Key = tuple[tuple[str, str], ...]
@@ -108,7 +107,7 @@ def _session_of(options: dict[str, Any], module: fx.GraphModule) -> Session:
             return known
     root = type(_name_of(module), (_Seen,), {})()
     session = Session(root, make_options(**options))
-    targets._listen_to_optimizers(session)
+    listen_to_optimizers(session)
     _sessions[session] = key
     return session
 
@@ -135,19 +134,12 @@ def _name_of(module: fx.GraphModule) -> str:
 def _refuse_planned(parameters: Sequence[torch.Tensor]) -> None:
     """Refuse what `hiremate()` plans already: Dynamo goes past its slots, so that its plan would never run.
 
-    Nothing leads from a parameter to its module, so the slots are looked for among all objects.
-
     Raises:
-        ConfigurationError: If a parameter belongs to a module with a slot.
+        ConfigurationError: If a parameter belongs to a module that is planned.
     """
-    own = {id(p) for p in parameters}
-    for slot in [o for o in gc.get_objects() if type(o) is targets._Slot]:
-        for module in slot.targets.root.modules():
-            if torch_private.get_call(module) is slot and any(id(p) in own for p in module.parameters()):
-                raise ConfigurationError(
-                    f"{type(module).__name__} is planned already by hiremate(). Call it without torch.compile. Or call "
-                    "remove_hiremate(model) and keep torch.compile(model, backend='hiremate', options={'budget': ...})."
-                )
+    module = planned_module_with(parameters)
+    if module is not None:
+        raise ConfigurationError(f"{type(module).__name__} is planned already by hiremate(). {WITH_COMPILE}")
 
 
 class _Seen(nn.Module):
@@ -216,7 +208,8 @@ class _Graph:
             self._run = torch.compile(module, backend=planning_backend(self._take_in), dynamic=False)
             self._trains = torch.is_grad_enabled()
         else:
-            self._run = planning_backend(self._take_in)(module, inputs)
+            with session.stage("capture_s", "tracing"):
+                self._run = planning_backend(self._take_in)(module, inputs)
 
     def _take_in(self, captured: Captured) -> Part:
         self._trains = True
