@@ -268,22 +268,31 @@ class SpectralConv(nn.Module):
         return torch.fft.irfft2(out, s=signal.shape[-2:])
 
 
+class FNOLayer(nn.Module):
+    """Spectral convolution beside a pointwise one."""
+
+    def __init__(self, width: int, modes: int) -> None:
+        super().__init__()
+        self.spectral = SpectralConv(width, modes)
+        self.local = nn.Conv2d(width, width, 1)
+
+    def forward(self, field: Tensor) -> Tensor:
+        """Map a field to a field."""
+        return F.gelu(self.spectral(field) + self.local(field))
+
+
 class FNO(nn.Module):
     """Fourier neural operator, 2-D."""
 
     def __init__(self, width: int = 24, modes: int = 12, layers: int = 4) -> None:
         super().__init__()
         self.lift = nn.Conv2d(3, width, 1)
-        self.spectral = nn.ModuleList(SpectralConv(width, modes) for _ in range(layers))
-        self.local = nn.ModuleList(nn.Conv2d(width, width, 1) for _ in range(layers))
+        self.layers = nn.Sequential(*(FNOLayer(width, modes) for _ in range(layers)))
         self.project = nn.Sequential(nn.Conv2d(width, 64, 1), nn.GELU(), nn.Conv2d(64, 3, 1))
 
     def forward(self, field: Tensor) -> Tensor:
         """Map a field to a field."""
-        field = self.lift(field)
-        for spectral, local in zip(self.spectral, self.local, strict=True):
-            field = F.gelu(spectral(field) + local(field))
-        return self.project(field)
+        return self.project(self.layers(self.lift(field)))
 
 
 @model
@@ -291,3 +300,35 @@ def fno() -> Built:
     """Fourier neural operator, 4 layers."""
     images, _ = _images(4, 96)
     return WithLoss(FNO(), F.mse_loss), (images, images)
+
+
+class Denoiser(nn.Module):
+    """A diffusers model with the loss of Ho et al. 2020: the noise in a noisy image."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, noisy: Tensor, time: Tensor, noise: Tensor) -> Tensor:
+        """Give the mean squared error of the noise found."""
+        return F.mse_loss(self.net(noisy, time).sample, noise)
+
+
+@model
+def diffusion() -> Built:
+    """Denoising diffusion UNet with attention, dropout on."""
+    from diffusers import UNet2DModel
+
+    net = UNet2DModel(
+        sample_size=32,
+        block_out_channels=(48, 96, 96),
+        layers_per_block=2,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=16,
+        norm_num_groups=8,
+        dropout=0.1,
+    )
+    images, _ = _images(8, 32)
+    times = torch.randint(0, 1000, (8,), generator=torch.Generator().manual_seed(0))
+    return Denoiser(net), (images, times, images.roll(1, 0))

@@ -26,7 +26,6 @@ from hiremate_lightning.solvers.model import Model, Policy
 
 BLOCKS = {  # pattern of the paths of the blocks, where it isn't the first list of modules
     "convnext": r".*stages\.\d+\.blocks\.\d+",
-    "fno": r".*(?:spectral|local)\.\d+",
     "regnet": r".*s\d+\.b\d+",
     "resnet50": r".*layer\d+\.\d+",
     "resnet101": r".*layer\d+\.\d+",
