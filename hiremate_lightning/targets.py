@@ -27,6 +27,13 @@ from .session import Session
 
 Target = str | Sequence[str] | None
 
+# By names of classes: what is not installed, or not used, need not be imported.
+FOREIGN = {
+    "FullyShardedDataParallel": "FSDP shards its parameters while the plan runs. Use DistributedDataParallel.",
+    "FSDPModule": "fully_shard() shards its parameters while the plan runs. Use DistributedDataParallel.",
+    "DeepSpeedEngine": "DeepSpeed schedules memory itself. Use DistributedDataParallel.",
+    "PipelineEngine": "DeepSpeed schedules memory itself. Use DistributedDataParallel.",
+}
 WITH_COMPILE = (
     "Call it without torch.compile. Or call remove_hiremate(model) and keep "
     "torch.compile(model, backend='hiremate', options={'budget': ...})."
@@ -184,6 +191,7 @@ class Targets:
 
     def _adopt(self, name: str, module: nn.Module) -> None:
         """Plan a module's calls from now on; its submodules are part of it and need no slots."""
+        _refuse_each(self.root, _reason_of_others)  # what came after this was attached
         self.adopted[name] = module
         for inner in module.modules():
             if inner is not module and isinstance(torch_private.get_call(inner), _Slot):
@@ -389,15 +397,32 @@ def refuse(root: nn.Module) -> None:
     """Refuse what can't be planned, by name and with the way out.
 
     Raises:
-        ConfigurationError: If the model is compiled, checkpointed or replicated already, or is no module.
+        ConfigurationError: If the model is compiled, checkpointed, sharded or replicated already, or is no module.
     """
     if not isinstance(root, nn.Module):
         raise ConfigurationError(f"Expected a torch.nn.Module to plan, found {type(root).__name__}.")
+    _refuse_each(root, lambda module: _reason_to_refuse(module) or _reason_of_others(module))
+
+
+def _refuse_each(root: nn.Module, reason_of: Callable[[nn.Module], str | None]) -> None:
     for name, module in root.named_modules():
-        reason = _reason_to_refuse(module)
+        reason = reason_of(module)
         if reason is not None:
             where = f"submodule {name!r} ({type(module).__name__})" if name else type(module).__name__
             raise ConfigurationError(f"Can't plan {where}: {reason}")
+
+
+def _reason_of_others(module: nn.Module) -> str | None:
+    """Say why what another tool did to a module, maybe after it was attached to, is in the way of a plan."""
+    found = next((FOREIGN[c.__name__] for c in type(module).__mro__ if c.__name__ in FOREIGN), None)
+    if found is None and any(p.device.type == "xla" for p in module.parameters(recurse=False)):
+        return "XLA decides on memory itself. Train on CUDA devices or on the CPU."
+    if found is None and _is_checkpointed(module):
+        return (
+            "its activation checkpointing is on, and a plan replaces it. "
+            "Call model.gradient_checkpointing_disable() first."
+        )
+    return found
 
 
 def _reason_to_refuse(module: nn.Module) -> str | None:
@@ -410,11 +435,6 @@ def _reason_to_refuse(module: nn.Module) -> str | None:
         return "DataParallel copies modules at every step. Use DistributedDataParallel, one process for each device."
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a TorchScript module, which has no Python to capture. Pass the module that it was made from."
-    if _is_checkpointed(module):
-        return (
-            "its activation checkpointing is on, and a plan replaces it. "
-            "Call model.gradient_checkpointing_disable() first."
-        )
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,9 +86,48 @@ def _checkpointed():
     return model
 
 
+class DeepSpeedEngine(nn.Module):
+    """Called as DeepSpeed's."""
+
+
+def _fsdp():
+    return type("FullyShardedDataParallel", (nn.Sequential,), {})(Net())
+
+
+def _on_xla():
+    """Make a module that says it is on a device of XLA; there is none here."""
+    module = nn.Linear(2, 2)
+    module.parameters = lambda recurse=True: iter([SimpleNamespace(device=torch.device("xla"))])
+    return module
+
+
+@pytest.fixture
+def one_process():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_model_that_fully_shard_took_is_refused():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))
+    with pytest.raises(ConfigurationError, match=r"FSDPNet.*fully_shard.*DistributedDataParallel"):
+        hiremate(fully_shard(Net(), mesh=mesh), "50%")
+    model = hiremate(Net(), "50%", verbose=False)
+    fully_shard(model.encoder, mesh=mesh)
+    with pytest.raises(ConfigurationError, match=r"submodule 'encoder'.*fully_shard"):
+        model(batch())
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
+        (_fsdp, "FSDP shards its parameters.*DistributedDataParallel"),
+        (DeepSpeedEngine, "DeepSpeed schedules memory itself.*DistributedDataParallel"),
+        (_on_xla, "XLA decides on memory itself.*on the CPU"),
         (_compiled, "submodule 'encoder'.*compiled already"),
         (lambda: torch.compile(Net()), "compiled already"),
         (_checkpointed, "activation checkpointing is on.*gradient_checkpointing_disable"),
@@ -100,6 +140,13 @@ def _checkpointed():
 def test_what_cannot_be_planned_is_refused_by_name(make, words):
     with pytest.raises(ConfigurationError, match=words):
         hiremate(make(), "50%")
+
+
+def test_checkpointing_that_is_switched_on_later_is_refused_at_the_first_call():
+    model = hiremate(Net(), "50%", verbose=False)
+    model.gradient_checkpointing = True
+    with pytest.raises(ConfigurationError, match=r"Can't plan Net: its activation checkpointing is on"):
+        model(batch())
 
 
 @pytest.mark.parametrize(
