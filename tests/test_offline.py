@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hiremate_lightning import torch_private
+from hiremate_lightning import get_plan, hiremate, remove_hiremate, torch_private
 from hiremate_lightning.backend import planning_backend
 from hiremate_lightning.costs import estimate, step_time_ms
 from hiremate_lightning.errors import CaptureError, ConfigurationError
@@ -16,6 +16,8 @@ from hiremate_lightning.offline import OfflineOptions, capture_offline, rates_of
 from hiremate_lightning.planner import unplanned
 from hiremate_lightning.profiling import CostCache
 from hiremate_lightning.scaling import Sample, Scaling
+from hiremate_lightning.schedule import keep_all, lower
+from hiremate_lightning.simulation import simulate
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -91,6 +93,32 @@ def test_the_graph_is_that_of_training():
     assert offline.storages == seen[0].storages
     assert [t.storage for t in offline.tensors] == [t.storage for t in seen[0].tensors]
     assert {n.module for n in offline.nodes} >= {"mix.0", "mix.4"}
+
+
+def test_peaks_are_those_that_training_plans_with():
+    class Scored(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x).square().mean()
+
+    def make():
+        return Scored(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)))
+
+    model, batch = make(), torch.zeros(512, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    hiremate(model, budget="60%", optimizer=optimizer, verbose=False, time_limit_s=2)
+    for _ in range(4):
+        loss = model(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    plan = get_plan(model)
+    remove_hiremate(model)
+    step = capture(make, "512x64")
+
+    assert plan is not None
+    assert step.resident_bytes == plan.resident_bytes
+    without_workspace = simulate(plan.graph, estimate(plan.graph), lower(plan.graph, keep_all(plan.graph)))
+    assert unplanned(estimated(step)).peak_bytes == without_workspace.peak_bytes
 
 
 def test_what_fits_no_machine_is_captured():
