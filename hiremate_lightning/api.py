@@ -12,7 +12,7 @@ from .plan import Plan
 from .planner import DEFAULT_SOLVER, PlanOptions
 from .session import Session, SessionOptions
 from .solvers.base import get_strategy
-from .targets import Target, Targets, targets_of
+from .targets import Target, Targets, refuse, targets_of
 from .units import Budget, parse_budget
 
 FABRIC_WRAPPER = "_FabricModule"  # by its name: this module loads without Lightning
@@ -107,6 +107,7 @@ def hiremate(
     if known is not None:
         known.session.set_budget(options.budget)
         return model
+    refuse(model)  # with what is around it: Fabric compiles there
     session = Session(root, options)
     if optimizer is not None:
         session.watch_optimizer(optimizer)
