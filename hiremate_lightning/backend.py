@@ -59,6 +59,7 @@ class _Compilation:
     def _forward(self, _: fx.GraphModule, __: Sequence[Any]) -> torch_private.Boxed:
         assert self._captured is not None, "AOTAutograd compiles a forward only after it partitioned"
         torch_private.allow_retain_graph()
+        torch_private.take_gradients_as_they_come()
         self._part = part = self._make_part(self._captured)
         return torch_private.mark_boxed(lambda arguments: part.forward(arguments))
 

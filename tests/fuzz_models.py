@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hiremate_lightning import HiRemateWarning, Plan, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.metering import measure_peak
@@ -65,16 +66,17 @@ class Recipe:
     seed: int = 0
 
 
-def draw(choose: Callable[[Iterable[Any]], Any], longest: int = 9) -> Recipe:
+def draw(choose: Callable[[Iterable[Any]], Any], longest: int = 9, names: Iterable[str] = OPERATIONS) -> Recipe:
     """Draw a recipe.
 
     Args:
         choose: Picks one of some values.
         longest: Most operations.
+        names: Operations to draw from.
     """
     count = choose(range(2, longest + 1))
     numbers = range(8)
-    names = sorted(OPERATIONS)
+    names = sorted(names)
     return Recipe(
         operations=tuple((choose(names), choose(numbers), choose(numbers), choose(numbers)) for _ in range(count)),
         structure=choose(STRUCTURES),
@@ -183,8 +185,9 @@ def others_in(value: Any) -> Any:
 
 
 def loss_of(output: Any) -> Tensor:
-    """Reduce every output that can be trained."""
-    parts = [t.square().mean() for t in tensors_in(output) if t.requires_grad and t.is_floating_point()]
+    """Reduce every output that can be trained, by a loss whose gradient has the output's strides."""
+    trained = [t for t in tensors_in(output) if t.requires_grad and t.is_floating_point()]
+    parts = [F.mse_loss(t, torch.zeros_like(t)) for t in trained]
     return sum(parts[1:], start=parts[0])
 
 
