@@ -46,8 +46,8 @@ def family(method: str) -> str:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Give about five round values in a range."""
-    rough = (high - low) / 5
+    """Give about six round values in a range."""
+    rough = (high - low) / 6
     power = 10 ** math.floor(math.log10(rough))
     step = next(step for step in (1, 2, 5, 10) if step * power >= rough) * power
     first = math.ceil(low / step)
@@ -101,7 +101,8 @@ def panel(name: str, points: Sequence[Point], left: float, top: float) -> str:
     across = Axis(0.0, 1.04 * max(1.0, widest), left + LEFT, left + WIDTH - RIGHT)
     up = Axis(lowest - margin, highest + margin, top + HEIGHT - BOTTOM, top + TOP)
     parts = [text(left + LEFT, top + 18, name, font_size="13", font_weight="bold"), *grid(across, up)]
-    parts.append(text((across.start + across.end) / 2, top + HEIGHT - 8, "peak, of eager's", text_anchor="middle"))
+    parts.append(text(across.end, top + HEIGHT - 8, "peak, of eager's", text_anchor="end"))
+    parts.append(text(across.end, top + 18, "time over eager", text_anchor="end"))
     ours = frontier(p for p in shown if is_ours(p.method))
     line = " ".join(f"{across.place(p.peak):.1f},{up.place(p.time.median):.1f}" for p in ours)
     parts.append(f'<polyline points="{line}" fill="none" stroke="{COLOURS["ours"]}"/>')
