@@ -1,39 +1,328 @@
-import pathlib
-p=pathlib.Path("tests/test_examples.py"); s=p.read_text()
-s=s.replace('''@pytest.mark.slow
-def test_the_first_example_of''','''@pytest.mark.slow
-def test_the_accelerate_example_trains_within_the_budget_of_the_environment(tmp_path: Path, monkeypatch) -> None:
-    pytest.importorskip("transformers", reason="the extra `models` is not installed")
-    monkeypatch.setenv("HIREMATE_BUDGET", "60%")
+"""Run schedules on a captured graph, and change them without capturing again.
 
-    printed = run(str(ROOT / "examples" / "accelerate_lm.py"), "--steps", "5", "--layers", "2", cwd=tmp_path)
+AOTAutograd is told that the forward saves one value, an empty token. The values that a plan really saves ride on that
+token, together with the backward program that fits them. So a plan can be replaced at any time, even between a forward
+and its backward: steps under way finish with what they started with.
 
-    assert printed.count("loss") == 5
-    assert "(60%)" in printed
-    assert "measured: peak" in printed
+A `Program` is a pair of straight-line FX modules made from one `Schedule`. Their generated code takes its arguments in
+a list that it empties and drops each value after its last use, which is where the schedule says `Free`.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from . import torch_private
+from .capture import Captured
+from .graph import Phase
+from .schedule import Compute, Operation, Schedule
+
+FREED = (
+    "Trying to backward through the graph a second time, but the saved values have already been freed. "
+    "Specify retain_graph=True in the first backward if you need a second one."
+)
+CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+    "{name} is at version {found}; expected version {expected} instead"
+)
 
 
-@pytest.mark.slow
-def test_the_first_example_of''',1)
-p.write_text(s)
-p=pathlib.Path("README.md"); s=p.read_text()
-s=s.replace('''A budget is a number of bytes''','''With Accelerate, in place of `accelerator.prepare`, see [examples/accelerate_lm.py](examples/accelerate_lm.py); `HIREMATE_BUDGET` in the
-environment sets the budget where the script names none:
+class Conductor(Protocol):
+    """Chooses the program of each run of a part, and hears of it.
 
-```python
-from hiremate_lightning.integrations.accelerate import prepare_hiremate
+    What `start` returns beside the program comes back with each later call about the same run.
+    """
 
-model, optimizer, loader = prepare_hiremate(accelerator, model, optimizer, loader, budget="10 GiB")
-```
+    def start(self, part: Part, arguments: Sequence[Any]) -> tuple[Program, Any]:
+        """Choose the program of the forward that is about to run."""
 
-As a backend of torch.compile, with nothing to import:
+    def forward_done(self, run: Any, outputs: Sequence[Any]) -> None:
+        """Hear that the forward has run."""
 
-```python
-model = torch.compile(model, backend="hiremate", options={"budget": "10 GiB"})
-```
+    def backward_starts(self, run: Any, tangents: Sequence[Any]) -> None:
+        """Hear that the backward is about to run."""
 
-A budget is a number of bytes''',1)
-p.write_text(s)
-p=pathlib.Path("CHANGELOG.md"); s=p.read_text()
-s=s.replace("- Trained inside a budget by `torch.compile","- Trained inside a budget with Accelerate by `prepare_hiremate` in place of `accelerator.prepare`; `HIREMATE_BUDGET` sets the budget.\n- Trained inside a budget by `torch.compile",1)
-p.write_text(s)
+    def backward_done(self, run: Any) -> None:
+        """Hear that the backward has run."""
+
+    def ran_out(self, error: torch.OutOfMemoryError) -> None:
+        """Hear that memory has run out, and add what is known to the error."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A schedule, ready to run on a captured graph.
+
+    Attributes:
+        schedule: What it does.
+        forward: Takes the inputs in a list, returns outputs followed by saved values.
+        backward: Takes saved values followed by tangents in a list, returns gradients.
+        forward_module: FX module of the forward.
+        backward_module: FX module of the backward.
+        saved_names: Name of each saved value.
+        returned: For each saved value, whether the forward also returns it.
+        checked: For each saved value, whether a change in place between forward and backward is an error.
+    """
+
+    schedule: Schedule
+    forward: torch_private.Boxed
+    backward: torch_private.Boxed
+    forward_module: fx.GraphModule
+    backward_module: fx.GraphModule
+    saved_names: tuple[str, ...]
+    returned: tuple[bool, ...]
+    checked: tuple[bool, ...]
+
+
+def build(captured: Captured, schedule: Schedule) -> Program:
+    """Generate the two straight-line programs of a schedule.
+
+    Args:
+        captured: The captured graph.
+        schedule: A valid schedule of its graph.
+
+    Returns:
+        The programs, compiled to Python.
+    """
+    saved = tuple(captured.fx_values[t] for t in schedule.saved)
+    forward = _forward_module(captured, schedule, saved)
+    backward = _backward_module(captured, schedule, saved)
+    outputs = set(captured.forward_outputs)
+    return Program(
+        schedule=schedule,
+        forward=torch_private.boxed(forward),
+        backward=torch_private.boxed(backward),
+        forward_module=forward,
+        backward_module=backward,
+        saved_names=tuple(v.name for v in saved),
+        returned=tuple(v in outputs for v in saved),
+        checked=tuple(v in outputs or _is_watched(captured, t) for t, v in zip(schedule.saved, saved, strict=True)),
+    )
+
+
+def _is_watched(captured: Captured, tensor: int) -> bool:
+    """Whether a tensor lies on memory that exists beside the step (a parameter's, the batch's) and is left as it is."""
+    graph = captured.graph
+    storage = graph.tensors[tensor].storage
+    overwritten = {graph.tensors[t].storage for t in captured.mutated}
+    return storage is not None and graph.storages[storage].kind.is_resident and storage not in overwritten
+
+
+def _forward_module(captured: Captured, schedule: Schedule, saved: Sequence[fx.Node]) -> fx.GraphModule:
+    graph = fx.Graph()
+    values = {p: graph.node_copy(p) for p in captured.placeholders}
+    _copy_constants(captured, graph, values)
+    _emit(captured, schedule.forward, graph, values)
+    outputs = [values[v] if isinstance(v, fx.Node) else v for v in captured.forward_outputs]
+    graph.output((*outputs, *(values[v] for v in saved)))
+    return fx.GraphModule(captured.joint, graph, "PlannedForward")
+
+
+def _backward_module(captured: Captured, schedule: Schedule, saved: Sequence[fx.Node]) -> fx.GraphModule:
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for value in (*saved, *captured.tangents):
+        values[value] = graph.placeholder(value.name)
+    _copy_constants(captured, graph, values)
+    _emit(captured, schedule.backward, graph, values)
+    graph.output(tuple(values[v] if isinstance(v, fx.Node) else v for v in captured.backward_outputs))
+    return fx.GraphModule(captured.joint, graph, "PlannedBackward")
+
+
+def _copy_constants(captured: Captured, graph: fx.Graph, values: dict[fx.Node, fx.Node]) -> None:
+    for node in captured.joint.graph.find_nodes(op="get_attr"):
+        if node not in values:
+            values[node] = graph.node_copy(node)
+
+
+def _emit(captured: Captured, operations: Sequence[Operation], graph: fx.Graph, values: dict[fx.Node, fx.Node]) -> None:
+    """Append the operations of a schedule; generated code frees by itself, after the last use."""
+    for operation in operations:
+        if not isinstance(operation, Compute) or operation.node >= len(captured.fx_nodes):
+            continue
+        record, node = captured.graph.nodes[operation.node], captured.fx_nodes[operation.node]
+        if record.replays is not None:
+            _emit_dropout(node, captured.fx_values[record.outputs[0]], graph, values)
+            continue
+        copy = graph.node_copy(node, lambda n: values[n])
+        copy.meta["phase"] = record.phase
+        if node.target is torch.ops.aten.native_dropout_backward.default:
+            copy.target = dropout_backward
+        if node.target is torch.ops.aten.view.default and record.phase is Phase.BACKWARD:
+            copy.target = torch.ops.aten.reshape.default  # gradients come with other strides than they were traced with
+        for tensor in record.outputs:
+            value = captured.fx_values[tensor]
+            if value is node:
+                values[value] = copy
+            else:
+                part = graph.call_function(operator.getitem, (copy, value.args[1]))
+                part.meta = value.meta
+                values[value] = part
+
+
+def _emit_dropout(node: fx.Node, output: fx.Node, graph: fx.Graph, values: dict[fx.Node, fx.Node]) -> None:
+    mask = next(u for u in node.users if u.target is operator.getitem and u.args[1] == 1)
+    probability = float(node.args[1])  # type: ignore[arg-type]
+    scale = 0.0 if probability == 1 else 1.0 / (1.0 - probability)
+    applied = graph.call_function(apply_dropout_mask, (values[node.args[0]], values[mask], scale))  # type: ignore[index]
+    applied.meta = {**output.meta, "phase": Phase.FORWARD}
+    values[output] = applied
+
+
+def apply_dropout_mask(source: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """Rebuild a dropout's output from its input and its mask, rounded as `native_dropout` rounds it on the device."""
+    if source.device.type == "cpu":
+        return torch.mul(source, mask.to(source.dtype).mul_(scale))
+    return torch.mul(source, mask).mul_(scale)
+
+
+def dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """Give the gradient of a dropout as eager PyTorch does.
+
+    On the CPU eager multiplies by the scaled mask, which it has rounded to the gradient's type; the captured operator
+    does not round it. That shows in bf16 and fp16 only.
+    """
+    if gradient.device.type == "cpu" and gradient.dtype in (torch.bfloat16, torch.float16):
+        return torch.mul(gradient, mask.to(gradient.dtype).mul_(scale))
+    result: torch.Tensor = torch.ops.aten.native_dropout_backward.default(gradient, mask, scale)
+    return result
+
+
+class Part:
+    """One captured graph, run by programs that its conductor chooses.
+
+    torch.compile's caches hold parts for as long as they please. So a part must not keep its conductor alive, which
+    knows the model; a backward that outlives both still runs.
+
+    Attributes:
+        captured: The captured graph.
+    """
+
+    def __init__(self, captured: Captured, conductor: Conductor) -> None:
+        self.captured = captured
+        self._conductor = weakref.ref(conductor)
+        self._count = len(captured.forward_outputs)
+
+    def forward(self, arguments: list[Any]) -> list[Any]:
+        """Run the forward: inputs in, outputs and the token out."""
+        conductor = self._conductor()
+        assert conductor is not None, "a model is alive while it is called"
+        program, run = conductor.start(self, arguments)
+        with self._explained():
+            results = list(program.forward(arguments))
+        outputs, saved = results[: self._count], results[self._count :]
+        del results
+        token = torch.empty(0)
+        token.hiremate = _Saved(program, run, _detach_returned(program, saved))  # type: ignore[attr-defined]
+        conductor.forward_done(run, outputs)
+        return [*outputs, token]
+
+    def backward(self, arguments: list[Any]) -> Sequence[Any]:
+        """Run the backward: the token and tangents in, gradients out."""
+        saved: _Saved = arguments[0].hiremate
+        tangents = arguments[1:]
+        arguments.clear()
+        conductor = self._conductor()
+        if conductor is not None:
+            conductor.backward_starts(saved.run, tangents)
+        values = saved.take(keep=torch_private.backward_will_run_again())
+        values.extend(tangents)
+        del tangents
+        with self._explained():
+            gradients = saved.program.backward(values)
+        if conductor is not None:
+            conductor.backward_done(saved.run)
+        return gradients
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Let the conductor add what it knows to an error that says that memory has run out."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            conductor = self._conductor()
+            if conductor is not None:
+                conductor.ran_out(error)
+            raise
+
+
+def _detach_returned(program: Program, saved: list[Any]) -> list[Any]:
+    """Detach what is also returned.
+
+    A returned tensor gets a grad_fn that holds the token; the token must not hold the tensor.
+    """
+    return [
+        v.detach() if returned and isinstance(v, torch.Tensor) else v
+        for v, returned in zip(saved, program.returned, strict=True)
+    ]
+
+
+class _Saved:
+    """The values that a forward saved, with the program whose backward reads them."""
+
+    __slots__ = ("program", "run", "values", "versions")
+
+    def __init__(self, program: Program, run: Any, values: list[Any]) -> None:
+        self.program = program
+        self.run = run
+        self.values: list[Any] | None = values
+        self.versions = [
+            torch_private.version_of(v) if checked and isinstance(v, torch.Tensor) else None
+            for v, checked in zip(values, program.checked, strict=True)
+        ]
+
+    def take(self, keep: bool) -> list[Any]:
+        """Hand the values to a backward; they are gone afterwards unless another backward was announced."""
+        if self.values is None:
+            raise RuntimeError(FREED)
+        for value, name, expected in zip(self.values, self.program.saved_names, self.versions, strict=True):
+            if expected is not None and torch_private.version_of(value) != expected:
+                found = torch_private.version_of(value)
+                raise RuntimeError(CHANGED.format(name=name, found=found, expected=expected))
+        values = self.values
+        if keep:
+            return list(values)
+        self.values = None
+        return values
+
+
+def stub_modules(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Make the two modules that AOTAutograd partitions into: only their calling convention counts, they never run."""
+    with torch_private.fake_mode_of([n.meta.get("val") for n in captured.placeholders]):
+        token = torch.empty(0)
+    forward = _stub_forward(captured, token)
+    backward = fx.Graph()
+    backward.placeholder("token").meta["val"] = token
+    for tangent in captured.tangents:
+        backward.placeholder(tangent.name).meta = dict(tangent.meta)
+    gradients = []
+    for value in captured.backward_outputs:
+        if isinstance(value, fx.Node):
+            stand_in = backward.call_function(torch.empty, ((0,),))
+            stand_in.meta = dict(value.meta)
+            gradients.append(stand_in)
+        else:
+            gradients.append(value)
+    backward.output(tuple(gradients)).meta["desc"] = list(captured.output_descriptions[1])
+    return fx.GraphModule(captured.joint, forward), fx.GraphModule(captured.joint, backward)
+
+
+def _stub_forward(captured: Captured, token: torch.Tensor) -> fx.Graph:
+    graph = fx.Graph()
+    values = {p: graph.node_copy(p) for p in captured.placeholders}
+    _copy_constants(captured, graph, values)
+    _emit(captured, [Compute(n) for n in captured.graph.forward], graph, values)
+    made = graph.call_function(torch.empty, ((0,),))
+    made.meta["val"] = token
+    outputs = [values[v] if isinstance(v, fx.Node) else v for v in captured.forward_outputs]
+    description = [*captured.output_descriptions[0], torch_private.describe_saved(0)]
+    graph.output((*outputs, made)).meta["desc"] = description
+    return graph

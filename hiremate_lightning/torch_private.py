@@ -33,6 +33,7 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTInput,
     SavedForBackwardsAOTOutput,
 )
+from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensorMeta
 from torch._functorch.partitioners import _extract_fwd_bwd_outputs, _has_tag_is_backward, _is_tangent
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
@@ -211,6 +212,38 @@ def allow_retain_graph() -> None:
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
+
+
+class _Anything:
+    """Equals whatever it is compared with."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, _: object) -> bool:
+        return True
+
+
+def take_gradients_as_they_come() -> None:
+    """Tell AOTAutograd to hand on the gradients of outputs with their own strides.
+
+    It would copy them to the strides that it guessed, and some kernels would add in another order than eager's do.
+    To be called inside the forward compiler.
+    """
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        for meta in context.fw_metadata.subclass_tangent_meta:
+            if isinstance(meta, PlainTensorMeta) and meta.memory_format is not None:
+                meta.memory_format = MemoryFormatMeta(size=_Anything(), stride=_Anything())  # type: ignore[arg-type]
+
+
+def backward_will_run_again() -> bool:
+    """Whether the running backward was called with `retain_graph=True`."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Count the in-place changes of a tensor; -1 for one made in inference mode, which has no count."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def backward_will_run_again() -> bool:
