@@ -10,17 +10,19 @@ a list that it empties and drops each value after its last use, which is where t
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
 from . import torch_private
+from .absent import NOTHING, Absence, find_absent
 from .capture import Captured
 from .graph import Phase
 from .schedule import Compute, Operation, Schedule
@@ -70,6 +72,7 @@ class Program:
         saved_names: Name of each saved value.
         returned: For each saved value, whether the forward also returns it.
         checked: For each saved value, whether a change in place between forward and backward is an error.
+        without: Gives the program for a backward to which some gradients, by position, do not arrive.
     """
 
     schedule: Schedule
@@ -80,6 +83,7 @@ class Program:
     saved_names: tuple[str, ...]
     returned: tuple[bool, ...]
     checked: tuple[bool, ...]
+    without: Callable[[frozenset[int]], Program]
 
 
 def build(captured: Captured, schedule: Schedule) -> Program:
@@ -96,7 +100,14 @@ def build(captured: Captured, schedule: Schedule) -> Program:
     forward = _forward_module(captured, schedule, saved)
     backward = _backward_module(captured, schedule, saved)
     outputs = set(captured.forward_outputs)
-    return Program(
+
+    @functools.cache
+    def without(missing: frozenset[int]) -> Program:
+        module = _backward_module(captured, schedule, saved, find_absent(captured, missing))
+        module.graph.eliminate_dead_code()
+        return replace(program, backward=torch_private.boxed(module), backward_module=module)
+
+    program = Program(
         schedule=schedule,
         forward=torch_private.boxed(forward),
         backward=torch_private.boxed(backward),
@@ -105,7 +116,9 @@ def build(captured: Captured, schedule: Schedule) -> Program:
         saved_names=tuple(v.name for v in saved),
         returned=tuple(v in outputs for v in saved),
         checked=tuple(v in outputs or _is_watched(captured, t) for t, v in zip(schedule.saved, saved, strict=True)),
+        without=without,
     )
+    return program
 
 
 def _is_watched(captured: Captured, tensor: int) -> bool:
@@ -126,14 +139,17 @@ def _forward_module(captured: Captured, schedule: Schedule, saved: Sequence[fx.N
     return fx.GraphModule(captured.joint, graph, "PlannedForward")
 
 
-def _backward_module(captured: Captured, schedule: Schedule, saved: Sequence[fx.Node]) -> fx.GraphModule:
+def _backward_module(
+    captured: Captured, schedule: Schedule, saved: Sequence[fx.Node], absence: Absence = NOTHING
+) -> fx.GraphModule:
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     for value in (*saved, *captured.tangents):
         values[value] = graph.placeholder(value.name)
     _copy_constants(captured, graph, values)
-    _emit(captured, schedule.backward, graph, values)
-    graph.output(tuple(values[v] if isinstance(v, fx.Node) else v for v in captured.backward_outputs))
+    _emit(captured, schedule.backward, graph, values, absence)
+    there = (v if isinstance(v, fx.Node) and v not in absence.values else None for v in captured.backward_outputs)
+    graph.output(tuple(None if v is None else values[v] for v in there))
     return fx.GraphModule(captured.joint, graph, "PlannedBackward")
 
 
@@ -143,8 +159,18 @@ def _copy_constants(captured: Captured, graph: fx.Graph, values: dict[fx.Node, f
             values[node] = graph.node_copy(node)
 
 
-def _emit(captured: Captured, operations: Sequence[Operation], graph: fx.Graph, values: dict[fx.Node, fx.Node]) -> None:
+def _emit(
+    captured: Captured,
+    operations: Sequence[Operation],
+    graph: fx.Graph,
+    values: dict[fx.Node, fx.Node],
+    absence: Absence = NOTHING,
+) -> None:
     """Append the operations of a schedule; generated code frees by itself, after the last use."""
+
+    def value_of(value: fx.Node) -> fx.Node:
+        return _zeros(value, graph) if value in absence.values else values[value]
+
     for operation in operations:
         if not isinstance(operation, Compute) or operation.node >= len(captured.fx_nodes):
             continue
@@ -152,7 +178,12 @@ def _emit(captured: Captured, operations: Sequence[Operation], graph: fx.Graph, 
         if record.replays is not None:
             _emit_dropout(node, captured.fx_values[record.outputs[0]], graph, values)
             continue
-        copy = graph.node_copy(node, lambda n: values[n])
+        if node in absence.values:
+            continue
+        if node in absence.replaced:
+            values[node] = values[absence.replaced[node]]
+            continue
+        copy = graph.node_copy(node, value_of)
         copy.meta["phase"] = record.phase
         if node.target is torch.ops.aten.native_dropout_backward.default:
             copy.target = dropout_backward
@@ -166,6 +197,13 @@ def _emit(captured: Captured, operations: Sequence[Operation], graph: fx.Graph, 
                 part = graph.call_function(operator.getitem, (copy, value.args[1]))
                 part.meta = value.meta
                 values[value] = part
+
+
+def _zeros(value: fx.Node, graph: fx.Graph) -> fx.Node:
+    """Fill in a gradient that has not arrived, where an operation needs all of its gradients."""
+    shown: torch.Tensor = value.meta["val"]
+    size = tuple(torch_private.int_hint(s) for s in shown.shape)
+    return graph.call_function(torch.zeros, (size,), {"dtype": shown.dtype, "device": shown.device})
 
 
 def _emit_dropout(node: fx.Node, output: fx.Node, graph: fx.Graph, values: dict[fx.Node, fx.Node]) -> None:
@@ -210,6 +248,7 @@ class Part:
         self.captured = captured
         self._conductor = weakref.ref(conductor)
         self._count = len(captured.forward_outputs)
+        self._takes_absent = not any(torch_private.is_symbolic(t.meta.get("val")) for t in captured.tangents)
 
     def forward(self, arguments: list[Any]) -> list[Any]:
         """Run the forward: inputs in, outputs and the token out."""
@@ -222,6 +261,8 @@ class Part:
         del results
         token = torch.empty(0)
         token.hiremate = _Saved(program, run, _detach_returned(program, saved))  # type: ignore[attr-defined]
+        if self._takes_absent:
+            torch_private.let_gradients_be_absent(token)
         conductor.forward_done(run, outputs)
         return [*outputs, token]
 
@@ -235,9 +276,11 @@ class Part:
             conductor.backward_starts(saved.run, tangents)
         values = saved.take(keep=torch_private.backward_will_run_again())
         values.extend(tangents)
+        missing = missing_gradients(tangents)
+        program = saved.program.without(missing) if missing else saved.program
         del tangents
         with self._explained():
-            gradients = saved.program.backward(values)
+            gradients = program.backward(values)
         if conductor is not None:
             conductor.backward_done(saved.run)
         return gradients
@@ -252,6 +295,11 @@ class Part:
             if conductor is not None:
                 conductor.ran_out(error)
             raise
+
+
+def missing_gradients(tangents: Sequence[Any]) -> frozenset[int]:
+    """List, by position, the gradients of outputs that have not arrived: the caller's loss does not depend on them."""
+    return frozenset(position for position, tangent in enumerate(tangents) if tangent is None)
 
 
 def _detach_returned(program: Program, saved: list[Any]) -> list[Any]:

@@ -268,6 +268,7 @@ class TimedRun:
             program,
             forward=lambda arguments: self._run(program.forward_module, arguments, recomputed=None),
             backward=lambda arguments: self._run(program.backward_module, arguments, recomputed=Phase.FORWARD),
+            without=lambda missing: self.wrap(program.without(missing)),
         )
 
     def _run(self, module: fx.GraphModule, arguments: list[Any], recomputed: Phase | None) -> Any:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from . import torch_private
+from .absent import find_absent, without
 from .costs import Profile
-from .execution import Part, Program
+from .execution import Part, Program, missing_gradients
 from .graph import Graph
 from .metering import Interval, MemoryMeter
 from .step import Call, Gap
@@ -34,7 +35,8 @@ class Run:
         links: For each input that is an earlier run's output: that run and that output.
         passed_on: Gradients of inputs that other code computed: they don't stay with a parameter.
         outputs: For each output, whether its storage still lives, and which it is.
-        alive: Outputs that lived when the backward started, None before it starts.
+        alive: Outputs that lived when the backward ended, None before it ends.
+        missing: Positions of the gradients of outputs that did not arrive.
     """
 
     part: Part
@@ -45,11 +47,23 @@ class Run:
     passed_on: tuple[int, ...] = ()
     outputs: dict[int, tuple[Callable[[], bool], int]] = field(default_factory=dict)
     alive: tuple[int, ...] | None = None
+    missing: frozenset[int] = frozenset()
 
     @property
     def graph(self) -> Graph:
-        """The graph that runs."""
+        """The graph that runs, all gradients taken for present."""
         return self.part.captured.graph
+
+    @property
+    def arrived(self) -> tuple[int, ...]:
+        """The gradients of outputs that were handed in."""
+        return tuple(t for position, t in enumerate(self.graph.tangents) if position not in self.missing)
+
+    def as_run(self, profile: Profile) -> tuple[Graph, Profile]:
+        """Give the graph and its costs without what the gradients that are missing would have brought."""
+        if not self.missing:
+            return self.graph, profile
+        return without(self.part.captured, find_absent(self.part.captured, self.missing), profile)
 
 
 class StepRecord:
@@ -118,20 +132,20 @@ class StepRecord:
                 run.outputs[tensor_of[node]] = (torch_private.watch_storage(value), torch_private.storage_id(value))
         self._mark(f"f{run.index}")
 
-    def backward_starts(self, run: Run) -> None:
-        """Note that a backward starts, and which outputs are still held."""
+    def backward_starts(self, run: Run, tangents: Sequence[Any]) -> None:
+        """Note that a backward starts, and which gradients did not arrive."""
+        run.missing = missing_gradients(tangents)
         self._note_alive(f"B{run.index}")
-        run.alive = self._alive_at[f"B{run.index}"][run.index]
         self.backwards.append(run.index)
         self._mark(f"B{run.index}")
 
     def backward_done(self, run: Run) -> None:
-        """Note that a backward ended."""
+        """Note that a backward ended, and which outputs someone else than the part itself held meanwhile."""
+        run.alive = _living(run)
         self._mark(f"b{run.index}")
 
     def _note_alive(self, label: str) -> None:
-        alive = [tuple(t for t, (lives, _) in run.outputs.items() if lives()) for run in self.runs]
-        self._alive_at[label] = alive
+        self._alive_at[label] = [_living(run) for run in self.runs]
 
     def _mark(self, label: str) -> None:
         if self._meter is not None:
@@ -169,13 +183,14 @@ class StepRecord:
         order = [place[index] for index in dict.fromkeys(self.backwards)]
         calls = []
         for position, run in enumerate(planned):
+            graph, profile = run.as_run(profiles[run.number])
             last = position + 1 == len(planned)
             following = f"B{self.backwards[0]}" if last else f"F{planned[position + 1].index}"
             before = order.index(position)
             calls.append(
                 Call(
-                    graph=run.graph,
-                    profile=profiles[run.number],
+                    graph=graph,
+                    profile=profile,
                     links={t: (place[r], o) for t, (r, o) in run.links.items() if r in place},
                     alive=run.alive or (),
                     passed_on=run.passed_on,
@@ -194,12 +209,12 @@ class StepRecord:
         alive = self._alive_at[following][run.index] if following in self._alive_at else ()
         stay = {*alive, *run.program.schedule.saved}
         died = _bytes_of(run.graph, run.graph.outputs) - _bytes_of(run.graph, stay.intersection(run.graph.outputs))
-        handed = _bytes_of(tangents.graph, tangents.graph.tangents) if tangents is not None else 0
+        handed = _bytes_of(tangents.graph, tangents.arrived) if tangents is not None else 0
         return Gap(max(0, gap.held_bytes + died - handed), gap.peak_bytes)
 
     def _gap_before_backward(self, previous: Run, run: Run) -> Gap:
         gap = self._between(f"b{previous.index}", f"B{run.index}")
-        handed = _bytes_of(run.graph, run.graph.tangents) - _bytes_of(previous.graph, previous.passed_on)
+        handed = _bytes_of(run.graph, run.arrived) - _bytes_of(previous.graph, previous.passed_on)
         return Gap(max(0, gap.held_bytes - handed), gap.peak_bytes)
 
     def _between(self, first: str, last: str) -> Gap:
@@ -210,6 +225,11 @@ class StepRecord:
         base = intervals[at[first]].start_bytes
         peak = max((i.peak_bytes for i in intervals[at[first] : at[last]]), default=base)
         return Gap(intervals[at[last]].start_bytes - base, max(0, peak - base))
+
+
+def _living(run: Run) -> tuple[int, ...]:
+    """List the outputs of a run that still live."""
+    return tuple(t for t, (lives, _) in run.outputs.items() if lives())
 
 
 def _passed_on(part: Part, arguments: Sequence[Any]) -> tuple[int, ...]:

@@ -254,7 +254,7 @@ class Session:
             self._in_backward = True
             self._memory.backward_starts(self._steps)
         if run is not None and self._record is not None and run in self._record.runs:
-            self._record.backward_starts(run)
+            self._record.backward_starts(run, tangents)
 
     def backward_done(self, run: Run | None) -> None:
         """Note the end of a backward."""

@@ -34,6 +34,7 @@ from torch._functorch._aot_autograd.descriptors import (
     SavedForBackwardsAOTOutput,
 )
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensorMeta
+from torch._functorch._aot_autograd.runtime_wrappers import _AutogradSavedState as _SavedState
 from torch._functorch.partitioners import _extract_fwd_bwd_outputs, _has_tag_is_backward, _is_tangent
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
@@ -58,6 +59,7 @@ Compiler = Callable[[fx.GraphModule, Sequence[Any]], Boxed]
 
 def make_backend(partition: Callable[..., Any], forward: Compiler, backward: Compiler, inference: Compiler) -> Any:
     """Build a torch.compile backend from a partitioner of the joint graph and three compilers; no decompositions."""
+    _heed_tokens()
     return aot_autograd(
         fw_compiler=forward,
         bw_compiler=backward,
@@ -254,6 +256,34 @@ def backward_will_run_again() -> bool:
 def version_of(tensor: torch.Tensor) -> int:
     """Count the in-place changes of a tensor; -1 for one made in inference mode, which has no count."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def let_gradients_be_absent(token: torch.Tensor) -> None:
+    """Ask that the backward that gets this token be called with None for gradients that never came, not with zeros.
+
+    To be called in a forward that a backend of `make_backend` runs, which saves the token.
+    """
+    token.takes_absent = True  # type: ignore[attr-defined]
+
+
+def _heed_tokens() -> None:
+    """Let AOTAutograd look at the tokens that a forward saves; what has none of ours is saved as ever."""
+    save = _SavedState.save_from_forward
+    if hasattr(save, "__wrapped__"):
+        return
+
+    @functools.wraps(save)
+    def save_and_look(state: Any, context: Any, values: Sequence[Any]) -> None:
+        save(state, context, values)
+        if any(getattr(value, "takes_absent", False) for value in values):
+            context.set_materialize_grads(False)
+
+    setattr(_SavedState, "save_from_forward", save_and_look)  # noqa: B010  a method can't be assigned
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether a traced tensor has a size that is not a number yet."""
+    return isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)
 
 
 def boxed(module: fx.GraphModule) -> Boxed:

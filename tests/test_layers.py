@@ -44,6 +44,7 @@ ORDER = (
     "eager_paths",
     "torch_private",
     "capture",
+    "absent",
     "execution",
     "metering",
     "profiling",

@@ -1,0 +1,109 @@
+"""Gradients that never arrive: what of a backward needs no work where the caller left outputs unused.
+
+A model may return more than its loss, logits for example. Autograd then has no gradient for the rest. PyTorch's
+compiled functions are given zeros instead: as large as the logits, added to the true gradient, which may come out with
+other strides then, and handed on to parameters that plain training leaves alone. So here, as in plain training, a
+computation none of whose gradients has arrived is left out, and of a sum the other term is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from .capture import Captured
+from .costs import Profile
+from .graph import Graph
+
+
+@dataclass(frozen=True)
+class Absence:
+    """What is absent from a backward.
+
+    Attributes:
+        values: Values that nobody computes, in FX.
+        replaced: Sums of which one term is absent, with the other term, which takes their place.
+    """
+
+    values: frozenset[fx.Node] = frozenset()
+    replaced: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
+
+
+NOTHING = Absence()
+
+
+def find_absent(captured: Captured, missing: frozenset[int]) -> Absence:
+    """Find what is absent where some gradients of outputs have not arrived.
+
+    Args:
+        captured: The captured graph.
+        missing: Positions of these gradients among all of them.
+    """
+    tangents = captured.tangents
+    absent = {tangents[position] for position in missing}
+    dependent, replaced = set(tangents), dict[fx.Node, fx.Node]()
+    for node in captured.joint.graph.nodes:
+        gradients = [a for a in node.all_input_nodes if a in dependent]
+        if not gradients or node.op == "output":
+            continue
+        dependent.add(node)
+        if all(a in absent for a in gradients):
+            absent.add(node)
+        elif (other := _other_term(node, absent)) is not None:
+            replaced[node] = other
+    return Absence(frozenset(absent), replaced)
+
+
+def _other_term(node: fx.Node, absent: set[fx.Node]) -> fx.Node | None:
+    """Give the term of a sum that is there, where the other one is absent and the sum is nothing but that term."""
+    if node.target is not torch.ops.aten.add.Tensor or node.kwargs:
+        return None
+    terms = [a for a in node.args if isinstance(a, fx.Node)]
+    there = [a for a in terms if a not in absent]
+    if len(terms) != 2 or len(there) != 1:
+        return None
+    total, term = node.meta.get("val"), there[0].meta.get("val")
+    if not isinstance(total, torch.Tensor) or not isinstance(term, torch.Tensor):
+        return None
+    return there[0] if (total.shape, total.dtype) == (term.shape, term.dtype) else None
+
+
+def without(captured: Captured, absence: Absence, profile: Profile) -> tuple[Graph, Profile]:
+    """Give the graph and its costs as they are without what is absent.
+
+    Nodes and tensors keep their indices; what is absent takes no memory and no time. Forward values that only absent
+    computations read still count as read: nobody knows at the forward that these will be absent.
+    """
+    graph = captured.graph
+    tensor_of = {value: index for index, value in enumerate(captured.fx_values)}
+    merged: dict[int, int] = {}
+    for total, term in absence.replaced.items():
+        into, of = graph.tensors[tensor_of[term]].storage, graph.tensors[tensor_of[total]].storage
+        if into is not None and of is not None:
+            merged[of] = merged.get(into, into)
+    tensors = tuple(t if t.storage not in merged else replace(t, storage=merged[t.storage]) for t in graph.tensors)
+    filled = _filled(captured, absence)
+    there = {t.storage for t, value in zip(tensors, captured.fx_values, strict=True) if value not in absence.values}
+    there |= {tensors[tensor_of[value]].storage for value in filled if value in tensor_of}
+    storages = tuple(s if i in there else replace(s, size_bytes=0) for i, s in enumerate(graph.storages))
+    idle = {i for i, node in enumerate(captured.fx_nodes) if node in absence.values or node in absence.replaced}
+    costs = Profile(
+        tuple(0.0 if i in idle else time_ms for i, time_ms in enumerate(profile.time_ms)),
+        tuple(0 if i in idle else size for i, size in enumerate(profile.workspace_bytes)),
+        profile.device,
+    )
+    return replace(graph, tensors=tensors, storages=storages), costs
+
+
+def _filled(captured: Captured, absence: Absence) -> set[fx.Node]:
+    """List the absent values that must be filled with zeros: a computation reads them beside others that are there."""
+    return {
+        value
+        for node in captured.joint.graph.nodes
+        if node.op != "output" and node not in absence.values and node not in absence.replaced
+        for value in node.all_input_nodes
+        if value in absence.values
+    }

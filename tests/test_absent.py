@@ -1,0 +1,124 @@
+"""Where outputs stay unused, their gradients are left out as in plain training: not made, not added, not summed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning.metering import measure_peak
+
+ROWS, WIDTH = 256, 32
+SIZE = ROWS * WIDTH * 4
+
+
+class TwoHeads(nn.Module):
+    """Gives two results, of which a loss may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU())
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        trunk = self.trunk(x)
+        return torch.tanh(self.first(trunk)), torch.tanh(self.second(trunk))
+
+
+class WithLogits(nn.Module):
+    """Gives its loss, and what that was computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
+        self.head = nn.Linear(WIDTH, 16 * WIDTH)
+
+    def forward(self, x):
+        logits = self.head(self.body(x))
+        return logits.square().mean(), logits
+
+
+def train(model, loss_of, steps=5):
+    """Take AdamW steps with weight decay, and give all parameters at the end."""
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
+    gradients = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model(torch.randn(ROWS, WIDTH)), step).backward()
+        gradients.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        optimizer.step()
+    return gradients, [p.detach().clone() for p in model.parameters()]
+
+
+def assert_same(found, expected):
+    for mine, theirs in zip(found[0], expected[0], strict=True):
+        assert [g is None for g in mine] == [g is None for g in theirs]
+        assert all(a is None or torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
+
+
+def two(model_class):
+    torch.manual_seed(1)
+    plain = model_class()
+    planned = model_class()
+    planned.load_state_dict(plain.state_dict())
+    return plain, planned
+
+
+@pytest.mark.parametrize("budget", ["100%", "80%"])
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda out, step: out[0].square().mean(),
+        lambda out, step: out[step % 2].square().mean(),
+        lambda out, step: sum(o.square().mean() for o in out[step % 2 :]),
+    ],
+    ids=["one", "in turn", "sometimes both"],
+)
+def test_parameters_behind_an_unused_output_have_no_gradient(loss_of, budget):
+    plain, planned = two(TwoHeads)
+    hiremate(planned, budget, on_infeasible="warn", verbose=False)
+    assert_same(train(planned, loss_of), train(plain, loss_of))
+
+
+def test_a_second_backward_may_bring_other_gradients():
+    def loss_of(out, step):
+        out[0].square().mean().backward(retain_graph=True)
+        return out[1].square().mean()
+
+    plain, planned = two(TwoHeads)
+    hiremate(planned, "100%", verbose=False)
+    assert_same(train(planned, loss_of), train(plain, loss_of))
+
+
+def test_zeros_fill_in_where_an_operation_needs_all_gradients():
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return [half.exp() for half in self.linear(x).tanh().split(WIDTH // 2, dim=1)]
+
+    plain, planned = two(Split)
+    hiremate(planned, "100%", verbose=False)
+    assert_same(
+        train(planned, lambda out, step: out[0].square().mean()),
+        train(plain, lambda out, step: out[0].square().mean()),
+    )
+
+
+def test_no_memory_is_taken_for_gradients_that_never_come():
+    plain, planned = two(WithLogits)
+    hiremate(planned, "100%", verbose=False)
+    train(planned, lambda out, step: out[0], steps=4)
+    plan = get_plan(planned)
+    x = torch.randn(ROWS, WIDTH)
+    peaks = []
+    for model in (plain, planned):
+        model.zero_grad()
+        peaks.append(measure_peak(lambda model=model: model(x)[0].backward()))
+    assert peaks[1] <= peaks[0]
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.01)
