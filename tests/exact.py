@@ -1,0 +1,95 @@
+"""Train a small module twice, plainly and inside a budget, and compare everything bit for bit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
+from hiremate_lightning.plan import Plan
+
+Log = list[Tensor | None]
+Loop = Callable[[nn.Module], Log]
+
+
+def square_error(output: Tensor) -> Tensor:
+    """Reduce an output to a loss."""
+    return output.float().square().mean()
+
+
+def leave_behind(module: nn.Module) -> Log:
+    """Copy what a training has changed: parameters, gradients, buffers, and the random state."""
+    gradients = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+    return [*(t.detach().clone() for t in module.state_dict().values()), *gradients, torch.get_rng_state()]
+
+
+def simple_loop(
+    make_batch: Callable[[int], Any], steps: int = 5, loss_of: Callable[[Any], Tensor] = square_error
+) -> Loop:
+    """Make a loop of AdamW steps that logs losses and all that each step leaves behind."""
+
+    def loop(module: nn.Module) -> Log:
+        optimizer = torch.optim.AdamW((p for p in module.parameters() if p.requires_grad), lr=1e-2)
+        log: Log = []
+        for index in range(steps):
+            optimizer.zero_grad()
+            loss = loss_of(module(make_batch(index)))
+            loss.backward()
+            optimizer.step()
+            log += [loss.detach().clone(), *leave_behind(module)]
+        return log
+
+    return loop
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Don't show warnings of the package: where a budget can't be met, the least memory does as well here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HiRemateWarning)
+        yield
+
+
+def differing(found: Log, expected: Log) -> list[int]:
+    """List the positions at which two logs differ in any bit."""
+    assert len(found) == len(expected)
+    pairs = enumerate(zip(found, expected, strict=True))
+    return [i for i, (a, b) in pairs if (a is None) != (b is None) or (a is not None and not torch.equal(a, b))]
+
+
+def train_both(make: Callable[[], nn.Module], loop: Loop, budget: int | float | str = "80%", **options: Any) -> Plan:
+    """Run a loop with a plain module and with a planned one, from the same seeds; fail where anything differs.
+
+    Args:
+        make: Builds the module.
+        loop: Trains a module, and gives whatever must be equal.
+        budget: Of the planned one.
+        **options: Passed on to `hiremate`.
+
+    Returns:
+        The plan.
+    """
+    logs = []
+    for is_planned in (False, True):
+        torch.manual_seed(3)
+        module = make()
+        torch.manual_seed(4)
+        if not is_planned:
+            logs.append(loop(module))
+            continue
+        with quiet():
+            hiremate(module, budget, **{"verbose": False, "on_infeasible": "warn", **options})
+            logs.append(loop(module))
+        plan = get_plan(module)
+        remove_hiremate(module)
+    wrong = differing(logs[1], logs[0])
+    assert not wrong, f"{len(wrong)} of {len(logs[0])} differ, the first ones at {wrong[:5]}"
+    assert plan is not None, "nothing was planned"
+    peak = plan.measured.peak_bytes
+    assert peak is None or peak <= max(plan.budget_bytes, plan.planned_peak_bytes), f"{peak:,} of {plan.budget_bytes:,}"
+    return plan

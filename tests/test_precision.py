@@ -1,0 +1,154 @@
+"""Reduced precision and memory formats: bit for bit as without a plan."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hiremate_lightning.callbacks import HiRemateCallback
+
+from .exact import Log, leave_behind, quiet, simple_loop, square_error, train_both
+
+ROWS, WIDTH = 256, 16
+
+
+def layers() -> nn.Sequential:
+    block = (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Dropout(0.2))
+    return nn.Sequential(*block, nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+
+def pictures_net() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(8, 8, 3),
+        nn.GELU(),
+        nn.Conv2d(8, 4, 1),
+    )
+
+
+def rows(index: int) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index))
+
+
+def pictures(index: int) -> Tensor:
+    return torch.randn(16, 3, 12, 12, generator=torch.Generator().manual_seed(index))
+
+
+class AutocastInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(WIDTH, WIDTH), layers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.layers(x).float() + x
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_around_the_call_is_exact(dtype):
+    def loop(module: nn.Module) -> Log:
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+        log: Log = []
+        for index in range(5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=dtype):
+                loss = square_error(module(rows(index)))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            log += [loss.detach(), torch.tensor(scaler.get_scale()), *leave_behind(module)]
+        return log
+
+    train_both(layers, loop)
+
+
+def test_autocast_inside_the_call_is_exact():
+    train_both(AutocastInside, simple_loop(rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_weights_of_another_type_are_exact(dtype):
+    train_both(lambda: layers().to(dtype), simple_loop(lambda index: rows(index).to(dtype)))
+
+
+def test_a_skipped_step_of_a_gradient_scaler_is_skipped_under_a_plan():
+    def loop(module: nn.Module) -> Log:
+        optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60, growth_interval=2)
+        log: Log = []
+        for index in range(5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = square_error(module(rows(index)))
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            log += [torch.tensor(scaler.get_scale()), *(p.detach().clone() for p in module.parameters())]
+        return log
+
+    train_both(layers, loop)
+
+
+class Learner(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers()
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return square_error(self.layers(batch[0].to(self.layers[0].weight.dtype)))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true", "64-true"])
+@pytest.mark.filterwarnings("ignore:Found unused")
+def test_a_precision_of_the_trainer_is_exact(precision):
+    weights = []
+    for callbacks in ([], [HiRemateCallback("80%", verbose=False, on_infeasible="warn")]):
+        torch.manual_seed(3)
+        module = Learner()
+        data = DataLoader(TensorDataset(torch.cat([rows(index) for index in range(5)])), batch_size=ROWS)
+        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            max_epochs=1,
+            precision=precision,
+            callbacks=callbacks,
+            enable_model_summary=False,
+            **options,
+        )
+        with quiet():
+            trainer.fit(module, data)
+        weights.append([p.detach().clone() for p in module.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    assert callbacks[0].plan is not None
+
+
+@pytest.mark.parametrize("weights", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("batch", [torch.contiguous_format, torch.channels_last])
+def test_memory_formats_are_exact(weights, batch):
+    make_batch = lambda index: pictures(index).to(memory_format=batch)  # noqa: E731
+    train_both(lambda: pictures_net().to(memory_format=weights), simple_loop(make_batch))
+
+
+STRIDED = {
+    "transposed": lambda index: torch.randn(WIDTH, ROWS, generator=torch.Generator().manual_seed(index)).t(),
+    "every other": lambda index: rows(index).repeat_interleave(2, 0)[::2],
+    "expanded": lambda index: rows(index)[:1].expand(ROWS, WIDTH),
+    "of a larger one": lambda index: torch.cat([rows(index), rows(index)], 1)[:, 3 : WIDTH + 3],
+}
+
+
+@pytest.mark.parametrize("make_batch", STRIDED.values(), ids=STRIDED)
+def test_batches_that_are_not_contiguous_are_exact(make_batch):
+    train_both(layers, simple_loop(make_batch))

@@ -1,0 +1,286 @@
+"""Operations with random numbers, with state and with backwards of their own: as in plain training, and once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+from .exact import simple_loop, train_both
+
+ROWS, WIDTH = 256, 16
+
+
+def rows(index: int) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index))
+
+
+def tokens(index: int) -> Tensor:
+    return torch.randn(64, 4, WIDTH, generator=torch.Generator().manual_seed(index))
+
+
+def pictures(index: int) -> Tensor:
+    return torch.randn(16, 3, 12, 12, generator=torch.Generator().manual_seed(index))
+
+
+class Between(nn.Module):
+    """Layers around a function: there is something to recompute on both sides of it."""
+
+    def __init__(self, function: Any, **members: Any) -> None:
+        super().__init__()
+        self.before = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        self.after = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        self.function = function
+        for name, member in members.items():
+            if isinstance(member, Tensor) and not isinstance(member, nn.Parameter):
+                self.register_buffer(name, member)
+            else:
+                setattr(self, name, member)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.function(self, self.before(x)))
+
+
+# ---------------------------------------------------------------- random
+
+
+def stochastic_depth(self, x):
+    kept = torch.empty(x.shape[0], *[1] * (x.dim() - 1)).bernoulli_(0.8).div_(0.8)
+    return x + torch.tanh(x) * kept
+
+
+def random_crop(self, x):
+    start = torch.randint(0, 3, (x.shape[0], 1))
+    columns = start + torch.arange(WIDTH - 3)
+    return F.pad(x.gather(1, columns), (0, 3))
+
+
+RANDOM = {
+    "gumbel noise": lambda self, x: F.gumbel_softmax(x, tau=0.7),
+    "hard gumbel noise": lambda self, x: F.gumbel_softmax(x, hard=True) * x,
+    "stochastic depth": stochastic_depth,
+    "RReLU": lambda self, x: F.rrelu(x, training=self.training),
+    "random crop": random_crop,
+    "drawn like": lambda self, x: x + 0.1 * torch.randn_like(x) * torch.rand_like(x),
+    "permutation": lambda self, x: x[torch.randperm(x.shape[0])],
+    "alpha dropout": lambda self, x: F.alpha_dropout(x, 0.2, training=self.training),
+    "dropout of everything": lambda self, x: x + F.dropout(x, 1.0, training=self.training),
+    "dropout of nothing": lambda self, x: F.dropout(x, 0.0, training=self.training),
+    "sampled classes": lambda self, x: x * torch.multinomial(x.softmax(-1), 1),
+}
+
+
+@pytest.mark.parametrize("function", RANDOM.values(), ids=RANDOM)
+def test_random_numbers_are_those_of_plain_training(function):
+    train_both(lambda: Between(function), simple_loop(rows))
+
+
+def draws_in_vain(self, x):
+    F.dropout(x, 0.5, training=True)
+    torch.randn(3)
+    return F.dropout(x, 0.5, training=True)
+
+
+def test_numbers_that_nobody_uses_are_drawn_all_the_same():
+    train_both(lambda: Between(draws_in_vain), simple_loop(rows))
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.2])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_attention_with_dropout_draws_once(probability, is_causal):
+    def attend(self, x):
+        query, key, value = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in (x, x.sin(), x.cos()))
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=probability, is_causal=is_causal)
+        return mixed.transpose(1, 2).flatten(2)
+
+    train_both(lambda: Between(attend), simple_loop(tokens))
+
+
+# ---------------------------------------------------------------- state
+
+
+def moving_average(self, x):
+    with torch.no_grad():
+        self.average.lerp_(x.mean(0), 0.1)
+        self.steps += 1
+    return x - self.average.clone()
+
+
+def vector_quantiser(self, x):
+    """Nearest codes with a straight-through gradient; the codes follow by a moving average."""
+    nearest = torch.cdist(x.detach(), self.codes).argmin(-1)
+    with torch.no_grad():
+        chosen = F.one_hot(nearest, len(self.codes)).to(x.dtype)
+        self.codes.mul_(0.99).add_(chosen.t() @ x / ROWS, alpha=0.01)
+    return x + (F.embedding(nearest, self.codes) - x).detach()
+
+
+def test_a_moving_average_is_updated_once_a_step():
+    make = lambda: Between(moving_average, average=torch.zeros(WIDTH), steps=torch.zeros((), dtype=torch.long))  # noqa: E731
+    modules = []
+
+    def keep():
+        modules.append(make())
+        return modules[-1]
+
+    train_both(keep, simple_loop(rows, steps=6))
+    assert modules[1].steps == 6
+
+
+def test_a_quantiser_that_learns_its_codes_is_exact():
+    train_both(lambda: Between(vector_quantiser, codes=torch.randn(8, WIDTH)), simple_loop(rows))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("wrap", [parametrizations.spectral_norm, parametrizations.weight_norm])
+def test_normed_weights_are_exact(wrap, times):
+    def run(self, x):
+        for _ in range(times):
+            x = self.layer(x)
+        return x
+
+    train_both(lambda: Between(run, layer=wrap(nn.Linear(WIDTH, WIDTH))), simple_loop(rows))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"momentum": None}, {"track_running_stats": False}, {"affine": False}],
+    ids=lambda o: " ".join(o) or "plain",
+)
+def test_statistics_of_batches_are_updated_once(options):
+    def norm(self, x):
+        return self.norm(x)
+
+    train_both(lambda: Between(norm, norm=nn.BatchNorm1d(WIDTH, **options)), simple_loop(rows))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_statistics_of_transposed_batches_are_exact(is_first):
+    """torch foresees the strides of such a batch norm's result wrongly on the CPU."""
+
+    def norm(self, x):
+        made = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return made if is_first else made.relu() + x
+
+    train_both(lambda: Between(norm, norm=nn.BatchNorm1d(WIDTH)), simple_loop(tokens))
+
+
+def test_a_buffer_that_is_replaced_is_exact():
+    def run(self, x):
+        self.last = x.detach().mean(0)
+        return x * self.last
+
+    train_both(lambda: Between(run, last=torch.zeros(WIDTH)), simple_loop(rows))
+
+
+# ---------------------------------------------------------------- kernels that tracing would exchange
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic", "area"])
+def test_resized_pictures_are_exact(mode):
+    def make():
+        return nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Upsample(scale_factor=2, mode=mode), nn.Conv2d(6, 2, 3))
+
+    train_both(make, simple_loop(pictures))
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_products_of_slices_with_frozen_weights_are_exact(has_bias):
+    def run(self, x):
+        return torch.cat([self.frozen(half) for half in x.chunk(2, dim=-1)], dim=-1)
+
+    def make():
+        frozen = nn.Linear(WIDTH // 2, WIDTH // 2, bias=has_bias).requires_grad_(False)
+        return Between(run, frozen=frozen)
+
+    train_both(make, simple_loop(tokens))
+
+
+# How a loss hands its gradient to the output: with its strides, contiguous, expanded from one number.
+LOSSES = {
+    "elementwise": lambda y: (y * y.detach()).sum() / 100,
+    "contiguous": lambda y: F.mse_loss(y, torch.zeros_like(y)),
+    "expanded": lambda y: y.mean() + y.sum() / 1000,
+    "classes": lambda y: F.cross_entropy(y, torch.zeros(y.shape[0], y.shape[2], dtype=torch.long)),
+}
+
+
+@pytest.mark.parametrize("loss_of", LOSSES.values(), ids=LOSSES)
+def test_transposed_outputs_are_exact_whatever_the_loss(loss_of):
+    class Transposed(Between):
+        def forward(self, x):
+            return self.norm(super().forward(x).transpose(1, 2))
+
+    make = lambda: Transposed(lambda self, x: x, norm=nn.BatchNorm1d(WIDTH))  # noqa: E731
+    train_both(make, simple_loop(tokens, loss_of=loss_of))
+
+
+# ---------------------------------------------------------------- backwards of their own
+
+
+class Squash(torch.autograd.Function):
+    """Saves its output; its gradient is a quarter too large."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        y = torch.tanh(x)
+        ctx.save_for_backward(y)
+        ctx.scale = scale
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (y,) = ctx.saved_tensors
+        return gradient * (1 - y * y) * ctx.scale, None
+
+
+class RoundStraightThrough(torch.autograd.Function):
+    """Rounds; gradients pass through."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return (x * 8).round() / 8
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+FUNCTIONS = {
+    "saving": lambda self, x: Squash.apply(x, 1.25),
+    "quantiser": lambda self, x: RoundStraightThrough.apply(x),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_autograd_functions_keep_their_backward(function):
+    train_both(lambda: Between(function), simple_loop(rows))
+
+
+@torch.library.custom_op("hiremate_tests::cube", mutates_args=())
+def cube(x: Tensor) -> Tensor:
+    """A kernel that torch can't look into."""
+    return torch.from_numpy(x.detach().numpy() ** 3)
+
+
+@cube.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def cube_backward(ctx: Any, gradient: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    return gradient * x * x * 2.5  # not what calculus says
+
+
+torch.library.register_autograd(
+    cube, cube_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+def test_a_custom_operator_keeps_its_backward():
+    train_both(lambda: Between(lambda self, x: cube(x * 0.5)), simple_loop(rows))
