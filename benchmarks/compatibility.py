@@ -26,7 +26,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,12 @@ def _resident_bytes(module: Any, optimizer: Any, batch: Any) -> int:
     import torch
     from torch.utils._pytree import tree_leaves
 
-    tensors = [*module.parameters(), *module.buffers(), *tree_leaves(batch), *tree_leaves(list(optimizer.state.values()))]
+    tensors = [
+        *module.parameters(),
+        *module.buffers(),
+        *tree_leaves(batch),
+        *tree_leaves(list(optimizer.state.values())),
+    ]
     storages = (t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor))
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
@@ -188,7 +193,9 @@ def _difference(found: _Run, expected: _Run) -> str:
             differing += 1
             first = first or f"{name} of step {index + 1}"
             worst = max(worst, _relative(value, other))
-    return f"{differing} tensors differ, first {first}, by up to {worst:.1e} of their largest number" if differing else ""
+    return (
+        f"{differing} tensors differ, first {first}, by up to {worst:.1e} of their largest number" if differing else ""
+    )
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -236,7 +243,7 @@ def _smallest_share(name: str) -> str:
     """Find the smallest budget of a model, as a share rounded up to a tenth of a per cent."""
     _, plan, _, _ = _planned(name, "0.1%", on_infeasible="warn")
     share = (plan.planned_peak_bytes - plan.resident_bytes) / (plan.unplanned_peak_bytes - plan.resident_bytes)
-    return f"{math.ceil(1000 * share + 5) / 10:.1f}%"
+    return f"{min(100.0, math.ceil(1000 * share + 5) / 10):.1f}%"
 
 
 def check(name: str, budget: str = "50%") -> Result:
@@ -328,15 +335,18 @@ def _child(name: str) -> None:
 
 INTRODUCTION = """# Compatibility
 
-Models of other packages, small and with random weights, trained for {steps} AdamW steps with a new batch each: plain, and planned
-with `hiremate(model, budget="50%")`, from the same state. *Exact* means that losses, all gradients of each step, buffers, the
-state of the random generator and the final parameters are equal bit for bit; dropout, stochastic depth and batch norm are on.
-*Within budget* means that no measured peak (of {measured} steps and of the session's own measurement) is above the budget.
+Models of other packages, small and with random weights, trained for {steps} AdamW steps with a new batch each: plain,
+and planned with `hiremate(model, budget="50%")`, from the same state. *Exact* means that losses, all gradients of each
+step, buffers, the state of the random generator and the final parameters are equal bit for bit; dropout, stochastic
+depth and batch norm are on. *Within budget* means that no measured peak (of {measured} steps, and of the step that the
+package measures by itself) is above the budget.
 
-The budget is a share of what an unplanned step adds, at its peak, to what exists before it; a model for which nothing fits
-50 % has the smallest share that was found. Peaks are of the allocator's own events, with what exists before the step. *Extra
-time* is predicted, on measured operations; *gap* is how far it can be from the best plan, as proven by a bound, in per cent
-of a step. Models this small take milliseconds: for times that were measured, see [benchmarks/results](../benchmarks/results).
+The budget is a share of what an unplanned step adds, at its peak, to what exists before it; a model for which nothing
+fits 50 % has the smallest share that was found. Peaks are of the allocator's own events, with what exists before the
+step. *Extra time* is predicted, on measured operations; *gap* is how far it can be from the best plan, as proven by a
+bound, in per cent of a step. Models this small take milliseconds; for times that were measured, see
+[benchmarks/results](../benchmarks/results). *Planning* is tracing, profiling and solving together, while other
+programs ran on the machine.
 
 Made by `python benchmarks/compatibility.py --write docs/compatibility.md` on {date}: {versions}; {machine}, one thread.
 
@@ -398,7 +408,9 @@ def page(results: list[Result]) -> str:
         steps=STEPS,
         measured=len(MEASURED),
         date=time.strftime("%Y-%m-%d"),
-        versions=versions.replace(f"torch {torch.__version__},", f"torch {torch.__version__}, Python {platform.python_version()},"),
+        versions=versions.replace(
+            f"torch {torch.__version__},", f"torch {torch.__version__}, Python {platform.python_version()},"
+        ),
         machine=_machine(),
         exact=sum(r.is_exact for r in results),
         within=sum(r.is_within for r in results),
@@ -415,7 +427,11 @@ def page(results: list[Result]) -> str:
 
 def _machine() -> str:
     info = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    names = (
+        [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        if info.exists()
+        else []
+    )
     return names[0] if names else platform.processor() or platform.machine()
 
 

@@ -363,7 +363,11 @@ def detr() -> Case:
     from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
 
     backbone = ResNetConfig(
-        embedding_size=16, hidden_sizes=[16, 32, 64, 96], depths=[1, 1, 1, 1], layer_type="basic", out_features=["stage4"]
+        embedding_size=16,
+        hidden_sizes=[16, 32, 64, 96],
+        depths=[1, 1, 1, 1],
+        layer_type="basic",
+        out_features=["stage4"],
     )
     config = DetrConfig(
         use_timm_backbone=False,
@@ -384,9 +388,9 @@ def detr() -> Case:
     def make_batch(index: int) -> Batch:
         labels = [
             {"class_labels": integers(index + n, 10, 3), "boxes": 0.25 + 0.2 * random(index + n, 3, 4).sigmoid()}
-            for n in range(2)
+            for n in range(8)
         ]
-        return {"pixel_values": random(index, 2, 3, 128, 128), "labels": labels}
+        return {"pixel_values": random(index, 8, 3, 128, 128), "labels": labels}
 
     return Case(DetrForObjectDetection(config), make_batch, own_loss)
 
@@ -683,7 +687,9 @@ def segresnet() -> Case:
     """SegResNet, group norm, dropout."""
     from monai.networks.nets import SegResNet
 
-    module = SegResNet(2, init_filters=16, in_channels=1, out_channels=2, dropout_prob=0.1, blocks_down=(1, 2, 2))
+    module = SegResNet(
+        2, init_filters=16, in_channels=1, out_channels=2, dropout_prob=0.1, blocks_down=(1, 2, 2), blocks_up=(1, 1)
+    )
     return fields(module, 4, 1, 96, 96)
 
 
@@ -703,9 +709,7 @@ def tfno() -> Case:
     """Tensorized Fourier neural operator, factorized complex weights."""
     from neuralop.models import TFNO
 
-    module = TFNO(
-        n_modes=(8, 8), in_channels=3, out_channels=1, hidden_channels=24, factorization="Tucker", rank=0.2
-    )
+    module = TFNO(n_modes=(8, 8), in_channels=3, out_channels=1, hidden_channels=24, factorization="Tucker", rank=0.2)
     return fields(module, 4, 3, 64, 64)
 
 
@@ -718,7 +722,8 @@ def uno() -> Case:
         in_channels=3,
         out_channels=1,
         hidden_channels=16,
-        uno_out_channels=[16, 24, 16],
+        uno_out_channels=[16, 16, 16],
+        channel_mlp_skip="linear",
         uno_n_modes=[[8, 8], [8, 8], [8, 8]],
         uno_scalings=[[1.0, 1.0], [0.5, 0.5], [2.0, 2.0]],
         n_layers=3,
@@ -730,20 +735,28 @@ def uno() -> Case:
 
 
 def graphs(module: nn.Module, nodes: int = 600, edges: int = 3000, width: int = 32) -> Case:
-    """Train on random graphs, all of one size."""
+    """Train on one random graph, with new features at each step."""
 
     def make_batch(index: int) -> Batch:
-        return {"x": random(index, nodes, width), "edge_index": integers(index, nodes, 2, edges)}
+        return {"x": random(index, nodes, width), "edge_index": integers(0, nodes, 2, edges)}
 
     return Case(module, make_batch, mean_square)
 
 
 @case("torch_geometric")
 def gcn() -> Case:
-    """Graph convolutions, 6 layers, batch norm."""
+    """Graph convolutions, 6 layers, batch norm; edges are normalized in each layer."""
     from torch_geometric.nn import GCN
 
     return graphs(GCN(32, 64, 6, 16, dropout=0.1, norm="batch_norm"))
+
+
+@case("torch_geometric")
+def sage() -> Case:
+    """GraphSAGE, 4 layers, batch norm."""
+    from torch_geometric.nn import GraphSAGE
+
+    return graphs(GraphSAGE(32, 64, 4, 16, dropout=0.1, norm="batch_norm"))
 
 
 @case("torch_geometric")

@@ -33,8 +33,8 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTInput,
     SavedForBackwardsAOTOutput,
 )
-from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensorMeta
 from torch._functorch._aot_autograd.runtime_wrappers import _AutogradSavedState as _SavedState
+from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensorMeta
 from torch._functorch.partitioners import _extract_fwd_bwd_outputs, _has_tag_is_backward, _is_tangent
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
@@ -236,16 +236,6 @@ def take_gradients_as_they_come() -> None:
         for meta in context.fw_metadata.subclass_tangent_meta:
             if isinstance(meta, PlainTensorMeta) and meta.memory_format is not None:
                 meta.memory_format = MemoryFormatMeta(size=_Anything(), stride=_Anything())  # type: ignore[arg-type]
-
-
-def backward_will_run_again() -> bool:
-    """Whether the running backward was called with `retain_graph=True`."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Count the in-place changes of a tensor; -1 for one made in inference mode, which has no count."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def backward_will_run_again() -> bool:

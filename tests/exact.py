@@ -34,7 +34,7 @@ def simple_loop(
     """Make a loop of AdamW steps that logs losses and all that each step leaves behind."""
 
     def loop(module: nn.Module) -> Log:
-        optimizer = torch.optim.AdamW((p for p in module.parameters() if p.requires_grad), lr=1e-2)
+        optimizer = torch.optim.AdamW((p for p in module.parameters() if p.requires_grad), lr=1e-2, eps=1e-4)
         log: Log = []
         for index in range(steps):
             optimizer.zero_grad()
