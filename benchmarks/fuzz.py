@@ -26,11 +26,13 @@ from tests.fuzz_models import Outcome, RejectedError, compare, draw
 def describe(outcome: Outcome) -> str:
     """Say what came out, in one of the words of the table."""
     if outcome.differences:
-        return "WRONG"
+        return "WRONG" if outcome.graphs == 1 else "WRONG, IN SEVERAL GRAPHS"
     if outcome.plan is None:
         return "exact, nothing to plan"
-    if outcome.excess_bytes > 0:
+    if outcome.is_over_budget:
         return "OVER BUDGET"
+    if outcome.excess_bytes > 0:
+        return "exact; over budget, announced: no plan takes less"
     return "exact and within budget, after one correction" if outcome.corrected_bytes else "exact and within budget"
 
 

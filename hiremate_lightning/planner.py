@@ -139,14 +139,19 @@ def _solve(problem: Problem, options: PlanOptions, strategy: Strategy) -> tuple[
 
 
 def _solve_until_it_fits(problem: Problem, strategy: Strategy) -> Solution:
-    """Solve, with less and less of the budget while the simulated peak passes it; the first bound stays the bound."""
+    """Solve, with less and less of the budget while the simulated peak passes it; the first bound stays the bound.
+
+    The time limit is that of all solves together; each gets at least a second.
+    """
+    end = time.monotonic() + problem.options.time_limit_s
     solution = first = strategy(problem)
     tighter = problem
     for _ in range(TIGHTENINGS):
         excess = replay(problem, solution.recompute).peak_bytes - problem.budget_bytes if solution.is_feasible else 0
         if excess <= 0:
             break
-        tighter = replace(tighter, budget_bytes=tighter.budget_bytes - excess)
+        options = replace(problem.options, time_limit_s=max(1.0, end - time.monotonic()))
+        tighter = replace(tighter, budget_bytes=tighter.budget_bytes - excess, options=options)
         solution = strategy(tighter)
     if solution is first or not solution.is_feasible:
         return solution

@@ -16,6 +16,7 @@ import torch
 
 from . import torch_private
 from .absent import find_absent, without
+from .capture import allocated_bytes
 from .costs import Profile
 from .execution import Part, Program, missing_gradients
 from .graph import Graph
@@ -37,6 +38,7 @@ class Run:
         outputs: For each output, whether its storage still lives, and which it is.
         alive: Outputs that lived when the backward ended, None before it ends.
         missing: Positions of the gradients of outputs that did not arrive.
+        handed_bytes: Bytes of those that did: an expanded one takes less than its shape says.
     """
 
     part: Part
@@ -48,16 +50,12 @@ class Run:
     outputs: dict[int, tuple[Callable[[], bool], int]] = field(default_factory=dict)
     alive: tuple[int, ...] | None = None
     missing: frozenset[int] = frozenset()
+    handed_bytes: int = 0
 
     @property
     def graph(self) -> Graph:
         """The graph that runs, all gradients taken for present."""
         return self.part.captured.graph
-
-    @property
-    def arrived(self) -> tuple[int, ...]:
-        """The gradients of outputs that were handed in."""
-        return tuple(t for position, t in enumerate(self.graph.tangents) if position not in self.missing)
 
     def as_run(self, profile: Profile) -> tuple[Graph, Profile]:
         """Give the graph and its costs without what the gradients that are missing would have brought."""
@@ -133,8 +131,9 @@ class StepRecord:
         self._mark(f"f{run.index}")
 
     def backward_starts(self, run: Run, tangents: Sequence[Any]) -> None:
-        """Note that a backward starts, and which gradients did not arrive."""
+        """Note that a backward starts, and which gradients arrived."""
         run.missing = missing_gradients(tangents)
+        run.handed_bytes = _storage_bytes(t for t in tangents if isinstance(t, torch.Tensor))
         self._note_alive(f"B{run.index}")
         self.backwards.append(run.index)
         self._mark(f"B{run.index}")
@@ -209,12 +208,12 @@ class StepRecord:
         alive = self._alive_at[following][run.index] if following in self._alive_at else ()
         stay = {*alive, *run.program.schedule.saved}
         died = _bytes_of(run.graph, run.graph.outputs) - _bytes_of(run.graph, stay.intersection(run.graph.outputs))
-        handed = _bytes_of(tangents.graph, tangents.arrived) if tangents is not None else 0
+        handed = tangents.handed_bytes if tangents is not None else 0
         return Gap(max(0, gap.held_bytes + died - handed), gap.peak_bytes)
 
     def _gap_before_backward(self, previous: Run, run: Run) -> Gap:
         gap = self._between(f"b{previous.index}", f"B{run.index}")
-        handed = _bytes_of(run.graph, run.arrived) - _bytes_of(previous.graph, previous.passed_on)
+        handed = run.handed_bytes - _bytes_of(previous.graph, previous.passed_on)
         return Gap(max(0, gap.held_bytes - handed), gap.peak_bytes)
 
     def _between(self, first: str, last: str) -> Gap:
@@ -225,6 +224,12 @@ class StepRecord:
         base = intervals[at[first]].start_bytes
         peak = max((i.peak_bytes for i in intervals[at[first] : at[last]]), default=base)
         return Gap(intervals[at[last]].start_bytes - base, max(0, peak - base))
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Add up the storages of tensors, each once, as their allocator rounds them."""
+    found = {torch_private.storage_id(t): allocated_bytes(t.untyped_storage().nbytes(), t.device) for t in tensors}
+    return sum(found.values())
 
 
 def _living(run: Run) -> tuple[int, ...]:

@@ -109,6 +109,7 @@ class _Compiler:
 
 
 _attached: weakref.WeakSet[Targets] = weakref.WeakSet()
+_announced: weakref.WeakSet[Session] = weakref.WeakSet()  # of which it is known that calls ran without a plan
 
 
 class Targets:
@@ -297,7 +298,8 @@ class _OptimizerListener:
         session = self._session()
         if session is not None:
             session.optimizer_stepped(optimizer)
-            if self._runs.get(optimizer) == session.runs and _has_gradients_of(session.root, optimizer):
+            is_passed_by = self._runs.get(optimizer) == session.runs and session not in _announced
+            if is_passed_by and _has_gradients_of(session.root, optimizer):
                 session.say(f"{type(session.root).__name__} {UNPLANNED}")
             self._runs[optimizer] = session.runs
 
@@ -318,6 +320,7 @@ def check_captured(session: Session, name: str, result: Any) -> None:
     tensors = (t for t in torch_private.leaves(result) if isinstance(t, torch.Tensor))
     if any(t.requires_grad for t in tensors):
         if session.captured_count:
+            _announced.add(session)
             session.say(f"A call of {name} could not be captured and ran without a plan; earlier ones were planned.")
             return
         raise CaptureError(

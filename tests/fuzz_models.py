@@ -265,6 +265,7 @@ class Outcome:
         differences: What differs, empty where all is equal bit for bit.
         graphs: Number of captured graphs.
         corrected_bytes: By how much an earlier plan was measured over the budget and replaced, 0 for not at all.
+        warnings: What the package said.
     """
 
     recipe: Recipe
@@ -273,6 +274,13 @@ class Outcome:
     differences: list[str]
     graphs: int
     corrected_bytes: int
+    warnings: list[str]
+
+    @property
+    def is_over_budget(self) -> bool:
+        """Whether a step took more than its budget, and nobody was told that no plan takes less."""
+        announced = any("no plan leaves that margin" in text or "with a margin" in text for text in self.warnings)
+        return self.plan is not None and self.excess_bytes > 0 and not announced
 
     @property
     def excess_bytes(self) -> int:
@@ -290,8 +298,8 @@ def compare(recipe: Recipe, time_limit_s: float = 5.0) -> Outcome:
     plain = _train_plainly(recipe)
     model, share = build(recipe), SHARES[recipe.share]
     keys = list(model.state_dict())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", HiRemateWarning)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", HiRemateWarning)
         hiremate(model, share, on_infeasible="warn", time_limit_s=time_limit_s, verbose=False)
         try:
             planned = train(model, recipe, measured=MEASURED, before=lambda index: _loosen(model, share, index))
@@ -302,7 +310,8 @@ def compare(recipe: Recipe, time_limit_s: float = 5.0) -> Outcome:
             remove_hiremate(model)
     assert list(model.state_dict()) == keys
     corrected = max((known.margin_bytes for known in session._known.values()), default=0)
-    return Outcome(recipe, plan, planned.peaks, _differences(planned, plain), session.captured_count, corrected)
+    said = [str(warning.message) for warning in caught if issubclass(warning.category, HiRemateWarning)]
+    return Outcome(recipe, plan, planned.peaks, _differences(planned, plain), session.captured_count, corrected, said)
 
 
 def _loosen(model: FuzzNet, share: float, index: int) -> None:

@@ -16,15 +16,15 @@ from . import fuzz_models
 from .fuzz_models import Outcome, Recipe, RejectedError, compare, draw
 from .fuzz_operations import OPERATIONS
 
-# What torch's front end can't capture at all, so that there may be nothing to plan in a small network around it.
-BREAKS = ("branch on data", "code between graphs", "recurrent")
+# What breaks the graph. A value that several graphs read gets its gradient added up graph by graph, in another order.
+BREAKS = ("branch on data", "code between graphs", "recurrent", "batch norm")
+WHOLE = sorted(set(OPERATIONS).difference(BREAKS))
 
 
 def check(outcome: Outcome) -> None:
     """Fail where a planned training is not the plain one, or took more than its budget."""
     assert not outcome.differences, f"{outcome.recipe}: {', '.join(outcome.differences[:5])}"
-    if outcome.plan is not None:
-        assert outcome.excess_bytes <= 0, f"{outcome.recipe}: {outcome.excess_bytes:,} bytes over the budget"
+    assert not outcome.is_over_budget, f"{outcome.recipe}: {outcome.excess_bytes:,} bytes over the budget"
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def _quiet():
 @settings(max_examples=15, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_drawn_networks_train_as_without_a_plan_and_within_the_budget(data):
-    recipe = draw(lambda values: data.draw(st.sampled_from(list(values))), longest=7)
+    recipe = draw(lambda values: data.draw(st.sampled_from(list(values))), longest=7, names=WHOLE)
     try:
         check(compare(recipe))
     except RejectedError:
@@ -48,11 +48,10 @@ def test_drawn_networks_train_as_without_a_plan_and_within_the_budget(data):
 @pytest.mark.parametrize("name", sorted(OPERATIONS))
 def test_each_operation_trains_as_without_a_plan_and_within_the_budget(name):
     setting = random.Random(name).randrange(8)
-    middle = ((name, 0, 1, setting), ("activation", 0, 0, 0))
-    recipe = Recipe((("linear", 0, 1, 0), *middle, ("linear", 0, 0, 0)), rows=2, share=4)
+    recipe = Recipe((("linear", 0, 1, 0), (name, 0, 1, setting), ("activation", 0, 0, 0)), rows=2, share=4)
     outcome = compare(recipe)
     check(outcome)
-    assert outcome.plan is not None or name in BREAKS
+    assert outcome.plan is not None
 
 
 def test_a_wrong_number_is_found(monkeypatch):
