@@ -421,11 +421,12 @@ class SizeFinder:
                 self._max_overhead *= CAUTION
                 return False
             self._runner.step(size, session)
+            plan = session.plan or plan  # it meets what exists before its own step: gradients may be gone by then
         if not session.peaks:
             log.info("The second step of size %d was of another kind than the first: its peak is not known", size)
             return bool(self._agree(0))
         peak = max(session.peaks)
-        self._trials[size] = replace(planned, measured_peak_bytes=peak)
+        self._trials[size] = replace(trial_of(size, plan, self._runner.optimizer_ms), measured_peak_bytes=peak)
         excess = peak - self._budget_bytes
         self._spare_bytes += max(0, excess)
         return bool(self._agree(excess <= 0))

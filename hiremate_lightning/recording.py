@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,8 @@ class Run:
         outputs: For each output, whether its storage still lives, and which it is.
         alive: Outputs that lived when the backward ended, None before it ends.
         missing: Positions of the gradients of outputs that did not arrive.
-        handed_bytes: Bytes of those that did: an expanded one takes less than its shape says.
+        tangent_bytes: Bytes of each gradient of an output as it arrived: an expanded one takes less than its shape
+            says, and storage that several share is counted with the first.
     """
 
     part: Part
@@ -50,7 +51,7 @@ class Run:
     outputs: dict[int, tuple[Callable[[], bool], int]] = field(default_factory=dict)
     alive: tuple[int, ...] | None = None
     missing: frozenset[int] = frozenset()
-    handed_bytes: int = 0
+    tangent_bytes: tuple[int, ...] = ()
 
     @property
     def graph(self) -> Graph:
@@ -59,9 +60,15 @@ class Run:
 
     def as_run(self, profile: Profile) -> tuple[Graph, Profile]:
         """Give the graph and its costs without what the gradients that are missing would have brought."""
-        if not self.missing:
-            return self.graph, profile
-        return without(self.part.captured, find_absent(self.part.captured, self.missing), profile)
+        graph = self.graph
+        if self.missing:
+            graph, profile = without(self.part.captured, find_absent(self.part.captured, self.missing), profile)
+        storages = list(graph.storages)
+        for tensor, size_bytes in zip(graph.tangents, self.tangent_bytes, strict=False):
+            storage = graph.tensors[tensor].storage
+            if storage is not None and size_bytes < storages[storage].size_bytes:
+                storages[storage] = replace(storages[storage], size_bytes=size_bytes)
+        return replace(graph, storages=tuple(storages)), profile
 
 
 class StepRecord:
@@ -133,7 +140,7 @@ class StepRecord:
     def backward_starts(self, run: Run, tangents: Sequence[Any]) -> None:
         """Note that a backward starts, and which gradients arrived."""
         run.missing = missing_gradients(tangents)
-        run.handed_bytes = _storage_bytes(t for t in tangents if isinstance(t, torch.Tensor))
+        run.tangent_bytes = _storage_bytes(tangents)
         self._note_alive(f"B{run.index}")
         self.backwards.append(run.index)
         self._mark(f"B{run.index}")
@@ -205,31 +212,41 @@ class StepRecord:
         It is the growth until the next run, plus the outputs that died meanwhile, less the tangents.
         """
         gap = self._between(f"f{run.index}", following)
+        if gap is None:
+            return Gap()
         alive = self._alive_at[following][run.index] if following in self._alive_at else ()
         stay = {*alive, *run.program.schedule.saved}
         died = _bytes_of(run.graph, run.graph.outputs) - _bytes_of(run.graph, stay.intersection(run.graph.outputs))
-        handed = tangents.handed_bytes if tangents is not None else 0
+        handed = sum(tangents.tangent_bytes) if tangents is not None else 0
         return Gap(max(0, gap.held_bytes + died - handed), gap.peak_bytes)
 
     def _gap_before_backward(self, previous: Run, run: Run) -> Gap:
         gap = self._between(f"b{previous.index}", f"B{run.index}")
-        handed = run.handed_bytes - _bytes_of(previous.graph, previous.passed_on)
+        if gap is None:
+            return Gap()
+        handed = sum(run.tangent_bytes) - _bytes_of(previous.graph, previous.passed_on)
         return Gap(max(0, gap.held_bytes - handed), gap.peak_bytes)
 
-    def _between(self, first: str, last: str) -> Gap:
+    def _between(self, first: str, last: str) -> Gap | None:
+        """Tell how memory grew and peaked between two marks, None where that was not measured."""
         intervals: list[Interval] = self._meter.intervals if self._meter is not None else []
         at = {interval.label: position for position, interval in enumerate(intervals)}
         if first not in at or last not in at:
-            return Gap()
+            return None
         base = intervals[at[first]].start_bytes
         peak = max((i.peak_bytes for i in intervals[at[first] : at[last]]), default=base)
         return Gap(intervals[at[last]].start_bytes - base, max(0, peak - base))
 
 
-def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Add up the storages of tensors, each once, as their allocator rounds them."""
-    found = {torch_private.storage_id(t): allocated_bytes(t.untyped_storage().nbytes(), t.device) for t in tensors}
-    return sum(found.values())
+def _storage_bytes(values: Sequence[Any]) -> tuple[int, ...]:
+    """Give the bytes of each tensor's storage, as its allocator rounds them; 0 for one that was seen before."""
+    seen, found = set[int](), []
+    for value in values:
+        fresh = isinstance(value, torch.Tensor) and torch_private.storage_id(value) not in seen
+        found.append(allocated_bytes(value.untyped_storage().nbytes(), value.device) if fresh else 0)
+        if fresh:
+            seen.add(torch_private.storage_id(value))
+    return tuple(found)
 
 
 def _living(run: Run) -> tuple[int, ...]:

@@ -68,7 +68,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
-def plan(models, *more, name="Net", budget="60%"):
+def plan(models, *more, name="Net", budget="70%"):
     inputs = [] if name in ("with_inputs", "by_name") else ["--input", "512x32"]
     return main(["plan", f"{models}:{name}", *inputs, "--budget", budget, "--time-limit", "2", *more])
 
@@ -406,7 +406,7 @@ class TestFactory:
 
 
 def test_the_package_is_a_command(models):
-    command = [sys.executable, "-m", "hiremate_lightning", "plan", f"{models}:with_inputs", "--budget", "60%"]
+    command = [sys.executable, "-m", "hiremate_lightning", "plan", f"{models}:with_inputs", "--budget", "70%"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("HiRemate plan of Net: peak ")

@@ -110,8 +110,7 @@ class Learner(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true", "64-true"])
-@pytest.mark.filterwarnings("ignore:Found unused")
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
 def test_a_precision_of_the_trainer_is_exact(precision):
     weights = []
     for callbacks in ([], [HiRemateCallback("80%", verbose=False, on_infeasible="warn")]):
