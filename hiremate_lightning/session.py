@@ -459,7 +459,7 @@ class Session:
                 f"{text}, after planning with a margin: something outside of the planned modules takes the memory."
             )
             return
-        self._known[kind] = replace(known, margin_bytes=excess)
+        self._known[kind] = replace(known, margin_bytes=peak_bytes - plan.planned_peak_bytes)
         try:
             self._make_plan(kind)
         except InfeasibleBudgetError:
