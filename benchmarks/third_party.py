@@ -481,8 +481,8 @@ def convnext() -> Case:
 
 @case("timm")
 def mixer() -> Case:
-    """MLP-Mixer, 4 blocks."""
-    return timm("mixer_b16_224", 8, 128, img_size=128, embed_dim=96)
+    """MLP-Mixer-S/32, 8 blocks."""
+    return timm("mixer_s32_224", 8, 128, img_size=128)
 
 
 @case("timm")
