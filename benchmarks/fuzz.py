@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from hiremate_lightning import CaptureError
 from tests.fuzz_models import Outcome, RejectedError, compare, draw
 
 
@@ -44,6 +45,8 @@ def run(seed: int, longest: int) -> tuple[str, str, Outcome | None]:
         outcome = compare(recipe)
     except RejectedError:
         return "rejected", "", None
+    except CaptureError:
+        return "refused, with an error that says what to change", "", None
     except Exception as error:  # whatever it is, it is a finding
         return "CRASHED", f"{seed}: {type(error).__name__}: {str(error).splitlines()[0]}; {recipe}", None
     result = describe(outcome)

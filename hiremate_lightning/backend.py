@@ -14,6 +14,7 @@ from torch import fx
 
 from . import torch_private
 from .capture import Captured, capture
+from .errors import CaptureError
 from .execution import Part, stub_modules
 
 
@@ -58,6 +59,12 @@ class _Compilation:
 
     def _forward(self, _: fx.GraphModule, __: Sequence[Any]) -> torch_private.Boxed:
         assert self._captured is not None, "AOTAutograd compiles a forward only after it partitioned"
+        if torch_private.returns_the_wrong_values(self._captured.forward_outputs):
+            raise CaptureError(
+                "Its captured code returns an input where it should return a result, by a fault of torch.compile: "
+                "it overwrites in place what code before it has computed, and updates a buffer that it returns. "
+                "Write such a change out of place (y = y + 1, not y += 1)."
+            )
         torch_private.allow_retain_graph()
         torch_private.take_gradients_as_they_come()
         self._part = part = self._make_part(self._captured)

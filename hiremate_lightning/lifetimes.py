@@ -12,8 +12,7 @@ from enum import Enum
 
 from .graph import OUTSIDE, Graph, StorageKind
 from .schedule import Compute, Operation, Schedule
-
-STALE_GRADIENTS = "stale_gradients"  # node of a merged step: the gradients that `zero_grad` frees after the forward
+from .step import STALE_GRADIENTS
 
 
 class Band(str, Enum):
@@ -65,7 +64,8 @@ def lifetimes(graph: Graph, schedule: Schedule) -> tuple[Lifetime, ...]:
     ledger.allocate(None, graph.tangents, ())
     ledger.run(schedule.backward)
     ledger.leave_only(())
-    return tuple(_named(graph, life, turn) for life in ledger.lives if life.size_bytes)
+    stale = {tensor.storage for tensor in graph.tensors if tensor.name == STALE_GRADIENTS}
+    return tuple(_named(graph, life, turn, stale) for life in ledger.lives if life.size_bytes)
 
 
 def band_bytes(lives: Iterable[Lifetime], length: int) -> dict[Band, list[int]]:
@@ -95,11 +95,11 @@ def _running_sum(steps: Sequence[int]) -> list[int]:
     return sums
 
 
-def _named(graph: Graph, life: Lifetime, turn: int) -> Lifetime:
+def _named(graph: Graph, life: Lifetime, turn: int, stale: set[int | None]) -> Lifetime:
     """Say what a block is for, once it is known how long it lived."""
     kind = graph.storages[life.storage].kind
     node = None if life.node is None else graph.nodes[life.node]
-    if kind is StorageKind.TANGENT or (node is not None and node.name == STALE_GRADIENTS):
+    if kind is StorageKind.TANGENT or life.storage in stale:
         band = Band.GRADIENT
     elif node is not None and node.op == OUTSIDE:
         band = Band.OUTSIDE

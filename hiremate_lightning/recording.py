@@ -193,6 +193,7 @@ class StepRecord:
             last = position + 1 == len(planned)
             following = f"B{self.backwards[0]}" if last else f"F{planned[position + 1].index}"
             before = order.index(position)
+            is_last_backward = before + 1 == len(order)
             calls.append(
                 Call(
                     graph=graph,
@@ -200,11 +201,17 @@ class StepRecord:
                     links={t: (place[r], o) for t, (r, o) in run.links.items() if r in place},
                     alive=run.alive or (),
                     passed_on=run.passed_on,
+                    before_forward=Gap() if position else self._gap_before_forward(run),
                     after_forward=self._gap_after_forward(run, following, tangents=planned[order[0]] if last else None),
                     before_backward=self._gap_before_backward(planned[order[before - 1]], run) if before else Gap(),
+                    after_backward=self._gap_after_backward(run) if is_last_backward else Gap(),
                 )
             )
         return calls, order
+
+    def _gap_before_forward(self, run: Run) -> Gap:
+        gap = self._between("start", f"F{run.index}") or Gap()
+        return Gap(max(0, gap.held_bytes), gap.peak_bytes)
 
     def _gap_after_forward(self, run: Run, following: str, tangents: Run | None) -> Gap:
         """Tell what outside code holds.
@@ -226,6 +233,14 @@ class StepRecord:
             return Gap()
         handed = sum(run.tangent_bytes) - _bytes_of(previous.graph, previous.passed_on)
         return Gap(max(0, gap.held_bytes - handed), gap.peak_bytes)
+
+    def _gap_after_backward(self, run: Run) -> Gap:
+        """Tell what outside code needs until the step ends, where that was measured."""
+        counted = self._counted[-1:]
+        if [interval.label for interval in counted] != [f"b{run.index}"]:
+            return Gap()
+        (last,) = counted
+        return Gap(0, last.peak_bytes - last.start_bytes)
 
     def _between(self, first: str, last: str) -> Gap | None:
         """Tell how memory grew and peaked between two marks, None where that was not measured."""

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from .costs import Profile
 from .graph import OUTSIDE, Graph, Node, Phase, Storage, StorageKind, Tensor
 
+STALE_GRADIENTS = "stale_gradients"  # tensor that stands for the gradients that `zero_grad` frees after the forward
+
 Decisions = tuple[tuple[int, ...], ...]
 
 
@@ -41,8 +43,10 @@ class Call:
         links: For each input that an earlier call's output shares its storage with: that call and that output.
         alive: Outputs that someone still holds when the backward of this call starts.
         passed_on: Gradients that outside code or another call consumes; the others stay to the end of the step.
+        before_forward: What runs outside before the first forward; nothing for the others.
         after_forward: What runs outside between this forward and the next call.
         before_backward: What runs outside between the previous backward and this one; nothing for the first backward.
+        after_backward: What runs outside after the last backward; nothing for the others.
     """
 
     graph: Graph
@@ -50,8 +54,10 @@ class Call:
     links: dict[int, tuple[int, int]] = field(default_factory=dict)
     alive: tuple[int, ...] = ()
     passed_on: tuple[int, ...] = ()
+    before_forward: Gap = Gap()
     after_forward: Gap = Gap()
     before_backward: Gap = Gap()
+    after_backward: Gap = Gap()
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,7 @@ def merge(calls: Sequence[Call], backward_order: Sequence[int], stale_bytes: int
         spans[index] = (len(builder.backward), len(calls[index].graph.backward))
         builder.backward.extend(builder.node_at[index] + n for n in calls[index].graph.backward)
         previous = index
+    builder.add_outside_after_backward(backward_order[-1])
     return builder.finish(tuple(backward_order), spans)
 
 
@@ -185,6 +192,11 @@ class _Merger:
         handed = [self.tensor_at[index] + t for t in self.calls[index].graph.tangents]
         self._outside(self.calls[index].before_backward, read, handed, self.backward, Phase.BACKWARD)
 
+    def add_outside_after_backward(self, index: int) -> None:
+        """Let outside code run on the gradients that the last backward passed on."""
+        read = [self.tensor_at[index] + t for t in self.calls[index].passed_on]
+        self._outside(self.calls[index].after_backward, read, [], self.backward, Phase.BACKWARD)
+
     def _outside(self, gap: Gap, read: list[int], handed: list[int], order: list[int], phase: Phase) -> None:
         """Reserve a place in an order; the node itself is appended at the end."""
         self.outside.append((gap, read, handed, phase))
@@ -193,7 +205,7 @@ class _Merger:
     def finish(self, backward_order: tuple[int, ...], spans: dict[int, tuple[int, int]]) -> Step:
         """Append the outside nodes, last, so that no call's indices depend on them."""
         number = {-i: self._append_outside(*outside) for i, outside in enumerate(self.outside, start=1)}
-        self._append_stale(number[-len(self.calls)])
+        self._append_beginning(number[self.forward[-1]])
         last = backward_order[0]
         gradients = [
             self.tensor_at[i] + t
@@ -216,17 +228,17 @@ class _Merger:
         profile = Profile(tuple(self.times), tuple(self.workspaces), self.calls[0].profile.device)
         return Step(graph, profile, tuple(self.owners), tuple(spans[i] for i in range(len(self.calls))))
 
-    def _append_stale(self, turn: int) -> None:
-        """Hold stale gradients from the start of the step to the last outside code before the backward, `turn`."""
-        node, tensor = len(self.nodes), len(self.tensors)
-        self.tensors.append(Tensor("stale_gradients", len(self.storages), (self.stale_bytes,), "uint8", node))
+    def _append_beginning(self, turn: int) -> None:
+        """Begin with what outside code makes before the first forward, and with stale gradients.
+
+        These live until the last outside code before the backward, `turn`.
+        """
+        node, stale = self._append_outside(self.calls[0].before_forward, [], [], Phase.FORWARD), len(self.tensors)
+        self.tensors.append(Tensor(STALE_GRADIENTS, len(self.storages), (self.stale_bytes,), "uint8", node))
         self.storages.append(Storage(self.stale_bytes, StorageKind.ACTIVATION))
-        self.nodes.append(Node("stale_gradients", OUTSIDE, Phase.FORWARD, (), (tensor,), OUTSIDE, is_random=True))
-        self.nodes[turn] = replace(self.nodes[turn], inputs=(*self.nodes[turn].inputs, tensor))
+        self.nodes[node] = replace(self.nodes[node], outputs=(*self.nodes[node].outputs, stale))
+        self.nodes[turn] = replace(self.nodes[turn], inputs=(*self.nodes[turn].inputs, stale))
         self.forward.insert(0, node)
-        self.times.append(0.0)
-        self.workspaces.append(0)
-        self.owners.append(None)
 
     def _append_outside(self, gap: Gap, read: list[int], handed: list[int], phase: Phase) -> int:
         node, tensor = len(self.nodes), len(self.tensors)

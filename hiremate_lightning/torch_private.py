@@ -34,7 +34,7 @@ from torch._functorch._aot_autograd.descriptors import (
     SavedForBackwardsAOTOutput,
 )
 from torch._functorch._aot_autograd.runtime_wrappers import _AutogradSavedState as _SavedState
-from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensorMeta
+from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, OutputType, PlainTensorMeta
 from torch._functorch.partitioners import _extract_fwd_bwd_outputs, _has_tag_is_backward, _is_tangent
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
@@ -214,6 +214,25 @@ def allow_retain_graph() -> None:
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
+
+
+def returns_the_wrong_values(forward_outputs: Sequence[Any]) -> bool:
+    """Whether AOTAutograd has put an input where the captured function returns a value of its own.
+
+    Seen in torch 2.13 where one graph overwrites an input that needs a gradient and returns another one that it
+    overwrites (spectral norm): the caller would get that input, of another shape or, worse, of the same.
+    To be called inside the forward compiler.
+    """
+    context = TracingContext.try_get()
+    if context is None or context.fw_metadata is None:
+        return False
+    meta = context.fw_metadata
+    own = (OutputType.non_alias, OutputType.unsafe_view_alias)
+    returned = forward_outputs[meta.num_mutated_inp_runtime_indices :]
+    return any(
+        info.output_type in own and isinstance(value, fx.Node) and value.op == "placeholder"
+        for info, value in zip(meta.output_info, returned, strict=False)
+    )
 
 
 class _Anything:

@@ -120,6 +120,32 @@ def test_what_other_code_needs_for_a_moment_is_measured():
     assert call.after_forward.peak_bytes >= 5 * SIZE
 
 
+class Embedded(nn.Module):
+    """Its embedding can't be captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4 * ROWS, WIDTH)
+        self.encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+    @torch._dynamo.disable
+    def embed(self, words: torch.Tensor) -> torch.Tensor:
+        return self.embedding(words)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.encoder(self.embed(words))
+
+
+def test_what_other_code_does_before_the_first_forward_and_after_the_last_backward_is_measured():
+    model = hiremate(Embedded(), "100%", verbose=False)
+    model(torch.arange(ROWS)).square().mean().backward()
+    session = targets_of(model).session
+    session.end_step()
+    (call,), _ = session._finished.calls(session._profiles)
+    assert call.before_forward.held_bytes == SIZE  # what the embedding returns
+    assert call.after_backward.peak_bytes >= 4 * SIZE  # its gradient
+
+
 def test_a_forward_without_a_backward_is_no_call_of_the_step():
     def step(model):
         model.decoder(batch())

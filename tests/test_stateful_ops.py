@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
+from hiremate_lightning import CaptureError, hiremate, remove_hiremate
+
 from .exact import simple_loop, train_both
 
 ROWS, WIDTH = 256, 16
@@ -286,3 +288,18 @@ torch.library.register_autograd(
 
 def test_a_custom_operator_keeps_its_backward():
     train_both(lambda: Between(lambda self, x: cube(x * 0.5)), simple_loop(rows))
+
+
+def test_a_fault_of_the_capture_is_refused_and_not_trained_on():
+    """torch.compile gives a buffer where the result should be; where torch mends this, the refusal can go."""
+
+    def overwritten(self, x):
+        torch._dynamo.graph_break()
+        return self.normed(x.add_(1.0))
+
+    model = Between(overwritten, normed=parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)))
+    hiremate(model, "90%", verbose=False)
+    with pytest.raises(CaptureError, match=r"Write such a change out of place \(y = y \+ 1, not y \+= 1\)"):
+        model(rows(0))
+    remove_hiremate(model)
+    model(rows(0)).sum().backward()

@@ -9,7 +9,7 @@ from hiremate_lightning.schedule import keep_all, lower, recompute_lazily
 from hiremate_lightning.simulation import simulate
 from hiremate_lightning.step import Call, Gap, merge
 
-from .tiny import Builder, chain
+from .tiny import KB, Builder, chain
 
 NOTHING = Gap()
 
@@ -158,3 +158,17 @@ def test_outside_code_is_never_recomputed():
 
 def test_merging_is_deterministic():
     assert merge(two_calls(4), [1, 0]) == merge(two_calls(4), [1, 0])
+
+
+def test_what_outside_code_makes_before_the_first_forward_is_there_throughout():
+    graph, profile = chain(3, 100)
+    without, with_gap = (
+        merge([Call(graph, profile, before_forward=gap)], [0]) for gap in (Gap(), Gap(held_bytes=7 * KB))
+    )
+    assert peak_of(with_gap) == peak_of(without) + 7 * KB
+
+
+def test_what_outside_code_needs_after_the_last_backward_can_be_the_peak():
+    graph, profile = chain(3, 100)
+    step = merge([Call(graph, profile, after_backward=Gap(0, 10**9))], [0])
+    assert peak_of(step) >= 10**9
