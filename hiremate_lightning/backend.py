@@ -44,6 +44,7 @@ class _Compilation:
         self._part: Part | None = None
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        torch_private.fix_sizes(module, inputs)
         self._parameters = frozenset(i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
         backend = torch_private.make_backend(
             partition=self._partition, forward=self._forward, backward=self._backward, inference=self._inference

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import fx
@@ -26,6 +26,8 @@ from .absent import NOTHING, Absence, find_absent
 from .capture import Captured
 from .graph import Phase
 from .schedule import Compute, Operation, Schedule
+
+aten = torch.ops.aten
 
 FREED = (
     "Trying to backward through the graph a second time, but the saved values have already been freed. "
@@ -185,10 +187,10 @@ def _emit(
             continue
         copy = graph.node_copy(node, value_of)
         copy.meta["phase"] = record.phase
-        if node.target is torch.ops.aten.native_dropout_backward.default:
-            copy.target = dropout_backward
-        if node.target is torch.ops.aten.view.default and record.phase is Phase.BACKWARD:
-            copy.target = torch.ops.aten.reshape.default  # gradients come with other strides than they were traced with
+        copy.target, changed = as_eager(node)
+        copy.args = (*copy.args[: len(copy.args) - len(changed)], *changed)
+        if node.target is aten.view.default and record.phase is Phase.BACKWARD:
+            copy.target = aten.reshape.default  # gradients come with other strides than they were traced with
         for tensor in record.outputs:
             value = captured.fx_values[tensor]
             if value is node:
@@ -208,30 +210,63 @@ def _zeros(value: fx.Node, graph: fx.Graph) -> fx.Node:
 
 def _emit_dropout(node: fx.Node, output: fx.Node, graph: fx.Graph, values: dict[fx.Node, fx.Node]) -> None:
     mask = next(u for u in node.users if u.target is operator.getitem and u.args[1] == 1)
-    probability = float(node.args[1])  # type: ignore[arg-type]
-    scale = 0.0 if probability == 1 else 1.0 / (1.0 - probability)
-    applied = graph.call_function(apply_dropout_mask, (values[node.args[0]], values[mask], scale))  # type: ignore[index]
+    source, probability = cast("tuple[fx.Node, float]", node.args[:2])
+    scale = eager_scale(source, probability)
+    applied = graph.call_function(apply_dropout_mask, (values[source], values[mask], scale))
     applied.meta = {**output.meta, "phase": Phase.FORWARD}
     values[output] = applied
 
 
-def apply_dropout_mask(source: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """Rebuild a dropout's output from its input and its mask, rounded as `native_dropout` rounds it on the device."""
-    if source.device.type == "cpu":
-        return torch.mul(source, mask.to(source.dtype).mul_(scale))
-    return torch.mul(source, mask).mul_(scale)
+def as_eager(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """Tell what computes a captured node as eager PyTorch does: a function, and its last arguments where they differ.
 
-
-def dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """Give the gradient of a dropout as eager PyTorch does.
-
-    On the CPU eager multiplies by the scaled mask, which it has rounded to the gradient's type; the captured operator
-    does not round it. That shows in bf16 and fp16 only.
+    Eager's dropout on the CPU multiplies by a quotient in the input's type, in both directions. The operators that are
+    captured instead multiply by a number that may be rounded otherwise.
     """
-    if gradient.device.type == "cpu" and gradient.dtype in (torch.bfloat16, torch.float16):
-        return torch.mul(gradient, mask.to(gradient.dtype).mul_(scale))
-    result: torch.Tensor = torch.ops.aten.native_dropout_backward.default(gradient, mask, scale)
-    return result
+    arguments: Any = node.args
+    if node.target is aten.native_dropout.default:
+        source, probability = arguments[:2]
+        scale = eager_scale(source, probability)
+        with torch_private.real_mode():
+            operators = float(torch.ones((), dtype=source.meta["val"].dtype).mul_(1.0 / (1.0 - probability)))
+        if scale != operators:
+            return dropout, (probability, scale)
+    if node.target is aten.native_dropout_backward.default:
+        gradient, mask, operators = arguments
+        probability = mask.args[0].args[1] if mask.target is operator.getitem else 1.0 - 1.0 / operators
+        scale = eager_scale(gradient, probability)
+        if scale != _as_operand(operators, gradient):
+            return apply_dropout_mask, (scale,)
+    return node.target, ()
+
+
+def eager_scale(source: fx.Node, probability: float) -> float:
+    """Give the number by which eager PyTorch multiplies what a dropout keeps."""
+    if probability == 1:
+        return 0.0
+    shown: torch.Tensor = source.meta["val"]
+    if shown.device.type != "cpu":
+        return _as_operand(1.0 / (1.0 - probability), source)
+    with torch_private.real_mode():
+        return float(torch.ones((), dtype=shown.dtype).div_(1.0 - probability))
+
+
+def _as_operand(scale: float, source: fx.Node) -> float:
+    """Round a number as kernels do that multiply a tensor by it."""
+    dtype = torch.float64 if source.meta["val"].dtype == torch.float64 else torch.float32
+    with torch_private.real_mode():
+        return float(torch.tensor(scale, dtype=dtype))
+
+
+def dropout(source: torch.Tensor, probability: float, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw a mask and apply it; gives both, as `native_dropout` does."""
+    mask = torch.empty_like(source, dtype=torch.bool).bernoulli_(1.0 - probability)
+    return apply_dropout_mask(source, mask, scale), mask
+
+
+def apply_dropout_mask(source: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """Give what a dropout keeps, of its input or of its output's gradient."""
+    return torch.mul(source, mask).mul_(scale)
 
 
 class Part:

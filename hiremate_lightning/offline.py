@@ -310,7 +310,7 @@ def _forward(call: Call, conductor: _Conductor, options: OfflineOptions) -> Any:
 
     compiled = torch.compile(_call_module, backend=backend, dynamic=False)
     try:
-        with torch_private.many_compilations():
+        with torch_private.capturing_for_plans():
             return compiled(call.module, *call.args, **call.kwargs)
     except torch_private.CompileError as error:
         raise CaptureError(f"torch.compile could not capture {type(call.module).__name__}: {error}") from error

@@ -25,7 +25,7 @@ from torch import fx
 from . import torch_private
 from .capture import Captured, allocated_bytes
 from .costs import Profile, estimate
-from .execution import Program, apply_dropout_mask
+from .execution import Program, apply_dropout_mask, as_eager
 from .graph import Phase
 from .metering import MemoryMeter, measure_peak
 
@@ -202,7 +202,8 @@ def _runner(captured: Captured, index: int) -> Callable[[], Any]:
     if not callable(node.target):
         raise TypeError("its target can't be called")
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), argument)
-    target = node.target
+    target, changed = as_eager(node)
+    args = (*args[: len(args) - len(changed)], *changed)
     return lambda: target(*args, **kwargs)
 
 

@@ -208,7 +208,7 @@ class Session:
             worker.warm_up()
             self._tracing.enter_context(self.stage("capture_s", "tracing"))
         try:
-            with torch_private.many_compilations(), eager_paths():
+            with torch_private.capturing_for_plans(), eager_paths():
                 yield
         except torch_private.CompileError as error:
             self.abandon_step()

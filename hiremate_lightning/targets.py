@@ -101,7 +101,7 @@ class _Compiler:
         """Compile a function of this module, its first argument given."""
         copy = _entry_points.take(function)
         self._taken.append((function, copy))
-        return functools.partial(torch.compile(copy, backend=self._session.backend(), dynamic=False), first)
+        return functools.partial(torch.compile(copy, backend=self._session.backend()), first)
 
     def close(self) -> None:
         """Forget all that was compiled."""

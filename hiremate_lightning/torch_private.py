@@ -28,6 +28,8 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import TorchDynamoException as CompileError
+from torch._dynamo.utils import TensorStaticReason
+from torch._dynamo.variables import builder
 from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
     PlainAOTInput,
@@ -355,12 +357,45 @@ def plain_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-def many_compilations() -> Any:
-    """Let Dynamo compile a function as often as it takes, and leave NumPy its own random numbers.
+@contextmanager
+def capturing_for_plans() -> Iterator[None]:
+    """Let Dynamo capture as plans need it.
 
-    Beyond its limits it runs uncaptured in silence; and what draws from NumPy it would let draw from torch.
+    * Tensors have the sizes that they have: a plan is of bytes. But a number that changes from call to call (a module
+      that counts its steps) is an input of the graph from its second value on, or each step would be captured anew.
+      A size that depends on such a number is fixed again by `fix_sizes`.
+    * A function is compiled as often as it takes: beyond its limits Dynamo would run it uncaptured in silence.
+    * NumPy draws its own random numbers, or Dynamo would let torch draw them.
     """
-    return dynamo_config.patch(recompile_limit=256, accumulated_recompile_limit=4096, use_numpy_random_stream=True)
+    static, builder.tensor_always_has_static_shape = builder.tensor_always_has_static_shape, _always_static
+    try:
+        with dynamo_config.patch(
+            recompile_limit=256,
+            accumulated_recompile_limit=4096,
+            use_numpy_random_stream=True,
+            allow_unspec_int_on_nn_module=True,
+            specialize_float=True,
+        ):
+            yield
+    finally:
+        builder.tensor_always_has_static_shape = static
+
+
+def _always_static(*_: Any, **__: Any) -> tuple[bool, TensorStaticReason]:
+    return True, TensorStaticReason.NOT_TENSOR
+
+
+def fix_sizes(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Fix the numbers that are inputs of a captured graph, where any of its tensors has a size that depends on them.
+
+    Another number is then captured anew, as another shape is. To be called before the graph is traced further.
+    """
+    values = [node.meta.get("example_value") for node in module.graph.nodes]
+    tensors = [value for value in leaves(values) if isinstance(value, torch.Tensor)]
+    if any(is_symbolic(tensor) for tensor in tensors):
+        for value in inputs:
+            if isinstance(value, torch.SymInt):
+                int(value)
 
 
 def input_position(placeholder: fx.Node) -> int | None:

@@ -210,14 +210,6 @@ def test_inference_graphs_run_as_they_are():
     assert not conductor.parts
 
 
-@pytest.mark.parametrize("probability", [0.1, 0.25, 0.5])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_dropout_in_half_precision_is_replayed_bit_for_bit(probability, dtype):
-    x = torch.randn(1000, dtype=dtype)
-    output, mask = torch.native_dropout(x, probability, train=True)
-    assert torch.equal(apply_dropout_mask(x, mask, 1.0 / (1.0 - probability)), output)
-
-
 @pytest.mark.parametrize("kept", [keep_all, nothing_kept])
 def test_a_step_in_half_precision_is_exact(kept):
     class Drops(nn.Module):

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from hiremate_lightning import CaptureError, hiremate, remove_hiremate
+from hiremate_lightning.targets import targets_of
 
 from .exact import simple_loop, train_both
 
@@ -303,3 +304,64 @@ def test_a_fault_of_the_capture_is_refused_and_not_trained_on():
         model(rows(0))
     remove_hiremate(model)
     model(rows(0)).sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("probability", [0.04, 0.1, 0.15, 0.25, 0.5])
+def test_what_a_dropout_keeps_is_scaled_as_eager_scales_it(probability, dtype):
+    """Eager divides by the probability to keep; the operator that is captured multiplies, and 0.15 rounds otherwise."""
+
+    def drop(self, x):
+        return F.dropout(F.dropout(x.to(dtype), probability) * 2, probability).float()
+
+    train_both(lambda: Between(drop), simple_loop(rows, steps=3), budget="60%")
+
+
+class Counting(nn.Module):
+    """Counts its calls, and perhaps uses the number."""
+
+    def __init__(self, use: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4))
+        self.use = use
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.use(self, x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+USES = {
+    "not at all": (lambda self, x: x, 2),
+    "as a factor": (lambda self, x: x * (1 + 0.01 * self.calls), 2),
+    "as a divisor": (lambda self, x: x / self.calls, 2),
+    "as a probability": (lambda self, x: F.dropout(x, 0.1 + 0.01 * self.calls, self.training), 8),
+    "in a condition": (lambda self, x: x * 2 if self.calls > 4 else x, 3),
+    "as a size": (lambda self, x: torch.cat([x[: self.calls], x[self.calls :] * 2]), 8),
+    "as a shift": (lambda self, x: x.roll(self.calls, 1), 8),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_number_that_changes_with_each_call_is_no_reason_to_capture_anew(use):
+    function, most = USES[use]
+    made: list[Counting] = []
+
+    def make() -> nn.Module:
+        made.append(Counting(function))
+        return made[-1]
+
+    counted = []
+
+    def loop(model: nn.Module) -> Any:
+        log = simple_loop(rows, steps=8)(model)
+        targets = targets_of(model)
+        counted.append(0 if targets is None else targets.session.captured_count)
+        return log
+
+    train_both(make, loop)
+    assert [model.calls for model in made] == [8, 8]
+    assert counted[1] <= most
