@@ -98,6 +98,12 @@ def measured_peak(case: Case, size: int, budget: int | str, steps: int = 4) -> i
     return peak
 
 
+def assert_a_little_more_does_not_fit(result: BatchSizeResult, max_overhead: float) -> None:
+    """A size at most a twentieth larger, or the next one, was planned and refused."""
+    more = [t for t in result.trials if int(result) < t.size <= max(int(result) + 1, 1.05 * int(result))]
+    assert any(not t.fits or t.overhead > max_overhead for t in more), [t.size for t in result.trials]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(REAL))
 def test_on_real_models_the_size_fits_and_is_more_than_twice_what_plain_training_fits(name):
@@ -112,6 +118,7 @@ def test_on_real_models_the_size_fits_and_is_more_than_twice_what_plain_training
     assert abs(trial.predicted_peak_bytes - trial.measured_peak_bytes) <= 0.02 * trial.measured_peak_bytes
     assert trial.overhead <= 0.4
     assert int(result) >= 2 * result.unplanned_size > 0
+    assert_a_little_more_does_not_fit(result, max_overhead=0.4)
     assert measured_peak(case, int(result), budget) <= result.budget_bytes
     remove_hiremate(case.model)
     plain = case.make_batch(int(result) // 2 + 1)
@@ -135,8 +142,9 @@ def test_the_size_has_run_within_the_budget(found):
     assert result.limited_by == "memory"
 
 
-def test_a_fifth_more_does_not_fit(found):
+def test_a_twentieth_more_is_predicted_not_to_fit_and_a_fifth_more_does_not(found):
     case, result = found
+    assert_a_little_more_does_not_fit(result, max_overhead=9.0)
     model = copy.deepcopy(case.model)
     hiremate(model, result.budget_bytes, on_infeasible="warn", verbose=False, time_limit_s=2)
 

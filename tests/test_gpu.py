@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
-from hiremate_lightning import get_plan, hiremate, remove_hiremate
+from hiremate_lightning import find_max_batch_size, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.metering import MemoryMeter, measure_peak
 from hiremate_lightning.targets import targets_of
 
@@ -103,3 +105,36 @@ def test_intervals_start_with_what_lives():
         meter.mark("second")
         del kept
     assert [i.start_bytes for i in meter.intervals] == [0, 4096]
+
+
+def test_a_search_for_the_largest_batch_never_runs_out_of_memory():
+    """With a real cap on what the process may allocate; a plain step at that size passes it."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    cap = max(2 * 2**30, torch.cuda.memory_reserved() + 2**30)
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(cap / total)
+    try:
+        torch.manual_seed(0)
+        block = [nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)]
+        model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(8) for layer in block)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+        def step(module: nn.Module, batch: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            module(batch).square().mean().backward()
+            optimizer.step()
+
+        before = torch.cuda.memory_stats().get("num_ooms", 0)
+        result = find_max_batch_size(
+            model,
+            lambda size: torch.randn(64 * size, 512, device="cuda"),
+            step,
+            budget=int(0.8 * cap),
+            max_overhead=9.0,
+            verbose=False,
+        )
+        assert torch.cuda.memory_stats().get("num_ooms", 0) == before
+        assert result.trial.measured_peak_bytes <= result.budget_bytes
+        assert int(result) > result.unplanned_size > 0
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
