@@ -221,7 +221,7 @@ def as_eager(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     """Tell what computes a captured node as eager PyTorch does: a function, and its last arguments where they differ.
 
     Eager's dropout on the CPU multiplies by a quotient in the input's type, in both directions. The operators that are
-    captured instead multiply by a number that may be rounded otherwise.
+    captured instead multiply by a number that may be rounded otherwise. And `bernoulli_` is captured as `bernoulli`.
     """
     arguments: Any = node.args
     if node.target is aten.native_dropout.default:
@@ -237,7 +237,14 @@ def as_eager(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
         scale = eager_scale(gradient, probability)
         if scale != _as_operand(operators, gradient):
             return apply_dropout_mask, (scale,)
+    if node.target is aten.bernoulli.p and not node.kwargs and torch_private.called(node) is not torch.bernoulli:
+        return draw_in_place, ()
     return node.target, ()
+
+
+def draw_in_place(source: torch.Tensor, probability: float) -> torch.Tensor:
+    """Draw as `bernoulli_` does, in the order of the memory; the operator that is captured for it draws by rows."""
+    return torch.empty_like(source).bernoulli_(probability)
 
 
 def eager_scale(source: fx.Node, probability: float) -> float:

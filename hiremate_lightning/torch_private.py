@@ -171,6 +171,12 @@ def joint_outputs(joint: fx.GraphModule, num_forward: int) -> tuple[list[Any], l
     return _extract_fwd_bwd_outputs(joint, num_fwd_outputs=num_forward)
 
 
+def called(node: fx.Node) -> Any:
+    """Give the function that the user's code called where a node was captured, None where that is not known."""
+    stack = node.meta.get("source_fn_stack")
+    return stack[-1][1] if stack else None
+
+
 def is_tangent(node: fx.Node) -> bool:
     """Whether a placeholder of the joint graph is the gradient of an output."""
     return bool(_is_tangent(node))

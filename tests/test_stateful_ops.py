@@ -317,6 +317,23 @@ def test_what_a_dropout_keeps_is_scaled_as_eager_scales_it(probability, dtype):
     train_both(lambda: Between(drop), simple_loop(rows, steps=3), budget="60%")
 
 
+def transposed_alpha_dropout(self, x):
+    return F.alpha_dropout(x.t(), 0.2, training=True).t()
+
+
+def transposed_stochastic_depth(self, x):
+    return (x.t() * torch.empty_like(x.t()).bernoulli_(0.8)).t()
+
+
+def transposed_bernoulli(self, x):
+    return (x.t() * torch.bernoulli(x.t().detach(), 0.8)).t()
+
+
+@pytest.mark.parametrize("function", [transposed_alpha_dropout, transposed_stochastic_depth, transposed_bernoulli])
+def test_transposed_draws_are_the_same(function):
+    train_both(lambda: Between(function), simple_loop(rows))
+
+
 class Counting(nn.Module):
     """Counts its calls, and perhaps uses the number."""
 
