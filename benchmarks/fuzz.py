@@ -26,15 +26,18 @@ from tests.fuzz_models import Outcome, RejectedError, compare, draw
 
 def describe(outcome: Outcome) -> str:
     """Say what came out, in one of the words of the table."""
-    if outcome.differences:
-        return "WRONG" if outcome.graphs == 1 else "WRONG, IN SEVERAL GRAPHS"
-    if outcome.plan is None:
-        return "exact, nothing to plan"
+    if outcome.is_wrong:
+        return "WRONG"
     if outcome.is_over_budget:
         return "OVER BUDGET"
+    exact = (
+        "exact" if not outcome.deviation else "exact to the captured graphs; these add up in another order than eager"
+    )
+    if outcome.plan is None:
+        return f"{exact}, nothing to plan"
     if outcome.excess_bytes > 0:
-        return "exact; over budget, announced: no plan takes less"
-    return "exact and within budget, after one correction" if outcome.corrected_bytes else "exact and within budget"
+        return f"{exact}; over budget, announced: no plan takes less"
+    return f"{exact}; within budget{', after one correction' if outcome.corrected_bytes else ''}"
 
 
 def run(seed: int, longest: int) -> tuple[str, str, Outcome | None]:
@@ -50,7 +53,11 @@ def run(seed: int, longest: int) -> tuple[str, str, Outcome | None]:
     except Exception as error:  # whatever it is, it is a finding
         return "CRASHED", f"{seed}: {type(error).__name__}: {str(error).splitlines()[0]}; {recipe}", None
     result = describe(outcome)
-    details = f"{seed}: {outcome.differences[:3]}, peaks {outcome.peaks}; {recipe}" if result.isupper() else ""
+    details = (
+        f"{seed}: {outcome.differences[:3]}, {outcome.deviation:.0e}, peaks {outcome.peaks}; {recipe}"
+        if result.isupper()
+        else ""
+    )
     return result, details, outcome
 
 

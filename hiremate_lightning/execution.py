@@ -173,6 +173,13 @@ def _emit(
     def value_of(value: fx.Node) -> fx.Node:
         return _zeros(value, graph) if value in absence.values else values[value]
 
+    def laid_out(value: fx.Node) -> fx.Node:
+        shown = value.meta.get("val")
+        if not isinstance(shown, torch.Tensor):
+            return value_of(value)
+        strides = tuple(torch_private.int_hint(s) for s in shown.stride())
+        return graph.call_function(with_strides, (value_of(value), strides))
+
     for operation in operations:
         if not isinstance(operation, Compute) or operation.node >= len(captured.fx_nodes):
             continue
@@ -185,7 +192,8 @@ def _emit(
         if node in absence.replaced:
             values[node] = values[absence.replaced[node]]
             continue
-        copy = graph.node_copy(node, value_of)
+        needs_layout = record.phase is Phase.BACKWARD and needs_traced_layout(node.target)
+        copy = graph.node_copy(node, laid_out if needs_layout else value_of)
         copy.meta["phase"] = record.phase
         copy.target, changed = as_eager(node)
         copy.args = (*copy.args[: len(copy.args) - len(changed)], *changed)
@@ -199,6 +207,44 @@ def _emit(
                 part = graph.call_function(operator.getitem, (copy, value.args[1]))
                 part.meta = value.meta
                 values[value] = part
+
+
+def needs_traced_layout(target: Any) -> bool:
+    """Whether an operator of the backward must get its tensors with the strides that they were traced with.
+
+    Gradients come from the caller with other strides than were traced. Operators of PyTorch read them as they are, but
+    for those whose derivative makes the gradient contiguous first, which left no trace where it was traced as such
+    already; and those that address memory. What others wrote may rely on anything.
+    """
+    if isinstance(target, torch_private.OpOverload):
+        return target.namespace not in ("aten", "prims") or target.overloadpacket in _READ_MEMORY
+    return isinstance(target, torch_private.HigherOrderOperator)
+
+
+_READ_MEMORY = {
+    getattr(aten, name)
+    for name in (
+        "native_group_norm_backward",
+        "cudnn_batch_norm_backward",
+        "miopen_batch_norm_backward",
+        "_cdist_backward",
+        "_pdist_backward",
+        "mkldnn_rnn_layer_backward",
+        "_cudnn_rnn_backward",
+        "miopen_rnn_backward",
+        "_thnn_fused_lstm_cell_backward_impl",
+        "_thnn_fused_gru_cell_backward",
+        "as_strided",
+        "as_strided_scatter",
+    )
+}
+
+
+def with_strides(source: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """Give a tensor with these strides: itself where it has them, else a copy."""
+    if source.stride() == strides:
+        return source
+    return torch.empty_strided(source.shape, strides, dtype=source.dtype, device=source.device).copy_(source)
 
 
 def _zeros(value: fx.Node, graph: fx.Graph) -> fx.Node:

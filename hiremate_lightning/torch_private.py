@@ -51,7 +51,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves as leaves
 from torch.utils._pytree import tree_map as map_leaves
 
-__all__ = ["CompileError", "DataDependentError", "HigherOrderOperator", "leaves", "map_leaves"]
+__all__ = ["CompileError", "DataDependentError", "HigherOrderOperator", "OpOverload", "leaves", "map_leaves"]
 
 CHECKED_VERSIONS = ("2.13",)
 

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from hiremate_lightning import HiRemateWarning, Plan, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.metering import measure_peak
+from hiremate_lightning.session import Session
 from hiremate_lightning.targets import targets_of
 
 from .fuzz_operations import OPERATIONS, WORDS
@@ -31,6 +32,9 @@ SHAPES = ((4, 8), (8, 8), (4, 16), (6, 12))  # tokens, width
 STRUCTURES = ("tensor", "tuple", "nested", "views", "inputs", "twice", "several")
 OPTIMIZERS = ("sgd", "adamw")
 STEPS = 6
+HALF = "half precision inside"  # the operation that computes in half precision
+ROUNDING, HALF_ROUNDING = 1e-5, 2e-2  # of sums in single and half precision in another order
+TINY = 1e-6  # gradients below are sums that cancel
 LOOSENED = 2  # the step at which a budget that can't be met becomes one that can
 MEASURED = (4, 5)  # the first steps capture, plan and measure
 
@@ -262,7 +266,10 @@ class Outcome:
         recipe: What was trained.
         plan: The plan of its last step, None where it was never planned.
         peaks: Measured peak of the last steps, resident bytes included.
-        differences: What differs, empty where all is equal bit for bit.
+        differences: What differs from plain training, or where `deviation` is not 0, from the same captured graphs
+            without recomputation; empty where all is equal bit for bit.
+        deviation: How far the captured graphs are from plain training: the largest difference of a gradient in the
+            first step, as a share of the largest number there. 0 for equal bit for bit.
         graphs: Number of captured graphs.
         corrected_bytes: By how much an earlier plan was measured over the budget and replaced, 0 for not at all.
         warnings: What the package said.
@@ -272,9 +279,16 @@ class Outcome:
     plan: Plan | None
     peaks: list[int]
     differences: list[str]
+    deviation: float
     graphs: int
     corrected_bytes: int
     warnings: list[str]
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether recomputation changed a number, or the captured graphs give others than rounding explains."""
+        names = {name for name, *_ in self.recipe.operations}
+        return bool(self.differences) or self.deviation > (HALF_ROUNDING if HALF in names else ROUNDING)
 
     @property
     def is_over_budget(self) -> bool:
@@ -292,26 +306,43 @@ class Outcome:
 def compare(recipe: Recipe, time_limit_s: float = 5.0) -> Outcome:
     """Train a recipe's network twice, plainly and under its budget.
 
+    A value that several captured graphs read, or that is returned as a view of another one, gets its gradient added up
+    in another order than in plain training. So where these differ, the same graphs without recomputation decide.
+
     Raises:
         RejectedError: If plain PyTorch can't train it.
     """
     plain = _train_plainly(recipe)
-    model, share = build(recipe), SHARES[recipe.share]
-    keys = list(model.state_dict())
+    share = SHARES[recipe.share]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", HiRemateWarning)
-        hiremate(model, share, on_infeasible="warn", time_limit_s=time_limit_s, verbose=False)
-        try:
-            planned = train(model, recipe, measured=MEASURED, before=lambda index: _loosen(model, share, index))
-            targets, plan = targets_of(model), get_plan(model)
-            assert targets is not None
-            session = targets.session
-        finally:
-            remove_hiremate(model)
-    assert list(model.state_dict()) == keys
+        planned, plan, session = _train_planned(recipe, share, time_limit_s)
+    differences, deviation = _differences(planned, plain), 0.0
+    if differences:
+        captured, _, _ = _train_planned(recipe, "1 TiB", time_limit_s)
+        differences, deviation = _differences(planned, captured), _deviation(captured, plain)
     corrected = max((known.margin_bytes for known in session._known.values()), default=0)
     said = [str(warning.message) for warning in caught if issubclass(warning.category, HiRemateWarning)]
-    return Outcome(recipe, plan, planned.peaks, _differences(planned, plain), session.captured_count, corrected, said)
+    return Outcome(recipe, plan, planned.peaks, differences, deviation, session.captured_count, corrected, said)
+
+
+def _train_planned(recipe: Recipe, budget: float | str, time_limit_s: float) -> tuple[Record, Plan | None, Session]:
+    model = build(recipe)
+    keys = list(model.state_dict())
+    hiremate(model, budget, on_infeasible="warn", time_limit_s=time_limit_s, verbose=False)
+
+    def loosen(index: int) -> None:
+        if isinstance(budget, float):
+            _loosen(model, budget, index)
+
+    try:
+        record = train(model, recipe, measured=MEASURED, before=loosen)
+        targets, plan = targets_of(model), get_plan(model)
+        assert targets is not None
+    finally:
+        remove_hiremate(model)
+    assert list(model.state_dict()) == keys
+    return record, plan, targets.session
 
 
 def _loosen(model: FuzzNet, share: float, index: int) -> None:
@@ -333,6 +364,16 @@ def _differences(found: Record, expected: Record) -> list[str]:
     """List what is not the same, bit for bit: a NaN equals the same NaN."""
     assert found.values.keys() == expected.values.keys()
     return [name for name, value in expected.values.items() if not _is_same(found.values[name], value)]
+
+
+def _deviation(found: Record, expected: Record) -> float:
+    """Give the largest difference of a gradient in the first step, as a share of the largest number there."""
+    worst = 0.0
+    for name, value in expected.values.items():
+        if name.startswith("gradient") and name.endswith("step 0") and isinstance(value, Tensor) and value.numel():
+            difference = (found.values[name].double() - value.double()).abs().max().item()
+            worst = max(worst, difference / max(value.double().abs().max().item(), TINY))
+    return worst
 
 
 def _is_same(found: Any, expected: Any) -> bool:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:Dep
 
 def check(outcome: Outcome) -> None:
     """Fail where a planned training is not the plain one, or took more than its budget."""
-    assert not outcome.differences, f"{outcome.recipe}: {', '.join(outcome.differences[:5])}"
+    assert not outcome.is_wrong, f"{outcome.recipe}: {', '.join(outcome.differences[:5])}, {outcome.deviation:.0e}"
     assert not outcome.is_over_budget, f"{outcome.recipe}: {outcome.excess_bytes:,} bytes over the budget"
 
 

@@ -317,6 +317,36 @@ def test_what_a_dropout_keeps_is_scaled_as_eager_scales_it(probability, dtype):
     train_both(lambda: Between(drop), simple_loop(rows, steps=3), budget="60%")
 
 
+class GroupNormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(4, 8, 3)
+        self.norm = nn.GroupNorm(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.convolution(x))
+
+
+class Distances(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.codes = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(4, 7, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cdist(self.layer(x).transpose(0, 1), self.codes, p=1.0)
+
+
+@pytest.mark.parametrize("kind", [GroupNormed, Distances])
+def test_gradients_that_come_transposed_are_read_as_they_are(kind):
+    """Some derivatives make their gradient contiguous first; captured with a contiguous one, they would not."""
+
+    def transposed(output: Tensor) -> Tensor:
+        turned = output.transpose(-1, -2).contiguous()
+        return (turned * torch.arange(turned.numel()).view(turned.shape).sin()).square().mean()
+
+    train_both(kind, simple_loop(tokens, loss_of=transposed), budget="90%")
+
+
 def transposed_alpha_dropout(self, x):
     return F.alpha_dropout(x.t(), 0.2, training=True).t()
 
