@@ -240,9 +240,10 @@ def _planned(name: str, budget: Any, **options: Any) -> tuple[_Run, Any, Any, fl
 
 
 def _smallest_share(name: str) -> str:
-    """Find the smallest budget of a model, as a share rounded up to a tenth of a per cent."""
+    """Find the smallest budget of a model, as predicted and as measured, rounded up to a tenth of a per cent."""
     _, plan, _, _ = _planned(name, "0.1%", on_infeasible="warn")
-    share = (plan.planned_peak_bytes - plan.resident_bytes) / (plan.unplanned_peak_bytes - plan.resident_bytes)
+    smallest = max(plan.planned_peak_bytes, plan.measured.peak_bytes or 0)
+    share = (smallest - plan.resident_bytes) / (plan.unplanned_peak_bytes - plan.resident_bytes)
     return f"{min(100.0, math.ceil(1000 * share + 5) / 10):.1f}%"
 
 
@@ -342,7 +343,7 @@ depth and batch norm are on. *Within budget* means that no measured peak (of {me
 package measures by itself) is above the budget.
 
 The budget is a share of what an unplanned step adds, at its peak, to what exists before it; a model for which nothing
-fits 50 % has the smallest share that was found. Peaks are of the allocator's own events, with what exists before the
+fits 50 % has the smallest share that was found and held. Peaks are of the allocator's own events, with what exists before the
 step. *Extra time* is predicted, on measured operations; *gap* is how far it can be from the best plan, as proven by a
 bound, in per cent of a step. Models this small take milliseconds; for times that were measured, see
 [benchmarks/results](../benchmarks/results). *Planning* is tracing, profiling and solving together, while other
