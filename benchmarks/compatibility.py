@@ -343,9 +343,9 @@ depth and batch norm are on. *Within budget* means that no measured peak (of {me
 package measures by itself) is above the budget.
 
 The budget is a share of what an unplanned step adds, at its peak, to what exists before it; a model for which nothing
-fits 50 % has the smallest share that was found and held. Peaks are of the allocator's own events, with what exists before the
-step. *Extra time* is predicted, on measured operations; *gap* is how far it can be from the best plan, as proven by a
-bound, in per cent of a step. Models this small take milliseconds; for times that were measured, see
+fits 50 % has the smallest share that was found and held. Peaks are of the allocator's own events, with what exists
+before the step. *Extra time* is predicted, on measured operations; *gap* is how far it can be from the best plan, as
+proven by a bound, in per cent of a step. Models this small take milliseconds; for times that were measured, see
 [benchmarks/results](../benchmarks/results). *Planning* is tracing, profiling and solving together, while other
 programs ran on the machine.
 

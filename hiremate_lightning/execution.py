@@ -279,10 +279,11 @@ def as_eager(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
             return dropout, (probability, scale)
     if node.target is aten.native_dropout_backward.default:
         gradient, mask, operators = arguments
-        probability = mask.args[0].args[1] if mask.target is operator.getitem else 1.0 - 1.0 / operators
-        scale = eager_scale(gradient, probability)
-        if scale != _as_operand(operators, gradient):
-            return apply_dropout_mask, (scale,)
+        drawn_by = mask.args[0] if mask.target is operator.getitem else mask
+        if drawn_by.target is aten.native_dropout.default:
+            scale = eager_scale(gradient, drawn_by.args[1])
+            if scale != _as_operand(operators, gradient):
+                return apply_dropout_mask, (scale,)
     if node.target is aten.bernoulli.p and not node.kwargs and torch_private.called(node) is not torch.bernoulli:
         return draw_in_place, ()
     return node.target, ()

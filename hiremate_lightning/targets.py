@@ -130,6 +130,8 @@ class Targets:
         self._candidates()
         self._compiler = _Compiler(session)
         self._compiled: dict[nn.Module, tuple[Any, Callable[..., Any]]] = {}
+        self._captured: set[str] = set()  # modules of which something was captured
+        self._passed_by: set[str] = set()  # modules of which nothing was
         self._inside = False
         self._warned = False
         self._hook: Any = None
@@ -140,7 +142,8 @@ class Targets:
         if self._hook is None:
             self._hook = listen_to_optimizers(self.session)
         for name, module in self._candidates().items():
-            if torch_private.get_call(module) is None and not self._is_inside_adopted(name):
+            is_free = name not in self._passed_by and not self._is_inside_adopted(name)
+            if is_free and torch_private.get_call(module) is None:
                 torch_private.set_call(module, _Slot(self, name, module))
 
     def detach(self) -> None:
@@ -172,12 +175,44 @@ class Targets:
         with self.session.calling(name or type(self.root).__name__, (args, kwargs)), self._in_place(module):
             before = self.session.runs
             result = torch_private.plain_call(module, *args, **kwargs)
-        if self.session.runs == before:
+        if self.session.runs != before:
+            self._captured.add(name)
+        elif name in self._captured or not self._plan_parts_of(name, module, result):
             check_captured(self.session, name or type(module).__name__, result)
         return result
 
+    def _plan_parts_of(self, name: str, module: nn.Module, result: Any) -> bool:
+        """Plan the parts of a module of which nothing was captured, from the next step on.
+
+        Dynamo gives up on a forward that breaks the graph in a loop, say; that of a torch.nn.Sequential is one.
+
+        Returns:
+            Whether there is nothing to refuse: it has parts, or it is a part itself, or it doesn't train.
+        """
+        if not _requires_gradient(result):
+            return True
+        parts = {n: m for n, m in module.named_modules(prefix=name) if m is not module and _has_weights(m)}
+        where = name or type(module).__name__
+        if parts:
+            self.session.abandon_step()
+            self.session.say(
+                f"Nothing of {where} was captured as a whole; from the next step on its parts are planned."
+            )
+        elif self._passed_by:
+            self.session.say(f"{where} could not be captured and runs without a plan, beside what is planned.")
+        else:
+            return False
+        _announced.add(self.session)
+        self._passed_by.add(name)
+        self.adopted.pop(name, None)
+        torch_private.set_call(module, None)
+        for path, part in parts.items():
+            if torch_private.get_call(part) is None:
+                torch_private.set_call(part, _Slot(self, path, part))
+        return True
+
     def _trains(self, name: str, module: nn.Module) -> bool:
-        if not torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters()):
+        if not torch.is_grad_enabled() or not _has_weights(module):
             return False
         if not module.training and not self._warned:
             self._warned = True
@@ -317,8 +352,7 @@ def check_captured(session: Session, name: str, result: Any) -> None:
     Raises:
         CaptureError: If anything in the result requires a gradient, and nothing was ever captured.
     """
-    tensors = (t for t in torch_private.leaves(result) if isinstance(t, torch.Tensor))
-    if any(t.requires_grad for t in tensors):
+    if _requires_gradient(result):
         if session.captured_count:
             _announced.add(session)
             session.say(f"A call of {name} could not be captured and ran without a plan; earlier ones were planned.")
@@ -327,6 +361,14 @@ def check_captured(session: Session, name: str, result: Any) -> None:
             f"Nothing of {name} was captured: torch.compile ran it as it is. "
             "Name submodules that can be captured with target=, or train without a plan."
         )
+
+
+def _requires_gradient(result: Any) -> bool:
+    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in torch_private.leaves(result))
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
 
 
 class _Slot:

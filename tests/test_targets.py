@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from hiremate_lightning import (
     get_plan,
     hiremate,
     remove_hiremate,
+    torch_private,
 )
 from hiremate_lightning.targets import targets_of
 
@@ -271,14 +273,65 @@ def test_eval_mode_with_gradients_is_announced_once():
 
 
 def test_a_model_of_which_nothing_is_captured_is_an_error():
-    class Uncapturable(Net):
+    class Uncapturable(nn.Linear):
         @torch.compiler.disable
         def forward(self, x):
             return super().forward(x)
 
-    model = hiremate(Uncapturable(), "60%", verbose=False)
+    model = hiremate(Uncapturable(4, 4), "60%", verbose=False)
     with pytest.raises(CaptureError, match=r"Nothing of Uncapturable was captured.*target="):
-        model(batch())
+        model(torch.randn(2, 4))
+
+
+class BreaksInALoop(Net):
+    """Dynamo gives up on a forward that breaks the graph in a loop."""
+
+    def forward(self, x):
+        for layer in self.children():
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+def test_the_parts_of_a_model_of_which_nothing_is_captured_are_planned():
+    plain, model = BreaksInALoop(), BreaksInALoop()
+    model.load_state_dict(plain.state_dict())
+    hiremate(model, "90%", verbose=False, on_infeasible="warn")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", HiRemateWarning)
+        for _ in range(4):
+            for each in (plain, model):
+                each.zero_grad()
+                torch.manual_seed(3)
+                each(batch()).sum().backward()
+            assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+
+    said = [str(w.message) for w in caught if "captured" in str(w.message)]
+    assert said == ["Nothing of BreaksInALoop was captured as a whole; from the next step on its parts are planned."]
+    assert get_plan(model) is not None
+    hiremate(model, "95%")
+    assert torch_private.get_call(model) is None  # not tried again
+    remove_hiremate(model)
+    assert all(torch_private.get_call(module) is None for module in model.modules())
+
+
+def test_a_part_of_which_nothing_is_captured_runs_beside_the_plan_and_is_announced():
+    class Disabled(nn.Linear):
+        @torch.compiler.disable
+        def forward(self, x):
+            return super().forward(x)
+
+    model = BreaksInALoop()
+    model.middle = Disabled(32, 32)
+    hiremate(model, "95%", verbose=False, on_infeasible="warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", HiRemateWarning)
+        for _ in range(3):
+            model(batch()).sum().backward()
+    said = [str(w.message) for w in caught if "could not be captured" in str(w.message)]
+    assert said == ["middle could not be captured and runs without a plan, beside what is planned."]
+    assert get_plan(model) is not None
 
 
 def test_hooks_run_once_and_patched_forwards_are_honoured():

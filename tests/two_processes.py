@@ -27,11 +27,13 @@ SCRIPTS = [
     *(Script("fabric", "bf16", 1, place) for place in ("before", "after")),
     Script("plain", "no", 3, "before"),
 ]
+ACROSS = "statistics across ranks"
 WAYS = {
     "as it is": {},
     "static_graph": {"static_graph": True},
     "find_unused_parameters": {"find_unused_parameters": True},
     "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
+    ACROSS: {},
 }
 SLOW_S = 3.0
 
@@ -48,12 +50,38 @@ class TwoHeads(nn.Module):
         return self.heads[head](self.body(x))
 
 
+class _SumOverRanks(torch.autograd.Function):
+    """Adds up over ranks in both directions, as SyncBatchNorm does with its statistics."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        total = x.clone()
+        torch.distributed.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.clone()
+        torch.distributed.all_reduce(total)
+        return total
+
+
+class NormAcrossRanks(nn.Module):
+    """Normalizes by the statistics of both ranks; were a collective recomputed on one of them, both would hang."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean, square = _SumOverRanks.apply(torch.stack([x.mean(0), x.square().mean(0)])) / 2
+        return (x - mean) * (square - mean.square() + 1e-5).rsqrt()
+
+
 def gradients(rank: int, way: str, planned: bool) -> list[torch.Tensor | None]:
     """Take the gradients of a few steps under DistributedDataParallel."""
     torch.manual_seed(1)
     made = TwoHeads()
     both = way == "find_unused_parameters"
     made.heads[1].requires_grad_(both)
+    if way == ACROSS:
+        made.body = nn.Sequential(*(layer for block in made.body for layer in (block, NormAcrossRanks())))
     model = DistributedDataParallel(made, **WAYS[way])
     if planned:
         hiremate(model, BUDGET, verbose=False)
