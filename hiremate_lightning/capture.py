@@ -270,7 +270,7 @@ def _planned_device(joint: fx.GraphModule) -> torch.device:
     by_device: dict[torch.device, int] = {}
     for node in joint.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             size = torch_private.int_hint(value.untyped_storage().nbytes())
             by_device[value.device] = by_device.get(value.device, 0) + size
     return max(by_device, key=lambda d: by_device[d]) if by_device else torch.device("cpu")

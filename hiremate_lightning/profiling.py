@@ -223,8 +223,7 @@ def _made_up(value: Any) -> Any:
 
 def _storage_bytes(result: Any, device: torch.device) -> int:
     tensors = [t for t in torch_private.leaves(result) if isinstance(t, torch.Tensor) and t.device == device]
-    storages = {torch_private.storage_id(t): t.untyped_storage().nbytes() for t in tensors}
-    return sum(allocated_bytes(size, device) for size in storages.values())
+    return sum(allocated_bytes(size, device) for size in torch_private.storage_sizes(tensors).values())
 
 
 def _time_ms(run: Callable[[], Any], device: torch.device, options: ProfileOptions) -> float:

@@ -118,7 +118,7 @@ class StepRecord:
         tensors = dict(zip(part.captured.graph.inputs, arguments, strict=False))
         made = {storage: (r.index, t) for r in self.runs for t, (lives, storage) in r.outputs.items() if lives()}
         for tensor, value in tensors.items():
-            if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+            if _is_dense(value) and not isinstance(value, torch.nn.Parameter):
                 source = made.get(torch_private.storage_id(value))
                 if source is not None:
                     run.links[tensor] = source
@@ -133,7 +133,7 @@ class StepRecord:
         captured = run.part.captured
         tensor_of = {captured.fx_values[t]: t for t in captured.graph.outputs}
         for node, value in zip(captured.forward_outputs, outputs, strict=True):
-            if node in tensor_of and isinstance(value, torch.Tensor):
+            if node in tensor_of and _is_dense(value):
                 run.outputs[tensor_of[node]] = (torch_private.watch_storage(value), torch_private.storage_id(value))
         self._mark(f"f{run.index}")
 
@@ -257,11 +257,14 @@ def _storage_bytes(values: Sequence[Any]) -> tuple[int, ...]:
     """Give the bytes of each tensor's storage, as its allocator rounds them; 0 for one that was seen before."""
     seen, found = set[int](), []
     for value in values:
-        fresh = isinstance(value, torch.Tensor) and torch_private.storage_id(value) not in seen
-        found.append(allocated_bytes(value.untyped_storage().nbytes(), value.device) if fresh else 0)
-        if fresh:
-            seen.add(torch_private.storage_id(value))
+        sizes = torch_private.storage_sizes([value]) if isinstance(value, torch.Tensor) else {}
+        found.append(sum(allocated_bytes(size, value.device) for storage, size in sizes.items() if storage not in seen))
+        seen.update(sizes)
     return tuple(found)
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 def _living(run: Run) -> tuple[int, ...]:

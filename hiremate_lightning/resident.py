@@ -84,7 +84,7 @@ class ResidentMemory:
             "optimizer state": list(self._optimizer_state()),
             "batch": [*self.batch, *arguments],
         }
-        seen = {torch_private.storage_id(g) for g in gradients} if stale else set[int]()
+        seen = set(torch_private.storage_sizes(gradients)) if stale else set[int]()
         kinds = {name: self._bytes_of(tensors, seen) for name, tensors in groups.items()}
         size_bytes = sum(kinds.values())
         if self.device.type == "cuda":
@@ -111,7 +111,7 @@ class ResidentMemory:
     def _bytes_of(self, tensors: Iterable[torch.Tensor], seen: set[int] | None = None) -> int:
         """Add up storages on the planned device, each once and as its allocator rounds them, less those seen before."""
         device, seen = self.device, set[int]() if seen is None else seen
-        sizes = {torch_private.storage_id(t): t.untyped_storage().nbytes() for t in tensors if t.device == device}
+        sizes = torch_private.storage_sizes(t for t in tensors if t.device == device)
         fresh = {storage: size for storage, size in sizes.items() if storage not in seen}
         seen.update(fresh)
         return sum(allocated_bytes(size, device) for size in fresh.values())

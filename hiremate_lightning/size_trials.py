@@ -86,7 +86,7 @@ class TrialSession(Session):
 
 def _bytes_on(device: torch.device, tensors: Sequence[torch.Tensor]) -> int:
     """Add up storages on a device, each once, as its allocator rounds them."""
-    sizes = {torch_private.storage_id(t): t.untyped_storage().nbytes() for t in tensors if t.device == device}
+    sizes = torch_private.storage_sizes(t for t in tensors if t.device == device)
     return sum(allocated_bytes(size, device) for size in sizes.values())
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -320,6 +320,25 @@ def mark_boxed(function: Boxed) -> Boxed:
 def storage_id(tensor: torch.Tensor) -> int:
     """Identify a storage, fake ones included, as long as a tensor on it lives."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Give the dense tensors that a tensor is made of: itself, or the indices and values of a sparse one."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return (tensor._indices(), tensor._values())
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    return ()
+
+
+def storage_sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Give the bytes of all storages of some tensors, each once, by their identities."""
+    parts = (part for tensor in tensors for part in dense_parts(tensor))
+    return {storage_id(part): part.untyped_storage().nbytes() for part in parts}
 
 
 def watch_storage(tensor: torch.Tensor) -> Callable[[], bool]:

@@ -317,6 +317,55 @@ def test_what_a_dropout_keeps_is_scaled_as_eager_scales_it(probability, dtype):
     train_both(lambda: Between(drop), simple_loop(rows, steps=3), budget="60%")
 
 
+class OnAGraph(nn.Module):
+    """Layers between products with a sparse matrix, which Dynamo can't capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        x, edges = inputs
+        return self.after(torch.sparse.mm(edges, torch.relu(self.before(x))))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_inputs_are_counted_and_exact(layout):
+    def nodes_and_edges(index: int) -> tuple[Tensor, Tensor]:
+        edges = rows(index) @ rows(index).T > 8
+        return rows(index), edges.float().to_sparse(layout=layout)
+
+    train_both(OnAGraph, simple_loop(nodes_and_edges))
+
+
+@pytest.mark.parametrize("clears_late", [False, True])
+def test_sparse_gradients_are_exact(clears_late):
+    class Embedded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.layers = nn.Embedding(50, WIDTH, sparse=True), nn.Sequential(*Between(None).before)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(self.words(x))
+
+    def loop(module: nn.Module) -> Any:
+        optimizer, log = torch.optim.SGD(module.parameters(), lr=1e-2), []
+        for index in range(5):
+            words = torch.randint(50, (ROWS,), generator=torch.Generator().manual_seed(index))
+            if not clears_late:
+                optimizer.zero_grad()
+            loss = module(words).square().mean()
+            if clears_late:
+                optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            log += [loss.detach(), *(p.grad.to_dense().clone() for p in module.parameters())]
+        return log
+
+    train_both(Embedded, loop)
+
+
 class GroupNormed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
