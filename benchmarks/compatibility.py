@@ -239,12 +239,22 @@ def _planned(name: str, budget: Any, **options: Any) -> tuple[_Run, Any, Any, fl
     return run, get_plan(case.module), targets.session, sum(planning.values())
 
 
-def _smallest_share(name: str) -> str:
-    """Find the smallest budget of a model, as predicted and as measured, rounded up to a tenth of a per cent."""
-    _, plan, _, _ = _planned(name, "0.1%", on_infeasible="warn")
-    smallest = max(plan.planned_peak_bytes, plan.measured.peak_bytes or 0)
-    share = (smallest - plan.resident_bytes) / (plan.unplanned_peak_bytes - plan.resident_bytes)
+def _share_of(peak_bytes: int, plan: Any) -> str:
+    """Give the budget that a peak just fits, as a share rounded up to a tenth of a per cent."""
+    share = (peak_bytes - plan.resident_bytes) / (plan.unplanned_peak_bytes - plan.resident_bytes)
     return f"{min(100.0, math.ceil(1000 * share + 5) / 10):.1f}%"
+
+
+def _planned_at_least(name: str, result: Any) -> Any:
+    """Train a model planned at the smallest budget that is found and holds as measured, and note that budget."""
+    _, plan, _, _ = _planned(name, "0.1%", on_infeasible="warn")
+    result.budget = _share_of(plan.planned_peak_bytes, plan)
+    found, plan, session, planning_s = _planned(name, result.budget)
+    measured = max(*found.peaks, plan.measured.peak_bytes or 0)
+    if measured > plan.budget_bytes:
+        result.budget = _share_of(measured, plan)
+        found, plan, session, planning_s = _planned(name, result.budget)
+    return found, plan, session, planning_s
 
 
 def check(name: str, budget: str = "50%") -> Result:
@@ -271,8 +281,7 @@ def check(name: str, budget: str = "50%") -> Result:
         try:
             found, plan, session, result.planning_s = _planned(name, budget)
         except InfeasibleBudgetError:
-            result.budget = _smallest_share(name)
-            found, plan, session, result.planning_s = _planned(name, result.budget)
+            found, plan, session, result.planning_s = _planned_at_least(name, result)
     result.warned = list(dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, HiRemateWarning)))
     if plan is None:
         result.error = "no plan was made"
