@@ -386,15 +386,19 @@ class SizeFinder:
         self._trials.update(forecast.trials)
         return replace(found, size=size, unplanned_size=self._agree(found.unplanned_size))
 
-    def _nothing_fits(self, forecast: Forecast) -> ConfigurationError | InfeasibleBudgetError:
-        trial = forecast.trial(1)
-        if trial.overhead is not None and forecast.largest_feasible(1):
+    def _nothing_fits(self, forecast: Forecast | None) -> ConfigurationError | InfeasibleBudgetError:
+        """Say what stands against size 1, by a forecast or by its own step."""
+        trial = self._trials[1] if forecast is None else forecast.trial(1)
+        is_feasible = trial.overhead is not None and (forecast is None or forecast.largest_feasible(1) > 0)
+        if is_feasible and trial.overhead is not None and trial.overhead > self._max_overhead:
             return ConfigurationError(
                 f"Even size 1 takes an overhead of {format_ratio(trial.overhead)} to stay within "
                 f"{format_bytes(self._limit_bytes)}, more than max_overhead, {format_ratio(self._max_overhead)}. "
                 "Raise the budget or max_overhead."
             )
-        needed = max(forecast.least_bytes(1), forecast.validation_bytes(1))
+        needed = max(trial.predicted_peak_bytes, trial.measured_peak_bytes or 0)
+        if forecast is not None:
+            needed = max(forecast.least_bytes(1), forecast.validation_bytes(1))
         return InfeasibleBudgetError(
             f"Not even size 1 fits the budget of {format_bytes(self._budget_bytes)}, of which predictions leave "
             f"{format_bytes(self._budget_bytes - self._limit_bytes)} free: it needs {format_bytes(needed)} "
@@ -437,6 +441,8 @@ class SizeFinder:
         sizes = [size for size in sorted(self._runner.seen, reverse=True) if size not in self._failed]
         fits = (s for s in sizes if forecast is not None and forecast.accepts(s, self._options.max_overhead))
         size = self._agree(next(fits, 0))
+        if size < 1 and forecast is None and 1 in self._failed:
+            raise self._nothing_fits(None)
         if size < 1:
             raise ConfigurationError(
                 f"No size was found in {self._runner.steps} real steps: the predictions for sizes "

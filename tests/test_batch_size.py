@@ -30,6 +30,7 @@ from hiremate_lightning import (
     hiremate,
     remove_hiremate,
 )
+from hiremate_lightning.batch_size import SizeFinder
 from hiremate_lightning.metering import measure_peak
 from hiremate_lightning.targets import targets_of
 
@@ -373,6 +374,26 @@ def test_a_budget_that_not_even_one_sample_fits_is_refused_with_the_smallest_tha
         case.find("1 MiB")
 
     assert caught.value.smallest_bytes > MiB
+
+
+def test_a_budget_that_costs_more_time_than_allowed_is_refused():
+    case = case_of(layers().model, lambda n: torch.randn(8192 * n, 32))
+
+    with pytest.raises(
+        ConfigurationError, match=r"Even size 1 takes an overhead of .* Raise the budget or max_overhead"
+    ):
+        case.find("7 MiB", max_overhead=0.0)
+
+
+def test_a_search_of_which_no_size_holds_says_so(monkeypatch):
+    def fails(finder: SizeFinder, size: int) -> bool:
+        finder._runner.steps = MAX_STEPS
+        finder._failed.update(finder._runner.seen)
+        return False
+
+    monkeypatch.setattr(SizeFinder, "_verify", fails)
+    with pytest.raises(ConfigurationError, match="No size was found in 6 real steps: the predictions for sizes"):
+        layers().find("4 MiB", max_overhead=9.0)
 
 
 def test_a_first_size_that_does_not_fit_is_made_smaller():

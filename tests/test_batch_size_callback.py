@@ -334,6 +334,21 @@ def refused(module: pl.LightningModule, error: type[Exception], match: str, *cal
     assert getattr(module, "batch_size", None) == size
 
 
+def test_two_attributes_of_the_name_are_announced():
+    class Both(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.save_hyperparameters({"batch_size": 4})
+
+    with pytest.warns(UserWarning, match="Both model.batch_size and model.hparams.batch_size exist"):
+        trainer(finder(), planned()).fit(Both())
+
+
+def test_a_fast_run_skips_the_search():
+    with pytest.warns(UserWarning, match="HiRemateBatchSizeFinder is skipped: fast_dev_run is on"):
+        trainer(finder(), planned(), fast_dev_run=True).fit(Module())
+
+
 def test_a_loader_passed_to_fit_is_refused():
     refused(Module(), MisconfigurationException, "one was passed to fit", finder(), planned(), train_dataloaders=[1])
 

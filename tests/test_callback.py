@@ -313,12 +313,18 @@ def test_two_callbacks_are_refused():
 
 
 @pytest.mark.parametrize(
-    "strategy", ["FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy", "SingleDeviceXLAStrategy"]
+    ("strategy", "reason"),
+    [
+        ("FSDPStrategy", "its parameters are sharded while the plan runs. Use strategy='ddp'"),
+        ("ModelParallelStrategy", "its parameters are sharded while the plan runs. Use strategy='ddp'"),
+        ("DeepSpeedStrategy", "DeepSpeed schedules memory itself"),
+        ("SingleDeviceXLAStrategy", "XLA decides on memory itself"),
+    ],
 )
-def test_a_strategy_that_manages_memory_itself_is_refused_by_name(strategy):
+def test_a_strategy_that_manages_memory_itself_is_refused_by_name(strategy, reason):
     module, callback = CallsItself(), planned()
     stand_in = SimpleNamespace(strategy=type(strategy, (), {})(), callbacks=[callback])
-    with pytest.raises(MisconfigurationException, match=f"can't plan under {strategy}"):
+    with pytest.raises(MisconfigurationException, match=f"can't plan under {strategy}.*{reason}"):
         callback.setup(stand_in, module, "fit")
     assert_left_alone(module)
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from hiremate_lightning.errors import ConfigurationError
 from hiremate_lightning.factory import Workload, find_factory, parse_inputs
 from hiremate_lightning.plan_files import PlanFiles
 from hiremate_lightning.solvers import Problem, get_strategy
+from hiremate_lightning.solvers.base import Status
 
 from .tiny import blocks_plan, transformer
 
@@ -314,6 +316,18 @@ class TestDoctor:
         monkeypatch.setattr(doctor, "small_plan", fails)
         assert main(["doctor"]) == 1
         assert "BAD  small plan on cpu: RuntimeError: gradients differ" in capsys.readouterr().out
+
+    def test_a_plan_that_never_comes_is_a_problem(self, monkeypatch):
+        monkeypatch.setattr(doctor, "get_plan", lambda model: None)
+        with pytest.raises(RuntimeError, match="no plan was made in"):
+            doctor.small_plan("cpu")
+
+    @pytest.mark.usefixtures("_no_small_plan")
+    def test_a_solver_that_is_wrong_is_told(self, monkeypatch):
+        wrong = SimpleNamespace(status=Status.OPTIMAL, objective=4.0)
+        monkeypatch.setattr(doctor, "solve", lambda *args, **options: wrong)
+        found = {f.name: f for f in doctor.examine()}
+        assert "a program whose optimum is 5 ended optimal at 4" in found["solver HIGHS"].words
 
     @pytest.mark.usefixtures("_no_small_plan")
     def test_packages_that_lack_or_are_too_old_are_named(self, monkeypatch):

@@ -149,6 +149,26 @@ def test_every_error_and_warning_is_explained() -> None:
     assert not missing, "docs/troubleshooting.md says nothing of:\n" + "\n".join(missing)
 
 
+def test_every_error_and_warning_is_in_a_test_by_its_words() -> None:
+    """Three words in a row of each text are what some test of it expects."""
+    others = [read(path) for path in Path(__file__).parent.glob("*.py") if path != Path(__file__)]
+    expected = "".join(_words(re.sub(r"\\[.()\[\]]|\.\*", " ", text)) for text in others)
+
+    missing = [
+        f"{place}: {' ... '.join(pieces)}"
+        for place, pieces in _all_texts()
+        if (runs := {run for piece in pieces for run in _runs_of_words(piece)})
+        and not any(f" {run} " in expected for run in runs)
+    ]
+
+    assert not missing, "no test expects the words of:\n" + "\n".join(missing)
+
+
+def _runs_of_words(text: str) -> Iterator[str]:
+    words = _words(text).split()
+    return (" ".join(words[i : i + FIXED_WORDS]) for i in range(len(words) - FIXED_WORDS + 1))
+
+
 def test_texts_are_found_where_they_are_raised_warned_returned_and_kept_in_constants() -> None:
     found = {" ".join(words) for _, words in _shown_texts()}
 
@@ -172,12 +192,16 @@ def _words(text: str) -> str:
 
 def _shown_texts() -> Iterator[tuple[str, list[str]]]:
     """Give the first fixed words of each text that the package raises or warns with, and its place."""
+    for place, text in _all_texts():
+        words = _first_fixed_words(text)
+        if words:
+            yield place, words
+
+
+def _all_texts() -> Iterator[tuple[str, list[str]]]:
     for path in sorted([*(ROOT / "hiremate_lightning").rglob("*.py"), *(ROOT / "callbacks").glob("*.py")]):
-        tree = ast.parse(read(path))
-        for line, text in _texts(tree):
-            words = _first_fixed_words(text)
-            if words:
-                yield f"{path.relative_to(ROOT)}:{line}", words
+        for line, text in _texts(ast.parse(read(path))):
+            yield f"{path.relative_to(ROOT)}:{line}", text
 
 
 def _texts(tree: ast.Module) -> Iterator[tuple[int, list[str]]]:

@@ -314,6 +314,15 @@ def test_a_step_without_gradients_is_refused():
         capture(lambda: Losses(lambda y: y.detach()))
 
 
+def test_what_the_capture_refuses_is_said():
+    class Broken(Losses):
+        def forward(self, x, *args):
+            raise torch._dynamo.exc.Unsupported("a wall")
+
+    with pytest.raises(CaptureError, match=r"torch\.compile could not capture Broken: a wall"):
+        capture(lambda: Broken(lambda y: y))
+
+
 def test_a_step_that_depends_on_values_is_refused():
     with pytest.raises(CaptureError, match="The step of factory depends on values of its tensors"):
         capture(Choosy, "2x4")

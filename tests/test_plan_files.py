@@ -71,27 +71,34 @@ def with_a_row_too_few(data):
     return json.dumps({**data, "solution": {**data["solution"], "recompute": rows}})
 
 
+def of_another_graph(data):
+    costs = {name: value[:-1] if isinstance(value, list) else value for name, value in data["profile"].items()}
+    return json.dumps({**data, "profile": costs})
+
+
 def of_another_kind(_):
     return "[1, 2]"
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    ("spoil", "words"),
     [
-        cut_off,
-        of_another_version,
-        that_recomputes_nothing,
-        that_lies_about_its_peak,
-        with_a_row_too_few,
-        of_another_kind,
+        (cut_off, ""),
+        (of_another_version, "it was written by another version"),
+        (that_recomputes_nothing, "its schedule takes"),
+        (that_lies_about_its_peak, "bytes, where it says 1"),
+        (with_a_row_too_few, ""),
+        (of_another_graph, "its profile is of another graph"),
+        (of_another_kind, ""),
     ],
 )
-def test_a_file_that_is_not_what_it_should_be_is_ignored_with_a_warning(solved, tmp_path, caplog, spoil):
+def test_a_file_that_is_not_what_it_should_be_is_ignored_with_a_warning(solved, tmp_path, caplog, spoil, words):
     problem, _, path = solved
     path.write_text(spoil(json.loads(path.read_text())))
     with caplog.at_level(logging.WARNING, "hiremate_lightning"):
         assert PlanFiles(tmp_path).read(problem, "portfolio") is None
-    assert str(path) in caplog.text
+    assert f"Ignored the plan in {path}" in caplog.text
+    assert words in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path, caplog):

@@ -128,19 +128,21 @@ def _without(text, field):
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "words"),
     [
-        lambda text: text[: len(text) // 2],
-        lambda text: "",
-        lambda text: "[]",
-        lambda text: text.replace('"format": 1', '"format": 99'),
-        lambda text: text.replace(describe_device(CPU), "another device"),
-        lambda text: _without(text, "costs"),
-        lambda text: json.dumps({**json.loads(text), "costs": {"aten.mm": ["fast", 0]}}),
+        (lambda text: text[: len(text) // 2], ""),
+        (lambda text: "", ""),
+        (lambda text: "[]", ""),
+        (lambda text: text.replace('"format": 1', '"format": 99'), "it was written for another version or device"),
+        (lambda text: text.replace(describe_device(CPU), "another"), "it was written for another version or device"),
+        (lambda text: _without(text, "costs"), ""),
+        (lambda text: json.dumps({**json.loads(text), "costs": {"aten.mm": ["fast", 0]}}), ""),
     ],
     ids=["cut", "empty", "no object", "other format", "other device", "no costs", "no number"],
 )
-def test_a_file_that_cannot_be_used_is_ignored_with_a_warning(damage, captured, measured_nodes, tmp_path, caplog):
+def test_a_file_that_cannot_be_used_is_ignored_with_a_warning(
+    damage, words, captured, measured_nodes, tmp_path, caplog
+):
     measure(captured, CostCache(tmp_path), QUICK)
     path = _file_in(tmp_path)
     path.write_text(damage(path.read_text()))
@@ -151,6 +153,7 @@ def test_a_file_that_cannot_be_used_is_ignored_with_a_warning(damage, captured, 
 
     assert "Ignored the profile" in caplog.text
     assert path.name in caplog.text
+    assert words in caplog.text
     assert measured_nodes
     assert json.loads(path.read_text())["device"] == describe_device(CPU)
 
