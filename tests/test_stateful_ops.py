@@ -329,7 +329,7 @@ class OnAGraph(nn.Module):
         return self.after(torch.sparse.mm(edges, torch.relu(self.before(x))))
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support is in beta state")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_sparse_inputs_are_counted_and_exact(layout):
     def nodes_and_edges(index: int) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import pytest
 import torch
 from torch import fx, nn
 
@@ -121,3 +122,58 @@ def test_an_optimizer_step_is_heard_until_the_handle_is_removed():
 
 def test_free_host_bytes_are_plausible():
     assert torch_private.free_host_bytes() > 2**20
+
+
+def captured_inputs(function, calls):
+    """Compile a function as plans do, call it, and give the inputs of each captured graph."""
+    seen = []
+
+    def backend(module, inputs):
+        torch_private.fix_sizes(module, inputs)
+        seen.append([i if isinstance(i, torch.Tensor) else type(i) for i in inputs])
+        return module
+
+    compiled = torch.compile(function, backend=backend)
+    with torch_private.capturing_for_plans():
+        for arguments in calls:
+            compiled(*arguments)
+    return seen
+
+
+def test_a_number_becomes_an_input_at_its_second_value_and_sizes_stay_numbers():
+    seen = captured_inputs(lambda x, n: x * n, [(torch.ones(4), 2), (torch.ones(4), 3), (torch.ones(4), 4)])
+    assert [len(inputs) for inputs in seen] == [1, 2]
+    assert torch.SymInt in seen[1]
+    seen = captured_inputs(lambda x: x * 2, [(torch.ones(4),), (torch.ones(5),), (torch.ones(6),)])
+    assert [inputs[0].shape for inputs in seen] == [(4,), (5,), (6,)]
+    assert not any(torch_private.is_symbolic(inputs[0]) for inputs in seen)
+
+
+def test_a_number_that_makes_a_size_is_fixed():
+    seen = captured_inputs(lambda x, n: x[:n] * 2, [(torch.ones(9), n) for n in (2, 3, 4, 3)])
+    assert len(seen) == 3
+
+
+def test_what_the_user_called_is_known_of_a_captured_node():
+    called = []
+
+    def partition(joint, inputs, *, num_fwd_outputs, **rest):
+        from functorch.compile import default_partition
+
+        called.extend(torch_private.called(n) for n in joint.graph.nodes if n.target is torch.ops.aten.bernoulli.p)
+        return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **rest)
+
+    backend = torch_private.make_backend(
+        partition, *(lambda module, inputs: torch_private.boxed(module) for _ in range(3))
+    )
+    weight = torch.ones(3, requires_grad=True)
+    torch.compile(lambda: weight * torch.bernoulli(torch.ones(3), 0.5), backend=backend)().sum().backward()
+    assert called == [torch.bernoulli]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support is in beta state")
+def test_sparse_tensors_have_parts():
+    dense = torch.eye(3)
+    assert torch_private.dense_parts(dense) == (dense,)
+    for layout, parts in ((torch.sparse_coo, 2), (torch.sparse_csr, 3), (torch.sparse_csc, 3)):
+        assert len(torch_private.storage_sizes([dense.to_sparse(layout=layout)])) == parts
