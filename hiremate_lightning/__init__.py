@@ -12,6 +12,7 @@ if not (_package / "callbacks").is_dir() and (_package.parent / "callbacks" / "_
 if TYPE_CHECKING:
     from .api import get_plan, hiremate, remove_hiremate
     from .batch_size import find_max_batch_size
+    from .buckets import bucket_lengths, bucket_of
     from .html_report import write_html
     from .out_of_memory import InfeasibleBudgetError
     from .plan import Plan
@@ -29,6 +30,8 @@ __all__ = [
     "HiRemateWarning",
     "InfeasibleBudgetError",
     "Plan",
+    "bucket_lengths",
+    "bucket_of",
     "find_max_batch_size",
     "get_plan",
     "hiremate",
@@ -44,6 +47,8 @@ _LAZY = {
     "BatchSizeResult": "size_result",
     "InfeasibleBudgetError": "out_of_memory",
     "Plan": "plan",
+    "bucket_lengths": "buckets",
+    "bucket_of": "buckets",
     "find_max_batch_size": "batch_size",
     "get_plan": "api",
     "hiremate": "api",

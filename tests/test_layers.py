@@ -24,6 +24,7 @@ ORDER = (
     "errors",
     "out_of_memory",
     "units",
+    "buckets",
     "graph",
     "schedule",
     "costs",

@@ -1,0 +1,75 @@
+"""Few lengths to pad to, for batches whose lengths vary: each length is a plan of its own.
+
+The lengths that pad least in total are found exactly, by a dynamic programme over the distinct lengths.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from .errors import ConfigurationError
+
+
+def bucket_lengths(lengths: Iterable[int], count: int = 8) -> tuple[int, ...]:
+    """Choose the lengths to pad to.
+
+    Args:
+        lengths: Length of each sample, or of each batch.
+        count: Most lengths to choose: the number of plans (`max_plans` is 8 by default).
+
+    Returns:
+        At most `count` of the given lengths, ascending, the longest among them: padding each length to the next of
+        these takes the least padding in total.
+
+    Raises:
+        ConfigurationError: If there are no lengths, or one of them or the count is below 1.
+
+    Example:
+        >>> bucket_lengths([3, 4, 4, 9, 10, 30], count=3)
+        (4, 10, 30)
+    """
+    values, occurrences = np.unique(np.fromiter(lengths, dtype=np.int64), return_counts=True)
+    if not len(values) or values[0] < 1 or count < 1:
+        raise ConfigurationError("bucket_lengths needs lengths of at least 1, and a count of at least 1.")
+    before = np.concatenate([[0], np.cumsum(occurrences)])  # samples shorter than each length
+    ends = len(values)
+    # least[i]: padded elements of all samples among the i shortest lengths, with the buckets so far
+    least = np.where(np.arange(ends + 1) == 0, 0.0, np.inf)
+    chosen: list[np.ndarray] = []
+    for _ in range(min(count, ends)):
+        following, starts = least.copy(), np.full(ends + 1, -1)
+        for end in range(1, ends + 1):
+            padded = least[:end] + (before[end] - before[:end]) * values[end - 1]
+            start = int(np.argmin(padded))
+            if padded[start] < following[end]:
+                following[end], starts[end] = padded[start], start
+        least = following
+        chosen.append(starts)
+    buckets, end = [], ends
+    for starts in reversed(chosen):
+        if end and starts[end] >= 0:
+            buckets.append(int(values[end - 1]))
+            end = int(starts[end])
+    return tuple(reversed(buckets))
+
+
+def bucket_of(length: int, buckets: Sequence[int]) -> int:
+    """Give the length to pad to: the smallest bucket that holds a length.
+
+    Args:
+        length: Length of a batch.
+        buckets: What `bucket_lengths` gave.
+
+    Raises:
+        ConfigurationError: If the length is above the largest bucket.
+    """
+    position = bisect_left(buckets, length)
+    if position == len(buckets):
+        raise ConfigurationError(
+            f"The length {length} is above the largest bucket, {buckets[-1] if buckets else 'there is none'}. "
+            "Choose the buckets from all lengths that occur, or cut longer samples."
+        )
+    return buckets[position]
