@@ -268,6 +268,7 @@ def as_eager(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 
     Eager's dropout on the CPU multiplies by a quotient in the input's type, in both directions. The operators that are
     captured instead multiply by a number that may be rounded otherwise. And `bernoulli_` is captured as `bernoulli`.
+    Some losses take less memory here than in eager, and no captured graph knows how much they take there.
     """
     arguments: Any = node.args
     if node.target is aten.native_dropout.default:
@@ -284,9 +285,32 @@ def as_eager(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
             scale = eager_scale(gradient, drawn_by.args[1])
             if scale != _as_operand(operators, gradient):
                 return apply_dropout_mask, (scale,)
+    if node.target in _COMPACT and not node.meta["val"].dim():
+        return _COMPACT[node.target], ()
     if node.target is aten.bernoulli.p and not node.kwargs and torch_private.called(node) is not torch.bernoulli:
         return draw_in_place, ()
     return node.target, ()
+
+
+def _compact(reduced: Any) -> Callable[..., torch.Tensor]:
+    def compact(*args: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = reduced(*args, **kwargs).clone()
+        return result
+
+    compact.__name__ = compact.__qualname__ = f"compact_{reduced.overloadpacket.__name__}"
+    return compact
+
+
+# Losses whose one number keeps the memory of all its terms.
+_COMPACT = {
+    reduced: _compact(reduced)
+    for reduced in (
+        aten.mse_loss.default,
+        aten.smooth_l1_loss.default,
+        aten.binary_cross_entropy.default,
+        aten.soft_margin_loss.default,
+    )
+}
 
 
 def draw_in_place(source: torch.Tensor, probability: float) -> torch.Tensor:

@@ -31,7 +31,7 @@ from .metering import MemoryMeter, measure_peak
 
 log = logging.getLogger("hiremate_lightning")
 
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)

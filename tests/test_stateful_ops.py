@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from hiremate_lightning import CaptureError, hiremate, remove_hiremate
+from hiremate_lightning import CaptureError, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.targets import targets_of
 
 from .exact import simple_loop, train_both
@@ -315,6 +315,33 @@ def test_what_a_dropout_keeps_is_scaled_as_eager_scales_it(probability, dtype):
         return F.dropout(F.dropout(x.to(dtype), probability) * 2, probability).float()
 
     train_both(lambda: Between(drop), simple_loop(rows, steps=3), budget="60%")
+
+
+class Judged(nn.Module):
+    """A model that gives its own loss."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.layers, self.loss = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layers(x)
+        return self.loss(y, (x > 0).to(y.dtype))
+
+
+@pytest.mark.parametrize(
+    "loss", [F.mse_loss, F.smooth_l1_loss, F.soft_margin_loss, lambda y, x: F.binary_cross_entropy(y.sigmoid(), x)]
+)
+def test_the_number_of_a_loss_does_not_keep_its_terms(loss):
+    train_both(lambda: Judged(loss), simple_loop(rows, loss_of=lambda number: number))
+    model = hiremate(Judged(loss), "1 TiB", verbose=False)
+    for index in range(3):
+        number = model(rows(index))
+        number.backward()
+    plan = get_plan(model)
+    assert number.untyped_storage().nbytes() == number.itemsize
+    assert Judged(loss)(rows(0)).untyped_storage().nbytes() == ROWS * WIDTH * number.itemsize  # in plain PyTorch
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
 
 
 class OnAGraph(nn.Module):
