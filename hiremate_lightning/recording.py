@@ -149,6 +149,12 @@ class StepRecord:
         """Note that a backward ended, and which outputs someone else than the part itself held meanwhile."""
         run.alive = _living(run)
         self._mark(f"b{run.index}")
+        torch_private.at_end_of_backward(lambda: self._ended(run))
+
+    def _ended(self, run: Run) -> None:
+        """Note that the whole backward has ended; what follows, the optimizer's step say, is not part of the plan."""
+        if not self._is_closed:
+            self._mark(f"e{run.index}")
 
     def _note_alive(self, label: str) -> None:
         self._alive_at[label] = [_living(run) for run in self.runs]
@@ -235,12 +241,9 @@ class StepRecord:
         return Gap(max(0, gap.held_bytes - handed), gap.peak_bytes)
 
     def _gap_after_backward(self, run: Run) -> Gap:
-        """Tell what outside code needs until the step ends, where that was measured."""
-        counted = self._counted[-1:]
-        if [interval.label for interval in counted] != [f"b{run.index}"]:
-            return Gap()
-        (last,) = counted
-        return Gap(0, last.peak_bytes - last.start_bytes)
+        """Tell what outside code needs until the whole backward ends."""
+        gap = self._between(f"b{run.index}", f"e{run.index}") or Gap()
+        return Gap(0, gap.peak_bytes)
 
     def _between(self, first: str, last: str) -> Gap | None:
         """Tell how memory grew and peaked between two marks, None where that was not measured."""

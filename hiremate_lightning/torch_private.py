@@ -7,7 +7,7 @@ What they are for:
 * the slot that `nn.Module.compile` uses: the only way to take over a call that keeps state_dict, deepcopy and pickle as
   they are;
 * boxed code generation of FX graphs, so that arguments die as they are used;
-* two facts about a running backward: whether it will be run again, and a tensor's version;
+* facts about a running backward: whether it will be run again, when it has ended, and a tensor's version;
 * tracing of the very operators that eager PyTorch runs, with the strides that they give.
 """
 
@@ -268,6 +268,11 @@ def take_gradients_as_they_come() -> None:
 def backward_will_run_again() -> bool:
     """Whether the running backward was called with `retain_graph=True`."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call a function when the running backward has ended, that of all graphs; not where it fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def version_of(tensor: torch.Tensor) -> int:
