@@ -236,7 +236,7 @@ class _Builder:
     def _add_replay(self, index: int) -> None:
         """Give a dropout the node that rebuilds its output from its input and its mask."""
         node, dropout = self.nodes[index], self.fx_nodes[index]
-        if dropout.target is not aten.native_dropout.default:
+        if dropout.target is not aten.native_dropout.default or dropout.args[2] is False:
             return
         values = {v.args[1]: self.tensor_of[v] for v in dropout.users if v.target is operator.getitem}
         source = dropout.args[0]

@@ -25,9 +25,8 @@ from . import torch_private
 from .absent import NOTHING, Absence, find_absent
 from .capture import Captured
 from .graph import Phase
+from .kernels import apply_dropout_mask, as_eager, eager_scale, needs_traced_layout, with_strides
 from .schedule import Compute, Operation, Schedule
-
-aten = torch.ops.aten
 
 FREED = (
     "Trying to backward through the graph a second time, but the saved values have already been freed. "
@@ -197,8 +196,8 @@ def _emit(
         copy.meta["phase"] = record.phase
         copy.target, changed = as_eager(node)
         copy.args = (*copy.args[: len(copy.args) - len(changed)], *changed)
-        if node.target is aten.view.default and record.phase is Phase.BACKWARD:
-            copy.target = aten.reshape.default  # gradients come with other strides than they were traced with
+        if node.target is torch.ops.aten.view.default and record.phase is Phase.BACKWARD:
+            copy.target = torch.ops.aten.reshape.default  # gradients come with other strides than they were traced with
         for tensor in record.outputs:
             value = captured.fx_values[tensor]
             if value is node:
@@ -207,44 +206,6 @@ def _emit(
                 part = graph.call_function(operator.getitem, (copy, value.args[1]))
                 part.meta = value.meta
                 values[value] = part
-
-
-def needs_traced_layout(target: Any) -> bool:
-    """Whether an operator of the backward must get its tensors with the strides that they were traced with.
-
-    Gradients come from the caller with other strides than were traced. Operators of PyTorch read them as they are, but
-    for those whose derivative makes the gradient contiguous first, which left no trace where it was traced as such
-    already; and those that address memory. What others wrote may rely on anything.
-    """
-    if isinstance(target, torch_private.OpOverload):
-        return target.namespace not in ("aten", "prims") or target.overloadpacket in _READ_MEMORY
-    return isinstance(target, torch_private.HigherOrderOperator)
-
-
-_READ_MEMORY = {
-    getattr(aten, name)
-    for name in (
-        "native_group_norm_backward",
-        "cudnn_batch_norm_backward",
-        "miopen_batch_norm_backward",
-        "_cdist_backward",
-        "_pdist_backward",
-        "mkldnn_rnn_layer_backward",
-        "_cudnn_rnn_backward",
-        "miopen_rnn_backward",
-        "_thnn_fused_lstm_cell_backward_impl",
-        "_thnn_fused_gru_cell_backward",
-        "as_strided",
-        "as_strided_scatter",
-    )
-}
-
-
-def with_strides(source: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """Give a tensor with these strides: itself where it has them, else a copy."""
-    if source.stride() == strides:
-        return source
-    return torch.empty_strided(source.shape, strides, dtype=source.dtype, device=source.device).copy_(source)
 
 
 def _zeros(value: fx.Node, graph: fx.Graph) -> fx.Node:
@@ -261,90 +222,6 @@ def _emit_dropout(node: fx.Node, output: fx.Node, graph: fx.Graph, values: dict[
     applied = graph.call_function(apply_dropout_mask, (values[source], values[mask], scale))
     applied.meta = {**output.meta, "phase": Phase.FORWARD}
     values[output] = applied
-
-
-def as_eager(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """Tell what computes a captured node as eager PyTorch does: a function, and its last arguments where they differ.
-
-    Eager's dropout on the CPU multiplies by a quotient in the input's type, in both directions. The operators that are
-    captured instead multiply by a number that may be rounded otherwise. And `bernoulli_` is captured as `bernoulli`.
-    Some losses take less memory here than in eager, and no captured graph knows how much they take there.
-    """
-    arguments: Any = node.args
-    if node.target is aten.native_dropout.default:
-        source, probability = arguments[:2]
-        scale = eager_scale(source, probability)
-        with torch_private.real_mode():
-            operators = float(torch.ones((), dtype=source.meta["val"].dtype).mul_(1.0 / (1.0 - probability)))
-        if scale != operators:
-            return dropout, (probability, scale)
-    if node.target is aten.native_dropout_backward.default:
-        gradient, mask, operators = arguments
-        drawn_by = mask.args[0] if mask.target is operator.getitem else mask
-        if drawn_by.target is aten.native_dropout.default:
-            scale = eager_scale(gradient, drawn_by.args[1])
-            if scale != _as_operand(operators, gradient):
-                return apply_dropout_mask, (scale,)
-    if node.target in _COMPACT and not node.meta["val"].dim():
-        return _COMPACT[node.target], ()
-    if node.target is aten.bernoulli.p and not node.kwargs and torch_private.called(node) is not torch.bernoulli:
-        return draw_in_place, ()
-    return node.target, ()
-
-
-def _compact(reduced: Any) -> Callable[..., torch.Tensor]:
-    def compact(*args: Any, **kwargs: Any) -> torch.Tensor:
-        result: torch.Tensor = reduced(*args, **kwargs).clone()
-        return result
-
-    compact.__name__ = compact.__qualname__ = f"compact_{reduced.overloadpacket.__name__}"
-    return compact
-
-
-# Losses whose one number keeps the memory of all its terms.
-_COMPACT = {
-    reduced: _compact(reduced)
-    for reduced in (
-        aten.mse_loss.default,
-        aten.smooth_l1_loss.default,
-        aten.binary_cross_entropy.default,
-        aten.soft_margin_loss.default,
-    )
-}
-
-
-def draw_in_place(source: torch.Tensor, probability: float) -> torch.Tensor:
-    """Draw as `bernoulli_` does, in the order of the memory; the operator that is captured for it draws by rows."""
-    return torch.empty_like(source).bernoulli_(probability)
-
-
-def eager_scale(source: fx.Node, probability: float) -> float:
-    """Give the number by which eager PyTorch multiplies what a dropout keeps."""
-    if probability == 1:
-        return 0.0
-    shown: torch.Tensor = source.meta["val"]
-    if shown.device.type != "cpu":
-        return _as_operand(1.0 / (1.0 - probability), source)
-    with torch_private.real_mode():
-        return float(torch.ones((), dtype=shown.dtype).div_(1.0 - probability))
-
-
-def _as_operand(scale: float, source: fx.Node) -> float:
-    """Round a number as kernels do that multiply a tensor by it."""
-    dtype = torch.float64 if source.meta["val"].dtype == torch.float64 else torch.float32
-    with torch_private.real_mode():
-        return float(torch.tensor(scale, dtype=dtype))
-
-
-def dropout(source: torch.Tensor, probability: float, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a mask and apply it; gives both, as `native_dropout` does."""
-    mask = torch.empty_like(source, dtype=torch.bool).bernoulli_(1.0 - probability)
-    return apply_dropout_mask(source, mask, scale), mask
-
-
-def apply_dropout_mask(source: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """Give what a dropout keeps, of its input or of its output's gradient."""
-    return torch.mul(source, mask).mul_(scale)
 
 
 class Part:

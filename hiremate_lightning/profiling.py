@@ -25,8 +25,9 @@ from torch import fx
 from . import torch_private
 from .capture import Captured, allocated_bytes
 from .costs import Profile, estimate
-from .execution import Program, apply_dropout_mask, as_eager
+from .execution import Program
 from .graph import Phase
+from .kernels import apply_dropout_mask, as_eager
 from .metering import MemoryMeter, measure_peak
 
 log = logging.getLogger("hiremate_lightning")

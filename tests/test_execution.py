@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from hiremate_lightning.backend import planning_backend
-from hiremate_lightning.execution import Part, apply_dropout_mask, build
+from hiremate_lightning.execution import Part, build
+from hiremate_lightning.kernels import apply_dropout_mask
 from hiremate_lightning.metering import measure_peak
 from hiremate_lightning.schedule import keep_all, lower, recompute_lazily
 

@@ -46,6 +46,7 @@ ORDER = (
     "torch_private",
     "capture",
     "absent",
+    "kernels",
     "execution",
     "metering",
     "profiling",
