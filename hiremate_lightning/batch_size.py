@@ -375,7 +375,7 @@ class SizeFinder:
     def _predict(self, high: int) -> Found:
         """Search for the best size up to one; ranks agree on the smallest."""
         forecast = self._forecast()
-        if forecast is None:
+        if not self._agree(forecast is not None) or forecast is None:
             seen = max(self._runner.seen)
             return Found(seen if seen <= high else max(1, int(STEP_BACK * high)), Limit.GRAPH, 0)
         found = search(forecast, high, self._max_overhead, self._options.objective, self._options.max_trials)
