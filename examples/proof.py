@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader
 
-from hiremate_lightning import torch_private
+from hiremate_lightning import HiRemateWarning, torch_private
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.metering import MemoryMeter
 from hiremate_lightning.plan import Plan
@@ -88,6 +88,7 @@ class SideBySide(L.Callback):
         self._slots = {}
         if batch_idx >= self.first and (batch_idx - self.first) % 2 == 0:
             self._slots = {inner: torch_private.get_call(inner) for inner in module.modules()}
+            warnings.filterwarnings("ignore", ".* trains without its plan", HiRemateWarning)  # so it is meant here
         for inner in self._slots:
             torch_private.set_call(inner, None)
         self._start_s = time.perf_counter()

@@ -303,10 +303,10 @@ class SizeFinder:
                 if size == 1:
                     raise _at_size(1, error) from error
                 size, refused = max(1, size // 4), _at_size(size, error)
-            except Exception as error:
+            except Exception as error:  # the user chose another size: some models can't train on fewer samples
                 if refused is None:
                     raise
-                raise refused from error  # the user chose another size: some models can't train on fewer samples
+                raise refused from error
             else:
                 return size
 
@@ -389,7 +389,7 @@ class SizeFinder:
     def _nothing_fits(self, forecast: Forecast | None) -> ConfigurationError | InfeasibleBudgetError:
         """Say what stands against size 1, by a forecast or by its own step."""
         trial = self._trials[1] if forecast is None else forecast.trial(1)
-        is_feasible = trial.overhead is not None and (forecast is None or forecast.largest_feasible(1) > 0)
+        is_feasible = forecast is None or forecast.largest_feasible(1) > 0
         if is_feasible and trial.overhead is not None and trial.overhead > self._max_overhead:
             return ConfigurationError(
                 f"Even size 1 takes an overhead of {format_ratio(trial.overhead)} to stay within "

@@ -24,6 +24,7 @@ from .doctor import Verdict, examine
 from .errors import ConfigurationError
 from .factory import Workload, find_factory, parse_inputs
 from .html_report import write_html
+from .metering import free_host_bytes
 from .offline import OfflineOptions, OfflineStep, Rates, capture_offline, rates_of
 from .out_of_memory import InfeasibleBudgetError
 from .plan import Plan, PlanningTime
@@ -37,7 +38,6 @@ from .solvers import Curve, Problem, SolveOptions, get_strategy, smallest_budget
 from .solvers.curve import curve as solve_curve
 from .step import Step
 from .terminal import plan_table
-from .torch_private import free_host_bytes
 from .units import Budget, format_bytes, format_ratio, format_time, parse_budget
 
 FIT_SIZES = (4, 8)  # batch sizes that `fit` captures: 1 and 2 are special to many operators

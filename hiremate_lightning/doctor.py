@@ -20,6 +20,7 @@ from . import torch_private
 from .api import get_plan, hiremate, remove_hiremate
 from .errors import ConfigurationError
 from .factory import Workload, find_factory
+from .metering import free_host_bytes
 from .solvers import SolveOptions, Status
 from .solvers.mip_backend import Program, solve
 from .targets import refuse
@@ -182,7 +183,7 @@ def _solve_small(backend: str) -> str:
 
 
 def _devices() -> Iterator[Finding]:
-    free = format_bytes(torch_private.free_host_bytes())
+    free = format_bytes(free_host_bytes())
     yield Finding("cpu", Verdict.GOOD, f"{torch.get_num_threads()} threads, {free} free")
     if not torch.backends.cuda.is_built():
         yield Finding("cuda", Verdict.KNOW, "this torch is built without it; `hiremate plan --device cuda` still works")

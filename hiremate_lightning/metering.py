@@ -6,6 +6,7 @@ caching allocator's statistics are read and reset at each mark.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -181,3 +182,11 @@ def measure_peak(function: Callable[[], Any], device: torch.device | str = "cpu"
     with MemoryMeter(torch.device(device)) as meter:
         function()
     return max((interval.peak_bytes for interval in meter.intervals), default=0)
+
+
+def free_host_bytes() -> int:
+    """Give the bytes of memory that the machine could still hand out."""
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return 2**62  # a system that does not tell: no limit

@@ -33,6 +33,7 @@ from .errors import CaptureError, HiRemateWarning
 from .execution import Part, Program, build
 from .graph import StorageKind
 from .kinds import Kind, Kinds
+from .metering import free_host_bytes
 from .out_of_memory import InfeasibleBudgetError, explain
 from .plan import Plan, PlanningTime
 from .planner import PlanOptions, first_solution, make_plan, resolve, unplanned
@@ -216,7 +217,7 @@ class Session:
                 f"torch.compile could not capture {name}: {error}\n"
                 "Name submodules that can be captured with target=, or train without a plan."
             ) from error
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the next step must not go on with half of this one
             self.abandon_step()
             raise
         finally:
@@ -492,7 +493,7 @@ class Session:
     def _budget_bytes(self, step: Step, resident_bytes: int) -> int:
         if self._auto_bytes is None:
             on_gpu = self._memory.device.type == "cuda"
-            free = torch.cuda.mem_get_info(self._memory.device)[0] if on_gpu else torch_private.free_host_bytes()
+            free = torch.cuda.mem_get_info(self._memory.device)[0] if on_gpu else free_host_bytes()
             self._auto_bytes = resolve(Budget(), resident_bytes, 0, free)
         if self.options.budget.is_auto:
             return self._auto_bytes

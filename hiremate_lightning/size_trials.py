@@ -15,7 +15,7 @@ from torch import nn
 from . import torch_private
 from .capture import allocated_bytes
 from .errors import ConfigurationError
-from .metering import measure_peak
+from .metering import free_host_bytes, measure_peak
 from .plan import Plan
 from .planner import resolve
 from .scaling import Line, Sample
@@ -160,7 +160,7 @@ class SizeRunner:
             torch.cuda.empty_cache()
             free = torch.cuda.mem_get_info(self.device)[0]
         else:
-            free = torch_private.free_host_bytes()
+            free = free_host_bytes()
         return resolve(Budget(), TrialSession(self._task.root, self._options).resident.size_bytes, 0, free)
 
     @contextmanager

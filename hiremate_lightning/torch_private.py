@@ -14,7 +14,6 @@ What they are for:
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -492,11 +491,3 @@ def process_group_store() -> tuple[Any, int] | None:
     if not group.is_available() or not group.is_initialized() or group.get_world_size() == 1:
         return None
     return group.PrefixStore("hiremate", group.distributed_c10d._get_default_store()), group.get_rank()
-
-
-def free_host_bytes() -> int:
-    """Give the bytes of memory that the machine could still hand out."""
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return 2**62  # a system that does not tell: no limit

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hiremate_lightning import torch_private
-from hiremate_lightning.metering import MemoryMeter, measure_peak
+from hiremate_lightning.metering import MemoryMeter, free_host_bytes, measure_peak
 
 CPU = torch.device("cpu")
 KB = 1024
@@ -130,3 +130,7 @@ def test_a_foreign_profiler_makes_meters_unavailable_until_it_ends():
 def test_a_running_meter_leaves_the_means_available_to_the_next():
     with MemoryMeter(CPU):
         assert MemoryMeter.is_available(CPU)
+
+
+def test_free_host_bytes_are_plausible():
+    assert free_host_bytes() > 2**20

@@ -79,7 +79,7 @@ def prepare_hiremate(
     _track(accelerator, planned.session)
     try:
         return accelerator.prepare(*objects)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: the model is to be left as it was
         remove_hiremate(modules[0])
         raise
 

@@ -85,8 +85,8 @@ class Worker:
             raise WorkerLostError(f"the process of the solver ended with {self._process.returncode}") from error
         except WorkerLostError:
             raise
-        except BaseException:
-            self.close()  # an answer that is still to come would be taken for that of the next problem
+        except BaseException:  # Ctrl-C too: an answer still to come would be taken for that of the next problem
+            self.close()
             raise
         finally:
             watchdog.cancel()
