@@ -78,6 +78,8 @@ def main() -> None:
         if details:
             findings.append(details)
             print(details, file=sys.stderr, flush=True)
+        if sum(results.values()) % 25 == 0:
+            print(f"{seed - options.seed} drawn: {dict(results)}", file=sys.stderr, flush=True)
         if outcome is not None:
             operations += len(outcome.recipe.operations)
             graphs[min(outcome.graphs, 3)] += 1
