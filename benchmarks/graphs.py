@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,21 +21,44 @@ from hiremate_lightning.schedule import keep_all, lower
 from models import MODELS
 
 
+class _Plain:
+    """Runs every captured graph without recomputation."""
+
+    def __init__(self) -> None:
+        self.found: list[Captured] = []
+        self._programs: dict[int, Program] = {}
+
+    def take_in(self, captured: Captured) -> Part:
+        """Make the part that runs a captured graph."""
+        self.found.append(captured)
+        part = Part(captured, self)
+        self._programs[id(captured)] = build(captured, lower(captured.graph, keep_all(captured.graph)))
+        return part
+
+    def start(self, part: Part, arguments: Sequence[Any]) -> tuple[Program, None]:
+        """Choose the program of a forward."""
+        return self._programs[id(part.captured)], None
+
+    def forward_done(self, run: None, outputs: Sequence[Any]) -> None:
+        """Do nothing."""
+
+    def backward_starts(self, run: None, tangents: Sequence[Any]) -> None:
+        """Do nothing."""
+
+    def backward_done(self, run: None) -> None:
+        """Do nothing."""
+
+    def ran_out(self, error: torch.OutOfMemoryError) -> None:
+        """Do nothing."""
+
+
 def capture_step(name: str) -> list[Captured]:
     """Run one step of a model and give its captured graphs."""
     module, batch = MODELS[name]()
-    programs: dict[int, Program] = {}
-    found: list[Captured] = []
-
-    def make_part(captured: Captured) -> Part:
-        found.append(captured)
-        part = Part(captured, lambda p: programs[id(p)])
-        programs[id(part)] = build(captured, lower(captured.graph, keep_all(captured.graph)))
-        return part
-
-    loss = torch.compile(module, backend=planning_backend(make_part), dynamic=False)(*batch)
+    plain = _Plain()
+    loss = torch.compile(module, backend=planning_backend(plain.take_in), dynamic=False)(*batch)
     loss.backward()
-    return found
+    return plain.found
 
 
 def main() -> None:

@@ -5,8 +5,8 @@ composite operators (layer norm, attention, convolution backward) stay whole, be
 `Captured` keeps the FX nodes beside the records made of them, by the same indices.
 
 Two rewrites happen here. Backward nodes that don't depend on an incoming gradient (detaches of saved results) sink to
-their first use: traced order would pin every such value from the start of the backward. And a dropout gets a replay
-node: its output is rebuilt from its input and its saved mask, one byte an element, instead of being saved.
+their first use: traced order would pin every such value from the start of the backward. And what random operations give
+can come back, see `replays`: they hand on the state of the generator that they drew from, and get replay nodes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from . import torch_private
 from .graph import Graph, Node, Phase, Storage, StorageKind, Tensor
+from .replays import APPLY_MASK, DRAW_AGAIN, DRAW_MASK, add_state, can_draw_again, can_draw_mask
 
 aten = torch.ops.aten
 
@@ -134,7 +135,7 @@ class _Builder:
         forward = [self._add_node(n, Phase.FORWARD, overwritten) for n in forward_fx]
         backward = [self._add_node(n, Phase.BACKWARD, overwritten) for n in backward_fx]
         for index in forward:
-            self._add_replay(index)
+            self._add_replays(index)
         graph = Graph(
             nodes=tuple(self.nodes),
             tensors=tuple(self.tensors),
@@ -233,31 +234,42 @@ class _Builder:
         self.fx_nodes.append(node)
         return index
 
-    def _add_replay(self, index: int) -> None:
-        """Give a dropout the node that rebuilds its output from its input and its mask."""
-        node, dropout = self.nodes[index], self.fx_nodes[index]
-        if dropout.target is not aten.native_dropout.default or dropout.args[2] is False:
-            return
-        values = {v.args[1]: self.tensor_of[v] for v in dropout.users if v.target is operator.getitem}
-        source = dropout.args[0]
-        if set(values) != {0, 1} or not isinstance(source, fx.Node):
-            return
-        inputs = (self.tensor_of[source], values[1])
-        key = f"replay {node.key}"
+    def _add_replays(self, index: int) -> None:
+        """Give a random node the nodes that bring its results back."""
+        node, drawn = self.nodes[index], self.fx_nodes[index]
+        values = {v.args[1]: self.tensor_of[v] for v in drawn.users if _is_part(v)}
+        source = self.tensor_of.get(drawn.args[0]) if drawn.args and isinstance(drawn.args[0], fx.Node) else None
+        is_dropout = drawn.target is aten.native_dropout.default and drawn.args[2] is not False
+        if is_dropout and set(values) == {0, 1} and source is not None:
+            self._add_replay(index, APPLY_MASK, (source, values[1]), (values[0],))
+        if is_dropout and 1 in values and can_draw_mask(drawn):
+            self._add_replay(index, DRAW_MASK, (self._add_state(index),), (values[1],))
+        elif not is_dropout and node.is_random and can_draw_again(drawn):
+            self._add_replay(index, DRAW_AGAIN, (*node.inputs, self._add_state(index)), node.outputs)
+
+    def _add_state(self, index: int) -> int:
+        """Let a random node hand on the state of its generator."""
+        state = self._add_tensor(add_state(self.joint.graph, self.fx_nodes[index]), index, StorageKind.ACTIVATION)
+        self.nodes[index] = replace(self.nodes[index], outputs=(*self.nodes[index].outputs, state))
+        return state
+
+    def _add_replay(self, index: int, op: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> None:
+        node = self.nodes[index]
         self.nodes.append(
             Node(
                 name=f"{node.name}_replay",
-                op="hiremate.apply_dropout_mask",
+                op=op,
                 phase=Phase.FORWARD,
                 inputs=inputs,
-                outputs=(values[0],),
-                key=key,
+                outputs=outputs,
+                key=f"{op} {node.key}",
+                reads_mutated=node.reads_mutated,
                 module=node.module,
                 source=node.source,
                 replays=index,
             )
         )
-        self.fx_nodes.append(dropout)
+        self.fx_nodes.append(self.fx_nodes[index])
 
 
 def allocated_bytes(size_bytes: int, device: torch.device) -> int:

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -25,7 +25,8 @@ from . import torch_private
 from .absent import NOTHING, Absence, find_absent
 from .capture import Captured
 from .graph import Phase
-from .kernels import apply_dropout_mask, as_eager, eager_scale, needs_traced_layout, with_strides
+from .kernels import as_eager, needs_traced_layout, with_strides
+from .replays import DRAW_AGAIN, call_of, generator_state
 from .schedule import Compute, Operation, Schedule
 
 FREED = (
@@ -137,6 +138,7 @@ def _forward_module(captured: Captured, schedule: Schedule, saved: Sequence[fx.N
     _emit(captured, schedule.forward, graph, values)
     outputs = [values[v] if isinstance(v, fx.Node) else v for v in captured.forward_outputs]
     graph.output((*outputs, *(values[v] for v in saved)))
+    _drop_unread_states(graph)
     return fx.GraphModule(captured.joint, graph, "PlannedForward")
 
 
@@ -184,7 +186,15 @@ def _emit(
             continue
         record, node = captured.graph.nodes[operation.node], captured.fx_nodes[operation.node]
         if record.replays is not None:
-            _emit_dropout(node, captured.fx_values[record.outputs[0]], graph, values)
+            function, args, kwargs = call_of(record.op, node, [captured.fx_values[t] for t in record.inputs])
+            args, kwargs = fx.node.map_arg((args, kwargs), value_of)
+            copy = graph.call_function(function, args, kwargs)
+            copy.meta["phase"] = record.phase
+            outputs = [captured.fx_values[t] for t in record.outputs]
+            if record.op == DRAW_AGAIN:
+                _hand_on(node, copy, outputs, graph, values)
+            else:
+                values[outputs[0]] = copy
             continue
         if node in absence.values:
             continue
@@ -198,14 +208,31 @@ def _emit(
         copy.args = (*copy.args[: len(copy.args) - len(changed)], *changed)
         if node.target is torch.ops.aten.view.default and record.phase is Phase.BACKWARD:
             copy.target = torch.ops.aten.reshape.default  # gradients come with other strides than they were traced with
-        for tensor in record.outputs:
-            value = captured.fx_values[tensor]
-            if value is node:
-                values[value] = copy
-            else:
-                part = graph.call_function(operator.getitem, (copy, value.args[1]))
-                part.meta = value.meta
-                values[value] = part
+        outputs = [captured.fx_values[t] for t in record.outputs]
+        for state in (v for v in outputs if v.target is generator_state):
+            with graph.inserting_before(copy):
+                values[state] = graph.node_copy(state)
+        _hand_on(node, copy, [v for v in outputs if v.target is not generator_state], graph, values)
+
+
+def _hand_on(
+    node: fx.Node, copy: fx.Node, outputs: Sequence[fx.Node], graph: fx.Graph, values: dict[fx.Node, fx.Node]
+) -> None:
+    """Note what the copy of a captured node computes: its value, or the parts of it."""
+    for value in outputs:
+        if value is node:
+            values[value] = copy
+        else:
+            part = graph.call_function(operator.getitem, (copy, value.args[1]))
+            part.meta = value.meta
+            values[value] = part
+
+
+def _drop_unread_states(graph: fx.Graph) -> None:
+    """Leave out the states of generators from which nothing is drawn again."""
+    for state in graph.find_nodes(op="call_function", target=generator_state):
+        if not state.users:
+            graph.erase_node(state)
 
 
 def _zeros(value: fx.Node, graph: fx.Graph) -> fx.Node:
@@ -213,15 +240,6 @@ def _zeros(value: fx.Node, graph: fx.Graph) -> fx.Node:
     shown: torch.Tensor = value.meta["val"]
     size = tuple(torch_private.int_hint(s) for s in shown.shape)
     return graph.call_function(torch.zeros, (size,), {"dtype": shown.dtype, "device": shown.device})
-
-
-def _emit_dropout(node: fx.Node, output: fx.Node, graph: fx.Graph, values: dict[fx.Node, fx.Node]) -> None:
-    mask = next(u for u in node.users if u.target is operator.getitem and u.args[1] == 1)
-    source, probability = cast("tuple[fx.Node, float]", node.args[:2])
-    scale = eager_scale(source, probability)
-    applied = graph.call_function(apply_dropout_mask, (values[source], values[mask], scale))
-    applied.meta = {**output.meta, "phase": Phase.FORWARD}
-    values[output] = applied
 
 
 class Part:
@@ -363,4 +381,5 @@ def _stub_forward(captured: Captured, token: torch.Tensor) -> fx.Graph:
     outputs = [values[v] if isinstance(v, fx.Node) else v for v in captured.forward_outputs]
     description = [*captured.output_descriptions[0], torch_private.describe_saved(0)]
     graph.output((*outputs, made)).meta["desc"] = description
+    _drop_unread_states(graph)
     return graph

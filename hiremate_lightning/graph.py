@@ -6,8 +6,8 @@ are counted in storages, never in tensors. Everything is indexed by position: `G
 serialisable.
 
 The backward may recompute a forward tensor by running `recomputer(tensor)`: its producer where that is deterministic,
-else a *replay* node that rebuilds the tensor from saved values (a dropout's output from its input and its mask), else
-nothing: then the tensor can only be saved. Random numbers are never drawn again.
+else a *replay* node that brings back what a random one gave (a dropout's output from its input and its mask, the mask
+from the state that the generator had), else nothing: then the tensor can only be saved.
 """
 
 from __future__ import annotations

@@ -33,8 +33,10 @@ class Kinds:
         self._followers: dict[Kind, Kind] = {}  # what came after each kind the last time
 
     def install(self, kind: Kind, programs: Mapping[int, Program]) -> None:
-        """Take the programs of a planned kind."""
+        """Take the programs of a planned kind; a step under way has run, or begun with, those before."""
         self.programs[kind] = programs
+        if self.ran:
+            self._chosen.add(None)
         self.latest = kind
 
     def likely(self) -> Kind | None:

@@ -11,10 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import operator
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,9 @@ from .capture import Captured, allocated_bytes
 from .costs import Profile, estimate
 from .execution import Program
 from .graph import Phase
-from .kernels import apply_dropout_mask, as_eager
-from .metering import MemoryMeter, measure_peak
+from .kernels import as_eager
+from .metering import measure_peak, undisturbed
+from .replays import call_of, generator_state
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -138,7 +137,7 @@ def measure(
     costs = cache.costs_on(captured.device)
     missing = {n.key: i for i, n in enumerate(graph.nodes) if n.key not in costs and i < len(captured.fx_nodes)}
     fallback = estimate(graph)
-    with _undisturbed(captured.device):
+    with undisturbed(captured.device):
         for done, (key, index) in enumerate(missing.items()):
             progress(done, len(missing))
             costs[key] = _measure_node(captured, index, options) or Cost(fallback.time_ms[index], 0)
@@ -149,21 +148,6 @@ def measure(
     return Profile(
         tuple(c.time_ms for c in known), tuple(c.workspace_bytes for c in known), describe_device(captured.device)
     )
-
-
-@contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Leave random state, gradient mode, autocast, and a measurement of the step under way as they are found."""
-    unmeasured = MemoryMeter(device) if MemoryMeter.is_available(device) else nullcontext()  # it pauses the step's
-    devices = [device] if device.type == "cuda" else []
-    with (
-        unmeasured,
-        torch_private.real_mode(),
-        torch.random.fork_rng(devices=devices),
-        torch.no_grad(),
-        torch.autocast(device.type, enabled=False),
-    ):
-        yield
 
 
 def _measure_node(captured: Captured, index: int, options: ProfileOptions) -> Cost | None:
@@ -191,15 +175,14 @@ def _runner(captured: Captured, index: int) -> Callable[[], Any]:
 
     def argument(source: fx.Node) -> Any:
         if source not in made:
-            made[source] = _made_up(source.meta.get("val"))
+            is_state = source.target is generator_state
+            made[source] = generator_state(captured.device) if is_state else _made_up(source.meta.get("val"))
         return made[source]
 
     if record.replays is not None:
-        mask = next(u for u in node.users if u.target is operator.getitem and u.args[1] == 1)
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        inputs = (argument(source), argument(mask))
-        return lambda: apply_dropout_mask(inputs[0], inputs[1], 1.0)
+        function, args, kwargs = call_of(record.op, node, [captured.fx_values[t] for t in record.inputs])
+        args, kwargs = fx.node.map_arg((args, kwargs), argument)
+        return lambda: function(*args, **kwargs)
     if not callable(node.target):
         raise TypeError("its target can't be called")
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), argument)

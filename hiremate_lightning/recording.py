@@ -166,14 +166,16 @@ class StepRecord:
     def close(self, at_once: bool = True) -> None:
         """End the measurement; once is enough.
 
+        What ran since the last backward ended, the optimizer's step say, is left out.
+
         Args:
-            at_once: Whether the step has ended just now. If not, who knows what ran since its last backward: that is
-                left out.
+            at_once: Whether the step has ended just now. If not, what ran since the last mark is left out in any case.
         """
         if self._meter is not None and not self._is_closed:
             self._is_closed = True
             self._meter.stop()
-            self._counted = self._meter.intervals if at_once else self._meter.intervals[:-1]
+            *before, last = self._meter.intervals
+            self._counted = before if last.label.startswith("e") or not at_once else [*before, last]
 
     @property
     def peak_bytes(self) -> int | None:

@@ -57,10 +57,10 @@ def test_the_peak_of_a_whole_step_is_the_predicted_one(monitor_first: bool):
     assert monitor.peak_bytes == pytest.approx(planning.plan.measured.peak_bytes, rel=0.02)
 
 
-def test_planning_measures_what_it_measures_without_a_monitor():
+def test_planning_measures_what_it_measures_without_a_monitor(tmp_path):
     found = []
     for monitors in ((), (MemoryMonitor(every_n_steps=1),)):
-        planning = planned()
+        planning = planned(cache_dir=tmp_path)  # the same plan both times
         fit(planning, *monitors)
         assert planning.plan is not None
         assert planning.plan.measured.overhead is not None

@@ -151,6 +151,17 @@ def test_a_changed_budget_plans_anew_without_capturing():
     assert session_of(model).captured_count == 1
 
 
+def test_a_step_of_the_plan_before_does_not_count_as_a_measurement_of_the_plan():
+    model = planned("60%")
+    step(model)
+    step(model)  # its measurement ends when the next step begins
+    hiremate(model, "100%")
+    step(model)
+    step(model)
+    measured = get_plan(model).measured.peak_bytes
+    assert measured == pytest.approx(get_plan(model).planned_peak_bytes, rel=0.01)
+
+
 def test_a_budget_that_fits_everything_recomputes_nothing():
     model = warm_up(planned("100%"), steps=3)
     assert get_plan(model).predicted_overhead == 0

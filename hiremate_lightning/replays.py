@@ -1,0 +1,151 @@
+"""How the results of random operations come back, bit for bit, although these never run twice.
+
+A dropout's output is its input times its mask. And what was drawn is drawn again from the state that the generator had
+before: so a mask, one byte an element, need not be saved. A state takes 5 kB on the CPU and no device memory on CUDA.
+Drawing again leaves the generator as it was found, so that the next numbers are those of plain training.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from . import torch_private
+from .kernels import apply_dropout_mask, as_eager, eager_scale
+from .metering import undisturbed
+
+aten = torch.ops.aten
+
+APPLY_MASK = "hiremate.apply_dropout_mask"  # reads the dropout's input and its mask, gives its output
+DRAW_MASK = "hiremate.draw_dropout_mask"  # reads a state, gives the dropout's mask
+DRAW_AGAIN = "hiremate.draw_again"  # reads what the operation read, and a state; gives all that the operation gave
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+def call_of(op: str, drawn: fx.Node, inputs: Sequence[fx.Node]) -> Call:
+    """Give what a replay node runs.
+
+    Args:
+        op: One of the three above.
+        drawn: The captured random operation.
+        inputs: What the replay node reads.
+
+    Returns:
+        A function with its arguments, in which captured nodes stand for their values.
+    """
+    if op == APPLY_MASK:
+        source, probability = cast("tuple[fx.Node, float]", drawn.args[:2])
+        return apply_dropout_mask, (*inputs, eager_scale(source, probability)), {}
+    state, device = inputs[-1], _device(drawn)
+    if op == DRAW_MASK:
+        return again(draw_mask), (state, device, *_mask_arguments(drawn)), {}
+    target, changed = as_eager(drawn)
+    return again(target), (state, device, *drawn.args[: len(drawn.args) - len(changed)], *changed), dict(drawn.kwargs)
+
+
+def generator_state(device: torch.device) -> torch.Tensor:
+    """Give the state of a device's default generator, a tensor on the host."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_state(state: torch.Tensor, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+@functools.cache
+def again(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """Give the function that draws from a given state: it takes the state, the device, and what `draw` takes."""
+
+    def draw_again(state: torch.Tensor, device: torch.device, /, *args: Any, **kwargs: Any) -> Any:
+        before = generator_state(device)
+        _set_state(state, device)
+        try:
+            return draw(*args, **kwargs)
+        finally:
+            _set_state(before, device)
+
+    name = str(getattr(draw, "__name__", draw)).replace(".", "_")
+    draw_again.__name__ = draw_again.__qualname__ = f"{name}_again"
+    return draw_again
+
+
+def add_state(joint: fx.Graph, drawn: fx.Node) -> fx.Node:
+    """Put into a joint graph the node whose value is the generator's state before a random operation."""
+    with joint.inserting_before(drawn):
+        state = joint.call_function(generator_state, (_device(drawn),))
+    with torch_private.fake_mode_of([drawn.meta["val"]]):
+        state.meta["val"] = torch.empty(generator_state(torch.device("cpu")).shape, dtype=torch.uint8)
+    return state
+
+
+def _device(drawn: fx.Node) -> torch.device:
+    values = (v for v in torch_private.leaves(drawn.meta["val"]) if isinstance(v, torch.Tensor))
+    return next(values).device
+
+
+def can_draw_again(node: fx.Node) -> bool:
+    """Whether a random operation draws from its device's default generator alone, and does nothing else."""
+    target = node.target
+    if not isinstance(target, torch_private.OpOverload) or target.namespace != "aten" or "rnn" in str(target):
+        return False
+    seeded = torch.Tag.nondeterministic_seeded in target.tags
+    return seeded and not target._schema.is_mutable and node.kwargs.get("generator") is None
+
+
+def draw_mask(
+    size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, probability: float
+) -> torch.Tensor:
+    """Draw the mask of a dropout whose input looks like this; CUDA's kernel draws only while it applies the mask."""
+    if device.type == "cuda":
+        source = torch.empty_strided(size, strides, dtype=dtype, device=device)
+        return torch.native_dropout(source, probability, train=True)[1]
+    like = torch.empty_strided(size, strides, device="meta")
+    return torch.empty_like(like, dtype=torch.bool, device=device).bernoulli_(1.0 - probability)
+
+
+def _mask_arguments(dropout: fx.Node) -> tuple[Any, ...]:
+    source, probability = dropout.args[:2]
+    assert isinstance(source, fx.Node)
+    shown: torch.Tensor = source.meta["val"]
+    size, strides = (tuple(torch_private.int_hint(s) for s in sizes) for sizes in (shown.shape, shown.stride()))
+    return size, strides, shown.dtype, shown.device, probability
+
+
+def can_draw_mask(dropout: fx.Node) -> bool:
+    """Whether `draw_mask` draws what a captured dropout draws: tried on the device, once for each kind.
+
+    CUDA's kernel draws by how its input lies in memory, which is sure only where that begins an allocation.
+    """
+    source, probability = dropout.args[:2]
+    if not isinstance(source, fx.Node) or not isinstance(probability, float):
+        return False
+    shown: torch.Tensor = source.meta["val"]
+    if shown.device.type == "cuda" and (source.op == "placeholder" or torch_private.int_hint(shown.storage_offset())):
+        return False
+    target, changed = as_eager(dropout)
+    return _draw_alike(target, changed or dropout.args[1:], *_mask_arguments(dropout))
+
+
+@functools.cache
+def _draw_alike(
+    dropout: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    size: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    probability: float,
+) -> bool:
+    with undisturbed(device):
+        state = generator_state(device)
+        drawn = dropout(torch.empty_strided(size, strides, dtype=dtype, device=device), *arguments)[1]
+        redrawn = again(draw_mask)(state, device, size, strides, dtype, device, probability)
+        return drawn.stride() == redrawn.stride() and torch.equal(drawn, redrawn)
