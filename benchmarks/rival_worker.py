@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rival_tables import ABSENT, AT, EAGER, FAILED, INFEASIBLE, Row, Timing
+from rival_tables import ABSENT, EAGER, FAILED, INFEASIBLE, Row, Timing
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -63,7 +63,7 @@ class Setup:
         threads: Threads of torch on the CPU.
         batch: Times that the batch is repeated along its first dimension.
         time_limit_s: Most seconds for solving one plan.
-        peak_bytes: For "ours-at-": what a step may add.
+        peak_bytes: What a planned step may add, where that is known.
     """
 
     model: str
@@ -169,11 +169,10 @@ def prepare(trainer: Trainer, setup: Setup) -> None:
     elif method.startswith("strategy-"):
         solver = method.removeprefix("strategy-")
         plan_with(trainer, setup, f"{STRATEGY_SHARE}%", solver=solver)
-    elif method.startswith(AT):
+    elif setup.peak_bytes:
         plan_with(trainer, setup, trainer.resident_bytes() + setup.peak_bytes)
-    elif method.startswith("ours-"):
-        share = method.removeprefix("ours-")
-        plan_with(trainer, setup, "1%" if share == "least" else f"{share}%")
+    elif method in ("ours-least", "ours-100"):
+        plan_with(trainer, setup, "1%" if method == "ours-least" else "100%")
     else:
         raise AbsentMethodError(f"there is no method {method!r}")
 

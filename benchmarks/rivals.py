@@ -9,7 +9,8 @@ Methods, beside eager:
     library                   what the model's library has: transformers, diffusers, timm
     budget-0.5                torch.compile's aot_eager with activation_memory_budget 0.5
     inductor, inductor-0.5    torch.compile's Inductor, and the same with activation_memory_budget 0.5
-    ours-50, ours-least       planned at 50 %, and at the smallest budget that is found
+    ours-100                  planned with nothing to recompute: what the execution itself costs
+    ours-50, ours-least       planned at 50 % of eager's peak, and at the smallest budget that is found
     ours-at-checkpoint        planned at the measured peak of that method; added by itself for each rival
     strategy-rotor            planned at 50 % with another strategy
 
@@ -199,6 +200,8 @@ def start(
         if rival.peak_bytes >= rows[EAGER].peak_bytes:
             return Row(model, method, ABSENT, "its peak is not below eager's"), None
         setup = replace(setup, peak_bytes=rival.peak_bytes)
+    elif (share := method.removeprefix("ours-")).isdigit() and share != "100":
+        setup = replace(setup, peak_bytes=int(share) * rows[EAGER].peak_bytes // 100)
     worker = Worker.start(setup, options.limit)
     return worker.row, worker if worker.row.status == READY else None
 

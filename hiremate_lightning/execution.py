@@ -189,7 +189,7 @@ def _emit(
             function, args, kwargs = call_of(record.op, node, [captured.fx_values[t] for t in record.inputs])
             args, kwargs = fx.node.map_arg((args, kwargs), value_of)
             copy = graph.call_function(function, args, kwargs)
-            copy.meta["phase"] = record.phase
+            copy.meta |= {"phase": record.phase, "key": record.key}
             outputs = [captured.fx_values[t] for t in record.outputs]
             if record.op == DRAW_AGAIN:
                 _hand_on(node, copy, outputs, graph, values)
@@ -203,7 +203,7 @@ def _emit(
             continue
         needs_layout = record.phase is Phase.BACKWARD and needs_traced_layout(node.target)
         copy = graph.node_copy(node, laid_out if needs_layout else value_of)
-        copy.meta["phase"] = record.phase
+        copy.meta |= {"phase": record.phase, "key": record.key}
         copy.target, changed = as_eager(node)
         copy.args = (*copy.args[: len(copy.args) - len(changed)], *changed)
         if node.target is torch.ops.aten.view.default and record.phase is Phase.BACKWARD:

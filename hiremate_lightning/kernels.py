@@ -22,24 +22,19 @@ def as_eager(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     """Tell what computes a captured node as eager PyTorch does: a function, and its last arguments where they differ.
 
     Eager's dropout on the CPU multiplies by a quotient in the input's type, in both directions. The operators that are
-    captured instead multiply by a number that may be rounded otherwise. And `bernoulli_` is captured as `bernoulli`.
+    captured instead multiply by a number that may be rounded otherwise, and are slower. And `bernoulli_` is captured as
+    `bernoulli`.
     Some losses take less memory here than in eager, and no captured graph knows how much they take there.
     """
     arguments: Any = node.args
-    if node.target is aten.native_dropout.default and arguments[1] < 1:
+    if _is_dropout_on_host(node) and arguments[1] < 1:
         source, probability = arguments[:2]
-        scale = eager_scale(source, probability)
-        with torch_private.real_mode():
-            operators = float(torch.ones((), dtype=source.meta["val"].dtype).mul_(1.0 / (1.0 - probability)))
-        if scale != operators:
-            return dropout, (probability, scale)
+        return dropout, (probability, eager_scale(source, probability))
     if node.target is aten.native_dropout_backward.default:
-        gradient, mask, operators = arguments
+        gradient, mask, _ = arguments
         drawn_by = mask.args[0] if mask.target is operator.getitem else mask
-        if drawn_by.target is aten.native_dropout.default:
-            scale = eager_scale(gradient, drawn_by.args[1])
-            if scale != _as_operand(operators, gradient):
-                return apply_dropout_mask, (scale,)
+        if _is_dropout_on_host(drawn_by):
+            return apply_dropout_mask, (eager_scale(gradient, drawn_by.args[1]),)
     if node.target in _COMPACT and not node.meta["val"].dim():
         return _COMPACT[node.target], ()
     if node.target is aten.bernoulli.p and not node.kwargs and torch_private.called(node) is not torch.bernoulli:
@@ -84,6 +79,12 @@ def eager_scale(source: fx.Node, probability: float) -> float:
         return float(torch.ones((), dtype=shown.dtype).div_(1.0 - probability))
 
 
+def _is_dropout_on_host(node: fx.Node) -> bool:
+    source: Any = node.args[0] if node.args else None
+    is_dropout = node.target is aten.native_dropout.default and node.args[2] is not False
+    return is_dropout and bool(source.meta["val"].device.type == "cpu")
+
+
 def _as_operand(scale: float, source: fx.Node) -> float:
     """Round a number as kernels do that multiply a tensor by it."""
     dtype = torch.float64 if source.meta["val"].dtype == torch.float64 else torch.float32
@@ -99,6 +100,8 @@ def dropout(source: torch.Tensor, probability: float, scale: float) -> tuple[tor
 
 def apply_dropout_mask(source: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
     """Give what a dropout keeps, of its input or of its output's gradient."""
+    if source.is_cpu and source.stride() == mask.stride():  # in one block; a product with booleans takes a second one
+        return mask.view(torch.uint8).to(source.dtype).mul_(scale).mul_(source)
     return torch.mul(source, mask).mul_(scale)
 
 

@@ -120,7 +120,7 @@ class Session:
         self._profiles: list[Profile] = []
         self._least: list[Program] = []
         self._known: dict[Kind, _Known] = {}
-        self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
+        self._finished: tuple[StepRecord, TimedRun | None] | None = None  # of a kind of step that is not planned yet
         self._auto_bytes: int | None = None
         self._was_measured = False  # whether the step before this one was
         self._saw_unplanned = False  # whether a kind of step without a plan ran unrecorded
@@ -321,8 +321,8 @@ class Session:
         if self._watches_resident():
             resident = self._began_with = self._memory.count(arguments)
             if self._finished is not None:
-                record, self._finished = self._finished, None
-                self._learn(record, resident)
+                (record, timed), self._finished = self._finished, None
+                self._learn(record, timed, resident)
             if (kind := self._kinds.likely()) is not None:
                 self._adapt(kind, resident)
         expected = self._kinds.expected = self._kinds.likely()
@@ -333,8 +333,14 @@ class Session:
             self._record = StepRecord(self._memory.device, resident.size_bytes + resident.stale_bytes, sees_frees)
             if not self._record.is_measured:
                 self.say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
-        elif plan.measured.step_ms is None:
+        if self._is_timed(plan):
             self._timed = TimedRun(self._memory.device)
+
+    def _is_timed(self, plan: Plan | None) -> bool:
+        """Whether to time each operation of the step that begins: for its plan to come, or to see how its plan does."""
+        if plan is None:
+            return self._memory.device.type == "cpu"  # a GPU's events would count how long it waits for the host
+        return self._record is None and plan.measured.step_ms is None
 
     def _watches_resident(self) -> bool:
         """Whether to count resident bytes now: they settle within a few steps, and counting takes time."""
@@ -361,7 +367,7 @@ class Session:
                 if record.peak_bytes is not None and is_own:
                     self._measured(kind, record.peak_bytes)
             elif record.backwards:
-                self._finished = record
+                self._finished = (record, timed)
                 self._saw_unplanned = False
         elif timed is not None and is_own and self.plans[kind].measured.peak_bytes is not None:
             self._update(kind, step_ms=timed.total_ms, recompute_ms=timed.recompute_ms)
@@ -375,12 +381,16 @@ class Session:
         self.say(f"There are {len(self.plans)} plans already (max_plans): other steps run at the least memory.")
         return False
 
-    def _learn(self, record: StepRecord, resident: Resident) -> None:
+    def _learn(self, record: StepRecord, timed: TimedRun | None, resident: Resident) -> None:
         """Plan a kind of step that was not seen before."""
         kind = record.signature
         if not self._may_plan_more():
             return
-        calls, order = record.calls(self._profiles)
+        profiles = self._profiles
+        if timed is not None:
+            graphs = (part.captured.graph for part in self._parts)
+            profiles = [timed.refine(profile, graph) for profile, graph in zip(profiles, graphs, strict=False)]
+        calls, order = record.calls(profiles)
         runs = [run for run in record.runs if run.index in record.backwards]
         self._known[kind] = _Known(
             calls=tuple(calls),

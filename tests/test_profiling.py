@@ -11,9 +11,11 @@ from torch import nn
 
 from hiremate_lightning import hiremate, profiling
 from hiremate_lightning.capture import Captured
-from hiremate_lightning.costs import estimate
-from hiremate_lightning.metering import MemoryMeter
-from hiremate_lightning.profiling import CostCache, ProfileOptions, describe_device, measure
+from hiremate_lightning.costs import Profile, estimate
+from hiremate_lightning.execution import build
+from hiremate_lightning.metering import MemoryMeter, measure_peak
+from hiremate_lightning.profiling import CostCache, ProfileOptions, TimedRun, describe_device, measure
+from hiremate_lightning.schedule import lower, recompute_lazily
 from hiremate_lightning.targets import targets_of
 
 CPU = torch.device("cpu")
@@ -192,3 +194,47 @@ def test_a_measurement_under_way_does_not_see_the_profiling(captured):
     with MemoryMeter(CPU) as meter:
         measure(captured, CostCache(), QUICK)
     assert max(interval.peak_bytes for interval in meter.intervals) < ROWS * WIDTH * 4
+
+
+def refined(captured, first: dict[str, list[float]], again: dict[str, list[float]]) -> dict[str, float]:
+    """Refine times of 1 ms each by samples of operations; give the time of each operation."""
+    graph = captured.graph
+    alone = Profile((1.0,) * len(graph.nodes), (0,) * len(graph.nodes), "cpu")
+    run = TimedRun(CPU)
+    keys = {node.op: node.key for node in graph.nodes}
+    run.samples = {keys[op]: times for op, times in first.items()}
+    run.samples_again = {keys[op]: times for op, times in again.items()}
+    times = run.refine(alone, graph).time_ms
+    return {node.op: time_ms for node, time_ms in zip(graph.nodes, times, strict=True)}
+
+
+def test_times_inside_a_step_count_where_they_are_longer(captured):
+    tanh, linear = "aten.tanh.default", "aten.addmm.default"
+    times = refined(captured, {tanh: [1.5, 1.7, 9.0], linear: [0.5]}, {})
+    assert times[tanh] == 1.7
+    assert times[linear] == 1.0
+
+
+def test_times_of_recomputation_go_before_those_of_the_forward(captured):
+    tanh = "aten.tanh.default"
+    assert refined(captured, {tanh: [1.5]}, {tanh: [2.5]})[tanh] == 2.5
+
+
+def test_what_an_interpreter_takes_for_a_node_is_left_out(captured):
+    tanh, view = "aten.tanh.default", "aten.t.default"
+    times = refined(captured, {tanh: [2.0], view: [0.25]}, {})
+    assert times[tanh] == 1.75
+    assert times[view] == 1.0
+
+
+def test_a_sample_that_met_other_load_counts_for_little(captured):
+    tanh = "aten.tanh.default"
+    assert refined(captured, {tanh: [500.0]}, {})[tanh] == profiling.MOST_IN_STEP
+
+
+def test_a_timed_run_takes_no_more_memory(captured):
+    program = build(captured, lower(captured.graph, recompute_lazily(captured.graph, ())))
+    timed = TimedRun(CPU).wrap(program)
+    arguments = [torch.randn(p.meta["val"].shape) for p in captured.placeholders]
+    peaks = [measure_peak(lambda p=p: p.forward(list(arguments)), CPU) for p in (program, timed)]
+    assert peaks[0] == peaks[1]
