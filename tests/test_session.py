@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate, torch_private
 from hiremate_lightning.metering import MemoryMeter, measure_peak
+from hiremate_lightning.profiling import TimedRun
 from hiremate_lightning.solvers.base import Problem, replay
 from hiremate_lightning.solvers.model import Model
 from hiremate_lightning.solvers.turn_point import segment_policies
@@ -648,7 +649,7 @@ def test_an_error_that_memory_has_run_out_says_what_was_planned(steps_before, mo
             broken = {place: replace(p, backward=run_out(p)) for place, p in programs.items()}
             monkeypatch.setitem(session._kinds.programs, kind, broken)
     else:
-        monkeypatch.setattr(torch_private, "boxed", run_out)
+        monkeypatch.setattr(TimedRun, "_run", lambda *arguments, **options: run_out(None)(arguments))
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:
         step(model, 0)
     note = "\n".join(getattr(caught.value, "__notes__", caught.value.args))
