@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate, torch_private
+from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.metering import MemoryMeter, measure_peak
 from hiremate_lightning.profiling import TimedRun
 from hiremate_lightning.solvers.base import Problem, replay
