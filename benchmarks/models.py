@@ -68,23 +68,24 @@ def _tokens(batch: int, length: int, vocabulary: int) -> Tensor:
     return torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
-def _gpt2(layers: int, batch: int = 4) -> Built:
+def gpt2_of(layers: int, batch: int = 4, width: int = 256) -> Built:
+    """Build a GPT-2 of any depth and width, with its batch."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(n_layer=layers, n_embd=256, n_head=8, vocab_size=1024, n_positions=256, use_cache=False)
+    config = GPT2Config(n_layer=layers, n_embd=width, n_head=8, vocab_size=1024, n_positions=256, use_cache=False)
     return LanguageModel(GPT2LMHeadModel(config)), (_tokens(batch, 128, 1024),)
 
 
 @model
 def gpt2_12() -> Built:
     """GPT-2, 12 layers."""
-    return _gpt2(12)
+    return gpt2_of(12)
 
 
 @model
 def gpt2_48() -> Built:
     """GPT-2, 48 layers."""
-    return _gpt2(48, batch=2)
+    return gpt2_of(48, batch=2)
 
 
 class Block(nn.Module):
