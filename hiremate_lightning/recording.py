@@ -21,6 +21,7 @@ from .costs import Profile
 from .execution import Part, Program, missing_gradients
 from .graph import Graph
 from .metering import Interval, MemoryMeter
+from .profiling import TimedRun
 from .step import Call, Gap
 
 
@@ -86,6 +87,7 @@ class StepRecord:
         resident_bytes: Bytes that existed when it began.
         runs: Its runs, in the order of their forwards.
         backwards: Indices of the runs, in the order of their backwards.
+        timed: Times of its operations, None where they were not taken.
     """
 
     def __init__(self, device: torch.device | None, resident_bytes: int, sees_frees: bool) -> None:
@@ -93,6 +95,7 @@ class StepRecord:
         self.resident_bytes = resident_bytes
         self.runs: list[Run] = []
         self.backwards: list[int] = []
+        self.timed: TimedRun | None = None
         self._alive_at: dict[str, list[tuple[int, ...]]] = {}  # by mark, which outputs of each run still lived
         self._meter: MemoryMeter | None = None
         self._is_closed = False
@@ -200,6 +203,7 @@ class StepRecord:
             graph, profile = run.as_run(profiles[run.number])
             last = position + 1 == len(planned)
             following = f"B{self.backwards[0]}" if last else f"F{planned[position + 1].index}"
+            died = self._died(run, following)
             before = order.index(position)
             is_last_backward = before + 1 == len(order)
             calls.append(
@@ -208,9 +212,10 @@ class StepRecord:
                     profile=profile,
                     links={t: (place[r], o) for t, (r, o) in run.links.items() if r in place},
                     alive=run.alive or (),
+                    died=died,
                     passed_on=run.passed_on,
                     before_forward=Gap() if position else self._gap_before_forward(run),
-                    after_forward=self._gap_after_forward(run, following, tangents=planned[order[0]] if last else None),
+                    after_forward=self._gap_after_forward(run, following, died, planned[order[0]] if last else None),
                     before_backward=self._gap_before_backward(planned[order[before - 1]], run) if before else Gap(),
                     after_backward=self._gap_after_backward(run) if is_last_backward else Gap(),
                 )
@@ -221,19 +226,25 @@ class StepRecord:
         gap = self._between("start", f"F{run.index}") or Gap()
         return Gap(max(0, gap.held_bytes), gap.peak_bytes)
 
-    def _gap_after_forward(self, run: Run, following: str, tangents: Run | None) -> Gap:
-        """Tell what outside code holds.
+    def _died(self, run: Run, following: str) -> tuple[int, ...]:
+        """List the outputs whose memory was given back before a mark: nobody held them, nothing saved lies there."""
+        if self._between(f"f{run.index}", following) is None or following not in self._alive_at:
+            return ()
+        tensors = run.graph.tensors
+        stay = {tensors[t].storage for t in (*self._alive_at[following][run.index], *run.program.schedule.saved)}
+        return tuple(t for t in run.graph.outputs if tensors[t].storage not in {*stay, None})
 
-        It is the growth until the next run, plus the outputs that died meanwhile, less the tangents.
+    def _gap_after_forward(self, run: Run, following: str, died: tuple[int, ...], tangents: Run | None) -> Gap:
+        """Tell what outside code holds and takes, above what lived without the outputs that died meanwhile.
+
+        It holds the growth until the next run and the place of those outputs, less the tangents.
         """
         gap = self._between(f"f{run.index}", following)
         if gap is None:
             return Gap()
-        alive = self._alive_at[following][run.index] if following in self._alive_at else ()
-        stay = {*alive, *run.program.schedule.saved}
-        died = _bytes_of(run.graph, run.graph.outputs) - _bytes_of(run.graph, stay.intersection(run.graph.outputs))
+        died_bytes = _bytes_of(run.graph, died)
         handed = sum(tangents.tangent_bytes) if tangents is not None else 0
-        return Gap(max(0, gap.held_bytes + died - handed), gap.peak_bytes)
+        return Gap(max(0, gap.held_bytes + died_bytes - handed), gap.peak_bytes + died_bytes)
 
     def _gap_before_backward(self, previous: Run, run: Run) -> Gap:
         gap = self._between(f"b{previous.index}", f"B{run.index}")

@@ -120,7 +120,7 @@ class Session:
         self._profiles: list[Profile] = []
         self._least: list[Program] = []
         self._known: dict[Kind, _Known] = {}
-        self._finished: tuple[StepRecord, TimedRun | None] | None = None  # of a kind of step that is not planned yet
+        self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
         self._auto_bytes: int | None = None
         self._was_measured = False  # whether the step before this one was
         self._saw_unplanned = False  # whether a kind of step without a plan ran unrecorded
@@ -321,8 +321,8 @@ class Session:
         if self._watches_resident():
             resident = self._began_with = self._memory.count(arguments)
             if self._finished is not None:
-                (record, timed), self._finished = self._finished, None
-                self._learn(record, timed, resident)
+                record, self._finished = self._finished, None
+                self._learn(record, resident)
             if (kind := self._kinds.likely()) is not None:
                 self._adapt(kind, resident)
         expected = self._kinds.expected = self._kinds.likely()
@@ -367,7 +367,8 @@ class Session:
                 if record.peak_bytes is not None and is_own:
                     self._measured(kind, record.peak_bytes)
             elif record.backwards:
-                self._finished = (record, timed)
+                record.timed = timed
+                self._finished = record
                 self._saw_unplanned = False
         elif timed is not None and is_own and self.plans[kind].measured.peak_bytes is not None:
             self._update(kind, step_ms=timed.total_ms, recompute_ms=timed.recompute_ms)
@@ -381,15 +382,15 @@ class Session:
         self.say(f"There are {len(self.plans)} plans already (max_plans): other steps run at the least memory.")
         return False
 
-    def _learn(self, record: StepRecord, timed: TimedRun | None, resident: Resident) -> None:
+    def _learn(self, record: StepRecord, resident: Resident) -> None:
         """Plan a kind of step that was not seen before."""
         kind = record.signature
         if not self._may_plan_more():
             return
         profiles = self._profiles
-        if timed is not None:
+        if record.timed is not None:
             graphs = (part.captured.graph for part in self._parts)
-            profiles = [timed.refine(profile, graph) for profile, graph in zip(profiles, graphs, strict=False)]
+            profiles = [record.timed.refine(profile, graph) for profile, graph in zip(profiles, graphs, strict=False)]
         calls, order = record.calls(profiles)
         runs = [run for run in record.runs if run.index in record.backwards]
         self._known[kind] = _Known(

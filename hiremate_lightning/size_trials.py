@@ -57,7 +57,7 @@ class TrialSession(Session):
             ConfigurationError: If it was no single forward and backward, or was not measured.
         """
         self.end_step()
-        (record, timed), self._finished = self._finished or (None, None), None
+        record, self._finished = self._finished, None
         self.expect_batch(batch)
         self.batch_bytes = _bytes_on(self._memory.device, self._memory.batch)
         self.resident = self._memory.count(())
@@ -73,7 +73,7 @@ class TrialSession(Session):
         calls, order = record.calls(self._profiles)
         self.calls = tuple(calls), tuple(order)
         if self.plans_first:
-            self._learn(record, timed, self.resident)
+            self._learn(record, self.resident)
 
     def peak_of(self, function: Callable[[], Any], batch: Any) -> int:
         """Run a function, and give its peak with all that exists beside it, gradients included."""

@@ -42,9 +42,10 @@ class Call:
         profile: Its costs.
         links: For each input that an earlier call's output shares its storage with: that call and that output.
         alive: Outputs that someone still holds when the backward of this call starts.
+        died: Outputs whose memory was free again when what runs outside after the forward ended.
         passed_on: Gradients that outside code or another call consumes; the others stay to the end of the step.
         before_forward: What runs outside before the first forward; nothing for the others.
-        after_forward: What runs outside between this forward and the next call.
+        after_forward: What runs outside between this forward and the next call, above what lives without `died`.
         before_backward: What runs outside between the previous backward and this one; nothing for the first backward.
         after_backward: What runs outside after the last backward; nothing for the others.
     """
@@ -53,6 +54,7 @@ class Call:
     profile: Profile
     links: dict[int, tuple[int, int]] = field(default_factory=dict)
     alive: tuple[int, ...] = ()
+    died: tuple[int, ...] = ()
     passed_on: tuple[int, ...] = ()
     before_forward: Gap = Gap()
     after_forward: Gap = Gap()
@@ -177,7 +179,10 @@ class _Merger:
     def add_outside_after_forward(self, index: int) -> None:
         """Hold what outside code holds, and hand the next call those of its inputs that came from earlier calls."""
         call = self.calls[index]
-        read = [self.tensor_at[index] + t for t in call.graph.outputs]
+        if call.died:  # nobody knows when: a plan that saves them still has them when outside code takes most
+            read = [self.tensor_at[index] + t for t in call.graph.outputs]
+            self._outside(Gap(), read, [], self.forward, Phase.FORWARD)
+        read = [self.tensor_at[index] + t for t in call.graph.outputs if t not in call.died]
         handed = []
         if index + 1 < len(self.calls):
             following = self.calls[index + 1]
@@ -206,7 +211,7 @@ class _Merger:
         """Append the outside nodes, last, so that no call's indices depend on them."""
         number = {-i: self._append_outside(*outside) for i, outside in enumerate(self.outside, start=1)}
         self._append_beginning(number[self.forward[-1]])
-        last = backward_order[0]
+        last, end = backward_order[0], self.calls[-1]
         gradients = [
             self.tensor_at[i] + t
             for i, call in enumerate(self.calls)
@@ -221,7 +226,7 @@ class _Merger:
             backward=tuple(number.get(n, n) for n in self.backward),
             inputs=tuple(self.inputs),
             tangents=tuple(self.tensor_at[last] + t for t in self.calls[last].graph.tangents),
-            outputs=tuple(self.tensor_at[-1] + t for t in self.calls[-1].graph.outputs),
+            outputs=tuple(self.tensor_at[-1] + t for t in end.graph.outputs if t not in end.died),
             gradients=tuple(dict.fromkeys(gradients)),
             held=tuple(dict.fromkeys(self.held)),
         )

@@ -11,9 +11,13 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # where scripts find their neighbours
 
+import graphs
+import growth
 import rival_plot
 import rival_tables as tables
+import torch
 from rival_tables import Point, Row, Spread, Timing
+from torch import nn
 
 CLOCK = "cpu_s"
 
@@ -156,3 +160,29 @@ def test_the_plot_shows_each_point_of_each_model():
 )
 def test_ticks_are_round_and_within_the_range(low, high, expected):
     assert rival_plot.ticks(low, high) == pytest.approx(expected)
+
+
+class Tiny(nn.Module):
+    """Eight layers and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.GELU()) for _ in range(8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def test_the_step_of_a_benchmark_model_is_captured(monkeypatch):
+    monkeypatch.setitem(graphs.MODELS, "tiny", lambda: (Tiny(), (torch.randn(64, 8),)))
+    (captured,) = graphs.capture_step("tiny")
+    assert [n.op for n in captured.graph.nodes].count("aten.tanh.default") == 8
+
+
+def test_growth_is_measured_and_drawn(monkeypatch):
+    monkeypatch.setattr(growth, "gpt2_of", lambda depth, width: (Tiny(), (torch.randn(512 * width, 8),)))
+    sizes = [growth.measure(depth=1, width=width, rounds=2) for width in (1, 2)]
+    assert all(size.peak < 0.6 for size in sizes)
+    assert sizes[0].row.count("|") == growth.COLUMNS.count("|") + 2
+    picture = ElementTree.fromstring(growth.draw(sizes, sizes))
+    assert len(picture.findall("{http://www.w3.org/2000/svg}polyline")) == 10

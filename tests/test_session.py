@@ -163,6 +163,33 @@ def test_a_step_of_the_plan_before_does_not_count_as_a_measurement_of_the_plan()
     assert measured == pytest.approx(get_plan(model).planned_peak_bytes, rel=0.01)
 
 
+class Caching(nn.Module):
+    """Returns what the next call could reuse, as language models return keys and values: callers drop it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        cache = []
+        for layer in self.layers:
+            cache.append(torch.tanh(layer(x)))
+            x = x + cache[-1].exp()
+        return self.head(x), cache
+
+
+@pytest.mark.parametrize("budget", ["100%", "75%"])
+def test_an_output_that_callers_drop_is_counted_where_the_plan_keeps_it(budget):
+    model = hiremate(Caching(), budget, verbose=False)
+    for seed in range(4):
+        model.zero_grad()
+        loss = (4 * model(batch(seed))[0]).exp().sin().square().mean()  # takes more than the backward of the model
+        loss.backward()
+    plan = get_plan(model)
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.01)
+
+
 def test_a_budget_that_fits_everything_recomputes_nothing():
     model = warm_up(planned("100%"), steps=3)
     assert get_plan(model).predicted_overhead == 0
