@@ -12,6 +12,9 @@ from hiremate_lightning import find_max_batch_size, get_plan, hiremate, remove_h
 from hiremate_lightning.metering import MemoryMeter, measure_peak
 from hiremate_lightning.targets import targets_of
 
+from .test_execution import compiled, nothing_kept, results
+from .test_replays import NOISES
+from .test_replays import make as make_noisy
 from .training import build
 
 pytestmark = pytest.mark.gpu
@@ -138,3 +141,15 @@ def test_a_search_for_the_largest_batch_never_runs_out_of_memory():
         assert int(result) > result.unplanned_size > 0
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_what_was_drawn_on_the_device_is_drawn_again_bit_for_bit(noise):
+    found = []
+    for decide in (None, nothing_kept):
+        model, x = make_noisy(noise)
+        model.cuda()
+        x = x.detach().cuda().requires_grad_()
+        call = model if decide is None else compiled(model, decide)[0]
+        found.append([*results(model, x, call), torch.cuda.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

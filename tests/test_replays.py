@@ -47,7 +47,7 @@ NOISES = {
     "fractional pooling": lambda x: (
         F.fractional_max_pool2d(x.view(1, 16, 16, 16), 2, 8).repeat(1, 1, 2, 2).view(-1, WIDTH)
     ),
-    "permutation": lambda x: x[torch.randperm(ROWS)],
+    "permutation": lambda x: x[torch.randperm(ROWS, device=x.device)],
 }
 
 
