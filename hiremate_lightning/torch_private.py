@@ -29,6 +29,7 @@ from torch._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import TorchDynamoException as CompileError
 from torch._dynamo.utils import TensorStaticReason
 from torch._dynamo.variables import builder
+from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
     PlainAOTInput,
@@ -75,10 +76,16 @@ def traced_as_eager() -> Iterator[None]:
     """Trace what eager PyTorch would run, where torch's tracing departs from it, for a while.
 
     Departures: Python decompositions that round otherwise than the kernels that they stand for, or draw random numbers
-    where eager doesn't; random operations whose result nobody uses are dropped, and with them their draws; and strides
-    of some results are not those that the CPU's kernels give.
+    where eager doesn't; random operations whose result nobody uses are dropped, and with them their draws; strides of
+    some results are not those that the CPU's kernels give; and the backward is taken to run under the forward's
+    autocast, which training ends before it: products in single precision would lose theirs.
     """
-    with inductor_config.patch(fallback_random=True), _eager_kernels(), _eager_strides():
+    with (
+        inductor_config.patch(fallback_random=True),
+        functorch_config.patch(backward_pass_autocast="off"),
+        _eager_kernels(),
+        _eager_strides(),
+    ):
         yield
 
 

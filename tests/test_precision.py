@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from hiremate_lightning.callbacks import HiRemateCallback
@@ -50,8 +51,24 @@ class AutocastInside(nn.Module):
             return self.layers(x).float() + x
 
 
+class SinglePrecisionInside(nn.Module):
+    """Attention with dropout computes in single precision on the CPU, whatever it is given; and a layer opts out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.single, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.first(x).view(4, 2, -1, WIDTH // 2)
+        x = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.2).reshape(x.shape)
+        with torch.autocast("cpu", enabled=False):
+            x = torch.tanh(self.single(x.float()))
+        return self.last(x)
+
+
+@pytest.mark.parametrize("make", [layers, SinglePrecisionInside])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_around_the_call_is_exact(dtype):
+def test_autocast_around_the_call_is_exact(dtype, make):
     def loop(module: nn.Module) -> Log:
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
         scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
@@ -66,7 +83,7 @@ def test_autocast_around_the_call_is_exact(dtype):
             log += [loss.detach(), torch.tensor(scaler.get_scale()), *leave_behind(module)]
         return log
 
-    train_both(layers, loop)
+    train_both(make, loop)
 
 
 def test_autocast_inside_the_call_is_exact():
