@@ -242,10 +242,17 @@ class _Builder:
         is_dropout = drawn.target is aten.native_dropout.default and drawn.args[2] is not False
         if is_dropout and set(values) == {0, 1} and source is not None:
             self._add_replay(index, APPLY_MASK, (source, values[1]), (values[0],))
-        if is_dropout and 1 in values and can_draw_mask(drawn):
+        if is_dropout and 1 in values and can_draw_mask(drawn, self._begins_allocation(source)):
             self._add_replay(index, DRAW_MASK, (self._add_state(index),), (values[1],))
         elif not is_dropout and node.is_random and can_draw_again(drawn):
             self._add_replay(index, DRAW_AGAIN, (*node.inputs, self._add_state(index)), node.outputs)
+
+    def _begins_allocation(self, tensor: int | None) -> bool:
+        """Whether a tensor is the first in a block that the step allocates."""
+        storage = None if tensor is None else self.tensors[tensor].storage
+        if tensor is None or storage is None or self.storages[storage].kind.is_resident:
+            return False
+        return torch_private.int_hint(self.fx_values[tensor].meta["val"].storage_offset()) == 0
 
     def _add_state(self, index: int) -> int:
         """Let a random node hand on the state of its generator."""

@@ -16,7 +16,7 @@ from torch import fx
 
 from . import torch_private
 from .kernels import apply_dropout_mask, as_eager, eager_scale
-from .metering import undisturbed
+from .kernels import dropout as dropout_on_host
 
 aten = torch.ops.aten
 
@@ -96,6 +96,8 @@ def can_draw_again(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch_private.OpOverload) or target.namespace != "aten" or "rnn" in str(target):
         return False
+    if _device(node).type not in ("cpu", "cuda"):
+        return False
     seeded = torch.Tag.nondeterministic_seeded in target.tags
     return seeded and not target._schema.is_mutable and node.kwargs.get("generator") is None
 
@@ -103,7 +105,10 @@ def can_draw_again(node: fx.Node) -> bool:
 def draw_mask(
     size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, probability: float
 ) -> torch.Tensor:
-    """Draw the mask of a dropout whose input looks like this; CUDA's kernel draws only while it applies the mask."""
+    """Draw the mask of a dropout whose input looks like this, as `kernels.dropout` does.
+
+    CUDA's kernel draws only while it applies the mask.
+    """
     if device.type == "cuda":
         source = torch.empty_strided(size, strides, dtype=dtype, device=device)
         return torch.native_dropout(source, probability, train=True)[1]
@@ -119,33 +124,15 @@ def _mask_arguments(dropout: fx.Node) -> tuple[Any, ...]:
     return size, strides, shown.dtype, shown.device, probability
 
 
-def can_draw_mask(dropout: fx.Node) -> bool:
-    """Whether `draw_mask` draws what a captured dropout draws: tried on the device, once for each kind.
+def can_draw_mask(dropout: fx.Node, begins_allocation: bool) -> bool:
+    """Whether `draw_mask` draws what a captured dropout draws.
 
-    CUDA's kernel draws by how its input lies in memory, which is sure only where that begins an allocation.
+    Args:
+        dropout: The dropout.
+        begins_allocation: Whether its input is the first in a block of the step's own: CUDA's kernel draws by how that
+            is aligned, which is known only there.
     """
     source, probability = dropout.args[:2]
     if not isinstance(source, fx.Node) or not isinstance(probability, float):
         return False
-    shown: torch.Tensor = source.meta["val"]
-    if shown.device.type == "cuda" and (source.op == "placeholder" or torch_private.int_hint(shown.storage_offset())):
-        return False
-    target, changed = as_eager(dropout)
-    return _draw_alike(target, changed or dropout.args[1:], *_mask_arguments(dropout))
-
-
-@functools.cache
-def _draw_alike(
-    dropout: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    size: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    probability: float,
-) -> bool:
-    with undisturbed(device):
-        state = generator_state(device)
-        drawn = dropout(torch.empty_strided(size, strides, dtype=dtype, device=device), *arguments)[1]
-        redrawn = again(draw_mask)(state, device, size, strides, dtype, device, probability)
-        return drawn.stride() == redrawn.stride() and torch.equal(drawn, redrawn)
+    return as_eager(dropout)[0] is dropout_on_host or (_device(dropout).type == "cuda" and begins_allocation)

@@ -15,6 +15,7 @@ from hiremate_lightning.factory import Workload, parse_inputs
 from hiremate_lightning.offline import OfflineOptions, capture_offline, rates_of
 from hiremate_lightning.planner import unplanned
 from hiremate_lightning.profiling import CostCache
+from hiremate_lightning.replays import DRAW_MASK
 from hiremate_lightning.scaling import Sample, Scaling
 from hiremate_lightning.schedule import keep_all, lower
 from hiremate_lightning.simulation import simulate
@@ -341,3 +342,20 @@ def test_options_are_checked(options, words):
     with pytest.raises(ConfigurationError) as error:
         OfflineOptions(**options)
     assert words in str(error.value)
+
+
+class Dropping(nn.Module):
+    """Drops from a tensor of a TiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2**18))
+        self.layer = nn.Linear(2**18, 8)
+
+    def forward(self, x):
+        return self.layer(nn.functional.dropout(x * self.scale, 0.5))
+
+
+def test_a_dropout_is_not_tried_while_it_is_captured():
+    (captured,) = capture(Dropping, "1048576x262144").captured
+    assert DRAW_MASK in {node.op for node in captured.graph.nodes}
