@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -183,21 +182,6 @@ def measure_peak(function: Callable[[], Any], device: torch.device | str = "cpu"
     with MemoryMeter(torch.device(device)) as meter:
         function()
     return max((interval.peak_bytes for interval in meter.intervals), default=0)
-
-
-@contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Try things out on a device; random state, gradient mode, autocast and measurements stay as they are."""
-    unmeasured = MemoryMeter(device) if MemoryMeter.is_available(device) else nullcontext()  # it pauses the step's
-    devices = [device] if device.type == "cuda" else []
-    with (
-        unmeasured,
-        torch_private.real_mode(),
-        torch.random.fork_rng(devices=devices),
-        torch.no_grad(),
-        torch.autocast(device.type, enabled=False),
-    ):
-        yield
 
 
 def free_host_bytes() -> int:

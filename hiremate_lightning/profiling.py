@@ -13,6 +13,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median, median_low
@@ -27,7 +28,7 @@ from .costs import Profile, estimate
 from .execution import Program
 from .graph import Graph, Node, Phase
 from .kernels import as_eager
-from .metering import measure_peak, undisturbed
+from .metering import MemoryMeter, measure_peak
 from .replays import call_of, generator_state
 
 log = logging.getLogger("hiremate_lightning")
@@ -138,7 +139,7 @@ def measure(
     costs = cache.costs_on(captured.device)
     missing = {n.key: i for i, n in enumerate(graph.nodes) if n.key not in costs and i < len(captured.fx_nodes)}
     fallback = estimate(graph)
-    with undisturbed(captured.device):
+    with _undisturbed(captured.device):
         for done, (key, index) in enumerate(missing.items()):
             progress(done, len(missing))
             costs[key] = _measure_node(captured, index, options) or Cost(fallback.time_ms[index], 0)
@@ -149,6 +150,21 @@ def measure(
     return Profile(
         tuple(c.time_ms for c in known), tuple(c.workspace_bytes for c in known), describe_device(captured.device)
     )
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Leave random state, gradient mode, autocast, and a measurement of the step under way as they are found."""
+    unmeasured = MemoryMeter(device) if MemoryMeter.is_available(device) else nullcontext()  # it pauses the step's
+    devices = [device] if device.type == "cuda" else []
+    with (
+        unmeasured,
+        torch_private.real_mode(),
+        torch.random.fork_rng(devices=devices),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield
 
 
 def _measure_node(captured: Captured, index: int, options: ProfileOptions) -> Cost | None:
