@@ -239,7 +239,7 @@ def infeasible(
         f"The budget {budget} ({budget_bytes:,} bytes) is too small for {target or 'this model'}. "
         f"The smallest budget found is {format_bytes(needed)} ({needed:,} bytes{share}), "
         f"of which {format_bytes(resident_bytes)} are resident (parameters, gradients, optimizer state, batch). "
-        f"The peak is at {node.op} in {where}. "
+        f"Such a plan takes {simulation.overhead:.0%} more time. The peak is at {node.op} in {where}. "
         "Raise the budget, make the batch smaller, or pass on_infeasible='warn' to train with the least memory. "
         "(CUDA out of memory. is what this would have become.)",
         budget_bytes=budget_bytes,
