@@ -240,11 +240,11 @@ def train(
         if index in measured:
             gc.collect()  # garbage that dies meanwhile would pass for memory that the step gave back
             resident = resident_bytes(model, optimizer, (x, words))
-            before = {buffer.data_ptr(): buffer.nbytes for buffer in model.buffers()}
+            buffers = {buffer.data_ptr(): buffer.nbytes for buffer in model.buffers()}
             peak = resident + measure_peak(step)
             # A buffer that the model replaces was there before the measurement, which so does not see it die.
-            replaced = before.keys() - {buffer.data_ptr() for buffer in model.buffers()}
-            record.peaks.append(peak - sum(before[pointer] for pointer in replaced))
+            replaced = buffers.keys() - {buffer.data_ptr() for buffer in model.buffers()}
+            record.peaks.append(peak - sum(buffers[pointer] for pointer in replaced))
         else:
             step()
         optimizer.step()  # before notes are taken: until then all that is allocated counts as the step's
