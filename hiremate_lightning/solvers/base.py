@@ -32,7 +32,7 @@ class SolveOptions:
 
     Attributes:
         time_limit_s: Wall-clock seconds for all of it; the plan's quality, never its validity, depends on it.
-        gap: Relative gap of the total step time at which solving stops; .001 is below what a device can measure.
+        gap: Relative gap of the total step time at which solving stops; differences below .005 are hardly measurable.
         threads: Threads of one MIP solve. HiGHS keeps one count for the life of a process; one is as fast on these
             models.
         backend: MIP solver of python-mip: "HIGHS", "CBC", or "" for HiGHS where installed, else CBC.
@@ -41,7 +41,7 @@ class SolveOptions:
     """
 
     time_limit_s: float = 30.0
-    gap: float = 0.001
+    gap: float = 0.005
     threads: int = 1
     backend: str = ""
     progress: Callable[[float, float], None] | None = field(default=None, compare=False)
