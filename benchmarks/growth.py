@@ -28,7 +28,7 @@ from models import gpt2_of
 
 DEPTH, WIDTH = 6, 256
 COLUMNS = (
-    "layers | width | operations | capture s | profile s | solve s | proven gap | predicted overhead | "
+    "layers | width | operations | profile s | solve s | proven gap | predicted overhead | "
     "time over plain [quartiles] | peak, of plain"
 )
 PANEL = (420, 260)  # width and height of one panel, in pixels
@@ -42,7 +42,7 @@ class Size:
         depth: Layers.
         width: Width of the residual stream.
         nodes: Operations of forward and backward.
-        seconds: Of capture, profiling and solving.
+        seconds: Of profiling and solving.
         gap: Proven gap, a ratio.
         predicted: Predicted time over no recomputation, a ratio less 1.
         ratios: Time of a planned step over that of the plain step beside it.
@@ -52,7 +52,7 @@ class Size:
     depth: int
     width: int
     nodes: int
-    seconds: tuple[float, float, float]
+    seconds: tuple[float, float]
     gap: float
     predicted: float
     ratios: tuple[float, ...]
@@ -84,12 +84,12 @@ def measure(depth: int, width: int, rounds: int) -> Size:
     plain, batch = gpt2_of(depth, width=width)
     planned, _ = gpt2_of(depth, width=width)
     hiremate(planned, "50%", verbose=False)
-    seconds = [0.0, 0.0, 0.0]
+    seconds = [0.0, 0.0]
     for _ in range(4):  # capture; plan; measure the peak; measure the time
         step_s(planned, batch)
         plan = get_plan(planned)
         if plan is not None:
-            found = plan.planning.capture_s, plan.planning.profile_s, plan.planning.solve_s
+            found = plan.planning.profile_s, plan.planning.solve_s
             seconds = [max(pair) for pair in zip(seconds, found, strict=True)]
     plan = get_plan(planned)
     assert plan is not None
@@ -130,7 +130,7 @@ def draw(by_depth: Sequence[Size], by_width: Sequence[Size]) -> str:
     parts = []
     for row, (name, sizes) in enumerate((("layers", by_depth), ("width", by_width))):
         at = [float(getattr(s, "depth" if name == "layers" else "width")) for s in sizes]
-        stages = ("capture", "profile", "solve")
+        stages = ("profile", "solve")
         seconds = {stage: [(x, s.seconds[i]) for x, s in zip(at, sizes, strict=True)] for i, stage in enumerate(stages)}
         overhead = {
             "measured": [(x, median(s.ratios) - 1) for x, s in zip(at, sizes, strict=True)],

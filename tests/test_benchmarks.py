@@ -185,4 +185,4 @@ def test_growth_is_measured_and_drawn(monkeypatch):
     assert all(size.peak < 0.6 for size in sizes)
     assert sizes[0].row.count("|") == growth.COLUMNS.count("|") + 2
     picture = ElementTree.fromstring(growth.draw(sizes, sizes))
-    assert len(picture.findall("{http://www.w3.org/2000/svg}polyline")) == 10
+    assert len(picture.findall("{http://www.w3.org/2000/svg}polyline")) == 8
