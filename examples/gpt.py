@@ -49,7 +49,9 @@ class Block(nn.Module):
 class GPT(L.LightningModule):
     """Predict the next byte."""
 
-    def __init__(self, blocks: int = 10, width: int = 256, heads: int = 8, context: int = 256, dropout: float = 0.1):
+    def __init__(
+        self, blocks: int = 10, width: int = 256, heads: int = 8, context: int = 256, dropout: float = 0.1
+    ) -> None:
         super().__init__()
         self.bytes = nn.Embedding(256, width)
         self.places = nn.Embedding(context, width)

@@ -244,7 +244,7 @@ class _Builder:
             self._add_replay(index, APPLY_MASK, (source, values[1]), (values[0],))
         if is_dropout and 1 in values and can_draw_mask(drawn, self._begins_allocation(source)):
             self._add_replay(index, DRAW_MASK, (self._add_state(index),), (values[1],))
-        elif not is_dropout and node.is_random and can_draw_again(drawn):
+        elif not is_dropout and node.is_random and not node.is_mutating and can_draw_again(drawn):
             self._add_replay(index, DRAW_AGAIN, (*node.inputs, self._add_state(index)), node.outputs)
 
     def _begins_allocation(self, tensor: int | None) -> bool:

@@ -57,7 +57,7 @@ def estimate(graph: Graph, machine: Machine = Machine()) -> Profile:
 
     def node_ms(index: int) -> float:
         node = graph.nodes[index]
-        if not graph.allocates[index] and not node.is_mutating and not node.flops:
+        if not graph.has_work(index):
             return 0.0
         tensors = dict.fromkeys((*node.inputs, *node.outputs))
         storages = dict.fromkeys(graph.tensors[t].storage for t in tensors)

@@ -179,6 +179,10 @@ class Graph:
             )
         return tuple(appear)
 
+    def has_work(self, index: int) -> bool:
+        """Whether a node computes; one that does not makes a view, and costs nothing."""
+        return bool(self.allocates[index] or self.nodes[index].is_mutating or self.nodes[index].flops)
+
     def to_json(self) -> str:
         """Write the graph as JSON; `graph_from_json` reads it back, equal."""
         return json.dumps({"format": FORMAT_VERSION, **asdict(self)}, separators=(",", ":"))

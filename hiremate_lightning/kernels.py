@@ -94,8 +94,13 @@ def _as_operand(scale: float, source: fx.Node) -> float:
 
 def dropout(source: torch.Tensor, probability: float, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw a mask and apply it; gives both, as `native_dropout` does."""
-    mask = torch.empty_like(source, dtype=torch.bool).bernoulli_(1.0 - probability)
+    mask = draw_mask(source, probability, source.device)
     return apply_dropout_mask(source, mask, scale), mask
+
+
+def draw_mask(like: torch.Tensor, probability: float, device: torch.device) -> torch.Tensor:
+    """Draw the mask of a dropout of a tensor that looks like this one, which may lie on the meta device."""
+    return torch.empty_like(like, dtype=torch.bool, device=device).bernoulli_(1.0 - probability)
 
 
 def apply_dropout_mask(source: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:

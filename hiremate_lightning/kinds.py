@@ -8,10 +8,41 @@ told apart: what was measured in it says nothing about a plan.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from .execution import Program
+from .execution import Part, Program
+from .resident import Resident
+from .solvers.base import Strategy
+from .step import Call, Step, merge
 
 Kind = tuple[int, ...]  # the numbers of the captured graphs that a step runs forward, in order
+
+
+@dataclass(frozen=True)
+class Known:
+    """A kind of step that has been seen.
+
+    Attributes:
+        calls: What it runs.
+        order: Order of the backwards.
+        parts: The part of each call.
+        places: For each call, its place among all forwards of the step.
+        resident: What existed when it began, as planned.
+        solve: What solves it, and remembers.
+        margin_bytes: By how much an earlier plan was measured above the budget.
+    """
+
+    calls: tuple[Call, ...]
+    order: tuple[int, ...]
+    parts: tuple[Part, ...]
+    places: tuple[int, ...]
+    resident: Resident
+    solve: Strategy
+    margin_bytes: int = 0
+
+    def merge(self) -> Step:
+        """Put it into one graph."""
+        return merge(self.calls, self.order, self.resident.stale_bytes)
 
 
 class Kinds:

@@ -184,6 +184,11 @@ def measure_peak(function: Callable[[], Any], device: torch.device | str = "cpu"
     return max((interval.peak_bytes for interval in meter.intervals), default=0)
 
 
+def free_bytes(device: torch.device) -> int:
+    """Give the bytes of memory that a device could still hand out."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
+
+
 def free_host_bytes() -> int:
     """Give the bytes of memory that the machine could still hand out."""
     try:

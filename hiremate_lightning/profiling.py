@@ -26,7 +26,7 @@ from . import torch_private
 from .capture import Captured, allocated_bytes
 from .costs import Profile, estimate
 from .execution import Program
-from .graph import Graph, Node, Phase
+from .graph import Graph, Phase
 from .kernels import as_eager
 from .metering import MemoryMeter, measure_peak
 from .replays import call_of, generator_state
@@ -169,7 +169,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 
 def _measure_node(captured: Captured, index: int, options: ProfileOptions) -> Cost | None:
     record = captured.graph.nodes[index]
-    if not _has_work(captured.graph, record):
+    if not captured.graph.has_work(index):
         return Cost(_VIEW_MS, 0)
     try:
         run = _runner(captured, index)
@@ -295,26 +295,20 @@ class TimedRun:
         An operation that was measured alone, over and over, reads from caches what a step reads from memory. Times of
         recomputation count where there are any; what an interpreter takes for a node, a view's say, is left out.
         """
-        idle = [t for n in graph.nodes if not _has_work(graph, n) for t in self.samples.get(n.key, ())]
+        idle = [t for i, n in enumerate(graph.nodes) if not graph.has_work(i) for t in self.samples.get(n.key, ())]
         idle_ms = median(idle) if idle else 0.0
 
-        def time_ms(node: Node, alone_ms: float) -> float:
-            samples = self.samples_again.get(node.key) or self.samples.get(node.key)
-            if not samples or not _has_work(graph, node):
+        def time_ms(index: int, alone_ms: float) -> float:
+            key = graph.nodes[index].key
+            samples = self.samples_again.get(key) or self.samples.get(key)
+            if not samples or not graph.has_work(index):
                 return alone_ms
             return max(alone_ms, min(median_low(samples) - idle_ms, MOST_IN_STEP * alone_ms))
 
-        times = (time_ms(node, alone_ms) for node, alone_ms in zip(graph.nodes, profile.time_ms, strict=True))
-        return replace(profile, time_ms=tuple(times))
+        return replace(profile, time_ms=tuple(time_ms(i, alone_ms) for i, alone_ms in enumerate(profile.time_ms)))
 
 
 MOST_IN_STEP = 4.0  # times the time alone: beyond it, a sample has met other load
-
-
-def _has_work(graph: Graph, node: Node) -> bool:
-    """Whether a node computes: views only make another tensor of the same memory."""
-    read = {graph.tensors[t].storage for t in node.inputs}
-    return node.is_mutating or bool(node.flops) or any(graph.tensors[t].storage not in read for t in node.outputs)
 
 
 class _TimedInterpreter(fx.Interpreter):

@@ -200,7 +200,10 @@ class StepRecord:
         order = [place[index] for index in dict.fromkeys(self.backwards)]
         calls = []
         for position, run in enumerate(planned):
-            graph, profile = run.as_run(profiles[run.number])
+            profile = profiles[run.number]
+            if self.timed is not None:
+                profile = self.timed.refine(profile, run.graph)
+            graph, profile = run.as_run(profile)
             last = position + 1 == len(planned)
             following = f"B{self.backwards[0]}" if last else f"F{planned[position + 1].index}"
             died = self._died(run, following)

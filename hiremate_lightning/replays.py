@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from . import torch_private
-from .kernels import apply_dropout_mask, as_eager, eager_scale
+from .kernels import apply_dropout_mask, as_eager, draw_mask, eager_scale
 from .kernels import dropout as dropout_on_host
 
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ def call_of(op: str, drawn: fx.Node, inputs: Sequence[fx.Node]) -> Call:
         return apply_dropout_mask, (*inputs, eager_scale(source, probability)), {}
     state, device = inputs[-1], _device(drawn)
     if op == DRAW_MASK:
-        return again(draw_mask), (state, device, *_mask_arguments(drawn)), {}
+        return again(draw_mask_of), (state, device, *_mask_arguments(drawn)), {}
     target, changed = as_eager(drawn)
     return again(target), (state, device, *drawn.args[: len(drawn.args) - len(changed)], *changed), dict(drawn.kwargs)
 
@@ -92,17 +92,17 @@ def _device(drawn: fx.Node) -> torch.device:
 
 
 def can_draw_again(node: fx.Node) -> bool:
-    """Whether a random operation draws from its device's default generator alone, and does nothing else."""
+    """Whether a random operation, which writes to nothing, draws from its device's default generator alone."""
     target = node.target
     if not isinstance(target, torch_private.OpOverload) or target.namespace != "aten" or "rnn" in str(target):
         return False
     if _device(node).type not in ("cpu", "cuda"):
         return False
     seeded = torch.Tag.nondeterministic_seeded in target.tags
-    return seeded and not target._schema.is_mutable and node.kwargs.get("generator") is None
+    return seeded and node.kwargs.get("generator") is None
 
 
-def draw_mask(
+def draw_mask_of(
     size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, probability: float
 ) -> torch.Tensor:
     """Draw the mask of a dropout whose input looks like this, as `kernels.dropout` does.
@@ -112,8 +112,7 @@ def draw_mask(
     if device.type == "cuda":
         source = torch.empty_strided(size, strides, dtype=dtype, device=device)
         return torch.native_dropout(source, probability, train=True)[1]
-    like = torch.empty_strided(size, strides, device="meta")
-    return torch.empty_like(like, dtype=torch.bool, device=device).bernoulli_(1.0 - probability)
+    return draw_mask(torch.empty_strided(size, strides, device="meta"), probability, device)
 
 
 def _mask_arguments(dropout: fx.Node) -> tuple[Any, ...]:
@@ -125,7 +124,7 @@ def _mask_arguments(dropout: fx.Node) -> tuple[Any, ...]:
 
 
 def can_draw_mask(dropout: fx.Node, begins_allocation: bool) -> bool:
-    """Whether `draw_mask` draws what a captured dropout draws.
+    """Whether `draw_mask_of` draws what a captured dropout draws.
 
     Args:
         dropout: The dropout.

@@ -32,8 +32,8 @@ from .eager_paths import eager_paths
 from .errors import CaptureError, HiRemateWarning
 from .execution import Part, Program, build
 from .graph import StorageKind
-from .kinds import Kind, Kinds
-from .metering import free_host_bytes
+from .kinds import Kind, Kinds, Known
+from .metering import free_bytes
 from .out_of_memory import InfeasibleBudgetError, explain
 from .plan import Plan, PlanningTime
 from .planner import PlanOptions, first_solution, make_plan, resolve, unplanned
@@ -44,7 +44,6 @@ from .resident import WATCHED_STEPS, Resident, ResidentMemory
 from .schedule import lower
 from .shared_solving import shared
 from .solvers import worker
-from .solvers.base import Strategy
 from .solvers.curve import Remembering
 from .step import Call, Step, merge
 from .units import Budget, format_bytes
@@ -71,33 +70,6 @@ class SessionOptions:
     verbose: bool = True
 
 
-@dataclass(frozen=True)
-class _Known:
-    """A kind of step that has been seen.
-
-    Attributes:
-        calls: What it runs.
-        order: Order of the backwards.
-        parts: The part of each call.
-        places: For each call, its place among all forwards of the step.
-        resident: What existed when it began, as planned.
-        solve: What solves it, and remembers.
-        margin_bytes: By how much an earlier plan was measured above the budget.
-    """
-
-    calls: tuple[Call, ...]
-    order: tuple[int, ...]
-    parts: tuple[Part, ...]
-    places: tuple[int, ...]
-    resident: Resident
-    solve: Strategy
-    margin_bytes: int = 0
-
-    def merge(self) -> Step:
-        """Put it into one graph."""
-        return merge(self.calls, self.order, self.resident.stale_bytes)
-
-
 class Session:
     """Plans the steps of one model.
 
@@ -119,7 +91,7 @@ class Session:
         self._parts: list[Part] = []
         self._profiles: list[Profile] = []
         self._least: list[Program] = []
-        self._known: dict[Kind, _Known] = {}
+        self._known: dict[Kind, Known] = {}
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
         self._auto_bytes: int | None = None
         self._was_measured = False  # whether the step before this one was
@@ -387,13 +359,9 @@ class Session:
         kind = record.signature
         if not self._may_plan_more():
             return
-        profiles = self._profiles
-        if record.timed is not None:
-            graphs = (part.captured.graph for part in self._parts)
-            profiles = [record.timed.refine(profile, graph) for profile, graph in zip(profiles, graphs, strict=False)]
-        calls, order = record.calls(profiles)
+        calls, order = record.calls(self._profiles)
         runs = [run for run in record.runs if run.index in record.backwards]
-        self._known[kind] = _Known(
+        self._known[kind] = Known(
             calls=tuple(calls),
             order=tuple(order),
             parts=tuple(run.part for run in runs),
@@ -503,9 +471,7 @@ class Session:
 
     def _budget_bytes(self, step: Step, resident_bytes: int) -> int:
         if self._auto_bytes is None:
-            on_gpu = self._memory.device.type == "cuda"
-            free = torch.cuda.mem_get_info(self._memory.device)[0] if on_gpu else free_host_bytes()
-            self._auto_bytes = resolve(Budget(), resident_bytes, 0, free)
+            self._auto_bytes = resolve(Budget(), resident_bytes, 0, free_bytes(self._memory.device))
         if self.options.budget.is_auto:
             return self._auto_bytes
         return resolve(self.options.budget, resident_bytes, unplanned(step).peak_bytes, 0)

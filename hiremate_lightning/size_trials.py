@@ -15,7 +15,7 @@ from torch import nn
 from . import torch_private
 from .capture import allocated_bytes
 from .errors import ConfigurationError
-from .metering import free_host_bytes, measure_peak
+from .metering import free_bytes, measure_peak
 from .plan import Plan
 from .planner import resolve
 from .scaling import Line, Sample
@@ -158,10 +158,8 @@ class SizeRunner:
         """Give the bytes that "auto" stands for: what is there, and most of what is free."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-            free = torch.cuda.mem_get_info(self.device)[0]
-        else:
-            free = free_host_bytes()
-        return resolve(Budget(), TrialSession(self._task.root, self._options).resident.size_bytes, 0, free)
+        resident = TrialSession(self._task.root, self._options).resident
+        return resolve(Budget(), resident.size_bytes, 0, free_bytes(self.device))
 
     @contextmanager
     def session(self, budget_bytes: int, on_infeasible: str) -> Iterator[TrialSession]:
