@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from .capture import Captured
+from .capture import Captured, allocated_bytes
 from .costs import Profile
 from .graph import Graph
 
@@ -85,25 +85,21 @@ def without(captured: Captured, absence: Absence, profile: Profile) -> tuple[Gra
         if into is not None and of is not None:
             merged[of] = merged.get(into, into)
     tensors = tuple(t if t.storage not in merged else replace(t, storage=merged[t.storage]) for t in graph.tensors)
-    filled = _filled(captured, absence)
     there = {t.storage for t, value in zip(tensors, captured.fx_values, strict=True) if value not in absence.values}
-    there |= {tensors[tensor_of[value]].storage for value in filled if value in tensor_of}
     storages = tuple(s if i in there else replace(s, size_bytes=0) for i, s in enumerate(graph.storages))
     idle = {i for i, node in enumerate(captured.fx_nodes) if node in absence.values or node in absence.replaced}
     costs = Profile(
         tuple(0.0 if i in idle else time_ms for i, time_ms in enumerate(profile.time_ms)),
-        tuple(0 if i in idle else size for i, size in enumerate(profile.workspace_bytes)),
+        tuple(
+            0 if i in idle else size + _zeros_bytes(node, absence, captured.device)
+            for i, (node, size) in enumerate(zip(captured.fx_nodes, profile.workspace_bytes, strict=True))
+        ),
         profile.device,
     )
     return replace(graph, tensors=tensors, storages=storages), costs
 
 
-def _filled(captured: Captured, absence: Absence) -> set[fx.Node]:
-    """List the absent values that must be filled with zeros: a computation reads them beside others that are there."""
-    return {
-        value
-        for node in captured.joint.graph.nodes
-        if node.op != "output" and node not in absence.values and node not in absence.replaced
-        for value in node.all_input_nodes
-        if value in absence.values
-    }
+def _zeros_bytes(node: fx.Node, absence: Absence, device: torch.device) -> int:
+    """Give the bytes of the zeros that stand in, while a computation runs, for what it reads and is absent."""
+    shown = [a.meta["val"] for a in node.all_input_nodes if a in absence.values]
+    return sum(allocated_bytes(t.numel() * t.dtype.itemsize, device) for t in shown if t.device == device)

@@ -64,12 +64,15 @@ class Run:
         graph = self.graph
         if self.missing:
             graph, profile = without(self.part.captured, find_absent(self.part.captured, self.missing), profile)
-        storages = list(graph.storages)
+        storages, roots = list(graph.storages), []
         for tensor, size_bytes in zip(graph.tangents, self.tangent_bytes, strict=False):
             storage = graph.tensors[tensor].storage
-            if storage is not None and size_bytes < storages[storage].size_bytes:
+            is_expanded = storage is not None and size_bytes < storages[storage].size_bytes
+            if storage is not None and is_expanded:
                 storages[storage] = replace(storages[storage], size_bytes=size_bytes)
-        return replace(graph, storages=tuple(storages)), profile
+            if is_expanded or not graph.tensors[tensor].shape:
+                roots.append(tensor)  # the gradient of the loss, which `backward()` holds to its end
+        return replace(graph, storages=tuple(storages), held=(*graph.held, *roots)), profile
 
 
 class StepRecord:
@@ -186,6 +189,16 @@ class StepRecord:
         if self._meter is None or self._meter.lost_marks or not self._sees_frees:
             return None
         return self.resident_bytes + max((interval.peak_bytes for interval in self._counted), default=0)
+
+    def left_bytes(self, arguments: Iterable[torch.Tensor]) -> int:
+        """Give the bytes of outputs that someone holds after the step, those not counted that are handed in again."""
+        counted, total = {torch_private.storage_id(t) for t in arguments if _is_dense(t)}, 0
+        for run in self.runs:
+            for tensor, (lives, storage) in run.outputs.items():
+                if lives() and storage not in counted:
+                    counted.add(storage)
+                    total += _bytes_of(run.graph, (tensor,))
+        return total
 
     def calls(self, profiles: Sequence[Profile]) -> tuple[list[Call], list[int]]:
         """Describe the step for `step.merge`: its calls, and the order of their backwards.

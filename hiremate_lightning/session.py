@@ -94,7 +94,9 @@ class Session:
         self._known: dict[Kind, Known] = {}
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
         self._auto_bytes: int | None = None
-        self._was_measured = False  # whether the step before this one was
+        self._before: StepRecord | None = None  # of the step before this one, where that was measured
+        self._left_bytes = 0  # of outputs that were still held after it
+        self._left_stays = True  # whether they are held beyond the next forward, as far as was seen
         self._saw_unplanned = False  # whether a kind of step without a plan ran unrecorded
         self._began_with: Resident | None = None  # when the step began, where that was counted
         self._steps = 0
@@ -226,6 +228,8 @@ class Session:
         if not self._in_backward:
             self._in_backward = True
             self._memory.backward_starts(self._steps)
+            if self._before is not None and self._left_bytes:
+                self._left_stays = self._before.left_bytes(()) > 0
         if run is not None and self._record is not None and run in self._record.runs:
             self._record.backward_starts(run, tangents)
 
@@ -291,7 +295,7 @@ class Session:
     def _begin_step(self, arguments: list[torch.Tensor]) -> None:
         self._steps += 1
         if self._watches_resident():
-            resident = self._began_with = self._memory.count(arguments)
+            resident = self._began_with = self._count(arguments)
             if self._finished is not None:
                 record, self._finished = self._finished, None
                 self._learn(record, resident)
@@ -300,13 +304,26 @@ class Session:
         expected = self._kinds.expected = self._kinds.likely()
         plan = None if expected is None else self.plans[expected]
         if plan is None or plan.measured.peak_bytes is None or self._saw_unplanned:
-            resident = self._memory.count(arguments)
-            sees_frees = not resident.stale_bytes or self._memory.device.type == "cuda" or self._was_measured
-            self._record = StepRecord(self._memory.device, resident.size_bytes + resident.stale_bytes, sees_frees)
+            resident = self._count(arguments)
+            sees_frees = not resident.stale_bytes or self._memory.device.type == "cuda" or self._before is not None
+            start_bytes = resident.size_bytes + resident.stale_bytes
+            self._record = StepRecord(self._memory.device, start_bytes, sees_frees)
             if not self._record.is_measured:
                 self.say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
         if self._is_timed(plan):
             self._timed = TimedRun(self._memory.device)
+
+    def _count(self, arguments: list[torch.Tensor]) -> Resident:
+        """Count what exists before a step, outputs of the one before included."""
+        resident = self._memory.count(arguments)
+        if self._memory.device.type == "cuda":
+            return resident  # all that is allocated is in it
+        if self._before is not None:
+            self._left_bytes = self._before.left_bytes(arguments)
+        if not self._left_stays:
+            return replace(resident, stale_bytes=resident.stale_bytes + self._left_bytes)
+        kinds = (*resident.kinds, ("outputs of the step before", self._left_bytes))
+        return replace(resident, size_bytes=resident.size_bytes + self._left_bytes, kinds=kinds)
 
     def _is_timed(self, plan: Plan | None) -> bool:
         """Whether to time each operation of the step that begins: for its plan to come, or to see how its plan does."""
@@ -332,7 +349,7 @@ class Session:
         record, timed = self._record, self._timed
         self._record, self._timed = None, None
         self._in_backward, self._began_with = False, None
-        self._was_measured = record is not None and record.is_measured
+        self._before = record if record is not None and record.is_measured else None
         if record is not None:
             record.close(at_once)
             if kind in self.plans:

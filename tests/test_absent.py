@@ -122,3 +122,33 @@ def test_no_memory_is_taken_for_gradients_that_never_come():
         peaks.append(measure_peak(lambda model=model: model(x)[0].backward()))
     assert peaks[1] <= peaks[0]
     assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.01)
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = nn.Linear(64, 64), nn.Linear(64, 512)
+
+    def forward(self, x):
+        first, second = self.large(self.small(x).tanh()).chunk(2, dim=1)
+        return first.exp(), second
+
+
+@pytest.mark.parametrize("is_kept", [True, False], ids=["outputs kept until the next step", "outputs dropped"])
+def test_zeros_that_fill_in_and_outputs_that_are_kept_are_in_the_prediction(is_kept):
+    model, x = Halves(), torch.randn(1024, 64)
+    hiremate(model, "100%", verbose=False)
+
+    def step():
+        first, second = model(x)
+        del second
+        first.sum().backward()
+        return first
+
+    for _ in range(5):
+        kept = step()
+        if not is_kept:
+            del kept
+    plan = get_plan(model)
+    peak = plan.resident_bytes + measure_peak(step)
+    assert plan.measured.peak_bytes == plan.planned_peak_bytes == peak
