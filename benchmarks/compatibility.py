@@ -1,6 +1,6 @@
 """Train models of other packages plain and inside half of the memory, and compare the two runs bit for bit.
 
-    python benchmarks/compatibility.py [--only gpt2,resnet50] [--write docs/compatibility.md]
+    python benchmarks/compatibility.py [--only gpt2,resnet50] [--write docs/compatibility.md] [--compile inductor]
 
 Each model takes a few AdamW steps in a process of its own, with a new batch each, dropout and batch norm on, twice from
 the same state: plain, and under a budget of 50 % of what a step adds to what is there before it, or the smallest that
@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+COMPILE = "HIREMATE_COMPILE"  # variable that tells the processes of single models how to compile
 STEPS = 5
 MEASURED = (3, 4)  # the first steps capture, plan and measure
 SEED = 11
@@ -227,7 +228,7 @@ def _planned(name: str, budget: Any, **options: Any) -> tuple[_Run, Any, Any, fl
 
     case = _build(name)
     planning: dict[int, float] = {}
-    hiremate(case.module, budget, time_limit_s=10, verbose=False, **options)
+    hiremate(case.module, budget, time_limit_s=10, verbose=False, compile=os.environ.get(COMPILE), **options)
     targets = targets_of(case.module)
     assert targets is not None, "it was attached just now"
 
@@ -451,11 +452,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names of models, or of packages, with commas")
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds for each model")
     parser.add_argument("--write", type=Path, default=None, help="file for the page; its other results stay")
+    parser.add_argument("--compile", choices=["inductor"], help="fuse operations, and compare with the same kernels")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         _child(options.child)
         return
+    if options.compile:
+        os.environ[COMPILE] = options.compile
     from third_party import CASES
 
     only = set(filter(None, options.only.split(",")))

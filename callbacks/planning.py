@@ -47,6 +47,8 @@ class HiRemateCallback(Callback):
         on_infeasible: "raise" where nothing fits the budget, or "warn" to train on with the least memory found.
         cache_dir: Folder for measured costs and plans, reused by later runs; None for no files.
         solver: Name of the strategy, see `solvers`.
+        compile: "inductor" to fuse operations into kernels that Inductor makes, None for PyTorch's own; see
+            docs/compiled.md.
         verbose: Whether to report plans and measurements, on rank zero.
 
     Attributes:
@@ -70,6 +72,7 @@ class HiRemateCallback(Callback):
         on_infeasible: str = "raise",
         cache_dir: str | Path | None = None,
         solver: str = DEFAULT_SOLVER,
+        compile: str | None = None,
         verbose: bool = True,
     ) -> None:
         self._options = make_options(
@@ -79,6 +82,7 @@ class HiRemateCallback(Callback):
             on_infeasible=on_infeasible,
             cache_dir=cache_dir,
             solver=solver,
+            compile=compile,
             verbose=verbose,
         )
         self._target = target

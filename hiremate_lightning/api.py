@@ -26,6 +26,7 @@ def make_options(
     on_infeasible: str = "raise",
     cache_dir: str | Path | None = None,
     solver: str = DEFAULT_SOLVER,
+    compile: str | None = None,
     verbose: bool = True,
 ) -> SessionOptions:
     """Check the arguments that all ways to plan share.
@@ -39,6 +40,8 @@ def make_options(
         raise ConfigurationError(f"on_infeasible must be 'raise' or 'warn', found {on_infeasible!r}")
     if not time_limit_s > 0:
         raise ConfigurationError(f"time_limit_s must be above 0 seconds, found {time_limit_s!r}")
+    if compile not in (None, "inductor"):
+        raise ConfigurationError(f"compile must be 'inductor' or None, found {compile!r}")
     if max_plans < 1:
         raise ConfigurationError(f"max_plans must be at least 1, found {max_plans!r}")
     folder = None if cache_dir is None else Path(cache_dir)
@@ -48,6 +51,7 @@ def make_options(
         max_plans=max_plans,
         cache_dir=folder,
         verbose=verbose,
+        compile=compile,
     )
 
 
@@ -62,6 +66,7 @@ def hiremate(
     on_infeasible: str = "raise",
     cache_dir: str | Path | None = None,
     solver: str = DEFAULT_SOLVER,
+    compile: str | None = None,
     verbose: bool = True,
 ) -> nn.Module:
     """Train a model within a budget of bytes, with the same numbers.
@@ -81,6 +86,7 @@ def hiremate(
         on_infeasible: "raise" where nothing fits the budget, or "warn" to train on with the least memory found.
         cache_dir: Folder for measured costs and plans, reused by later runs; None for no files.
         solver: Name of the strategy, see `solvers`.
+        compile: "inductor" to fuse operations into kernels that Inductor makes; None for PyTorch's own.
         verbose: Whether to report plans and measurements.
 
     Returns:
@@ -101,6 +107,7 @@ def hiremate(
         cache_dir=cache_dir,
         solver=solver,
         verbose=verbose,
+        compile=compile,
     )
     root = _inside(model)
     known = targets_of(root) if isinstance(root, nn.Module) else None

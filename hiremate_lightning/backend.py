@@ -16,20 +16,23 @@ from . import torch_private
 from .capture import Captured, capture
 from .errors import CaptureError
 from .execution import Part, stub_modules
+from .fused_kernel import Kernels
+from .fusion import fuse
 
 
-def planning_backend(make_part: Callable[[Captured], Part]) -> Any:
+def planning_backend(make_part: Callable[[Captured], Part], kernels: Kernels | None = None) -> Any:
     """Build a backend that hands each captured graph to a session.
 
     Args:
         make_part: Called once for each joint graph; the part that it returns runs in the graph's place.
+        kernels: Where the kernels of fused operations are kept; None to fuse nothing.
 
     Returns:
         A backend for `torch.compile(..., backend=...)`.
     """
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        return _Compilation(make_part).compile(module, inputs)
+        return _Compilation(make_part, kernels).compile(module, inputs)
 
     return backend
 
@@ -37,8 +40,9 @@ def planning_backend(make_part: Callable[[Captured], Part]) -> Any:
 class _Compilation:
     """The state of one compilation: AOTAutograd calls partition, then forward, then backward."""
 
-    def __init__(self, make_part: Callable[[Captured], Part]) -> None:
+    def __init__(self, make_part: Callable[[Captured], Part], kernels: Kernels | None) -> None:
         self._make_part = make_part
+        self._kernels = kernels
         self._parameters: frozenset[int] = frozenset()
         self._captured: Captured | None = None
         self._part: Part | None = None
@@ -54,6 +58,8 @@ class _Compilation:
 
     def _partition(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
         joint.graph.eliminate_dead_code()
+        if self._kernels is not None:
+            fuse(joint, num_fwd_outputs, self._kernels)
         joint.recompile()
         self._captured = capture(joint, num_fwd_outputs, self._parameters)
         return stub_modules(self._captured)

@@ -11,6 +11,7 @@ can come back, see `replays`: they hand on the state of the generator that they 
 
 from __future__ import annotations
 
+import inspect
 import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from . import torch_private
 from .graph import Graph, Node, Phase, Storage, StorageKind, Tensor
-from .replays import APPLY_MASK, DRAW_AGAIN, DRAW_MASK, add_state, can_draw_again, can_draw_mask
+from .replays import APPLY_MASK, DRAW_AGAIN, DRAW_MASK, add_state, can_draw_again, can_draw_mask, draw_mask_of
 
 aten = torch.ops.aten
 
@@ -213,7 +214,7 @@ class _Builder:
         kind = StorageKind.ACTIVATION if phase is Phase.FORWARD else StorageKind.GRADIENT
         read = [self.tensor_of[a] for a in node.all_input_nodes]
         outputs = [self._add_tensor(v, index, kind) for v in _values(node)]
-        op = str(node.target)
+        op = _name_of(node.target)
         reads_mutated = op not in _IGNORES_WHAT_IT_UPDATES and any(self.tensors[t].storage in overwritten for t in read)
         self.nodes.append(
             Node(
@@ -242,7 +243,9 @@ class _Builder:
         is_dropout = drawn.target is aten.native_dropout.default and drawn.args[2] is not False
         if is_dropout and set(values) == {0, 1} and source is not None:
             self._add_replay(index, APPLY_MASK, (source, values[1]), (values[0],))
-        if is_dropout and 1 in values and can_draw_mask(drawn, self._begins_allocation(source)):
+        if drawn.target is draw_mask_of:
+            self._add_replay(index, DRAW_MASK, (self._add_state(index),), node.outputs)
+        elif is_dropout and 1 in values and can_draw_mask(drawn, self._begins_allocation(source)):
             self._add_replay(index, DRAW_MASK, (self._add_state(index),), (values[1],))
         elif not is_dropout and node.is_random and not node.is_mutating and can_draw_again(drawn):
             self._add_replay(index, DRAW_AGAIN, (*node.inputs, self._add_state(index)), node.outputs)
@@ -401,6 +404,8 @@ def _is_random(node: fx.Node, device: torch.device | None) -> bool:
     """Whether a second run may give other numbers, or hang."""
     if isinstance(node.target, torch_private.HigherOrderOperator) or _COLLECTIVE.match(str(node.target)):
         return True
+    if node.target is draw_mask_of:
+        return True
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return device is not None and device.type == "cuda" and is_order_dependent_on_gpu(str(node.target))
     position = _DROPOUT_ARGUMENT.get(str(node.target))
@@ -425,7 +430,12 @@ def work_key(node: fx.Node) -> str:
         return repr(value)
 
     arguments = [describe(a) for a in node.args] + [f"{k}={describe(v)}" for k, v in sorted(node.kwargs.items())]
-    return f"{node.target} {' '.join(arguments)}"
+    return f"{_name_of(node.target)} {' '.join(arguments)}"
+
+
+def _name_of(target: Any) -> str:
+    """Name what a node calls, the same in every process."""
+    return f"hiremate.{target.__name__}" if inspect.isfunction(target) else str(target)
 
 
 def _flops(node: fx.Node) -> int:

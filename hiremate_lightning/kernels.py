@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from . import torch_private
+from .fused_kernel import Kernel
 
 aten = torch.ops.aten
 
@@ -119,7 +120,7 @@ def needs_traced_layout(target: Any) -> bool:
     """
     if isinstance(target, torch_private.OpOverload):
         return target.namespace not in ("aten", "prims") or target.overloadpacket in _READ_MEMORY
-    return isinstance(target, torch_private.HigherOrderOperator)
+    return isinstance(target, (torch_private.HigherOrderOperator, Kernel))
 
 
 _READ_MEMORY = {

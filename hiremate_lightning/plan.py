@@ -47,6 +47,7 @@ class PlanningTime:
     """Seconds that each stage of planning took."""
 
     capture_s: float = 0.0
+    compile_s: float = 0.0
     profile_s: float = 0.0
     solve_s: float = 0.0
 
@@ -246,7 +247,7 @@ def solver_words(plan: Plan) -> str:
 def planning_words(plan: Plan) -> str:
     """Say how long planning took, stage by stage."""
     planning = plan.planning
-    seconds = (planning.capture_s, planning.profile_s, planning.solve_s)
-    stages = zip(("tracing", "profiling", "solving"), seconds, strict=True)
+    seconds = (planning.capture_s, planning.compile_s, planning.profile_s, planning.solve_s)
+    stages = zip(("tracing", "compiling", "profiling", "solving"), seconds, strict=True)
     parts = ", ".join(f"{name} {format_time(1000 * taken)}" for name, taken in stages if taken)
     return f"{format_time(1000 * sum(seconds))}{': ' if parts else ''}{parts}"

@@ -43,7 +43,8 @@ def call_of(op: str, drawn: fx.Node, inputs: Sequence[fx.Node]) -> Call:
         return apply_dropout_mask, (*inputs, eager_scale(source, probability)), {}
     state, device = inputs[-1], _device(drawn)
     if op == DRAW_MASK:
-        return again(draw_mask_of), (state, device, *_mask_arguments(drawn)), {}
+        drawn_as = drawn.args if drawn.target is draw_mask_of else mask_arguments(drawn)
+        return again(draw_mask_of), (state, device, *drawn_as), {}
     target, changed = as_eager(drawn)
     return again(target), (state, device, *drawn.args[: len(drawn.args) - len(changed)], *changed), dict(drawn.kwargs)
 
@@ -115,7 +116,8 @@ def draw_mask_of(
     return draw_mask(torch.empty_strided(size, strides, device="meta"), probability, device)
 
 
-def _mask_arguments(dropout: fx.Node) -> tuple[Any, ...]:
+def mask_arguments(dropout: fx.Node) -> tuple[Any, ...]:
+    """Give what `draw_mask_of` takes to draw the mask of a captured dropout."""
     source, probability = dropout.args[:2]
     assert isinstance(source, fx.Node)
     shown: torch.Tensor = source.meta["val"]

@@ -31,6 +31,7 @@ from .costs import Profile, step_time_ms
 from .eager_paths import eager_paths
 from .errors import CaptureError, HiRemateWarning
 from .execution import Part, Program, build
+from .fused_kernel import Kernels
 from .graph import StorageKind
 from .kinds import Kind, Kinds, Known
 from .metering import free_bytes
@@ -61,6 +62,7 @@ class SessionOptions:
         max_plans: Most plans to keep; beyond it, a step of another kind runs at the least memory.
         cache_dir: Where to keep profiles between runs, None for nowhere.
         verbose: Whether to report.
+        compile: "inductor" to fuse operations into kernels that Inductor makes, None for PyTorch's own.
     """
 
     budget: Budget
@@ -68,6 +70,7 @@ class SessionOptions:
     max_plans: int = 8
     cache_dir: Path | None = None
     verbose: bool = True
+    compile: str | None = None
 
 
 class Session:
@@ -79,6 +82,7 @@ class Session:
         plans: The plans so far, by kind of step.
         listeners: Called with each plan when it is made, and again when it has been measured.
         runs: Number of forwards of captured graphs so far.
+        kernels: Where fused operations are kept, None where nothing is fused.
     """
 
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:
@@ -108,6 +112,7 @@ class Session:
         self._seconds = PlanningTime()
         self._tracing = ExitStack()
         self._said: set[str] = set()
+        self.kernels = Kernels(self.say) if options.compile else None
         self.runs = 0
 
     # ---------------------------------------------------------------- what others ask and tell
@@ -161,7 +166,7 @@ class Session:
             assert method is not None, "a model is alive while it is called"
             return method(captured)
 
-        return planning_backend(take_in)
+        return planning_backend(take_in, self.kernels)
 
     def take_in(self, captured: Captured) -> Part:
         """Make a part of a captured graph."""
@@ -257,6 +262,9 @@ class Session:
         while len(self._profiles) <= number:
             self._tracing.close()
             captured = self._parts[len(self._profiles)].captured
+            if self.kernels is not None:
+                with self.stage("compile_s", "compiling"):
+                    self.kernels.compile(lambda done, total: self._reporter.progress("kernels", done, total))
             with self.stage("profile_s", "profiling"):
                 profile = measure(
                     captured,

@@ -45,9 +45,12 @@ ORDER = (
     "eager_paths",
     "torch_private",
     "metering",
+    "inductor",
+    "fused_kernel",
     "kernels",
     "replays",
     "capture",
+    "fusion",
     "absent",
     "execution",
     "profiling",
@@ -102,6 +105,7 @@ TORCH_FREE = (
 )
 FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
 MAY_USE_FRAMEWORKS = ("integrations", "callbacks")
+MAY_USE_PRIVATE_TORCH = ("torch_private", "inductor")
 # Private state of modules and tensors, where no name in the source says that it is torch's.
 PRIVATE_ATTRIBUTES = ("_call_impl", "_cdata", "_compiled_call_impl", "_version")
 
@@ -217,7 +221,7 @@ def find_frameworks_in_core(sources: tuple[Source, ...]) -> list[str]:
 def find_private_torch(sources: tuple[Source, ...]) -> list[str]:
     faults = []
     for source in sources:
-        if source.name != "torch_private":
+        if source.name not in MAY_USE_PRIVATE_TORCH:
             faults += [f"{source.name}:{line} uses {name}" for line, name in _private_torch_names(source)]
     return faults
 

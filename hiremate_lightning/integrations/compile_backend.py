@@ -205,11 +205,11 @@ class _Graph:
         self._trains = False
         if any(isinstance(value, torch.SymInt) for value in inputs):
             # A plan holds for one size: the graph is captured once more for each that it is called with.
-            self._run = torch.compile(module, backend=planning_backend(self._take_in), dynamic=False)
+            self._run = torch.compile(module, backend=planning_backend(self._take_in, session.kernels), dynamic=False)
             self._trains = torch.is_grad_enabled()
         else:
             with session.stage("capture_s", "tracing"):
-                self._run = planning_backend(self._take_in)(module, inputs)
+                self._run = planning_backend(self._take_in, session.kernels)(module, inputs)
 
     def _take_in(self, captured: Captured) -> Part:
         self._trains = True

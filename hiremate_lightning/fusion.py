@@ -1,0 +1,585 @@
+"""Fuse elementwise operations and reductions of a captured step into kernels, before anything is planned.
+
+The joint graph is rewritten: a group of operations between products and convolutions becomes one node, whose kernel
+Inductor makes. To all that follows it is an operator like any other: profiled, kept or computed again, simulated and
+run by the same code. A kernel that runs again gives the same bits, so a plan changes no number here either.
+
+Where a group ends decides what a plan can keep. In the forward a value is inside of a group if nothing else of the
+forward reads it: so each group has one result, and everything else is internal, costs no memory, and can't be kept. A
+backward operation that reads an internal value computes it within its own kernel, from what the group reads and from
+the results of its reductions. In the backward, which never runs twice, operations that follow each other are one group.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import torch_private
+from .capture import (
+    _computations,
+    _forward_nodes,
+    _is_part,
+    _is_random,
+    _mutated_arguments,
+    _planned_device,
+    _sink,
+    _values,
+)
+from .fused_kernel import Kernels
+from .kernels import as_eager, dropout, eager_scale
+from .replays import draw_mask_of, mask_arguments
+
+aten = torch.ops.aten
+
+MOST_MEMBERS = 64  # of a group; longer ones take long to compile
+_SMALL = 4  # a reduction's result is small if it has this many times fewer elements than what it reduces
+
+# Elementwise, or nearly so, though no tag says it: each element of the result is computed from few.
+_ELEMENTWISE = {
+    getattr(aten, name).default
+    for name in (
+        "_to_copy",
+        "cat",
+        "constant_pad_nd",
+        "elu",
+        "elu_backward",
+        "hardswish",
+        "hardswish_backward",
+        "hardtanh_backward",
+        "leaky_relu_backward",
+        "mish",
+        "mish_backward",
+        "select_backward",
+        "slice_backward",
+        "softplus_backward",
+    )
+}
+# Reductions to few numbers.
+_REDUCTIONS = {aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default}
+_REDUCTIONS |= {aten.amax.default, aten.amin.default, aten.var_mean.correction, aten.var.correction}
+# Reductions whose result is as large as what they read, and those with several results.
+_COMPOSITE = {
+    getattr(aten, name).default
+    for name in (
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "native_batch_norm_backward",
+        "native_group_norm_backward",
+        "_softmax",
+        "_softmax_backward_data",
+        "_log_softmax",
+        "_log_softmax_backward_data",
+    )
+}
+_ORIGIN = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")  # what tells where a node comes from
+_DTYPES = {
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.bool,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+}
+
+
+def fuse(joint: fx.GraphModule, num_forward: int, kernels: Kernels) -> None:
+    """Rewrite a joint graph with fused groups.
+
+    Args:
+        joint: The joint graph, dead code already removed.
+        num_forward: Number of its outputs that the forward returns.
+        kernels: Where kernels are kept.
+    """
+    decomposer = _Decomposer(joint.graph)
+    decomposer.run()
+    outputs, *_ = torch_private.joint_outputs(joint, num_forward)
+    joint.graph = _Fuser(joint, outputs, kernels).run(decomposer.statistics)
+
+
+class _Decomposer:
+    """Takes apart what has an elementwise rest: norms into statistics and rest, dropouts into mask and product.
+
+    The rest can then be fused, and computed again from the statistics or the mask.
+
+    Attributes:
+        statistics: For each norm, the operations that give its statistics: one kernel.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.statistics: list[list[fx.Node]] = []
+        self._origin: dict[str, Any] = {}
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            rewrite = _REWRITES.get(node.target)
+            if rewrite is not None:
+                self._origin = {key: node.meta[key] for key in _ORIGIN if key in node.meta}
+                with self.graph.inserting_before(node):
+                    rewrite(self, node)
+        self.graph.eliminate_dead_code()
+
+    def _add(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        values, named = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with torch_private.fake_mode_of(torch_private.leaves((values, named))):
+            node.meta = {**self._origin, "val": target(*values, **named)}
+        return node
+
+    def _part(self, node: fx.Node, position: int) -> fx.Node:
+        part = self.graph.call_function(operator.getitem, (node, position))
+        part.meta = {**self._origin, "val": node.meta["val"][position]}
+        return part
+
+    def _precise(self, source: fx.Node) -> fx.Node:
+        is_short = source.meta["val"].dtype in (torch.bfloat16, torch.float16)
+        return self._add(aten._to_copy.default, source, dtype=torch.float32) if is_short else source
+
+    def _standardized(self, source: fx.Node, mean: fx.Node, inverse: fx.Node) -> fx.Node:
+        return self._add(aten.mul.Tensor, self._add(aten.sub.Tensor, source, mean), inverse)
+
+    def _scaled(self, source: fx.Node, weight: Any, bias: Any, shape: list[int], dtype: torch.dtype) -> fx.Node:
+        for factor, combine in ((weight, aten.mul.Tensor), (bias, aten.add.Tensor)):
+            if factor is not None:
+                source = self._add(combine, source, self._add(aten.view.default, factor, shape))
+        return source if source.meta["val"].dtype == dtype else self._add(aten._to_copy.default, source, dtype=dtype)
+
+    def _replace(self, node: fx.Node, results: Sequence[fx.Node], statistics: Sequence[fx.Node] = ()) -> None:
+        """Let results take the place of those of an operation, unless their layout is not the one it was traced with."""
+        if results[0].meta["val"].stride() != node.meta["val"][0].stride():
+            return
+        for part in list(node.users):
+            position = part.args[1]
+            assert isinstance(position, int)
+            part.replace_all_uses_with(results[position])
+            self.graph.erase_node(part)
+        self.graph.erase_node(node)
+        if statistics:
+            self.statistics.append(list(statistics))
+
+    def batch_norm(self, node: fx.Node) -> None:
+        """Take apart a batch norm in training; the next running statistics come with the statistics."""
+        source, weight, bias, mean_before, variance_before, is_training, momentum, epsilon = _arguments(node)
+        if not is_training:
+            return
+        shown: torch.Tensor = source.meta["val"]
+        channels, dims = shown.shape[1], [d for d in range(shown.dim()) if d != 1]
+        count = shown.numel() // channels
+        both = self._add(aten.var_mean.correction, self._precise(source), dims, correction=0, keepdim=True)
+        variance, mean = self._part(both, 0), self._part(both, 1)
+        shifted = self._add(aten.add.Scalar, variance, epsilon)
+        inverse = self._add(aten.rsqrt.default, shifted)
+        flat = [self._add(aten.view.default, value, [channels]) for value in (mean, variance)]
+        unbiased = self._add(aten.mul.Scalar, flat[1], count / max(1, count - 1))
+        statistics, updated = [both, shifted, inverse, unbiased], []
+        for new, before in ((flat[0], mean_before), (unbiased, variance_before)):
+            terms = [self._add(aten.mul.Scalar, new, momentum), self._add(aten.mul.Scalar, before, 1 - momentum)]
+            updated.append(self._add(aten.add.Tensor, *terms))
+            statistics += [*terms, updated[-1]]
+        result = self._standardized(self._precise(source), mean, inverse)
+        result = self._scaled(
+            result, weight, bias, [channels if d == 1 else 1 for d in range(shown.dim())], shown.dtype
+        )
+        saved = [flat[0], self._add(aten.view.default, inverse, [channels])]
+        self._replace(node, [result, *saved, *updated], statistics)
+
+    def group_norm(self, node: fx.Node) -> None:
+        """Take apart a group norm of a contiguous tensor."""
+        source, weight, bias, batch, channels, area, groups, epsilon = _arguments(node)
+        shown: torch.Tensor = source.meta["val"]
+        if not shown.is_contiguous():
+            return
+        shape = [batch, groups, channels // groups * area]
+        grouped = self._add(aten.view.default, self._precise(source), shape)
+        both = self._add(aten.var_mean.correction, grouped, [2], correction=0, keepdim=True)
+        variance, mean = self._part(both, 0), self._part(both, 1)
+        shifted = self._add(aten.add.Scalar, variance, epsilon)
+        inverse = self._add(aten.rsqrt.default, shifted)
+        result = self._standardized(self._add(aten.view.default, self._precise(source), shape), mean, inverse)
+        result = self._add(aten.view.default, result, list(shown.shape))
+        result = self._scaled(result, weight, bias, [1, channels, *[1] * (shown.dim() - 2)], shown.dtype)
+        saved = [self._add(aten.view.default, value, [batch, groups]) for value in (mean, inverse)]
+        self._replace(node, [result, *saved], [both, shifted, inverse])
+
+    def dropout(self, node: fx.Node) -> None:
+        """Take apart a dropout on the CPU into a mask that is drawn as eager draws it, and a product."""
+        if as_eager(node)[0] is not dropout:
+            return
+        source, probability = _arguments(node)[:2]
+        mask = self._add(draw_mask_of, *mask_arguments(node))
+        product = self._add(aten.mul.Tensor, self._add(aten.mul.Tensor, source, mask), eager_scale(source, probability))
+        self._replace(node, [product, mask])
+
+    def dropout_backward(self, node: fx.Node) -> None:
+        """Multiply by the number that the dropout has multiplied by."""
+        gradient, mask, _ = _arguments(node)
+        if mask.target is draw_mask_of:
+            scale = eager_scale(gradient, mask.args[-1])
+            product = self._add(aten.mul.Tensor, self._add(aten.mul.Tensor, gradient, mask), scale)
+            node.replace_all_uses_with(product)
+
+
+_REWRITES: dict[Any, Callable[[_Decomposer, fx.Node], None]] = {
+    aten._native_batch_norm_legit_functional.default: _Decomposer.batch_norm,
+    aten.native_group_norm.default: _Decomposer.group_norm,
+    aten.native_dropout.default: _Decomposer.dropout,
+    aten.native_dropout_backward.default: _Decomposer.dropout_backward,
+}
+
+
+def _arguments(node: fx.Node) -> Any:
+    return node.args
+
+
+@dataclass(eq=False)
+class _Group:
+    """Operations that become one kernel.
+
+    Attributes:
+        members: In order.
+        is_forward: Whether it runs in the forward.
+        is_written: Whether its node is in the new graph.
+    """
+
+    members: list[fx.Node]
+    is_forward: bool
+    is_written: bool = False
+
+
+class _Fuser:
+    """Forms groups and writes the graph anew."""
+
+    def __init__(self, joint: fx.GraphModule, outputs: Sequence[Any], kernels: Kernels) -> None:
+        self.joint = joint
+        self.kernels = kernels
+        self.device = _planned_device(joint)
+        computations = [n for n in _computations(joint) if not _is_transparent(n)]
+        forward_set = _forward_nodes(joint, outputs)
+        tangents = [n for n in joint.graph.find_nodes(op="placeholder") if torch_private.is_tangent(n)]
+        self.forward = [n for n in computations if n in forward_set]
+        everything = [n for n in _computations(joint) if n not in forward_set]
+        self.backward = [n for n in _sink(everything, tangents) if not _is_transparent(n)]
+        self.is_forward = set(self.forward)
+        self.tangents_of = _tangents_of(joint.graph, tangents)
+        self.fusible = {n for n in computations if self._is_fusible(n)}
+        self.group_of: dict[fx.Node, _Group] = {}
+        self.derived: set[fx.Node] = set()  # internal values that backward operations compute for themselves
+        self.position = {n: i for i, n in enumerate((*self.forward, *self.backward))}
+        self.stretch = dict(_stretches(self.forward, self.fusible)) | dict(_stretches(self.backward, self.fusible))
+
+    def run(self, statistics: Sequence[list[fx.Node]]) -> fx.Graph:
+        for members in statistics:
+            self.group_of.update(dict.fromkeys(members, _Group(members, is_forward=True)))
+        for node in reversed(self.forward):
+            if node in self.fusible and node not in self.group_of:
+                self._place_forward(node)
+        for node in reversed(self.backward):
+            if node in self.fusible:
+                self._place_backward(node)
+        self._leave_out_single_operations()
+        return _Writer(self).write()
+
+    # ---------------------------------------------------------------- what may be fused
+
+    def _is_fusible(self, node: fx.Node) -> bool:
+        if not isinstance(node.target, torch_private.OpOverload) or node.op != "call_function":
+            return False
+        if not (_is_elementwise(node) or node.target in _REDUCTIONS or node.target in _COMPOSITE):
+            return False
+        if _mutated_arguments(node) or _is_random(node, self.device) or not node.all_input_nodes:
+            return False
+        if len({self.tangents_of[a] for a in node.all_input_nodes} - {frozenset()}) > 1:
+            return False  # where one of the gradients never comes, this is no computation, or one with zeros
+        tensors = [t for n in (node, *node.all_input_nodes) for t in torch_private.leaves(n.meta.get("val"))]
+        return all(
+            isinstance(t, torch.Tensor)
+            and t.layout is torch.strided
+            and t.dtype in _DTYPES
+            and t.device == self.device
+            and t.numel() > 0
+            and not torch_private.is_symbolic(t)
+            for t in tensors
+            if t is not None
+        )
+
+    def consumers(self, value: fx.Node) -> set[fx.Node]:
+        """Find the operations that read a value, directly or through views of it; the output is one of them."""
+        found: set[fx.Node] = set()
+        stack = list(value.users)
+        while stack:
+            user = stack.pop()
+            if _is_transparent(user):
+                stack.extend(user.users)
+            else:
+                found.add(user)
+        return found
+
+    # ---------------------------------------------------------------- forward
+
+    def _place_forward(self, node: fx.Node) -> None:
+        """Put an operation into the group of all that reads it, or begin a group with it."""
+        group = self._absorbing(node)
+        if group is None:
+            self.group_of[node] = _Group([node], is_forward=True)
+            return
+        group.members.insert(0, node)
+        self.group_of[node] = group
+        if _is_elementwise(node) and self._is_wanted(node, node):
+            self.derived.add(node)
+
+    def _absorbing(self, node: fx.Node) -> _Group | None:
+        """Find the group that a forward operation can be inside of."""
+        readers = {c for c in self.consumers(node) if c in self.is_forward or c.op == "output"}
+        groups = {self.group_of.get(c) for c in readers}
+        group = groups.pop() if len(groups) == 1 else None
+        if group is None or len(group.members) >= MOST_MEMBERS or not self._may_wait(node, group):
+            return None
+        return group if all(self._can_be_internal(node, value) for value in _values(node)) else None
+
+    def _can_be_internal(self, node: fx.Node, value: fx.Node) -> bool:
+        """Whether a value can vanish into a group, or come out beside its result at little cost."""
+        if not self._is_wanted(node, value):
+            return True
+        if not _is_elementwise(node):
+            return self._is_small(node, value)
+        backward = [c for c in self.consumers(value) if c not in self.is_forward]
+        return all(c in self.fusible for c in backward) and len(self._kept_for(node)) <= 1
+
+    def _is_wanted(self, node: fx.Node, value: fx.Node) -> bool:
+        """Whether the backward reads a value, or derives another one from it."""
+        readers = self.consumers(value)
+        return any(c not in self.is_forward or c in self.derived for c in readers)
+
+    def _kept_for(self, node: fx.Node) -> list[fx.Node]:
+        """List what the backward would have to read in place of an internal value, and for it alone."""
+        size = _numel(node)
+        return [
+            a
+            for a in map(_origin, node.all_input_nodes)
+            if a.op not in ("placeholder", "get_attr") and _numel(a) >= size and not self._is_wanted(a, a)
+        ]
+
+    def _may_wait(self, node: fx.Node, group: _Group) -> bool:
+        """Whether running an operation only where its group runs keeps no more memory waiting."""
+        if self.stretch[node] == self.stretch[group.members[-1]]:
+            return True
+        read = [a.meta["val"] for a in map(_origin, node.all_input_nodes) if a.op not in ("placeholder", "get_attr")]
+        waiting = sum(_bytes(t) for t in torch_private.leaves(read))
+        return waiting <= sum(_bytes(t) for t in torch_private.leaves(node.meta["val"]))
+
+    # ---------------------------------------------------------------- backward
+
+    def _place_backward(self, node: fx.Node) -> None:
+        """Put an operation into the group of all that reads its large results, or begin a group with it."""
+        group = _Group([node], is_forward=False)
+        readers = {c for v in _values(node) if not self._is_small(node, v) for c in self.consumers(v)}
+        joined = {self.group_of.get(c) for c in readers}
+        others = {g for g in joined if g is None or not self._gives_gradients_only(g)}
+        near = {self.stretch.get(c) for c in readers} == {self.stretch[node]}
+        own = self.tangents_of[node]
+        near = near and (not own or all(self.tangents_of[c] == own for c in readers))
+        if near and len(others) <= 1 and None not in others:
+            members = {m for g in joined if g is not None for m in g.members}
+            if len(members) < MOST_MEMBERS:
+                group.members = sorted({node, *members}, key=self.position.__getitem__)
+        self.group_of.update(dict.fromkeys(group.members, group))
+
+    def _is_small(self, node: fx.Node, value: fx.Node) -> bool:
+        return _SMALL * value.meta["val"].numel() <= max(_numel(a) for a in node.all_input_nodes)
+
+    def _gives_gradients_only(self, group: _Group) -> bool:
+        """Whether nothing waits for a group: sums over a batch that are the gradients of parameters."""
+        last = group.members[-1]
+        return all(self._is_small(last, v) and {c.op for c in self.consumers(v)} == {"output"} for v in _values(last))
+
+    def _leave_out_single_operations(self) -> None:
+        """Leave a group of one operation as it is, unless it has to derive what it reads."""
+        for node, group in list(self.group_of.items()):
+            reads = (_origin(a) for a in node.all_input_nodes)
+            if len(group.members) == 1 and not any(a in self.derived for a in reads):
+                del self.group_of[node]
+
+
+class _Writer:
+    """Writes the graph anew: forward, then backward, each group one node, views where they are needed first."""
+
+    def __init__(self, fuser: _Fuser) -> None:
+        self.fuser = fuser
+        self.graph = fx.Graph()
+        self.values: dict[fx.Node, fx.Node] = {}
+
+    def write(self) -> fx.Graph:
+        old = self.fuser.joint.graph
+        for node in old.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self.values[node] = self.graph.node_copy(node)
+        for node in (*self.fuser.forward, *self.fuser.backward):
+            group = self.fuser.group_of.get(node)
+            if group is None or node is group.members[-1]:
+                self._place(node)
+        output = old.output_node()
+        self.graph.output(fx.node.map_arg(output.args[0], self._value)).meta = output.meta
+        return self.graph
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        self._place(node)
+        return self.values[node]
+
+    def _place(self, node: fx.Node) -> None:
+        if node in self.values:
+            return
+        group = self.fuser.group_of.get(_operation(node))
+        if group is None:
+            self.values[node] = self.graph.node_copy(node, self._value)
+        elif not group.is_written:
+            self._write_group(group)
+
+    def _write_group(self, group: _Group) -> None:
+        group.is_written = True
+        body = _Body(self.fuser, group)
+        results = [v for member in group.members for v in _values(member) if self._is_read_outside(v, group)]
+        module = body.write(results)
+        shown = [v.meta["val"] for v in results]
+        kernel = self.fuser.kernels.get(module, shown)
+        node = self.graph.call_function(kernel, tuple(self._value(v) for v in body.inputs))
+        origin = group.members[-1].meta
+        node.meta = {**{k: origin[k] for k in _ORIGIN if k in origin}, "val": shown[0] if len(shown) == 1 else shown}
+        for position, value in enumerate(results):
+            if len(results) == 1:
+                self.values[value] = node
+            else:
+                part = self.values[value] = self.graph.call_function(operator.getitem, (node, position))
+                part.meta = {**node.meta, "val": shown[position]}
+
+    def _is_read_outside(self, value: fx.Node, group: _Group) -> bool:
+        """Whether what a group computes is a result of it: read by other operations, or by what these derive from it."""
+        derived = self.fuser.derived
+        if value in derived:
+            return False
+        readers = self.fuser.consumers(value)
+        return any(c in derived or self.fuser.group_of.get(c) is not group for c in readers)
+
+
+class _Body:
+    """Writes what a kernel computes: the members of a group, with the views and derived values that they read."""
+
+    def __init__(self, fuser: _Fuser, group: _Group) -> None:
+        self.fuser = fuser
+        self.members = set(group.members)
+        self.order = group.members
+        self.graph = fx.Graph()
+        self.values: dict[fx.Node, fx.Node] = {}
+        self.inputs: list[fx.Node] = []
+
+    def write(self, results: Sequence[fx.Node]) -> fx.GraphModule:
+        """Write the kernel's graph.
+
+        Args:
+            results: What it returns.
+        """
+        for member in self.order:
+            self.values[member] = self.graph.node_copy(member, self._value)
+        self.graph.output([self._value(v) for v in results])
+        self.graph.eliminate_dead_code()
+        for placeholder in self.graph.find_nodes(op="placeholder"):
+            placeholder.meta = {"val": placeholder.meta["val"]}
+        return fx.GraphModule(torch.nn.Module(), self.graph)
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        if node not in self.values:
+            self.values[node] = self._copy(node) if self._is_inside(node) else self._read(node)
+        return self.values[node]
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        return self.graph.node_copy(node, self._value)
+
+    def _read(self, node: fx.Node) -> fx.Node:
+        placeholder = self.graph.placeholder(f"input_{len(self.inputs)}")
+        placeholder.meta = {"val": node.meta["val"]}
+        self.inputs.append(node)
+        return placeholder
+
+    def _is_inside(self, node: fx.Node) -> bool:
+        """Whether a value is computed here: by a member, derived, or a view or a cast of such."""
+        while _is_transparent(node):
+            if _is_widening(node):
+                return True
+            node = _source(node)
+        return node in self.members or node in self.fuser.derived
+
+
+def _tangents_of(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]:
+    """Find on which incoming gradients each value depends."""
+    found = {tangent: frozenset([tangent]) for tangent in tangents}
+    for node in graph.nodes:
+        if node not in found:
+            found[node] = frozenset().union(*(found[a] for a in node.all_input_nodes))
+    return found
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _ELEMENTWISE
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node only looks at the memory of its first argument."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or schema.is_mutable:
+        return False
+    return node.target is aten._unsafe_view.default or any(r.alias_info is not None for r in schema.returns)
+
+
+def _is_widening(node: fx.Node) -> bool:
+    """Whether a node casts to a wider type: each reader does that for itself at no cost."""
+    if node.target is not aten._to_copy.default or set(node.kwargs) != {"dtype"}:
+        return False
+    before, after = _source(node).meta["val"], node.meta["val"]
+    return bool(after.dtype.itemsize > before.dtype.itemsize and before.dtype.is_floating_point)
+
+
+def _is_transparent(node: fx.Node) -> bool:
+    return _is_part(node) or _is_view(node) or _is_widening(node)
+
+
+def _source(node: fx.Node) -> fx.Node:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def _operation(node: fx.Node) -> fx.Node:
+    """Give the operation of a value that may be a part of its result."""
+    return _source(node) if _is_part(node) else node
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """Give the operation or input from which a value comes, through views and casts."""
+    while _is_transparent(node):
+        node = _source(node)
+    return node
+
+
+def _numel(node: fx.Node) -> int:
+    return max((t.numel() for t in torch_private.leaves(node.meta.get("val")) if t is not None), default=0)
+
+
+def _bytes(value: torch.Tensor | None) -> int:
+    return 0 if value is None else value.numel() * value.dtype.itemsize
+
+
+def _stretches(order: Sequence[fx.Node], fusible: set[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
+    """Number the stretches of fusible operations between others; long ones are cut."""
+    stretch = length = 0
+    for node in order:
+        length += 1
+        if node not in fusible or length > MOST_MEMBERS:
+            stretch, length = stretch + 1, 0
+        yield node, stretch
