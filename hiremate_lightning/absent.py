@@ -17,6 +17,7 @@ from torch import fx
 from .capture import Captured, allocated_bytes
 from .costs import Profile
 from .graph import Graph
+from .overwriting import overwrite
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,12 @@ class Absence:
     Attributes:
         values: Values that nobody computes, in FX.
         replaced: Sums of which one term is absent, with the other term, which takes their place.
+        overwrites: For each node that overwrites a gradient even so, the position of that argument.
     """
 
     values: frozenset[fx.Node] = frozenset()
     replaced: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
+    overwrites: Mapping[fx.Node, int] = field(default_factory=dict)
 
 
 NOTHING = Absence()
@@ -54,7 +57,8 @@ def find_absent(captured: Captured, missing: frozenset[int]) -> Absence:
             absent.add(node)
         elif (other := _other_term(node, absent)) is not None:
             replaced[node] = other
-    return Absence(frozenset(absent), replaced)
+    found = Absence(frozenset(absent), replaced)
+    return replace(found, overwrites=_overwritten(captured, found)[1])
 
 
 def _other_term(node: fx.Node, absent: set[fx.Node]) -> fx.Node | None:
@@ -77,15 +81,10 @@ def without(captured: Captured, absence: Absence, profile: Profile) -> tuple[Gra
     Nodes and tensors keep their indices; what is absent takes no memory and no time. Forward values that only absent
     computations read still count as read: nobody knows at the forward that these will be absent.
     """
-    graph = captured.graph
-    tensor_of = {value: index for index, value in enumerate(captured.fx_values)}
-    merged: dict[int, int] = {}
-    for total, term in absence.replaced.items():
-        into, of = graph.tensors[tensor_of[term]].storage, graph.tensors[tensor_of[total]].storage
-        if into is not None and of is not None:
-            merged[of] = merged.get(into, into)
-    tensors = tuple(t if t.storage not in merged else replace(t, storage=merged[t.storage]) for t in graph.tensors)
-    there = {t.storage for t, value in zip(tensors, captured.fx_values, strict=True) if value not in absence.values}
+    graph, _ = _overwritten(captured, absence)
+    there = {
+        t.storage for t, value in zip(graph.tensors, captured.fx_values, strict=True) if value not in absence.values
+    }
     storages = tuple(s if i in there else replace(s, size_bytes=0) for i, s in enumerate(graph.storages))
     idle = {i for i, node in enumerate(captured.fx_nodes) if node in absence.values or node in absence.replaced}
     costs = Profile(
@@ -96,7 +95,25 @@ def without(captured: Captured, absence: Absence, profile: Profile) -> tuple[Gra
         ),
         profile.device,
     )
-    return replace(graph, tensors=tensors, storages=storages), costs
+    return replace(graph, storages=storages), costs
+
+
+def _overwritten(captured: Captured, absence: Absence) -> tuple[Graph, dict[fx.Node, int]]:
+    """Give the graph in which sums are their other term, and what is still overwritten there.
+
+    Who else holds such a term, and how it lies in memory, is known to nobody before it is there: it is left alone.
+    """
+    graph = captured.allocating
+    tensor_of = {value: index for index, value in enumerate(captured.fx_values)}
+    merged: dict[int, int] = {}
+    for total, term in absence.replaced.items():
+        into, of = graph.tensors[tensor_of[term]].storage, graph.tensors[tensor_of[total]].storage
+        if into is not None and of is not None:
+            merged[of] = merged.get(into, into)
+    tensors = tuple(t if t.storage not in merged else replace(t, storage=merged[t.storage]) for t in graph.tensors)
+    absent = {graph.tensors[tensor_of[value]].storage for value in absence.values if value in tensor_of}
+    spared = {s for s in (*merged.values(), *absent) if s is not None}
+    return overwrite(replace(graph, tensors=tensors), captured.fx_nodes, captured.fx_values, spared)
 
 
 def _zeros_bytes(node: fx.Node, absence: Absence, device: torch.device) -> int:

@@ -4,9 +4,10 @@ The joint graph holds forward and backward in one trace, functionalised: buffer 
 composite operators (layer norm, attention, convolution backward) stay whole, because no decomposition is asked for. A
 `Captured` keeps the FX nodes beside the records made of them, by the same indices.
 
-Two rewrites happen here. Backward nodes that don't depend on an incoming gradient (detaches of saved results) sink to
+Three rewrites happen here. Backward nodes that don't depend on an incoming gradient (detaches of saved results) sink to
 their first use: traced order would pin every such value from the start of the backward. And what random operations give
 can come back, see `replays`: they hand on the state of the generator that they drew from, and get replay nodes.
+At the end, results of the backward take the memory of gradients that die as they are made, see `overwriting`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import inspect
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from . import torch_private
 from .graph import Graph, Node, Phase, Storage, StorageKind, Tensor
+from .overwriting import overwrite
 from .replays import APPLY_MASK, DRAW_AGAIN, DRAW_MASK, add_state, can_draw_again, can_draw_mask, draw_mask_of
 
 aten = torch.ops.aten
@@ -64,6 +66,8 @@ class Captured:
     Attributes:
         joint: The joint FX graph.
         graph: The records made of it.
+        overwrites: For each FX node that overwrites a gradient, the position of that argument.
+        allocating: The graph as it is where nothing is overwritten.
         fx_nodes: For each node of the graph, the FX node that it stands for.
         fx_values: For each tensor of the graph, the FX node whose value it is.
         forward_outputs: What the forward returns, by position: FX nodes or constants.
@@ -75,6 +79,8 @@ class Captured:
 
     joint: fx.GraphModule
     graph: Graph
+    overwrites: Mapping[fx.Node, int]
+    allocating: Graph
     fx_nodes: tuple[fx.Node, ...]
     fx_values: tuple[fx.Node, ...]
     forward_outputs: tuple[Any, ...]
@@ -137,7 +143,7 @@ class _Builder:
         backward = [self._add_node(n, Phase.BACKWARD, overwritten) for n in backward_fx]
         for index in forward:
             self._add_replays(index)
-        graph = Graph(
+        allocating = Graph(
             nodes=tuple(self.nodes),
             tensors=tuple(self.tensors),
             storages=tuple(self.storages),
@@ -148,9 +154,12 @@ class _Builder:
             outputs=self._tensors_of(outputs),
             gradients=self._tensors_of(gradients),
         )
+        graph, overwrites = overwrite(allocating, self.fx_nodes, self.fx_values)
         return Captured(
             self.joint,
             graph,
+            overwrites,
+            allocating,
             tuple(self.fx_nodes),
             tuple(self.fx_values),
             tuple(outputs),

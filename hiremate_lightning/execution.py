@@ -26,6 +26,7 @@ from .absent import NOTHING, Absence, find_absent
 from .capture import Captured
 from .graph import Phase
 from .kernels import as_eager, needs_traced_layout, with_strides
+from .overwriting import overwriting, traced_strides
 from .replays import DRAW_AGAIN, call_of, generator_state
 from .schedule import Compute, Operation, Schedule
 
@@ -100,7 +101,7 @@ def build(captured: Captured, schedule: Schedule) -> Program:
     """
     saved = tuple(captured.fx_values[t] for t in schedule.saved)
     forward = _forward_module(captured, schedule, saved)
-    backward = _backward_module(captured, schedule, saved)
+    backward = _backward_module(captured, schedule, saved, Absence(overwrites=captured.overwrites))
     outputs = set(captured.forward_outputs)
 
     @functools.cache
@@ -143,7 +144,7 @@ def _forward_module(captured: Captured, schedule: Schedule, saved: Sequence[fx.N
 
 
 def _backward_module(
-    captured: Captured, schedule: Schedule, saved: Sequence[fx.Node], absence: Absence = NOTHING
+    captured: Captured, schedule: Schedule, saved: Sequence[fx.Node], absence: Absence
 ) -> fx.GraphModule:
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
@@ -208,6 +209,9 @@ def _emit(
         copy.args = (*copy.args[: len(copy.args) - len(changed)], *changed)
         if node.target is torch.ops.aten.view.default and record.phase is Phase.BACKWARD:
             copy.target = torch.ops.aten.reshape.default  # gradients come with other strides than they were traced with
+        if node in absence.overwrites:
+            copy.target = overwriting(node.target, absence.overwrites[node])
+            copy.args = (traced_strides(node), *copy.args)
         outputs = [captured.fx_values[t] for t in record.outputs]
         for state in (v for v in outputs if v.target is generator_state):
             with graph.inserting_before(copy):

@@ -49,6 +49,7 @@ ORDER = (
     "fused_kernel",
     "kernels",
     "replays",
+    "overwriting",
     "capture",
     "fusion",
     "absent",

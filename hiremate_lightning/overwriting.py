@@ -1,0 +1,235 @@
+"""Gradients that are overwritten: an elementwise operation of the backward computes into one that dies there.
+
+Eager PyTorch holds both at that moment, the gradient read and the gradient made. Here the second takes the memory of
+the first, where nothing can tell: only memory that the backward itself has allocated, that no later operation reads
+through any tensor on it, and that no code but PyTorch's own has seen. The kernel is that of eager, told where to write.
+
+The trace says which tensors share memory, and with which strides they come. What runs may differ, where gradients
+arrive with other strides. So each overwriting operation looks before it writes, and else allocates.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import torch_private
+from .graph import Graph, StorageKind
+
+aten = torch.ops.aten
+
+# Operators that read of each tensor only the element that they are about to write, with the overload that writes into a
+# given tensor and the name under which it takes that. Each runs the kernel of the operator itself. Left out are those
+# whose overload only copies a new result (`hardswish_backward`), or rounds otherwise (`mul_.Scalar`).
+_INTO: dict[Any, tuple[Any, str]] = {
+    aten.add.Tensor: (aten.add.out, "out"),
+    aten.sub.Tensor: (aten.sub.out, "out"),
+    aten.mul.Tensor: (aten.mul.out, "out"),
+    aten.mul.Scalar: (aten.mul.out, "out"),
+    aten.div.Tensor: (aten.div.out, "out"),
+    aten.div.Scalar: (aten.div.out, "out"),
+    aten.neg.default: (aten.neg.out, "out"),
+    aten.where.self: (aten.where.self_out, "out"),
+    aten.elu_backward.default: (aten.elu_backward.grad_input, "grad_input"),
+    aten.gelu_backward.default: (aten.gelu_backward.grad_input, "grad_input"),
+    aten.hardsigmoid_backward.default: (aten.hardsigmoid_backward.grad_input, "grad_input"),
+    aten.hardtanh_backward.default: (aten.hardtanh_backward.grad_input, "grad_input"),
+    aten.leaky_relu_backward.default: (aten.leaky_relu_backward.grad_input, "grad_input"),
+    aten.sigmoid_backward.default: (aten.sigmoid_backward.grad_input, "grad_input"),
+    aten.silu_backward.default: (aten.silu_backward.grad_input, "grad_input"),
+    aten.softplus_backward.default: (aten.softplus_backward.grad_input, "grad_input"),
+    aten.tanh_backward.default: (aten.tanh_backward.grad_input, "grad_input"),
+    aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
+}
+
+# Operators whose result has the strides of their input, beside those that PyTorch tags as pointwise.
+_FOLLOW = (aten._to_copy.default, aten.hardswish_backward.default, aten.mish_backward.default)
+
+Strides = tuple[tuple[int, ...], ...]
+
+
+def overwrite(
+    graph: Graph, fx_nodes: Sequence[fx.Node], fx_values: Sequence[fx.Node], spared: Collection[int] = ()
+) -> tuple[Graph, dict[fx.Node, int]]:
+    """Let operations of the backward overwrite gradients that die there.
+
+    Args:
+        graph: A captured graph in which each operation allocates its results.
+        fx_nodes: For each node of the graph, the FX node that it stands for.
+        fx_values: For each tensor of the graph, the FX node whose value it is.
+        spared: Storages that are left alone.
+
+    Returns:
+        The graph in which such results share the storage of what they overwrite, and for each FX node that overwrites
+        the position of that argument.
+    """
+    return _Search(graph, fx_nodes, fx_values, spared).run()
+
+
+class _Search:
+    """Goes through the backward once; what a result takes, later operations may take over from it."""
+
+    def __init__(
+        self, graph: Graph, fx_nodes: Sequence[fx.Node], fx_values: Sequence[fx.Node], spared: Collection[int]
+    ) -> None:
+        self.graph, self.fx_nodes, self.fx_values = graph, fx_nodes, fx_values
+        self.tensor_of = {value: index for index, value in enumerate(fx_values)}
+        self.last = _last_reads(graph)
+        self.barred = _seen_by_others(graph, fx_nodes) | set(spared)
+        self.spared = spared
+        self.unsettled = _unsettled(graph, fx_nodes)
+        self.views = _views(graph)
+        self.returned = {graph.tensors[t].storage for t in graph.gradients}
+        self.taken: dict[int | None, int] = {}  # storage of a result -> storage that it takes
+
+    def run(self) -> tuple[Graph, dict[fx.Node, int]]:
+        nodes, found = list(self.graph.nodes), dict[fx.Node, int]()
+        for position, index in enumerate(self.graph.backward):
+            if not self._may_overwrite(index):
+                continue
+            safe = [(place, dying) for place, dying in self._arguments(index) if self._is_safe(position, index, dying)]
+            if safe:
+                found[self.fx_nodes[index]], dying = safe[0]
+                self._take(index, dying)
+                nodes[index] = replace(nodes[index], is_mutating=True)
+        tensors = tuple(replace(t, storage=self.taken.get(t.storage, t.storage)) for t in self.graph.tensors)
+        sizes = (0 if i in self.taken else storage.size_bytes for i, storage in enumerate(self.graph.storages))
+        storages = tuple(replace(s, size_bytes=size) for s, size in zip(self.graph.storages, sizes, strict=True))
+        return replace(self.graph, nodes=tuple(nodes), tensors=tensors, storages=storages), found
+
+    def _may_overwrite(self, index: int) -> bool:
+        node, made = self.graph.nodes[index], self.graph.allocates[index]
+        is_one = len(node.outputs) == len(made) == 1 and made[0] not in self.spared
+        return is_one and self.fx_nodes[index].target in _INTO and self.unsettled.isdisjoint(node.inputs)
+
+    def _arguments(self, index: int) -> list[tuple[int, int]]:
+        """List the tensors among the arguments, with their positions; none where one is of an unusual kind."""
+        node = self.fx_nodes[index]
+        values = [a.meta.get("val") for a in node.all_input_nodes]
+        is_usual = all(v.layout is torch.strided if isinstance(v, torch.Tensor) else v is not None for v in values)
+        if not is_usual or any(isinstance(value, fx.Node) for value in node.kwargs.values()):
+            return []
+        return [(i, self.tensor_of[a]) for i, a in enumerate(node.args) if isinstance(a, fx.Node)]
+
+    def _block(self, tensor: int) -> int | None:
+        storage = self.graph.tensors[tensor].storage
+        return self.taken.get(storage, storage)
+
+    def _is_safe(self, position: int, index: int, dying: int) -> bool:
+        """Whether an operation may write its result over one of its arguments."""
+        block, result = self._block(dying), self.graph.nodes[index].outputs[0]
+        if block is None or self.graph.storages[block].kind is not StorageKind.GRADIENT or not self.graph.sizes[block]:
+            return False
+        if self.last[block] > position or block in self.barred:
+            return False
+        if [self._block(tensor) for _, tensor in self._arguments(index)].count(block) > 1:
+            return False
+        if dying in self.views and self.graph.tensors[result].storage in self.returned:
+            return False  # the caller would get a view, which may not be changed in place as freely
+        return _look_alike(self.fx_values[dying].meta["val"], self.fx_values[result].meta["val"])
+
+    def _take(self, index: int, dying: int) -> None:
+        """Let the result have the memory of what dies: what was true of its own storage is now true of that."""
+        result = self.graph.nodes[index].outputs[0]
+        block, storage = self._block(dying), self.graph.tensors[result].storage
+        assert block is not None, "what is overwritten has memory"
+        self.taken[storage] = block
+        self.last[block] = self.last.get(storage, -1)
+        if storage in self.barred:
+            self.barred.add(block)
+        if dying in self.views:
+            self.views.add(result)
+
+
+def _last_reads(graph: Graph) -> dict[int | None, int]:
+    """For each storage, the last position of the backward that reads it; one past the end for what is returned."""
+    last = {graph.tensors[t].storage: at for at, n in enumerate(graph.backward) for t in graph.nodes[n].inputs}
+    kept = (*graph.gradients, *graph.outputs, *graph.held)
+    return last | {graph.tensors[t].storage: len(graph.backward) for t in kept}
+
+
+def _views(graph: Graph) -> set[int]:
+    """List the tensors on whose storage another one was there before."""
+    first: dict[int | None, int] = {}
+    return {t for t, tensor in enumerate(graph.tensors) if first.setdefault(tensor.storage, t) != t}
+
+
+def _seen_by_others(graph: Graph, fx_nodes: Sequence[fx.Node]) -> set[int | None]:
+    """List the storages read or made by what may keep them, or hand on its input as its result: unlike PyTorch's own.
+
+    PyTorch's operators say in their schema which results lie on an input's memory; others are not trusted to.
+    """
+    seen = set[int | None]()
+    for index in graph.backward:
+        node = graph.nodes[index]
+        target: Any = fx_nodes[index].target
+        is_own = isinstance(target, torch_private.OpOverload) and target.namespace == "aten"
+        if is_own and not target._schema.is_mutable and not (target.is_view and graph.allocates[index]):
+            continue
+        seen.update(graph.tensors[t].storage for t in (*node.inputs, *node.outputs))
+    return seen
+
+
+def _unsettled(graph: Graph, fx_nodes: Sequence[fx.Node]) -> set[int]:
+    """List the tensors that lie in memory as a gradient from the caller does, which may come with any strides.
+
+    Overwriting would be planned there and then not done.
+    """
+    found = {t for t in graph.tangents if graph.tensors[t].shape}
+    for index in graph.backward:
+        node, target = graph.nodes[index], fx_nodes[index].target
+        follows = torch.Tag.pointwise in getattr(target, "tags", ()) or target in _FOLLOW or not graph.allocates[index]
+        if follows and not found.isdisjoint(node.inputs):
+            found.update(node.outputs)
+    return found
+
+
+def _look_alike(dying: Any, result: Any) -> bool:
+    """Whether a tensor fills its memory just as a result would fill its own."""
+    if not isinstance(dying, torch.Tensor) or not isinstance(result, torch.Tensor):
+        return False
+    if torch_private.is_symbolic(result) or torch_private.is_symbolic(dying) or dying.is_neg():
+        return False
+    shapes = (dying.shape, dying.stride(), dying.dtype, dying.device)
+    size = result.numel() * result.itemsize
+    return (
+        result.dtype.is_floating_point
+        and shapes == (result.shape, result.stride(), result.dtype, result.device)
+        and dying.storage_offset() == result.storage_offset() == 0
+        and dying.untyped_storage().nbytes() == result.untyped_storage().nbytes() == size
+    )
+
+
+def traced_strides(node: fx.Node) -> Strides:
+    """Give the strides of the tensors among an operation's arguments, as they were traced."""
+    values = (a.meta["val"] for a in node.args if isinstance(a, fx.Node))
+    return tuple(
+        tuple(torch_private.int_hint(s) for s in value.stride()) for value in values if isinstance(value, torch.Tensor)
+    )
+
+
+@functools.cache
+def overwriting(target: Any, position: int) -> Callable[..., torch.Tensor]:
+    """Give the function that computes what an operator does into one of its arguments, where that is safe.
+
+    It takes the strides that the tensors among its arguments were traced with, then what the operator takes. With other
+    strides the result might get other ones too, or the argument might not have memory of its own for each element.
+    """
+    into, name = _INTO[target]
+
+    def overwrite(strides: Strides, *args: Any, **kwargs: Any) -> torch.Tensor:
+        dying = args[position]
+        as_traced = tuple(a.stride() for a in args if isinstance(a, torch.Tensor)) == strides
+        if as_traced and not torch.is_grad_enabled() and torch_private.is_alone_on_storage(dying):
+            result: torch.Tensor = into(*args, **kwargs, **{name: dying})
+        else:
+            result = target(*args, **kwargs)
+        return result
+
+    overwrite.__name__ = overwrite.__qualname__ = f"{target.overloadpacket.__name__}_into_{position}"
+    return overwrite

@@ -1,0 +1,451 @@
+"""Gradients are overwritten where they die, nowhere else, and no number changes by it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hiremate_lightning import absent, capture, get_plan, hiremate, remove_hiremate
+from hiremate_lightning.costs import estimate
+from hiremate_lightning.graph import StorageKind
+from hiremate_lightning.overwriting import _INTO, overwriting
+from hiremate_lightning.targets import targets_of
+
+from .exact import simple_loop, square_error, train_both
+from .test_execution import compiled, nothing_kept
+
+aten = torch.ops.aten
+ROWS, WIDTH = 64, 32
+
+# ---------------------------------------------------------------- kernels
+
+
+def pair(make: Callable[[], Tensor]) -> tuple[Any, ...]:
+    return make(), make()
+
+
+CALLS: dict[Any, tuple[Callable[..., tuple[Any, ...]], dict[str, Any]]] = {
+    aten.add.Tensor: (pair, {"alpha": -0.3}),
+    aten.sub.Tensor: (pair, {"alpha": 0.7}),
+    aten.mul.Tensor: (pair, {}),
+    aten.div.Tensor: (pair, {}),
+    aten.neg.default: (lambda make: (make(),), {}),
+    aten.where.self: (lambda make: (make() > 0, make(), make()), {}),
+    aten.mul.Scalar: (lambda make: (make(), 0.3), {}),
+    aten.div.Scalar: (lambda make: (make(), 0.3), {}),
+    aten.elu_backward.default: (lambda make: (make(), 1.1, 0.9, 1.2, False, make()), {}),
+    aten.gelu_backward.default: (pair, {"approximate": "tanh"}),
+    aten.hardsigmoid_backward.default: (pair, {}),
+    aten.hardtanh_backward.default: (lambda make: (*pair(make), -0.5, 0.5), {}),
+    aten.leaky_relu_backward.default: (lambda make: (*pair(make), 0.01, False), {}),
+    aten.sigmoid_backward.default: (pair, {}),
+    aten.silu_backward.default: (pair, {}),
+    aten.softplus_backward.default: (lambda make: (*pair(make), 1.5, 0.5), {}),
+    aten.tanh_backward.default: (pair, {}),
+    aten.threshold_backward.default: (lambda make: (*pair(make), 0), {}),
+}
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(0, 3).contiguous().transpose(0, 3),
+}
+
+
+def strides_of(arguments: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(a.stride() for a in arguments if isinstance(a, Tensor))
+
+
+def same_bits(found: Tensor, expected: Tensor) -> bool:
+    assert (found.dtype, found.stride()) == (expected.dtype, expected.stride())
+    as_integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[found.itemsize]
+    return torch.equal(found.view(as_integers), expected.view(as_integers))
+
+
+def test_every_operator_that_overwrites_is_compared():
+    assert set(CALLS) == set(_INTO)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("target", CALLS, ids=str)
+def test_what_is_written_over_an_argument_is_what_would_be_allocated(target, layout, dtype):
+    arguments, options = CALLS[target]
+
+    def make() -> Tensor:
+        values = torch.randn(5, 7, 33, 35) * torch.randn(5, 7, 33, 35).exp()
+        values.view(-1)[:4] = torch.tensor([0.0, -0.0, float("inf"), float("nan")])
+        return layout(values.to(dtype))
+
+    written = 0
+    for position in range(3):
+        call = arguments(make)
+        if position >= len(call) or not isinstance(call[position], Tensor) or call[position].dtype != dtype:
+            continue
+        expected = target(*call, **options)
+        with torch.no_grad():
+            found = overwriting(target, position)(strides_of(call), *call, **options)
+        assert found is call[position]
+        assert same_bits(found, expected)
+        written += 1
+    assert written
+
+
+@pytest.mark.parametrize(
+    ("other", "dtype"),
+    [
+        (torch.randn(7, 1, 1), torch.float32),
+        (torch.randn(5, 1, 33, 1), torch.bfloat16),
+        (torch.tensor(0.3, dtype=torch.float64), torch.bfloat16),
+        (torch.randn(5, 7, 33, 35) > 0, torch.float32),
+        (torch.randn(5, 7, 33, 35).bfloat16(), torch.float32),
+        (0.3, torch.float16),
+    ],
+    ids=["row", "column", "number on the host", "mask", "other dtype", "number"],
+)
+@pytest.mark.parametrize("target", [aten.mul.Tensor, aten.add.Tensor, aten.div.Tensor], ids=str)
+def test_other_operands_may_be_smaller_or_of_another_type(target, other, dtype):
+    call = (torch.randn(5, 7, 33, 35).to(dtype), other.to(dtype) if _is_broadcast(other) else other)
+    expected = target(*call)
+    assert expected.dtype == dtype
+    with torch.no_grad():
+        found = overwriting(target, 0)(strides_of(call), *call)
+    assert found is call[0]
+    assert same_bits(found, expected)
+
+
+def _is_broadcast(other: Any) -> bool:
+    return isinstance(other, Tensor) and other.dim() > 0 and other.numel() < 1000
+
+
+def expanded(x: Tensor) -> Tensor:
+    return x[:1].expand(x.shape)
+
+
+@pytest.mark.parametrize("change", [Tensor.t, expanded], ids=["transposed", "expanded"])
+@pytest.mark.parametrize("position", [0, 1])
+def test_arguments_with_other_strides_than_traced_are_left_alone(change, position):
+    traced = (torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH))
+    call = [t.clone() for t in traced]
+    call[position] = change(call[position])
+    before = [t.clone() for t in call]
+    with torch.no_grad():
+        found = overwriting(aten.mul.Tensor, 0)(strides_of(traced), *call)
+    assert same_bits(found, aten.mul.Tensor(*before))
+    assert all(torch.equal(a, b) for a, b in zip(call, before, strict=True))
+
+
+def test_memory_that_another_tensor_shares_is_left_alone():
+    x, y = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
+    with torch.no_grad():
+        other = x.view(-1)
+        before = other.clone()
+        overwriting(aten.mul.Tensor, 0)(strides_of((x, y)), x, y)
+        assert torch.equal(other, before)
+        del other
+        assert overwriting(aten.mul.Tensor, 0)(strides_of((x, y)), x, y) is x
+
+
+def test_a_view_of_what_is_gone_is_overwritten():
+    y = torch.randn(WIDTH, WIDTH)
+    with torch.no_grad():
+        view = torch.mm(y, y).view(-1).view(WIDTH, WIDTH)
+        assert overwriting(aten.mul.Tensor, 0)(strides_of((view, y)), view, y) is view
+
+
+def test_nothing_is_overwritten_where_autograd_records():
+    x, y = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
+    assert overwriting(aten.mul.Tensor, 0)(strides_of((x, y)), x, y) is not x
+
+
+# ---------------------------------------------------------------- choice
+
+
+class Computes(nn.Module):
+    """Runs a function of itself and its input; layers are made as they are named."""
+
+    def __init__(self, function: Callable[..., Any], *modules: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        self.layers = nn.ModuleList(modules or [nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(self.layers, *inputs)
+
+
+def captured_of(function: Callable[..., Any], *inputs: Tensor) -> capture.Captured:
+    module = hiremate(Computes(function), "100%", verbose=False)
+    module(*(inputs or (torch.randn(ROWS, WIDTH),)))
+    return targets_of(module).session._parts[0].captured
+
+
+def overwriting_ops(captured: capture.Captured) -> list[str]:
+    return sorted(node.target.overloadpacket.__name__ for node in captured.overwrites)
+
+
+@torch.library.custom_op("hiremate_tests::passing", mutates_args=())
+def passing(x: Tensor) -> Tensor:
+    """Its gradient is seen by code that may keep it."""
+    return x.clone()
+
+
+passing.register_fake(torch.empty_like)
+torch.library.register_autograd("hiremate_tests::passing", lambda ctx, gradient: passing(gradient))
+
+CHOICES: dict[str, tuple[Callable[..., Any], list[str]]] = {
+    "made by the backward": (lambda f, x: f[1](f[0](x).relu()), ["threshold_backward"]),
+    "chain": (
+        lambda f, x: f[1](f[0](x).tanh().sigmoid().relu()),
+        ["sigmoid_backward", "tanh_backward", "threshold_backward"],
+    ),
+    "view": (lambda f, x: f[1](F.gelu(f[0](x.view(4, -1, WIDTH)))), ["gelu_backward"]),
+    "given by the caller": (lambda f, x: f[0](x).relu(), []),
+    "read for the last time": (lambda f, x: f[1](f[0](x).relu() + f[2](x)), ["threshold_backward"]),
+    "laid out by the caller": (lambda f, x: f[0](x).tanh().clone().relu(), []),
+    "added to what the caller laid out": (lambda f, x: (lambda y: (f[1](y), y))(f[0](x).relu()), []),
+    "still read": (lambda f, x: f[1](f[2](x) + f[0](x).relu()), []),
+    "still read as a view": (lambda f, x: f[1](f[2](x).view(2, -1).view(ROWS, WIDTH) + f[0](x).relu()), []),
+    "read by others": (lambda f, x: f[1](f[0](x).relu() + passing(f[2](x))), []),
+    "made by others": (lambda f, x: f[1](f[0](passing(f[2](x).relu()))), []),
+    "part of a block": (lambda f, x: f[1](torch.cat([h.relu() for h in f[0](x).chunk(2, 1)], 1)), []),
+}
+
+
+@pytest.mark.parametrize(("function", "expected"), CHOICES.values(), ids=CHOICES)
+def test_only_what_the_backward_made_and_nobody_reads_is_overwritten(function, expected):
+    captured = captured_of(function)
+    assert overwriting_ops(captured) == expected
+
+
+def test_a_gradient_that_is_returned_is_not_overwritten():
+    def function(f, x, shift):
+        return f[1](f[0](x).relu() + shift)
+
+    x, shift = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    assert overwriting_ops(captured_of(function, x, shift)) == ["threshold_backward"]
+    assert not overwriting_ops(captured_of(function, x, shift.requires_grad_()))
+
+
+def test_an_overwriting_operation_has_its_argument_s_storage_and_is_work():
+    captured = captured_of(lambda f, x: f[1](f[0](x).relu()))
+    graph = captured.graph
+    index = next(i for i, node in enumerate(captured.fx_nodes) if node in captured.overwrites)
+    node = graph.nodes[index]
+    storages = [graph.tensors[t].storage for t in (*node.outputs, *node.inputs)]
+    assert storages[0] in storages[1:]
+    assert graph.storages[storages[0]].kind is StorageKind.GRADIENT
+    assert not graph.allocates[index]
+    assert graph.has_work(index)
+    assert captured.allocating.allocates[index]
+
+
+# ---------------------------------------------------------------- training
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int, norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1, bias=False), norm(width), nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, padding=1, bias=False), norm(width),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.body(x))
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), Residual(8), Residual(8), nn.AdaptiveAvgPool2d(4), nn.SiLU()
+    )
+
+
+def dense() -> nn.Module:
+    layers: list[nn.Module] = []
+    for activation in (nn.GELU(), nn.SiLU(), nn.ELU(), nn.Hardtanh(), nn.Softplus(), nn.LeakyReLU()):
+        layers += [nn.Linear(WIDTH, WIDTH), activation, nn.Dropout(0.2), nn.LayerNorm(WIDTH)]
+    return nn.Sequential(*layers)
+
+
+class Autocast(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(x)
+
+
+class Gated(nn.Module):
+    """A long-lived gate, layer scale, and weights that are used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + self.scale * (self.first(x).tanh() * self.gate(x).sigmoid()) / 3
+        return self.first(x - x.mean(0))
+
+
+def pictures(seed: int) -> Tensor:
+    return torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def rows(seed: int) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+TRAININGS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "convolutions": (convolutions, pictures),
+    "channels last": (
+        lambda: convolutions().to(memory_format=torch.channels_last),
+        lambda seed: pictures(seed).contiguous(memory_format=torch.channels_last),
+    ),
+    "pictures channels last": (convolutions, lambda seed: pictures(seed).contiguous(memory_format=torch.channels_last)),
+    "dense": (dense, rows),
+    "bfloat16": (lambda: dense().bfloat16(), lambda seed: rows(seed).bfloat16()),
+    "autocast": (lambda: Autocast(dense()), rows),
+    "autocast convolutions": (lambda: Autocast(convolutions()), pictures),
+    "gated": (Gated, rows),
+}
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "square": square_error,
+    "sum": lambda y: y.sum(),  # its gradient is one number, expanded
+    "mean": lambda y: y.mean(0).square().sum(),
+    "transposed": lambda y: (y.transpose(0, 1).contiguous() ** 3).sum(),
+}
+
+
+def train(module: nn.Module, call: Callable[[Tensor], Tensor], batches: Any, loss_of: Any) -> list[Tensor]:
+    torch.manual_seed(7)
+    optimizer, log = torch.optim.AdamW(module.parameters(), lr=1e-2), []
+    for step in range(3):
+        optimizer.zero_grad()
+        x = batches(step).requires_grad_()
+        loss_of(call(x)).backward()
+        optimizer.step()
+        log += [x.grad, *(t.detach().clone() for t in module.state_dict().values())]
+    return log
+
+
+@pytest.mark.parametrize("loss_of", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize(("make", "batches"), TRAININGS.values(), ids=TRAININGS)
+def test_training_is_exact(make, batches, loss_of):
+    plain = make()
+    planned = copy.deepcopy(plain)
+    call, conductor = compiled(planned, nothing_kept)
+    logs = [train(plain, plain, batches, loss_of), train(planned, call, batches, loss_of)]
+    assert all(torch.equal(a, b) for a, b in zip(*logs, strict=True))
+    assert all(part.captured.overwrites for part in conductor.parts)
+    assert [a.stride() for a in logs[0]] == [b.stride() for b in logs[1]]
+
+
+def peaks(make: Callable[[], nn.Module], batch: Tensor) -> tuple[int, int]:
+    """Give planned and measured peak of plain training."""
+    module = hiremate(make(), "100%", verbose=False)
+    for _ in range(4):
+        module.zero_grad()
+        square_error(module(batch)).backward()
+    plan = get_plan(module)
+    remove_hiremate(module)
+    return plan.planned_peak_bytes, plan.measured.peak_bytes
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 16 * WIDTH), nn.ReLU(), nn.Linear(16 * WIDTH, 1))
+
+
+def test_the_peak_falls_and_is_what_was_planned(monkeypatch):
+    batch = torch.randn(32 * ROWS, WIDTH)
+    planned, measured = peaks(wide, batch)
+    monkeypatch.setattr(capture, "overwrite", lambda graph, *_: (graph, {}))
+    assert measured == pytest.approx(planned, rel=1e-3)
+    assert measured < peaks(wide, batch)[1] - 15 * WIDTH * batch.shape[0] * 4
+
+
+def test_a_retained_graph_gives_the_same_gradients_again():
+    torch.manual_seed(1)
+    module = hiremate(dense(), "60%", on_infeasible="warn", verbose=False)
+    for _ in range(3):
+        loss = square_error(module(rows(0)))
+        gradients = [torch.autograd.grad(loss, module.parameters(), retain_graph=again) for again in (True, False)]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+class Residues(nn.Module):
+    """Returns its loss and what it passed through: sums, of which one term never comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.heads = (nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        passed = []
+        for index, (layer, head) in enumerate(zip(self.layers, self.heads, strict=True)):
+            x = torch.relu(x + torch.sigmoid(layer(x)))
+            passed.append(x if index == 1 else head(x))
+        return (x.sum(), *passed)
+
+
+@pytest.mark.parametrize("used", [(0,), (0, 2), (1, 3), (4,), (0, 1, 2, 3, 4)], ids=str)
+@pytest.mark.parametrize("loss_of", [Tensor.sum, square_error], ids=["sum", "square"])
+def test_gradients_that_never_come_change_nothing(used, loss_of):
+    plan = train_both(Residues, simple_loop(rows, loss_of=lambda out: sum(loss_of(out[i]) for i in used)), "100%")
+    assert plan.measured.peak_bytes <= plan.planned_peak_bytes
+
+
+def test_a_sum_that_is_but_one_of_its_terms_is_left_alone():
+    captured = captured_of(lambda f, x: (lambda y: (f[1](y), f[2](y)))(f[0](x).relu()))
+    assert overwriting_ops(captured) == ["add", "threshold_backward"]
+    for missing in (0, 1):
+        assert not absent.find_absent(captured, frozenset({missing})).overwrites
+
+
+@pytest.mark.parametrize("missing", [frozenset[int](), frozenset({0}), frozenset({1}), frozenset({0, 2})], ids=str)
+def test_the_graph_without_some_gradients_overwrites_what_its_program_overwrites(missing):
+    module = hiremate(Residues(), "100%", verbose=False)
+    module(rows(0))
+    captured = targets_of(module).session._parts[0].captured
+    found = absent.find_absent(captured, missing)
+    graph, _ = absent.without(captured, found, estimate(captured.graph))
+    shared = {n for i, n in enumerate(captured.fx_nodes) if captured.allocating.allocates[i] and not graph.allocates[i]}
+    assert {n for n in shared if n not in found.values and n not in found.replaced} == set(found.overwrites)
+
+
+def test_what_a_hook_keeps_of_a_gradient_stays_as_it_was():
+    kept: list[list[Tensor]] = [[], []]
+
+    def make(log: list[Tensor]) -> nn.Module:
+        def function(f, x):
+            y = f[0](x).relu() * 2
+            y.register_hook(log.append)
+            return f[1](y.sigmoid()).relu()
+
+        torch.manual_seed(5)
+        return Computes(function)
+
+    plain, planned = make(kept[0]), hiremate(make(kept[1]), "100%", verbose=False)
+    for module in (plain, planned):
+        for step in range(2):
+            square_error(module(rows(step))).backward()
+    assert len(kept[0]) == len(kept[1]) == 2
+    assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
+
+
+def test_gradients_that_are_returned_may_be_changed_in_place():
+    module = hiremate(Gated(), "100%", verbose=False)
+    for step in range(3):
+        x = rows(step).requires_grad_()
+        square_error(module(x)).backward()
+        for gradient in (x.grad, *(p.grad for p in module.parameters())):
+            gradient.add_(torch.ones((), requires_grad=True))
+            gradient.detach_()
