@@ -231,6 +231,19 @@ def test_a_gradient_that_is_returned_is_not_overwritten():
     assert not overwriting_ops(captured_of(function, x, shift.requires_grad_()))
 
 
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda f, x: f[1](x.relu()), ["threshold_backward"]),
+        (lambda f, x: f[1](x.view(2, -1).relu().view(ROWS, WIDTH)), []),
+        (lambda f, x: f[1](x.view(2, -1).tanh().relu().view(ROWS, WIDTH)), ["threshold_backward"]),
+    ],
+    ids=["no view", "view", "written over a view"],
+)
+def test_the_caller_gets_no_view_of_what_was_overwritten(function, expected):
+    assert overwriting_ops(captured_of(function, torch.randn(ROWS, WIDTH, requires_grad=True))) == expected
+
+
 def test_an_overwriting_operation_has_its_argument_s_storage_and_is_work():
     captured = captured_of(lambda f, x: f[1](f[0](x).relu()))
     graph = captured.graph
