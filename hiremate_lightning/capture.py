@@ -12,10 +12,8 @@ At the end, results of the backward take the memory of gradients that die as the
 
 from __future__ import annotations
 
-import inspect
-import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,27 +23,24 @@ from torch.utils.flop_counter import flop_registry
 
 from . import torch_private
 from .graph import Graph, Node, Phase, Storage, StorageKind, Tensor
+from .joint import (
+    computations,
+    forward_nodes,
+    is_part,
+    is_random,
+    mutated_arguments,
+    name_of,
+    planned_device,
+    sink,
+    values_of,
+)
 from .overwriting import overwrite
 from .replays import APPLY_MASK, DRAW_AGAIN, DRAW_MASK, add_state, can_draw_again, can_draw_mask, draw_mask_of
 
 aten = torch.ops.aten
 
-# Attention kernels carry the random tag even where no dropout is asked for; where the probability is found.
-_DROPOUT_ARGUMENT = {
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": 3,
-    "aten._scaled_dot_product_flash_attention.default": 3,
-    "aten._scaled_dot_product_efficient_attention.default": 5,
-    "aten._scaled_dot_product_cudnn_attention.default": 5,
-    "aten._scaled_dot_product_fused_attention_overrideable.default": 4,
-}
 # Training-mode batch norm reads running statistics only to write the next ones: its output doesn't depend on them.
 _IGNORES_WHAT_IT_UPDATES = {"aten._native_batch_norm_legit_functional.default"}
-# Sums in an order that a GPU does not fix: a second run may differ in the last bit.
-_ORDER_DEPENDENT_ON_GPU = re.compile(
-    r"aten\.(scatter_add|index_add|index_put|scatter_reduce|_unsafe_index_put|put|histc|bincount|cumsum|nll_loss2d_forward)\b"
-)
-# Talk to other processes: run as often, and in the order, that these expect.
-_COLLECTIVE = re.compile(r"(_c10d_functional|_c10d_functional_autograd|c10d)\.")
 # What torch's own counter leaves out: the CPU's attention does the work of the GPU's.
 _FLOP_FORMULAS = {
     **flop_registry,
@@ -131,14 +126,14 @@ class _Builder:
 
     def build(self) -> Captured:
         outputs, gradients, *descriptions = torch_private.joint_outputs(self.joint, self.num_forward)
-        self.device = _planned_device(self.joint)
-        forward_set = _forward_nodes(self.joint, outputs)
+        self.device = planned_device(self.joint)
+        forward_set = forward_nodes(self.joint, outputs)
         placeholders = list(self.joint.graph.find_nodes(op="placeholder"))
         inputs, tangents = self._add_inputs(placeholders)
         overwritten = self._overwritten_storages(torch_private.overwritten_inputs(placeholders, descriptions[0]))
-        computations = _computations(self.joint)
-        forward_fx = [n for n in computations if n in forward_set]
-        backward_fx = _sink([n for n in computations if n not in forward_set], tangents)
+        operations = computations(self.joint)
+        forward_fx = [n for n in operations if n in forward_set]
+        backward_fx = sink([n for n in operations if n not in forward_set], tangents)
         forward = [self._add_node(n, Phase.FORWARD, overwritten) for n in forward_fx]
         backward = [self._add_node(n, Phase.BACKWARD, overwritten) for n in backward_fx]
         for index in forward:
@@ -213,8 +208,8 @@ class _Builder:
     def _overwritten_storages(self, after_forward: list[fx.Node]) -> frozenset[int]:
         """Find the resident storages that the step writes to, in the graph or after the forward."""
         written = list(after_forward)
-        for node in _computations(self.joint):
-            written.extend(a for a in _mutated_arguments(node) if a in self.tensor_of)
+        for node in computations(self.joint):
+            written.extend(a for a in mutated_arguments(node) if a in self.tensor_of)
         storages = (self.tensors[self.tensor_of[n]].storage for n in written)
         return frozenset(s for s in storages if s is not None)
 
@@ -222,8 +217,8 @@ class _Builder:
         index = len(self.nodes)
         kind = StorageKind.ACTIVATION if phase is Phase.FORWARD else StorageKind.GRADIENT
         read = [self.tensor_of[a] for a in node.all_input_nodes]
-        outputs = [self._add_tensor(v, index, kind) for v in _values(node)]
-        op = _name_of(node.target)
+        outputs = [self._add_tensor(v, index, kind) for v in values_of(node)]
+        op = name_of(node.target)
         reads_mutated = op not in _IGNORES_WHAT_IT_UPDATES and any(self.tensors[t].storage in overwritten for t in read)
         self.nodes.append(
             Node(
@@ -233,8 +228,8 @@ class _Builder:
                 inputs=tuple(dict.fromkeys(read)),
                 outputs=tuple(outputs),
                 key=work_key(node),
-                is_random=_is_random(node, self.device),
-                is_mutating=bool(_mutated_arguments(node)),
+                is_random=is_random(node, self.device),
+                is_mutating=bool(mutated_arguments(node)),
                 reads_mutated=reads_mutated,
                 flops=_flops(node),
                 module=_module_path(node),
@@ -247,7 +242,7 @@ class _Builder:
     def _add_replays(self, index: int) -> None:
         """Give a random node the nodes that bring its results back."""
         node, drawn = self.nodes[index], self.fx_nodes[index]
-        values = {v.args[1]: self.tensor_of[v] for v in drawn.users if _is_part(v)}
+        values = {v.args[1]: self.tensor_of[v] for v in drawn.users if is_part(v)}
         source = self.tensor_of.get(drawn.args[0]) if drawn.args and isinstance(drawn.args[0], fx.Node) else None
         is_dropout = drawn.target is aten.native_dropout.default and drawn.args[2] is not False
         if is_dropout and set(values) == {0, 1} and source is not None:
@@ -296,134 +291,6 @@ def allocated_bytes(size_bytes: int, device: torch.device) -> int:
     return -(-size_bytes // 512) * 512 if device.type == "cuda" else size_bytes
 
 
-def _planned_device(joint: fx.GraphModule) -> torch.device:
-    """Find the device that holds most of the inputs' bytes."""
-    by_device: dict[torch.device, int] = {}
-    for node in joint.graph.find_nodes(op="placeholder"):
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            size = torch_private.int_hint(value.untyped_storage().nbytes())
-            by_device[value.device] = by_device.get(value.device, 0) + size
-    return max(by_device, key=lambda d: by_device[d]) if by_device else torch.device("cpu")
-
-
-def _is_part(node: fx.Node) -> bool:
-    """Whether a node only picks one output of a computation with several."""
-    source = node.args[0] if node.args else None
-    return (
-        node.target is operator.getitem
-        and isinstance(source, fx.Node)
-        and isinstance(source.meta.get("val"), (tuple, list))
-    )
-
-
-def _computations(joint: fx.GraphModule) -> list[fx.Node]:
-    return [n for n in joint.graph.nodes if n.op in ("call_function", "call_method", "call_module") and not _is_part(n)]
-
-
-def _values(node: fx.Node) -> list[fx.Node]:
-    """List what a computation hands on: itself, or the parts that are used of a tuple."""
-    value = node.meta.get("val")
-    if isinstance(value, (tuple, list)):
-        return sorted((u for u in node.users if _is_part(u)), key=_position)
-    return [] if value is None else [node]
-
-
-def _position(part: fx.Node) -> int:
-    position = part.args[1]
-    assert isinstance(position, int)
-    return position
-
-
-def _source_of(node: fx.Node) -> fx.Node:
-    """Give the computation whose value, or part of whose value, a node is."""
-    source = node.args[0] if _is_part(node) else node
-    assert isinstance(source, fx.Node)
-    return source
-
-
-def _mutated_arguments(node: fx.Node) -> list[fx.Node]:
-    """List the arguments that an operator writes to, by its schema."""
-    schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None or not schema.is_mutable:
-        return []
-    written: list[fx.Node] = []
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            written.extend(v for v in torch_private.leaves(given) if isinstance(v, fx.Node))
-    return written
-
-
-def _forward_nodes(joint: fx.GraphModule, outputs: Sequence[Any]) -> set[fx.Node]:
-    """Find what must run in the forward: what its outputs need, and what has effects that plain training has there."""
-    tangent_dependent: set[fx.Node] = set()
-    for node in joint.graph.nodes:
-        if torch_private.is_tangent(node) or any(a in tangent_dependent for a in node.all_input_nodes):
-            tangent_dependent.add(node)
-    found: set[fx.Node] = set()
-    stack = [n for n in outputs if isinstance(n, fx.Node)]
-    for node in _computations(joint):
-        has_effect = bool(_mutated_arguments(node)) or _is_random(node, None)
-        if has_effect and node not in tangent_dependent and not torch_private.is_tagged_backward(node):
-            stack.append(node)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
-
-
-def _sink(backward: list[fx.Node], tangents: Sequence[fx.Node]) -> list[fx.Node]:
-    """Reorder the backward so that nodes independent of the incoming gradients run just before their first use.
-
-    Nodes that depend on gradients, draw random numbers or write to something keep their order.
-    """
-    members = set(backward)
-    dependent = set(tangents)
-    for node in backward:
-        if any(_source_of(a) in dependent for a in node.all_input_nodes):
-            dependent.add(node)
-    order: dict[fx.Node, None] = {}
-
-    def place(root: fx.Node) -> None:
-        stack = [root]
-        while stack:
-            node = stack[-1]
-            sources = [_source_of(a) for a in node.all_input_nodes]
-            missing = [s for s in sources if s in members and s not in order]
-            if missing and node not in order:
-                stack.extend(reversed(missing))
-                continue
-            order.setdefault(stack.pop())
-
-    anchored = [n for n in backward if n in dependent or _mutated_arguments(n) or _is_random(n, None)]
-    for node in (*anchored, *backward):
-        place(node)
-    return list(order)
-
-
-def is_order_dependent_on_gpu(op: str) -> bool:
-    """Whether an operator, by its qualified name, may differ in the last bit from run to run on a GPU."""
-    return bool(_ORDER_DEPENDENT_ON_GPU.match(op))
-
-
-def _is_random(node: fx.Node, device: torch.device | None) -> bool:
-    """Whether a second run may give other numbers, or hang."""
-    if isinstance(node.target, torch_private.HigherOrderOperator) or _COLLECTIVE.match(str(node.target)):
-        return True
-    if node.target is draw_mask_of:
-        return True
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return device is not None and device.type == "cuda" and is_order_dependent_on_gpu(str(node.target))
-    position = _DROPOUT_ARGUMENT.get(str(node.target))
-    if position is None:
-        return True
-    probability = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-    return bool(probability != 0.0)
-
-
 def work_key(node: fx.Node) -> str:
     """Describe the work of a node: operator, and for each argument shape, strides, dtype and device, or its value."""
 
@@ -439,12 +306,7 @@ def work_key(node: fx.Node) -> str:
         return repr(value)
 
     arguments = [describe(a) for a in node.args] + [f"{k}={describe(v)}" for k, v in sorted(node.kwargs.items())]
-    return f"{_name_of(node.target)} {' '.join(arguments)}"
-
-
-def _name_of(target: Any) -> str:
-    """Name what a node calls, the same in every process."""
-    return f"hiremate.{target.__name__}" if inspect.isfunction(target) else str(target)
+    return f"{name_of(node.target)} {' '.join(arguments)}"
 
 
 def _flops(node: fx.Node) -> int:

@@ -41,6 +41,7 @@ class Kernel:
     __repr__ = __str__
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
+        """Compute the results: a tensor, or several in a sequence."""
         if self._run is None:
             self.compile()
         assert self._run is not None, "it has just been compiled"

@@ -7,13 +7,14 @@ run by the same code. A kernel that runs again gives the same bits, so a plan ch
 Where a group ends decides what a plan can keep. In the forward a value is inside of a group if nothing else of the
 forward reads it: so each group has one result, and everything else is internal, costs no memory, and can't be kept. A
 backward operation that reads an internal value computes it within its own kernel, from what the group reads and from
-the results of its reductions. In the backward, which never runs twice, operations that follow each other are one group.
+the results of its reductions. The backward never runs twice; there an operation joins the one that reads its result,
+where nothing else reads that and no product lies between, so that no more values are alive at once than without fusion.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,19 +22,21 @@ import torch
 from torch import fx
 
 from . import torch_private
-from .capture import (
-    _computations,
-    _forward_nodes,
-    _is_part,
-    _is_random,
-    _mutated_arguments,
-    _planned_device,
-    _sink,
-    _values,
-)
+from .decomposing import Decomposer
 from .fused_kernel import Kernels
-from .kernels import as_eager, dropout, eager_scale
-from .replays import draw_mask_of, mask_arguments
+from .joint import (
+    ORIGIN,
+    computations,
+    forward_nodes,
+    is_part,
+    is_random,
+    mutated_arguments,
+    operation_of,
+    planned_device,
+    sink,
+    source_of,
+    values_of,
+)
 
 aten = torch.ops.aten
 
@@ -77,17 +80,8 @@ _COMPOSITE = {
         "_log_softmax_backward_data",
     )
 }
-_ORIGIN = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")  # what tells where a node comes from
-_DTYPES = {
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.bool,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-}
+_FLOATS = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+_DTYPES = _FLOATS | {torch.bool, torch.uint8, torch.int32, torch.int64}
 
 
 def fuse(joint: fx.GraphModule, num_forward: int, kernels: Kernels) -> None:
@@ -98,145 +92,10 @@ def fuse(joint: fx.GraphModule, num_forward: int, kernels: Kernels) -> None:
         num_forward: Number of its outputs that the forward returns.
         kernels: Where kernels are kept.
     """
-    decomposer = _Decomposer(joint.graph)
+    decomposer = Decomposer(joint.graph)
     decomposer.run()
     outputs, *_ = torch_private.joint_outputs(joint, num_forward)
     joint.graph = _Fuser(joint, outputs, kernels).run(decomposer.statistics)
-
-
-class _Decomposer:
-    """Takes apart what has an elementwise rest: norms into statistics and rest, dropouts into mask and product.
-
-    The rest can then be fused, and computed again from the statistics or the mask.
-
-    Attributes:
-        statistics: For each norm, the operations that give its statistics: one kernel.
-    """
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
-        self.statistics: list[list[fx.Node]] = []
-        self._origin: dict[str, Any] = {}
-
-    def run(self) -> None:
-        for node in list(self.graph.nodes):
-            rewrite = _REWRITES.get(node.target)
-            if rewrite is not None:
-                self._origin = {key: node.meta[key] for key in _ORIGIN if key in node.meta}
-                with self.graph.inserting_before(node):
-                    rewrite(self, node)
-        self.graph.eliminate_dead_code()
-
-    def _add(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = self.graph.call_function(target, args, kwargs)
-        values, named = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with torch_private.fake_mode_of(torch_private.leaves((values, named))):
-            node.meta = {**self._origin, "val": target(*values, **named)}
-        return node
-
-    def _part(self, node: fx.Node, position: int) -> fx.Node:
-        part = self.graph.call_function(operator.getitem, (node, position))
-        part.meta = {**self._origin, "val": node.meta["val"][position]}
-        return part
-
-    def _precise(self, source: fx.Node) -> fx.Node:
-        is_short = source.meta["val"].dtype in (torch.bfloat16, torch.float16)
-        return self._add(aten._to_copy.default, source, dtype=torch.float32) if is_short else source
-
-    def _standardized(self, source: fx.Node, mean: fx.Node, inverse: fx.Node) -> fx.Node:
-        return self._add(aten.mul.Tensor, self._add(aten.sub.Tensor, source, mean), inverse)
-
-    def _scaled(self, source: fx.Node, weight: Any, bias: Any, shape: list[int], dtype: torch.dtype) -> fx.Node:
-        for factor, combine in ((weight, aten.mul.Tensor), (bias, aten.add.Tensor)):
-            if factor is not None:
-                source = self._add(combine, source, self._add(aten.view.default, factor, shape))
-        return source if source.meta["val"].dtype == dtype else self._add(aten._to_copy.default, source, dtype=dtype)
-
-    def _replace(self, node: fx.Node, results: Sequence[fx.Node], statistics: Sequence[fx.Node] = ()) -> None:
-        """Let results take the place of those of an operation, unless their layout is not the one it was traced with."""
-        if results[0].meta["val"].stride() != node.meta["val"][0].stride():
-            return
-        for part in list(node.users):
-            position = part.args[1]
-            assert isinstance(position, int)
-            part.replace_all_uses_with(results[position])
-            self.graph.erase_node(part)
-        self.graph.erase_node(node)
-        if statistics:
-            self.statistics.append(list(statistics))
-
-    def batch_norm(self, node: fx.Node) -> None:
-        """Take apart a batch norm in training; the next running statistics come with the statistics."""
-        source, weight, bias, mean_before, variance_before, is_training, momentum, epsilon = _arguments(node)
-        if not is_training:
-            return
-        shown: torch.Tensor = source.meta["val"]
-        channels, dims = shown.shape[1], [d for d in range(shown.dim()) if d != 1]
-        count = shown.numel() // channels
-        both = self._add(aten.var_mean.correction, self._precise(source), dims, correction=0, keepdim=True)
-        variance, mean = self._part(both, 0), self._part(both, 1)
-        shifted = self._add(aten.add.Scalar, variance, epsilon)
-        inverse = self._add(aten.rsqrt.default, shifted)
-        flat = [self._add(aten.view.default, value, [channels]) for value in (mean, variance)]
-        unbiased = self._add(aten.mul.Scalar, flat[1], count / max(1, count - 1))
-        statistics, updated = [both, shifted, inverse, unbiased], []
-        for new, before in ((flat[0], mean_before), (unbiased, variance_before)):
-            terms = [self._add(aten.mul.Scalar, new, momentum), self._add(aten.mul.Scalar, before, 1 - momentum)]
-            updated.append(self._add(aten.add.Tensor, *terms))
-            statistics += [*terms, updated[-1]]
-        result = self._standardized(self._precise(source), mean, inverse)
-        result = self._scaled(
-            result, weight, bias, [channels if d == 1 else 1 for d in range(shown.dim())], shown.dtype
-        )
-        saved = [flat[0], self._add(aten.view.default, inverse, [channels])]
-        self._replace(node, [result, *saved, *updated], statistics)
-
-    def group_norm(self, node: fx.Node) -> None:
-        """Take apart a group norm of a contiguous tensor."""
-        source, weight, bias, batch, channels, area, groups, epsilon = _arguments(node)
-        shown: torch.Tensor = source.meta["val"]
-        if not shown.is_contiguous():
-            return
-        shape = [batch, groups, channels // groups * area]
-        grouped = self._add(aten.view.default, self._precise(source), shape)
-        both = self._add(aten.var_mean.correction, grouped, [2], correction=0, keepdim=True)
-        variance, mean = self._part(both, 0), self._part(both, 1)
-        shifted = self._add(aten.add.Scalar, variance, epsilon)
-        inverse = self._add(aten.rsqrt.default, shifted)
-        result = self._standardized(self._add(aten.view.default, self._precise(source), shape), mean, inverse)
-        result = self._add(aten.view.default, result, list(shown.shape))
-        result = self._scaled(result, weight, bias, [1, channels, *[1] * (shown.dim() - 2)], shown.dtype)
-        saved = [self._add(aten.view.default, value, [batch, groups]) for value in (mean, inverse)]
-        self._replace(node, [result, *saved], [both, shifted, inverse])
-
-    def dropout(self, node: fx.Node) -> None:
-        """Take apart a dropout on the CPU into a mask that is drawn as eager draws it, and a product."""
-        if as_eager(node)[0] is not dropout:
-            return
-        source, probability = _arguments(node)[:2]
-        mask = self._add(draw_mask_of, *mask_arguments(node))
-        product = self._add(aten.mul.Tensor, self._add(aten.mul.Tensor, source, mask), eager_scale(source, probability))
-        self._replace(node, [product, mask])
-
-    def dropout_backward(self, node: fx.Node) -> None:
-        """Multiply by the number that the dropout has multiplied by."""
-        gradient, mask, _ = _arguments(node)
-        if mask.target is draw_mask_of:
-            scale = eager_scale(gradient, mask.args[-1])
-            product = self._add(aten.mul.Tensor, self._add(aten.mul.Tensor, gradient, mask), scale)
-            node.replace_all_uses_with(product)
-
-
-_REWRITES: dict[Any, Callable[[_Decomposer, fx.Node], None]] = {
-    aten._native_batch_norm_legit_functional.default: _Decomposer.batch_norm,
-    aten.native_group_norm.default: _Decomposer.group_norm,
-    aten.native_dropout.default: _Decomposer.dropout,
-    aten.native_dropout_backward.default: _Decomposer.dropout_backward,
-}
-
-
-def _arguments(node: fx.Node) -> Any:
-    return node.args
 
 
 @dataclass(eq=False)
@@ -260,16 +119,16 @@ class _Fuser:
     def __init__(self, joint: fx.GraphModule, outputs: Sequence[Any], kernels: Kernels) -> None:
         self.joint = joint
         self.kernels = kernels
-        self.device = _planned_device(joint)
-        computations = [n for n in _computations(joint) if not _is_transparent(n)]
-        forward_set = _forward_nodes(joint, outputs)
+        self.device = planned_device(joint)
+        operations = [n for n in computations(joint) if not _is_transparent(n)]
+        forward_set = forward_nodes(joint, outputs)
         tangents = [n for n in joint.graph.find_nodes(op="placeholder") if torch_private.is_tangent(n)]
-        self.forward = [n for n in computations if n in forward_set]
-        everything = [n for n in _computations(joint) if n not in forward_set]
-        self.backward = [n for n in _sink(everything, tangents) if not _is_transparent(n)]
+        self.forward = [n for n in operations if n in forward_set]
+        everything = [n for n in computations(joint) if n not in forward_set]
+        self.backward = [n for n in sink(everything, tangents) if not _is_transparent(n)]
         self.is_forward = set(self.forward)
         self.tangents_of = _tangents_of(joint.graph, tangents)
-        self.fusible = {n for n in computations if self._is_fusible(n)}
+        self.fusible = {n for n in operations if self._is_fusible(n)}
         self.group_of: dict[fx.Node, _Group] = {}
         self.derived: set[fx.Node] = set()  # internal values that backward operations compute for themselves
         self.position = {n: i for i, n in enumerate((*self.forward, *self.backward))}
@@ -294,7 +153,7 @@ class _Fuser:
             return False
         if not (_is_elementwise(node) or node.target in _REDUCTIONS or node.target in _COMPOSITE):
             return False
-        if _mutated_arguments(node) or _is_random(node, self.device) or not node.all_input_nodes:
+        if mutated_arguments(node) or is_random(node, self.device) or not node.all_input_nodes:
             return False
         if len({self.tangents_of[a] for a in node.all_input_nodes} - {frozenset()}) > 1:
             return False  # where one of the gradients never comes, this is no computation, or one with zeros
@@ -342,7 +201,7 @@ class _Fuser:
         group = groups.pop() if len(groups) == 1 else None
         if group is None or len(group.members) >= MOST_MEMBERS or not self._may_wait(node, group):
             return None
-        return group if all(self._can_be_internal(node, value) for value in _values(node)) else None
+        return group if all(self._can_be_internal(node, value) for value in values_of(node)) else None
 
     def _can_be_internal(self, node: fx.Node, value: fx.Node) -> bool:
         """Whether a value can vanish into a group, or come out beside its result at little cost."""
@@ -380,7 +239,7 @@ class _Fuser:
     def _place_backward(self, node: fx.Node) -> None:
         """Put an operation into the group of all that reads its large results, or begin a group with it."""
         group = _Group([node], is_forward=False)
-        readers = {c for v in _values(node) if not self._is_small(node, v) for c in self.consumers(v)}
+        readers = {c for v in values_of(node) if not self._is_small(node, v) for c in self.consumers(v)}
         joined = {self.group_of.get(c) for c in readers}
         others = {g for g in joined if g is None or not self._gives_gradients_only(g)}
         near = {self.stretch.get(c) for c in readers} == {self.stretch[node]}
@@ -393,12 +252,13 @@ class _Fuser:
         self.group_of.update(dict.fromkeys(group.members, group))
 
     def _is_small(self, node: fx.Node, value: fx.Node) -> bool:
-        return _SMALL * value.meta["val"].numel() <= max(_numel(a) for a in node.all_input_nodes)
+        size: int = value.meta["val"].numel()
+        return _SMALL * size <= max(_numel(a) for a in node.all_input_nodes)
 
     def _gives_gradients_only(self, group: _Group) -> bool:
         """Whether nothing waits for a group: sums over a batch that are the gradients of parameters."""
         last = group.members[-1]
-        return all(self._is_small(last, v) and {c.op for c in self.consumers(v)} == {"output"} for v in _values(last))
+        return all(self._is_small(last, v) and {c.op for c in self.consumers(v)} == {"output"} for v in values_of(last))
 
     def _leave_out_single_operations(self) -> None:
         """Leave a group of one operation as it is, unless it has to derive what it reads."""
@@ -436,7 +296,7 @@ class _Writer:
     def _place(self, node: fx.Node) -> None:
         if node in self.values:
             return
-        group = self.fuser.group_of.get(_operation(node))
+        group = self.fuser.group_of.get(operation_of(node))
         if group is None:
             self.values[node] = self.graph.node_copy(node, self._value)
         elif not group.is_written:
@@ -445,13 +305,13 @@ class _Writer:
     def _write_group(self, group: _Group) -> None:
         group.is_written = True
         body = _Body(self.fuser, group)
-        results = [v for member in group.members for v in _values(member) if self._is_read_outside(v, group)]
+        results = [v for member in group.members for v in values_of(member) if self._is_read_outside(v, group)]
         module = body.write(results)
         shown = [v.meta["val"] for v in results]
         kernel = self.fuser.kernels.get(module, shown)
         node = self.graph.call_function(kernel, tuple(self._value(v) for v in body.inputs))
         origin = group.members[-1].meta
-        node.meta = {**{k: origin[k] for k in _ORIGIN if k in origin}, "val": shown[0] if len(shown) == 1 else shown}
+        node.meta = {**{k: origin[k] for k in ORIGIN if k in origin}, "val": shown[0] if len(shown) == 1 else shown}
         for position, value in enumerate(results):
             if len(results) == 1:
                 self.values[value] = node
@@ -460,7 +320,7 @@ class _Writer:
                 part.meta = {**node.meta, "val": shown[position]}
 
     def _is_read_outside(self, value: fx.Node, group: _Group) -> bool:
-        """Whether what a group computes is a result of it: read by other operations, or by what these derive from it."""
+        """Whether what a group computes is a result of it: read by other operations, or for what these derive."""
         derived = self.fuser.derived
         if value in derived:
             return False
@@ -512,7 +372,7 @@ class _Body:
         while _is_transparent(node):
             if _is_widening(node):
                 return True
-            node = _source(node)
+            node = source_of(node)
         return node in self.members or node in self.fuser.derived
 
 
@@ -541,29 +401,19 @@ def _is_widening(node: fx.Node) -> bool:
     """Whether a node casts to a wider type: each reader does that for itself at no cost."""
     if node.target is not aten._to_copy.default or set(node.kwargs) != {"dtype"}:
         return False
-    before, after = _source(node).meta["val"], node.meta["val"]
-    return bool(after.dtype.itemsize > before.dtype.itemsize and before.dtype.is_floating_point)
+    before, after = source_of(node).meta["val"], node.meta["val"]
+    is_wider: bool = after.dtype.itemsize > before.dtype.itemsize
+    return is_wider and before.dtype in _FLOATS
 
 
 def _is_transparent(node: fx.Node) -> bool:
-    return _is_part(node) or _is_view(node) or _is_widening(node)
-
-
-def _source(node: fx.Node) -> fx.Node:
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    return source
-
-
-def _operation(node: fx.Node) -> fx.Node:
-    """Give the operation of a value that may be a part of its result."""
-    return _source(node) if _is_part(node) else node
+    return is_part(node) or _is_view(node) or _is_widening(node)
 
 
 def _origin(node: fx.Node) -> fx.Node:
     """Give the operation or input from which a value comes, through views and casts."""
     while _is_transparent(node):
-        node = _source(node)
+        node = source_of(node)
     return node
 
 

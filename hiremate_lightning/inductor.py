@@ -39,7 +39,8 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Com
             fakes = [torch.empty_strided(i.shape, i.stride(), dtype=i.dtype, device=i.device) for i in inputs]
             traced = make_fx(module, select_decomp_table())(*fakes)
         returned = traced.graph.output_node()
-        returned.meta["user_visible_output_idxs"] = list(range(len(returned.args[0])))  # keeps the strides as traced
+        results: Any = returned.args[0]
+        returned.meta["user_visible_output_idxs"] = list(range(len(results)))  # keeps the strides as traced
         with config.patch(_OPTIONS):
             compiled: Compiled = compile_fx_inner(traced, fakes, is_inference=True)
     return compiled

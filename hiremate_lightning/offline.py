@@ -26,13 +26,14 @@ from torch.nn import functional as F
 
 from . import torch_private
 from .backend import planning_backend
-from .capture import Captured, allocated_bytes, is_order_dependent_on_gpu
+from .capture import Captured, allocated_bytes
 from .costs import Machine, Profile, estimate
 from .eager_paths import eager_paths
 from .errors import CaptureError, ConfigurationError
 from .execution import Part, Program, build
 from .factory import Call, Workload
 from .graph import Graph
+from .joint import is_order_dependent_on_gpu
 from .profiling import CostCache, measure
 from .recording import Run, StepRecord
 from .schedule import keep_all, lower

@@ -47,9 +47,9 @@ class PlanningTime:
     """Seconds that each stage of planning took."""
 
     capture_s: float = 0.0
-    compile_s: float = 0.0
     profile_s: float = 0.0
     solve_s: float = 0.0
+    compile_s: float = 0.0
 
 
 @dataclass(frozen=True)

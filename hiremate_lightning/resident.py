@@ -25,8 +25,8 @@ class Resident:
 
     Attributes:
         size_bytes: Those that stay throughout.
-        stale_bytes: Those that are freed before the backward: gradients that the optimizer has used, by `zero_grad`, and
-            outputs of the step before, by those that take their place.
+        stale_bytes: Those that are freed before the backward: gradients that the optimizer has used, by `zero_grad`,
+            and outputs of the step before, by those that take their place.
         kinds: Name and bytes of what makes up `size_bytes`.
     """
 

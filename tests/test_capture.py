@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hiremate_lightning import capture, hiremate
+from hiremate_lightning import hiremate, joint
 from hiremate_lightning.capture import Captured, allocated_bytes
 from hiremate_lightning.graph import Phase, StorageKind, graph_from_json
 from hiremate_lightning.schedule import recompute_lazily
@@ -290,4 +290,4 @@ def test_a_device_allocator_rounds_up():
 )
 def test_what_talks_to_other_processes_or_sums_in_any_order_runs_once(target, device, runs_once):
     node = torch.fx.Graph().call_function(target)
-    assert capture._is_random(node, torch.device(device)) is runs_once
+    assert joint.is_random(node, torch.device(device)) is runs_once

@@ -1,0 +1,176 @@
+"""Reading a joint FX graph: what computes, what belongs to the forward, what draws or writes.
+
+Torch traces forward and backward into one graph. Whoever rewrites it or makes records of it agrees on these facts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import torch_private
+from .replays import draw_mask_of
+
+aten = torch.ops.aten
+
+# Attention kernels carry the random tag even where no dropout is asked for; where the probability is found.
+_DROPOUT_ARGUMENT = {
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": 3,
+    "aten._scaled_dot_product_flash_attention.default": 3,
+    "aten._scaled_dot_product_efficient_attention.default": 5,
+    "aten._scaled_dot_product_cudnn_attention.default": 5,
+    "aten._scaled_dot_product_fused_attention_overrideable.default": 4,
+}
+# Sums in an order that a GPU does not fix: a second run may differ in the last bit.
+_ORDER_DEPENDENT_ON_GPU = re.compile(
+    r"aten\.(scatter_add|index_add|index_put|scatter_reduce|_unsafe_index_put|put|histc|bincount|cumsum|nll_loss2d_forward)\b"
+)
+# Talk to other processes: run as often, and in the order, that these expect.
+_COLLECTIVE = re.compile(r"(_c10d_functional|_c10d_functional_autograd|c10d)\.")
+# What tells where a node comes from.
+ORIGIN = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
+
+
+def planned_device(joint: fx.GraphModule) -> torch.device:
+    """Find the device that holds most of the inputs' bytes."""
+    by_device: dict[torch.device, int] = {}
+    for node in joint.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            size = torch_private.int_hint(value.untyped_storage().nbytes())
+            by_device[value.device] = by_device.get(value.device, 0) + size
+    return max(by_device, key=lambda d: by_device[d]) if by_device else torch.device("cpu")
+
+
+def is_part(node: fx.Node) -> bool:
+    """Whether a node only picks one output of a computation with several."""
+    source = node.args[0] if node.args else None
+    return (
+        node.target is operator.getitem
+        and isinstance(source, fx.Node)
+        and isinstance(source.meta.get("val"), (tuple, list))
+    )
+
+
+def computations(joint: fx.GraphModule) -> list[fx.Node]:
+    """List what computes, in order."""
+    return [n for n in joint.graph.nodes if n.op in ("call_function", "call_method", "call_module") and not is_part(n)]
+
+
+def values_of(node: fx.Node) -> list[fx.Node]:
+    """List what a computation hands on: itself, or the parts that are used of a tuple."""
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        return sorted((u for u in node.users if is_part(u)), key=_position)
+    return [] if value is None else [node]
+
+
+def _position(part: fx.Node) -> int:
+    position = part.args[1]
+    assert isinstance(position, int)
+    return position
+
+
+def operation_of(node: fx.Node) -> fx.Node:
+    """Give the computation whose value, or part of whose value, a node is."""
+    return source_of(node) if is_part(node) else node
+
+
+def source_of(node: fx.Node) -> fx.Node:
+    """Give the first argument of a node, a value."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def mutated_arguments(node: fx.Node) -> list[fx.Node]:
+    """List the arguments that an operator writes to, by its schema."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or not schema.is_mutable:
+        return []
+    written: list[fx.Node] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            written.extend(v for v in torch_private.leaves(given) if isinstance(v, fx.Node))
+    return written
+
+
+def forward_nodes(joint: fx.GraphModule, outputs: Sequence[Any]) -> set[fx.Node]:
+    """Find what must run in the forward: what its outputs need, and what has effects that plain training has there."""
+    tangent_dependent: set[fx.Node] = set()
+    for node in joint.graph.nodes:
+        if torch_private.is_tangent(node) or any(a in tangent_dependent for a in node.all_input_nodes):
+            tangent_dependent.add(node)
+    found: set[fx.Node] = set()
+    stack = [n for n in outputs if isinstance(n, fx.Node)]
+    for node in computations(joint):
+        has_effect = bool(mutated_arguments(node)) or is_random(node, None)
+        if has_effect and node not in tangent_dependent and not torch_private.is_tagged_backward(node):
+            stack.append(node)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def sink(backward: list[fx.Node], tangents: Sequence[fx.Node]) -> list[fx.Node]:
+    """Reorder the backward so that nodes independent of the incoming gradients run just before their first use.
+
+    Nodes that depend on gradients, draw random numbers or write to something keep their order.
+    """
+    members = set(backward)
+    dependent = set(tangents)
+    for node in backward:
+        if any(operation_of(a) in dependent for a in node.all_input_nodes):
+            dependent.add(node)
+    order: dict[fx.Node, None] = {}
+
+    def place(root: fx.Node) -> None:
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            sources = [operation_of(a) for a in node.all_input_nodes]
+            missing = [s for s in sources if s in members and s not in order]
+            if missing and node not in order:
+                stack.extend(reversed(missing))
+                continue
+            order.setdefault(stack.pop())
+
+    anchored = [n for n in backward if n in dependent or mutated_arguments(n) or is_random(n, None)]
+    for node in (*anchored, *backward):
+        place(node)
+    return list(order)
+
+
+def is_order_dependent_on_gpu(op: str) -> bool:
+    """Whether an operator, by its qualified name, may differ in the last bit from run to run on a GPU."""
+    return bool(_ORDER_DEPENDENT_ON_GPU.match(op))
+
+
+def is_random(node: fx.Node, device: torch.device | None) -> bool:
+    """Whether a second run may give other numbers, or hang."""
+    if isinstance(node.target, torch_private.HigherOrderOperator) or _COLLECTIVE.match(str(node.target)):
+        return True
+    if node.target is draw_mask_of:
+        return True
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return device is not None and device.type == "cuda" and is_order_dependent_on_gpu(str(node.target))
+    position = _DROPOUT_ARGUMENT.get(str(node.target))
+    if position is None:
+        return True
+    probability = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return bool(probability != 0.0)
+
+
+def name_of(target: Any) -> str:
+    """Name what a node calls, the same in every process."""
+    return f"hiremate.{target.__name__}" if inspect.isfunction(target) else str(target)
