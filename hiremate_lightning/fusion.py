@@ -231,7 +231,7 @@ class _Fuser:
         if self.stretch[node] == self.stretch[group.members[-1]]:
             return True
         read = [a.meta["val"] for a in map(_origin, node.all_input_nodes) if a.op not in ("placeholder", "get_attr")]
-        waiting = sum(_bytes(t) for t in torch_private.leaves(read))
+        waiting = sum(_bytes(t) for t in torch_private.leaves(read) if _SMALL * t.numel() >= _numel(node))
         return waiting <= sum(_bytes(t) for t in torch_private.leaves(node.meta["val"]))
 
     # ---------------------------------------------------------------- backward
