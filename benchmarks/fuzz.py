@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hiremate_lightning import CaptureError
-from tests.fuzz_models import Outcome, RejectedError, compare, draw
+from tests.fuzz_models import MiscompiledError, Outcome, RejectedError, compare, draw
 
 
 def describe(outcome: Outcome) -> str:
@@ -48,6 +48,8 @@ def run(seed: int, longest: int) -> tuple[str, str, Outcome | None]:
         outcome = compare(recipe)
     except RejectedError:
         return "rejected", "", None
+    except MiscompiledError:
+        return "torch.compile fails, with its own aot_eager too", "", None
     except CaptureError:
         return "refused, with an error that says what to change", "", None
     except Exception as error:  # whatever it is, it is a finding

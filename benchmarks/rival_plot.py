@@ -8,14 +8,22 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rival_tables import EAGER, Point, frontier, is_ours, is_rival
+from rival_tables import EAGER, Point, frontier, is_ours
 
 WIDTH, HEIGHT, COLUMNS = 360, 270, 3
 LEFT, RIGHT, TOP, BOTTOM = 48, 12, 30, 38
 LEGEND = 26
-COLOURS = {"ours": "#0b6e4f", "checkpoint": "#c1440e", "library": "#8a5a00", "budget": "#3157a4", "inductor": "#7b2d8b"}
+COLOURS = {
+    "ours": "#0b6e4f",
+    "fused": "#2aa876",
+    "checkpoint": "#c1440e",
+    "library": "#8a5a00",
+    "budget": "#3157a4",
+    "inductor": "#7b2d8b",
+}
 LABELS = {
     "ours": "hiremate",
+    "fused": "hiremate, compile=inductor",
     "checkpoint": "torch.utils.checkpoint",
     "library": "the library's own",
     "budget": "activation_memory_budget, aot_eager",
@@ -42,7 +50,7 @@ def family(method: str) -> str:
     if is_ours(method):
         return "ours"
     name = method.partition("-")[0].rstrip("0123456789")
-    return name if is_rival(method) and name in COLOURS else ""
+    return name if name in COLOURS else ""
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -103,9 +111,10 @@ def panel(name: str, points: Sequence[Point], left: float, top: float) -> str:
     parts = [text(left + LEFT, top + 18, name, font_size="13", font_weight="bold"), *grid(across, up)]
     parts.append(text(across.end, top + HEIGHT - 8, "peak, of eager's", text_anchor="end"))
     parts.append(text(across.end, top + 18, "time over eager", text_anchor="end"))
-    ours = frontier(p for p in shown if is_ours(p.method))
-    line = " ".join(f"{across.place(p.peak):.1f},{up.place(p.time.median):.1f}" for p in ours)
-    parts.append(f'<polyline points="{line}" fill="none" stroke="{COLOURS["ours"]}"/>')
+    for kind in ("ours", "fused"):
+        own = frontier(p for p in shown if family(p.method) == kind)
+        line = " ".join(f"{across.place(p.peak):.1f},{up.place(p.time.median):.1f}" for p in own)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{COLOURS[kind]}"/>')
     return "".join([*parts, *(mark(p, across, up) for p in shown)])
 
 

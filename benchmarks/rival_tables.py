@@ -129,7 +129,7 @@ def is_ours(method: str) -> bool:
 
 def is_rival(method: str) -> bool:
     """Whether it is another's way of saving memory; eager saves none."""
-    return method != EAGER and not method.startswith(("ours-", "strategy-"))
+    return method != EAGER and not method.startswith(("ours-", "fused-", "strategy-"))
 
 
 def points_of(rows: Iterable[Row], clock: Clock) -> list[Point]:
@@ -293,7 +293,8 @@ def promises(models: dict[str, list[Row]]) -> str:
     for row in (row for rows in models.values() for row in rows if row.times):
         if row.predicted_bytes is not None:
             errors.append(abs(row.peak_bytes - row.predicted_bytes) / (row.predicted_bytes + row.resident_bytes))
-            different += [f"{row.model} {row.method}"] if row.difference or not row.buffers_equal else []
+            is_same = not row.difference and row.buffers_equal
+            different += [f"{row.model} {row.method}"] if is_ours(row.method) and not is_same else []
     if len(errors) == 1:
         return ""
     return (

@@ -171,7 +171,7 @@ def prepare(trainer: Trainer, setup: Setup) -> None:
         plan_with(trainer, setup, f"{STRATEGY_SHARE}%", solver=solver)
     elif setup.peak_bytes:
         plan_with(trainer, setup, trainer.resident_bytes() + setup.peak_bytes)
-    elif method in ("ours-least", "ours-100"):
+    elif method in ("ours-least", "ours-100", "fused-100"):
         plan_with(trainer, setup, "1%" if method == "ours-least" else "100%")
     else:
         raise AbsentMethodError(f"there is no method {method!r}")
@@ -199,6 +199,8 @@ def own_checkpointing(net: nn.Module) -> None:
 
 
 def plan_with(trainer: Trainer, setup: Setup, budget: int | str, **options: Any) -> None:
+    if setup.method.startswith("fused-"):
+        options["compile"] = "inductor"
     hiremate(trainer.module, budget, time_limit_s=setup.time_limit_s, verbose=False, **options)
 
 
@@ -230,7 +232,7 @@ def planned_step(trainer: Trainer, setup: Setup) -> None:
 
 def is_planned(setup: Setup) -> bool:
     """Whether the method is ours."""
-    return setup.method.startswith(("ours-", "strategy-"))
+    return setup.method.startswith(("ours-", "fused-", "strategy-"))
 
 
 def synchronize(device: torch.device) -> None:

@@ -11,6 +11,7 @@ Methods, beside eager:
     inductor, inductor-0.5    torch.compile's Inductor, and the same with activation_memory_budget 0.5
     ours-100                  planned with nothing to recompute: what the execution itself costs
     ours-50, ours-least       planned at 50 % of eager's peak, and at the smallest budget that is found
+    fused-50                  the same with compile="inductor"
     ours-at-checkpoint        planned at the measured peak of that method; added by itself for each rival
     strategy-rotor            planned at 50 % with another strategy
 
@@ -66,7 +67,7 @@ from models import MODELS
 
 ALL_MODELS = "gpt,bert,vit,resnet50,convnext,unet,t5,llama,mixer,regnet,fno,diffusion"
 RIVALS = ("checkpoint", "checkpoint2", "library", "budget-0.8", "budget-0.5", "budget-0.2", "budget-0")
-INDUCTOR = ("inductor", "inductor-0.5", "inductor-0.2")
+INDUCTOR = ("inductor", "inductor-0.5", "inductor-0.2", "fused-100", "fused-70", "fused-50", "fused-30")
 OURS = ("ours-100", "ours-90", "ours-70", "ours-50", "ours-40", "ours-30", "ours-least")
 QUICK = ("checkpoint", "budget-0.5", "ours-100", "ours-50", "ours-least")
 ROUND_S = 0.5  # least seconds of a method in a round
@@ -200,7 +201,7 @@ def start(
         if rival.peak_bytes >= rows[EAGER].peak_bytes:
             return Row(model, method, ABSENT, "its peak is not below eager's"), None
         setup = replace(setup, peak_bytes=rival.peak_bytes)
-    elif (share := method.removeprefix("ours-")).isdigit() and share != "100":
+    elif (share := method.removeprefix("ours-").removeprefix("fused-")).isdigit() and share != "100":
         setup = replace(setup, peak_bytes=int(share) * rows[EAGER].peak_bytes // 100)
     worker = Worker.start(setup, options.limit)
     return worker.row, worker if worker.row.status == READY else None

@@ -94,8 +94,8 @@ def fuse(joint: fx.GraphModule, num_forward: int, kernels: Kernels) -> None:
     """
     decomposer = Decomposer(joint.graph)
     decomposer.run()
-    outputs, *_ = torch_private.joint_outputs(joint, num_forward)
-    joint.graph = _Fuser(joint, outputs, kernels).run(decomposer.statistics)
+    outputs, _, descriptions, _ = torch_private.joint_outputs(joint, num_forward)
+    joint.graph = _Fuser(joint, outputs, descriptions, kernels).run(decomposer.statistics)
 
 
 @dataclass(eq=False)
@@ -116,16 +116,21 @@ class _Group:
 class _Fuser:
     """Forms groups and writes the graph anew."""
 
-    def __init__(self, joint: fx.GraphModule, outputs: Sequence[Any], kernels: Kernels) -> None:
+    def __init__(
+        self, joint: fx.GraphModule, outputs: Sequence[Any], descriptions: Sequence[Any], kernels: Kernels
+    ) -> None:
         self.joint = joint
         self.kernels = kernels
         self.device = planned_device(joint)
-        operations = [n for n in computations(joint) if not _is_transparent(n)]
+        placeholders = list(joint.graph.find_nodes(op="placeholder"))
+        tangents = [n for n in placeholders if torch_private.is_tangent(n)]
+        self.overwritten = _overwritten_storages(joint, torch_private.overwritten_inputs(placeholders, descriptions))
+        self.transparent = {n for n in joint.graph.nodes if is_part(n) or _is_view(n) or self._is_widening(n)}
+        operations = [n for n in computations(joint) if n not in self.transparent]
         forward_set = forward_nodes(joint, outputs)
-        tangents = [n for n in joint.graph.find_nodes(op="placeholder") if torch_private.is_tangent(n)]
         self.forward = [n for n in operations if n in forward_set]
         everything = [n for n in computations(joint) if n not in forward_set]
-        self.backward = [n for n in sink(everything, tangents) if not _is_transparent(n)]
+        self.backward = [n for n in sink(everything, tangents) if n not in self.transparent]
         self.is_forward = set(self.forward)
         self.tangents_of = _tangents_of(joint.graph, tangents)
         self.fusible = {n for n in operations if self._is_fusible(n)}
@@ -155,6 +160,8 @@ class _Fuser:
             return False
         if mutated_arguments(node) or is_random(node, self.device) or not node.all_input_nodes:
             return False
+        if self._reads_overwritten(node):
+            return False  # it has to run where it stands
         if len({self.tangents_of[a] for a in node.all_input_nodes} - {frozenset()}) > 1:
             return False  # where one of the gradients never comes, this is no computation, or one with zeros
         tensors = [t for n in (node, *node.all_input_nodes) for t in torch_private.leaves(n.meta.get("val"))]
@@ -169,13 +176,33 @@ class _Fuser:
             if t is not None
         )
 
+    def _reads_overwritten(self, node: fx.Node) -> bool:
+        """Whether a node reads a buffer that the step writes to."""
+        values = (a.meta.get("val") for a in node.all_input_nodes)
+        dense = (v for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided)
+        return any(torch_private.storage_id(v) in self.overwritten for v in dense)
+
+    def _is_widening(self, node: fx.Node) -> bool:
+        """Whether a node casts to a wider type: each reader does that for itself at no cost."""
+        if node.target is not aten._to_copy.default or set(node.kwargs) != {"dtype"} or self._reads_overwritten(node):
+            return False
+        before, after = source_of(node).meta["val"], node.meta["val"]
+        is_wider: bool = after.dtype.itemsize > before.dtype.itemsize
+        return is_wider and before.dtype in _FLOATS
+
+    def origin(self, node: fx.Node) -> fx.Node:
+        """Give the operation or input from which a value comes, through views and casts."""
+        while node in self.transparent:
+            node = source_of(node)
+        return node
+
     def consumers(self, value: fx.Node) -> set[fx.Node]:
         """Find the operations that read a value, directly or through views of it; the output is one of them."""
         found: set[fx.Node] = set()
         stack = list(value.users)
         while stack:
             user = stack.pop()
-            if _is_transparent(user):
+            if user in self.transparent:
                 stack.extend(user.users)
             else:
                 found.add(user)
@@ -222,7 +249,7 @@ class _Fuser:
         size = _numel(node)
         return [
             a
-            for a in map(_origin, node.all_input_nodes)
+            for a in map(self.origin, node.all_input_nodes)
             if a.op not in ("placeholder", "get_attr") and _numel(a) >= size and not self._is_wanted(a, a)
         ]
 
@@ -230,7 +257,9 @@ class _Fuser:
         """Whether running an operation only where its group runs keeps no more memory waiting."""
         if self.stretch[node] == self.stretch[group.members[-1]]:
             return True
-        read = [a.meta["val"] for a in map(_origin, node.all_input_nodes) if a.op not in ("placeholder", "get_attr")]
+        read = [
+            a.meta["val"] for a in map(self.origin, node.all_input_nodes) if a.op not in ("placeholder", "get_attr")
+        ]
         waiting = sum(_bytes(t) for t in torch_private.leaves(read) if _SMALL * t.numel() >= _numel(node))
         return waiting <= sum(_bytes(t) for t in torch_private.leaves(node.meta["val"]))
 
@@ -246,10 +275,15 @@ class _Fuser:
         own = self.tangents_of[node]
         near = near and (not own or all(self.tangents_of[c] == own for c in readers))
         if near and len(others) <= 1 and None not in others:
-            members = {m for g in joined if g is not None for m in g.members}
-            if len(members) < MOST_MEMBERS:
-                group.members = sorted({node, *members}, key=self.position.__getitem__)
+            members = {node, *(m for g in joined if g is not None for m in g.members)}
+            if len(members) <= MOST_MEMBERS and self._is_ready_before(node, members):
+                group.members = sorted(members, key=self.position.__getitem__)
         self.group_of.update(dict.fromkeys(group.members, group))
+
+    def _is_ready_before(self, first: fx.Node, members: set[fx.Node]) -> bool:
+        """Whether all that operations read exists before the first of them runs: then nothing else lies between."""
+        read = {self.origin(a) for member in members for a in member.all_input_nodes} - members
+        return all(self.position.get(a, -1) < self.position[first] for a in read)
 
     def _is_small(self, node: fx.Node, value: fx.Node) -> bool:
         size: int = value.meta["val"].numel()
@@ -263,7 +297,7 @@ class _Fuser:
     def _leave_out_single_operations(self) -> None:
         """Leave a group of one operation as it is, unless it has to derive what it reads."""
         for node, group in list(self.group_of.items()):
-            reads = (_origin(a) for a in node.all_input_nodes)
+            reads = (self.origin(a) for a in node.all_input_nodes)
             if len(group.members) == 1 and not any(a in self.derived for a in reads):
                 del self.group_of[node]
 
@@ -369,11 +403,18 @@ class _Body:
 
     def _is_inside(self, node: fx.Node) -> bool:
         """Whether a value is computed here: by a member, derived, or a view or a cast of such."""
-        while _is_transparent(node):
-            if _is_widening(node):
+        while node in self.fuser.transparent:
+            if node.target is aten._to_copy.default:
                 return True
             node = source_of(node)
         return node in self.members or node in self.fuser.derived
+
+
+def _overwritten_storages(joint: fx.GraphModule, after_forward: Sequence[fx.Node]) -> set[int]:
+    """Find what the step writes to, in the graph or after the forward, by the identity of fake storages."""
+    written = [*after_forward, *(a for n in computations(joint) for a in mutated_arguments(n))]
+    values = (n.meta.get("val") for n in written)
+    return {torch_private.storage_id(v) for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided}
 
 
 def _tangents_of(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]:
@@ -395,26 +436,6 @@ def _is_view(node: fx.Node) -> bool:
     if node.op != "call_function" or schema is None or schema.is_mutable:
         return False
     return node.target is aten._unsafe_view.default or any(r.alias_info is not None for r in schema.returns)
-
-
-def _is_widening(node: fx.Node) -> bool:
-    """Whether a node casts to a wider type: each reader does that for itself at no cost."""
-    if node.target is not aten._to_copy.default or set(node.kwargs) != {"dtype"}:
-        return False
-    before, after = source_of(node).meta["val"], node.meta["val"]
-    is_wider: bool = after.dtype.itemsize > before.dtype.itemsize
-    return is_wider and before.dtype in _FLOATS
-
-
-def _is_transparent(node: fx.Node) -> bool:
-    return is_part(node) or _is_view(node) or _is_widening(node)
-
-
-def _origin(node: fx.Node) -> fx.Node:
-    """Give the operation or input from which a value comes, through views and casts."""
-    while _is_transparent(node):
-        node = source_of(node)
-    return node
 
 
 def _numel(node: fx.Node) -> int:

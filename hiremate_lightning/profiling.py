@@ -139,7 +139,7 @@ def measure(
     costs = cache.costs_on(captured.device)
     missing = {n.key: i for i, n in enumerate(graph.nodes) if n.key not in costs and i < len(captured.fx_nodes)}
     fallback = estimate(graph)
-    with _undisturbed(captured.device):
+    with undisturbed(captured.device):
         for done, (key, index) in enumerate(missing.items()):
             progress(done, len(missing))
             costs[key] = _measure_node(captured, index, options) or Cost(fallback.time_ms[index], 0)
@@ -153,7 +153,7 @@ def measure(
 
 
 @contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
+def undisturbed(device: torch.device) -> Iterator[None]:
     """Leave random state, gradient mode, autocast, and a measurement of the step under way as they are found."""
     unmeasured = MemoryMeter(device) if MemoryMeter.is_available(device) else nullcontext()  # it pauses the step's
     devices = [device] if device.type == "cuda" else []

@@ -11,6 +11,7 @@ so far in the step, so several kinds of steps (a GAN's two, another input shape)
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 import warnings
@@ -38,7 +39,7 @@ from .metering import free_bytes
 from .out_of_memory import InfeasibleBudgetError, explain
 from .plan import Plan, PlanningTime
 from .planner import PlanOptions, first_solution, make_plan, resolve, unplanned
-from .profiling import CostCache, TimedRun, measure
+from .profiling import CostCache, TimedRun, measure, undisturbed
 from .recording import Run, StepRecord
 from .report import Reporter
 from .resident import WATCHED_STEPS, Resident, ResidentMemory
@@ -263,7 +264,7 @@ class Session:
             self._tracing.close()
             captured = self._parts[len(self._profiles)].captured
             if self.kernels is not None:
-                with self.stage("compile_s", "compiling"):
+                with self.stage("compile_s", "compiling"), undisturbed(captured.device):
                     self.kernels.compile(lambda done, total: self._reporter.progress("kernels", done, total))
             with self.stage("profile_s", "profiling"):
                 profile = measure(
@@ -327,6 +328,7 @@ class Session:
         if self._memory.device.type == "cuda":
             return resident  # all that is allocated is in it
         if self._before is not None:
+            gc.collect()  # what nobody holds any more is not left
             self._left_bytes = self._before.left_bytes(arguments)
         if not self._left_stays:
             return replace(resident, stale_bytes=resident.stale_bytes + self._left_bytes)

@@ -43,6 +43,10 @@ class RejectedError(Exception):
     """Plain PyTorch can't train this network."""
 
 
+class MiscompiledError(Exception):
+    """torch.compile can't train the network that plain PyTorch trains: its backend "aot_eager" fails the same way."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A network, its training and its budget.
@@ -315,12 +319,17 @@ def compare(recipe: Recipe, time_limit_s: float = 5.0) -> Outcome:
 
     Raises:
         RejectedError: If plain PyTorch can't train it.
+        MiscompiledError: If torch.compile can't, whoever compiles.
     """
     plain = _train_plainly(recipe)
     share = SHARES[recipe.share]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", HiRemateWarning)
-        planned, plan, session = _train_planned(recipe, share, time_limit_s)
+        try:
+            planned, plan, session = _train_planned(recipe, share, time_limit_s)
+        except RuntimeError as error:
+            _blame_torch_if_due(recipe, error)
+            raise
     differences, deviation = _differences(planned, plain), 0.0
     if differences:
         captured, _, _ = _train_planned(recipe, "1 TiB", time_limit_s)
@@ -362,6 +371,17 @@ def _train_plainly(recipe: Recipe) -> Record:
         return train(build(recipe), recipe)
     except RuntimeError as error:
         raise RejectedError(str(error)) from error
+
+
+def _blame_torch_if_due(recipe: Recipe, error: RuntimeError) -> None:
+    """Raise another error where the same one comes of torch's own backend that only traces."""
+    model = build(recipe)
+    model.compile(backend="aot_eager")
+    try:
+        train(model, recipe)
+    except RuntimeError as theirs:
+        if str(theirs)[:60] == str(error)[:60]:
+            raise MiscompiledError(str(error)) from error
 
 
 def _differences(found: Record, expected: Record) -> list[str]:

@@ -209,8 +209,10 @@ def test_what_cannot_be_compiled_runs_one_by_one(monkeypatch):
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(left, expected, strict=True))
 
 
-@pytest.mark.parametrize("fault", ["strides", "memory"])
-def test_a_kernel_with_results_laid_out_otherwise_is_not_used(monkeypatch, fault):
+@pytest.mark.parametrize(
+    ("fault", "words"), [("strides", "its results are laid out as"), ("memory", "its results share memory")]
+)
+def test_a_kernel_with_results_laid_out_otherwise_is_not_used(monkeypatch, fault, words):
     compile_graph = inductor.compile_graph
 
     def compile_otherwise(module, inputs):
@@ -221,10 +223,53 @@ def test_a_kernel_with_results_laid_out_otherwise_is_not_used(monkeypatch, fault
 
     monkeypatch.setattr(inductor, "compile_graph", compile_otherwise)
     fused = planned(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Sigmoid()), "100%")
-    with pytest.warns(HiRemateWarning, match="its results"):
+    with pytest.warns(HiRemateWarning, match=words):
         fused(torch.randn(8, 16)).sum().backward()
 
 
 def test_another_compiler_is_refused():
     with pytest.raises(ConfigurationError, match=r"compile must be 'inductor' or None, found 'nvfuser'"):
         hiremate(nn.Linear(2, 2), compile="nvfuser")
+
+
+def test_a_buffer_that_the_step_overwrites_is_read_before():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+            self.register_buffer("scale", torch.linspace(0.5, 1.5, 16))
+            self.register_buffer("short", torch.linspace(0.5, 1.5, 16).bfloat16())
+
+        def forward(self, x):
+            y = torch.tanh(self.linear(x) * torch.exp(self.scale)) * (self.short.float() + 1)
+            with torch.no_grad():
+                self.scale.mul_(0.5)
+                self.short.mul_(0.5)
+            return (y * y * 2).mean()
+
+    torch.manual_seed(0)
+    model = Scaled()
+    fused = planned(model, "100%")
+    for found, expected in zip(train(fused, (8, 16)), train(model, (8, 16)), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_reductions_between_elementwise_operations_of_the_backward_keep_their_order():
+    class WrittenOut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 64)
+
+        def forward(self, x):
+            y = self.linear(x)
+            for _ in range(3):
+                weights = (y - y.amax(-1, keepdim=True)).exp()
+                weights = weights / weights.sum(-1, keepdim=True)
+                y = y * weights + weights.mean(-1, keepdim=True) * y.square().sum(-1, keepdim=True).sqrt()
+            return y.square().mean()
+
+    torch.manual_seed(0)
+    model = WrittenOut()
+    fused = planned(model, "100%")
+    for found, expected in zip(train(fused, (8, 16)), train(model, (8, 16)), strict=True):
+        torch.testing.assert_close(found, expected)
