@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import re
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from hiremate_lightning import ConfigurationError, HiRemateWarning, get_plan, hiremate, inductor
+from hiremate_lightning.callbacks import HiRemateCallback
+from hiremate_lightning.integrations import compile_backend
 from hiremate_lightning.targets import targets_of
 
 
@@ -273,3 +276,34 @@ def test_reductions_between_elementwise_operations_of_the_backward_keep_their_or
     fused = planned(model, "100%")
     for found, expected in zip(train(fused, (8, 16)), train(model, (8, 16)), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+def test_the_callback_and_the_backend_of_torch_compile_fuse_too():
+    class Regression(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Sigmoid(), nn.Linear(64, 16))
+
+        def training_step(self, x, batch_idx):
+            return self.net(x).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    callback = HiRemateCallback(budget="100%", compile="inductor", verbose=False)
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[callback], **quiet)
+    trainer.fit(Regression(), torch.utils.data.DataLoader(torch.randn(64, 16), batch_size=16))
+    torch.compiler.reset()
+    net = Regression().net
+    model = torch.compile(net, backend="hiremate", options={"budget": "100%", "compile": "inductor", "verbose": False})
+    for _ in range(3):
+        model(torch.randn(16, 16)).square().mean().backward()
+    torch.compiler.reset()
+    for plan in (callback.plan, compile_backend.get_plan(net)):
+        assert any(node.op.startswith("hiremate.fused") for node in plan.graph.nodes)

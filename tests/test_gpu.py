@@ -30,12 +30,12 @@ def _deterministic():
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
 
 
-def train(name: str, budget: str | None, half: bool) -> tuple[list[torch.Tensor], int, nn.Module]:
+def train(name: str, budget: str | None, half: bool, **options: str) -> tuple[list[torch.Tensor], int, nn.Module]:
     """Train on the device; give all that must be equal, the peak of the last step, and the model."""
     model = build(name)
     module = model.module.cuda()
     if budget is not None:
-        hiremate(module, budget, verbose=False)
+        hiremate(module, budget, verbose=False, **options)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     torch.manual_seed(11)
     losses = []
@@ -70,6 +70,17 @@ def test_training_under_a_plan_is_plain_training_within_the_budget(name, budget,
     difference = abs(peak - plan.planned_peak_bytes) / peak
     assert difference <= 0.01, f"measured {peak:,}, predicted {plan.planned_peak_bytes:,}"
     remove_hiremate(module)
+
+
+@pytest.mark.parametrize("name", ["gpt", "unet"])
+def test_fused_kernels_run_again_bit_for_bit_within_the_budget(name):
+    pytest.importorskip("triton")
+    expected, _, kept = train(name, "100%", half=False, compile="inductor")
+    found, peak, module = train(name, "75%", half=False, compile="inductor")
+    plan = get_plan(module)
+    assert any(node.op.startswith("hiremate.fused") for node in plan.graph.nodes)
+    assert peak <= plan.budget_bytes <= get_plan(kept).unplanned_peak_bytes
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_every_operation_takes_time():
