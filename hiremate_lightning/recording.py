@@ -191,11 +191,15 @@ class StepRecord:
         return self.resident_bytes + max((interval.peak_bytes for interval in self._counted), default=0)
 
     def left_bytes(self, arguments: Iterable[torch.Tensor]) -> int:
-        """Give the bytes of outputs that someone holds after the step, those not counted that are handed in again."""
+        """Give the bytes of outputs that someone holds after the step.
+
+        Those that are handed in again are counted as arguments. Numbers, a loss for example, are not worth to know when
+        another takes their place.
+        """
         counted, total = {torch_private.storage_id(t) for t in arguments if _is_dense(t)}, 0
         for run in self.runs:
             for tensor, (lives, storage) in run.outputs.items():
-                if lives() and storage not in counted:
+                if lives() and storage not in counted and run.graph.tensors[tensor].shape:
                     counted.add(storage)
                     total += _bytes_of(run.graph, (tensor,))
         return total
