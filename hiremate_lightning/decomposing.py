@@ -58,6 +58,16 @@ class Decomposer:
         is_short = source.meta["val"].dtype in (torch.bfloat16, torch.float16)
         return self._add(aten._to_copy.default, source, dtype=torch.float32) if is_short else source
 
+    def _statistics(self, source: fx.Node, dims: list[int], epsilon: float) -> tuple[fx.Node, fx.Node, list[fx.Node]]:
+        """Give variance and mean over some dimensions, which stay with size 1, and the operations from there.
+
+        The last of these is the inverse deviation.
+        """
+        both = self._add(aten.var_mean.correction, source, dims, correction=0, keepdim=True)
+        variance, mean = self._part(both, 0), self._part(both, 1)
+        shifted = self._add(aten.add.Scalar, variance, epsilon)
+        return variance, mean, [both, shifted, self._add(aten.rsqrt.default, shifted)]
+
     def _standardized(self, source: fx.Node, mean: fx.Node, inverse: fx.Node) -> fx.Node:
         return self._add(aten.mul.Tensor, self._add(aten.sub.Tensor, source, mean), inverse)
 
@@ -88,13 +98,11 @@ class Decomposer:
         shown: torch.Tensor = source.meta["val"]
         channels, dims = shown.shape[1], [d for d in range(shown.dim()) if d != 1]
         count = shown.numel() // channels
-        both = self._add(aten.var_mean.correction, self._precise(source), dims, correction=0, keepdim=True)
-        variance, mean = self._part(both, 0), self._part(both, 1)
-        shifted = self._add(aten.add.Scalar, variance, epsilon)
-        inverse = self._add(aten.rsqrt.default, shifted)
+        variance, mean, statistics = self._statistics(self._precise(source), dims, epsilon)
+        inverse = statistics[-1]
         flat = [self._add(aten.view.default, value, [channels]) for value in (mean, variance)]
         unbiased = self._add(aten.mul.Scalar, flat[1], count / max(1, count - 1))
-        statistics, updated = [both, shifted, inverse, unbiased], []
+        statistics, updated = [*statistics, unbiased], []
         for new, before in ((flat[0], mean_before), (unbiased, variance_before)):
             terms = [self._add(aten.mul.Scalar, new, momentum), self._add(aten.mul.Scalar, before, 1 - momentum)]
             updated.append(self._add(aten.add.Tensor, *terms))
@@ -114,15 +122,13 @@ class Decomposer:
             return
         shape = [batch, groups, channels // groups * area]
         grouped = self._add(aten.view.default, self._precise(source), shape)
-        both = self._add(aten.var_mean.correction, grouped, [2], correction=0, keepdim=True)
-        variance, mean = self._part(both, 0), self._part(both, 1)
-        shifted = self._add(aten.add.Scalar, variance, epsilon)
-        inverse = self._add(aten.rsqrt.default, shifted)
+        _, mean, statistics = self._statistics(grouped, [2], epsilon)
+        inverse = statistics[-1]
         result = self._standardized(self._add(aten.view.default, self._precise(source), shape), mean, inverse)
         result = self._add(aten.view.default, result, list(shown.shape))
         result = self._scaled(result, weight, bias, [1, channels, *[1] * (shown.dim() - 2)], shown.dtype)
         saved = [self._add(aten.view.default, value, [batch, groups]) for value in (mean, inverse)]
-        self._replace(node, [result, *saved], [both, shifted, inverse])
+        self._replace(node, [result, *saved], statistics)
 
     def dropout(self, node: fx.Node) -> None:
         """Take apart a dropout on the CPU into a mask that is drawn as eager draws it, and a product."""

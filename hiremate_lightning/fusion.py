@@ -104,12 +104,10 @@ class _Group:
 
     Attributes:
         members: In order.
-        is_forward: Whether it runs in the forward.
         is_written: Whether its node is in the new graph.
     """
 
     members: list[fx.Node]
-    is_forward: bool
     is_written: bool = False
 
 
@@ -141,7 +139,7 @@ class _Fuser:
 
     def run(self, statistics: Sequence[list[fx.Node]]) -> fx.Graph:
         for members in statistics:
-            self.group_of.update(dict.fromkeys(members, _Group(members, is_forward=True)))
+            self.group_of.update(dict.fromkeys(members, _Group(members)))
         for node in reversed(self.forward):
             if node in self.fusible and node not in self.group_of:
                 self._place_forward(node)
@@ -214,7 +212,7 @@ class _Fuser:
         """Put an operation into the group of all that reads it, or begin a group with it."""
         group = self._absorbing(node)
         if group is None:
-            self.group_of[node] = _Group([node], is_forward=True)
+            self.group_of[node] = _Group([node])
             return
         group.members.insert(0, node)
         self.group_of[node] = group
@@ -267,7 +265,7 @@ class _Fuser:
 
     def _place_backward(self, node: fx.Node) -> None:
         """Put an operation into the group of all that reads its large results, or begin a group with it."""
-        group = _Group([node], is_forward=False)
+        group = _Group([node])
         readers = {c for v in values_of(node) if not self._is_small(node, v) for c in self.consumers(v)}
         joined = {self.group_of.get(c) for c in readers}
         others = {g for g in joined if g is None or not self._gives_gradients_only(g)}
