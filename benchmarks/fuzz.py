@@ -1,20 +1,25 @@
 """Train random small networks plainly and under random budgets, and compare bit for bit.
 
-    python benchmarks/fuzz.py [--count 500] [--seed 0] [--longest 9]
+    python benchmarks/fuzz.py [--count 500] [--seed 0] [--longest 9] [--jobs 1]
 
 Each network is drawn from its number, so a failure is repeated by `--seed NUMBER --count 1`. A network that plain
 PyTorch refuses to train is drawn anew, from the next number. Prints a Markdown table, and the recipe of each failure.
+Networks are trained in processes of their own, some in each: what torch.compile remembers makes it slower and slower.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import multiprocessing
 import platform
 import random
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +27,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hiremate_lightning import CaptureError
 from tests.fuzz_models import MiscompiledError, Outcome, RejectedError, compare, draw
+
+REJECTED = "rejected by plain PyTorch"
+NETWORKS_PER_PROCESS = 25
 
 
 def describe(outcome: Outcome) -> str:
@@ -40,27 +48,68 @@ def describe(outcome: Outcome) -> str:
     return f"{exact}; within budget{', after one correction' if outcome.corrected_bytes else ''}"
 
 
-def run(seed: int, longest: int) -> tuple[str, str, Outcome | None]:
-    """Try the network of a number: what came out, and a line about it where that is a failure."""
+@dataclass(frozen=True)
+class Trial:
+    """What came of one number.
+
+    Attributes:
+        result: In one of the words of the table.
+        finding: A line about a failure, "" for none.
+        operations: Number of operations of the network.
+        graphs: Number of captured graphs, 0 where none ran.
+        saved: By how much its peak was lowered, as a share.
+    """
+
+    result: str
+    finding: str = ""
+    operations: int = 0
+    graphs: int = 0
+    saved: float = 0.0
+
+
+def run(seed: int, longest: int) -> Trial:
+    """Try the network of a number."""
+    torch.set_num_threads(1)
+    torch._logging.set_logs(dynamo=logging.ERROR)
     rng = random.Random(seed)
     recipe = draw(lambda values: rng.choice(list(values)), longest)
     try:
         outcome = compare(recipe)
     except RejectedError:
-        return "rejected", "", None
+        return Trial(REJECTED)
     except MiscompiledError:
-        return "torch.compile fails, with its own aot_eager too", "", None
+        return Trial("torch.compile fails, with its own aot_eager too")
     except CaptureError:
-        return "refused, with an error that says what to change", "", None
+        return Trial("refused, with an error that says what to change")
     except Exception as error:  # whatever it is, it is a finding
-        return "CRASHED", f"{seed}: {type(error).__name__}: {str(error).splitlines()[0]}; {recipe}", None
-    result = describe(outcome)
-    details = (
-        f"{seed}: {outcome.differences[:3]}, {outcome.deviation:.0e}, peaks {outcome.peaks}; {recipe}"
-        if result.isupper()
-        else ""
+        return Trial("CRASHED", f"{seed}: {type(error).__name__}: {str(error).splitlines()[0]}; {recipe}")
+    result, plan = describe(outcome), outcome.plan
+    finding = f"{seed}: {outcome.differences[:3]}, {outcome.deviation:.0e}, peaks {outcome.peaks}; {recipe}"
+    return Trial(
+        result,
+        finding if result.isupper() else "",
+        len(recipe.operations),
+        outcome.graphs,
+        1 - plan.planned_peak_bytes / plan.unplanned_peak_bytes if plan is not None else 0.0,
     )
-    return result, details, outcome
+
+
+def try_all(seed: int, count: int, longest: int, jobs: int) -> list[Trial]:
+    """Try the networks of consecutive numbers until so many were not rejected."""
+    trials: list[Trial] = []
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=NETWORKS_PER_PROCESS) as pool:
+        while missing := count - sum(trial.result != REJECTED for trial in trials):
+            first = seed + len(trials)
+            for trial in pool.map(partial(run, longest=longest), range(first, first + missing)):
+                trials.append(trial)
+                if trial.finding:
+                    print(trial.finding, file=sys.stderr, flush=True)
+                if len(trials) % 25 == 0:
+                    print(
+                        f"{len(trials)} drawn: {dict(Counter(t.result for t in trials))}", file=sys.stderr, flush=True
+                    )
+    return trials
 
 
 def main() -> None:
@@ -68,34 +117,23 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=500, help="networks to train")
     parser.add_argument("--seed", type=int, default=0, help="number of the first one")
     parser.add_argument("--longest", type=int, default=9, help="most operations of a network")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     options = parser.parse_args()
-    torch._logging.set_logs(dynamo=logging.ERROR)
-    results: Counter[str] = Counter()
-    operations, graphs, saved, findings = 0, Counter[int](), [], []
-    start, seed = time.perf_counter(), options.seed
-    while sum(results.values()) - results["rejected"] < options.count:
-        result, details, outcome = run(seed, options.longest)
-        results[result] += 1
-        seed += 1
-        if details:
-            findings.append(details)
-            print(details, file=sys.stderr, flush=True)
-        if sum(results.values()) % 25 == 0:
-            print(f"{seed - options.seed} drawn: {dict(results)}", file=sys.stderr, flush=True)
-        if outcome is not None:
-            operations += len(outcome.recipe.operations)
-            graphs[min(outcome.graphs, 3)] += 1
-            if outcome.plan is not None:
-                saved.append(1 - outcome.plan.planned_peak_bytes / outcome.plan.unplanned_peak_bytes)
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {torch.get_num_threads()} thread(s)\n")
+    start = time.perf_counter()
+    trials = try_all(options.seed, options.count, options.longest, options.jobs)
+    print(f"torch {torch.__version__}, Python {platform.python_version()}, 1 thread, {options.jobs} at a time\n")
     print("| result | networks |\n|--|--|")
-    for result, count in sorted(results.items()):
+    for result, count in sorted(Counter(trial.result for trial in trials).items()):
         print(f"| {result} | {count} |")
-    several = graphs[2] + graphs[3]
-    print(f"\n{operations} operations; {several} networks in several graphs; numbers {options.seed} to {seed - 1}; ")
-    print(f"peaks lowered by up to {max(saved, default=0):.0%}; {time.perf_counter() - start:.0f} s")
-    if findings:
-        print("\n" + "\n".join(f"- {finding}" for finding in findings))
+    operations, several = sum(t.operations for t in trials), sum(t.graphs > 1 for t in trials)
+    print(
+        f"\n{operations} operations; {several} networks in several graphs; numbers {options.seed} to "
+        f"{options.seed + len(trials) - 1};"
+    )
+    print(f"peaks lowered by up to {max(t.saved for t in trials):.0%}; {time.perf_counter() - start:.0f} s")
+    for trial in trials:
+        if trial.finding:
+            print(f"- {trial.finding}")
 
 
 if __name__ == "__main__":

@@ -42,8 +42,11 @@ class _Plain:
     def forward_done(self, run: None, outputs: Sequence[Any]) -> None:
         """Do nothing."""
 
-    def backward_starts(self, run: None, tangents: Sequence[Any]) -> None:
+    def backward_starts(self, run: None, tangents: Sequence[Any], leaves: Any) -> None:
         """Do nothing."""
+
+    def must_return(self, part: Part, positions: Any) -> None:
+        """No gradients exist before the step."""
 
     def backward_done(self, run: None) -> None:
         """Do nothing."""

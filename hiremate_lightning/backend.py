@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import torch_private
+from . import backward_pass, torch_private
 from .capture import Captured, capture
 from .errors import CaptureError
 from .execution import Part, stub_modules
@@ -48,6 +48,7 @@ class _Compilation:
         self._part: Part | None = None
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        backward_pass.watch()
         torch_private.fix_sizes(module, inputs)
         self._parameters = frozenset(i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
         backend = torch_private.make_backend(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -21,8 +21,9 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from . import torch_private
+from . import backward_pass, torch_private
 from .absent import NOTHING, Absence, find_absent
+from .accumulation import Leaves, addable, existing, find_leaves
 from .capture import Captured
 from .graph import Phase
 from .kernels import as_eager, needs_traced_layout, with_strides
@@ -52,8 +53,11 @@ class Conductor(Protocol):
     def forward_done(self, run: Any, outputs: Sequence[Any]) -> None:
         """Hear that the forward has run."""
 
-    def backward_starts(self, run: Any, tangents: Sequence[Any]) -> None:
-        """Hear that the backward is about to run."""
+    def backward_starts(self, run: Any, tangents: Sequence[Any], leaves: Leaves) -> None:
+        """Hear that the backward is about to run, and to which inputs its gradients belong."""
+
+    def must_return(self, part: Part, positions: Collection[int]) -> None:
+        """Hear of gradients that exist, but that a backward could not add to."""
 
     def backward_done(self, run: Any) -> None:
         """Hear that the backward has run."""
@@ -75,7 +79,8 @@ class Program:
         saved_names: Name of each saved value.
         returned: For each saved value, whether the forward also returns it.
         checked: For each saved value, whether a change in place between forward and backward is an error.
-        without: Gives the program for a backward to which some gradients, by position, do not arrive.
+        variant: Gives the program for a backward to which some gradients of outputs, by position, do not arrive, and
+            which adds some of its own, by position, to tensors that it takes after the tangents.
     """
 
     schedule: Schedule
@@ -86,7 +91,7 @@ class Program:
     saved_names: tuple[str, ...]
     returned: tuple[bool, ...]
     checked: tuple[bool, ...]
-    without: Callable[[frozenset[int]], Program]
+    variant: Callable[[frozenset[int], frozenset[int]], Program]
 
 
 def build(captured: Captured, schedule: Schedule) -> Program:
@@ -101,13 +106,16 @@ def build(captured: Captured, schedule: Schedule) -> Program:
     """
     saved = tuple(captured.fx_values[t] for t in schedule.saved)
     forward = _forward_module(captured, schedule, saved)
-    backward = _backward_module(captured, schedule, saved, Absence(overwrites=captured.overwrites))
+    present = Absence(overwrites=captured.overwrites)
+    backward = _backward_module(captured, schedule, saved, present)
     outputs = set(captured.forward_outputs)
 
     @functools.cache
-    def without(missing: frozenset[int]) -> Program:
-        module = _backward_module(captured, schedule, saved, find_absent(captured, missing))
-        module.graph.eliminate_dead_code()
+    def variant(missing: frozenset[int], added: frozenset[int]) -> Program:
+        absence = find_absent(captured, missing) if missing else present
+        module = _backward_module(captured, schedule, saved, absence, added)
+        if missing:
+            module.graph.eliminate_dead_code()
         return replace(program, backward=torch_private.boxed(module), backward_module=module)
 
     program = Program(
@@ -119,7 +127,7 @@ def build(captured: Captured, schedule: Schedule) -> Program:
         saved_names=tuple(v.name for v in saved),
         returned=tuple(v in outputs for v in saved),
         checked=tuple(v in outputs or _is_watched(captured, t) for t, v in zip(schedule.saved, saved, strict=True)),
-        without=without,
+        variant=variant,
     )
     return program
 
@@ -144,17 +152,33 @@ def _forward_module(captured: Captured, schedule: Schedule, saved: Sequence[fx.N
 
 
 def _backward_module(
-    captured: Captured, schedule: Schedule, saved: Sequence[fx.Node], absence: Absence
+    captured: Captured,
+    schedule: Schedule,
+    saved: Sequence[fx.Node],
+    absence: Absence,
+    added: frozenset[int] = frozenset(),
 ) -> fx.GraphModule:
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     for value in (*saved, *captured.tangents):
         values[value] = graph.placeholder(value.name)
+    totals = {position: graph.placeholder(f"total_{position}") for position in sorted(added)}
     _copy_constants(captured, graph, values)
     _emit(captured, schedule.backward, graph, values, absence)
     there = (v if isinstance(v, fx.Node) and v not in absence.values else None for v in captured.backward_outputs)
-    graph.output(tuple(None if v is None else values[v] for v in there))
+    gradients = [None if v is None else values[v] for v in there]
+    for position, total in totals.items():
+        _add_at_once(graph, total, gradients[position])
+        gradients[position] = None
+    graph.output(tuple(gradients))
     return fx.GraphModule(captured.joint, graph, "PlannedBackward")
+
+
+def _add_at_once(graph: fx.Graph, total: fx.Node, gradient: fx.Node | None) -> None:
+    """Add a gradient to one that exists, as soon as it is there; the generated code frees it then."""
+    if gradient is not None:
+        with graph.inserting_after(total if gradient.op == "placeholder" else gradient):
+            graph.call_function(torch.ops.aten.add_.Tensor, (total, gradient))
 
 
 def _copy_constants(captured: Captured, graph: fx.Graph, values: dict[fx.Node, fx.Node]) -> None:
@@ -267,12 +291,13 @@ class Part:
         conductor = self._conductor()
         assert conductor is not None, "a model is alive while it is called"
         program, run = conductor.start(self, arguments)
+        leaves = find_leaves(self.captured, arguments)  # the program empties the list
         with self._explained():
             results = list(program.forward(arguments))
         outputs, saved = results[: self._count], results[self._count :]
         del results
         token = torch.empty(0)
-        token.hiremate = _Saved(program, run, _detach_returned(program, saved))  # type: ignore[attr-defined]
+        token.hiremate = _Saved(program, run, leaves, _detach_returned(program, saved))  # type: ignore[attr-defined]
         if self._takes_absent:
             torch_private.let_gradients_be_absent(token)
         conductor.forward_done(run, outputs)
@@ -285,17 +310,30 @@ class Part:
         arguments.clear()
         conductor = self._conductor()
         if conductor is not None:
-            conductor.backward_starts(saved.run, tangents)
-        values = saved.take(keep=torch_private.backward_will_run_again())
+            conductor.backward_starts(saved.run, tangents, saved.leaves)
+        totals = self._find_totals(saved.leaves)
+        values = saved.take(keep=backward_pass.will_run_again())
         values.extend(tangents)
-        missing = missing_gradients(tangents)
-        program = saved.program.without(missing) if missing else saved.program
-        del tangents
+        values.extend(totals.values())
+        missing, added = missing_gradients(tangents), frozenset(totals)
+        program = saved.program.variant(missing, added) if missing or added else saved.program
+        del tangents, totals
         with self._explained():
             gradients = program.backward(values)
         if conductor is not None:
             conductor.backward_done(saved.run)
         return gradients
+
+    def _find_totals(self, leaves: Leaves) -> dict[int, torch.Tensor]:
+        """Give the gradients that exist and to which the backward adds, by position."""
+        found = existing(leaves)
+        added = (
+            addable(self.captured, {position: leaves[position] for position in found}) if found else frozenset[int]()
+        )
+        conductor = self._conductor()
+        if conductor is not None and len(added) < len(found):
+            conductor.must_return(self, found.keys() - added)
+        return {position: found[position] for position in sorted(added)}
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -328,11 +366,12 @@ def _detach_returned(program: Program, saved: list[Any]) -> list[Any]:
 class _Saved:
     """The values that a forward saved, with the program whose backward reads them."""
 
-    __slots__ = ("program", "run", "values", "versions")
+    __slots__ = ("leaves", "program", "run", "values", "versions")
 
-    def __init__(self, program: Program, run: Any, values: list[Any]) -> None:
+    def __init__(self, program: Program, run: Any, leaves: Leaves, values: list[Any]) -> None:
         self.program = program
         self.run = run
+        self.leaves = leaves
         self.values: list[Any] | None = values
         self.versions = [
             torch_private.version_of(v) if checked and isinstance(v, torch.Tensor) else None

@@ -7,8 +7,8 @@ told apart: what was measured in it says nothing about a plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 from .execution import Part, Program
 from .resident import Resident
@@ -27,6 +27,7 @@ class Known:
         order: Order of the backwards.
         parts: The part of each call.
         places: For each call, its place among all forwards of the step.
+        added: For each call, gradients that are only added to those of parameters, with the parameters' storages.
         resident: What existed when it began, as planned.
         solve: What solves it, and remembers.
         margin_bytes: By how much an earlier plan was measured above the budget.
@@ -36,13 +37,27 @@ class Known:
     order: tuple[int, ...]
     parts: tuple[Part, ...]
     places: tuple[int, ...]
+    added: tuple[Mapping[int, frozenset[int]], ...]
     resident: Resident
     solve: Strategy
     margin_bytes: int = 0
 
     def merge(self) -> Step:
-        """Put it into one graph."""
-        return merge(self.calls, self.order, self.resident.stale_bytes)
+        """Put it into one graph, in which gradients that are added to those that exist die at once."""
+        calls = [
+            call.without_gradients({t for t, storages in added.items() if storages <= self.resident.kept})
+            for call, added in zip(self.calls, self.added, strict=True)
+        ]
+        return merge(calls, self.order, self.resident.stale_bytes)
+
+    def returning(self, part: Part, positions: Collection[int]) -> Known:
+        """Know that gradients of a part are not only added; the same where that was known."""
+        found, values = {part.captured.backward_outputs[position] for position in positions}, part.captured.fx_values
+        added = tuple(
+            {t: storages for t, storages in added.items() if own is not part or values[t] not in found}
+            for own, added in zip(self.parts, self.added, strict=True)
+        )
+        return self if added == self.added else replace(self, added=added)
 
 
 class Kinds:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -25,6 +25,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from . import torch_private
+from .accumulation import Leaves
 from .backend import planning_backend
 from .capture import Captured, allocated_bytes
 from .costs import Machine, Profile, estimate
@@ -286,9 +287,12 @@ class _Conductor:
         """Note the end of a forward."""
         self.record.forward_done(run, outputs)
 
-    def backward_starts(self, run: Run, tangents: Sequence[Any]) -> None:
+    def backward_starts(self, run: Run, tangents: Sequence[Any], leaves: Leaves) -> None:
         """Note the start of a backward."""
-        self.record.backward_starts(run, tangents)
+        self.record.backward_starts(run, tangents, leaves)
+
+    def must_return(self, part: Part, positions: Collection[int]) -> None:
+        """Leave it as it is: no gradients exist before this step."""
 
     def backward_done(self, run: Run) -> None:
         """Note the end of a backward."""

@@ -273,7 +273,7 @@ class TimedRun:
             program,
             forward=lambda arguments: self._run(program.forward_module, arguments, recomputed=None),
             backward=lambda arguments: self._run(program.backward_module, arguments, recomputed=Phase.FORWARD),
-            without=lambda missing: self.wrap(program.without(missing)),
+            variant=lambda missing, added: self.wrap(program.variant(missing, added)),
         )
 
     def _run(self, module: fx.GraphModule, arguments: list[Any], recomputed: Phase | None) -> Any:

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import fx
 
-from . import torch_private
+from . import backward_pass, torch_private
 from .absent import find_absent, without
-from .capture import allocated_bytes
+from .accumulation import Leaves, addable
+from .capture import Captured, allocated_bytes
 from .costs import Profile
 from .execution import Part, Program, missing_gradients
 from .graph import Graph
@@ -41,6 +43,8 @@ class Run:
         missing: Positions of the gradients of outputs that did not arrive.
         tangent_bytes: Bytes of each gradient of an output as it arrived: an expanded one takes less than its shape
             says, and storage that several share is counted with the first.
+        added: Gradients with which autograd did nothing but add them to those of parameters, if there were any, and
+            the storages of these parameters.
     """
 
     part: Part
@@ -53,6 +57,7 @@ class Run:
     alive: tuple[int, ...] | None = None
     missing: frozenset[int] = frozenset()
     tangent_bytes: tuple[int, ...] = ()
+    added: dict[int, frozenset[int]] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:
@@ -143,8 +148,9 @@ class StepRecord:
                 run.outputs[tensor_of[node]] = (torch_private.watch_storage(value), torch_private.storage_id(value))
         self._mark(f"f{run.index}")
 
-    def backward_starts(self, run: Run, tangents: Sequence[Any]) -> None:
-        """Note that a backward starts, and which gradients arrived."""
+    def backward_starts(self, run: Run, tangents: Sequence[Any], leaves: Leaves) -> None:
+        """Note that a backward starts, which gradients arrived, and to which inputs its own belong."""
+        run.added = _added(run.part.captured, leaves)
         run.missing = missing_gradients(tangents)
         run.tangent_bytes = _storage_bytes(tangents)
         self._note_alive(f"B{run.index}")
@@ -155,7 +161,7 @@ class StepRecord:
         """Note that a backward ended, and which outputs someone else than the part itself held meanwhile."""
         run.alive = _living(run)
         self._mark(f"b{run.index}")
-        torch_private.at_end_of_backward(lambda: self._ended(run))
+        backward_pass.at_end(lambda: self._ended(run))
 
     def _ended(self, run: Run) -> None:
         """Note that the whole backward has ended; what follows, the optimizer's step say, is not part of the plan."""
@@ -315,6 +321,19 @@ def _passed_on(part: Part, arguments: Sequence[Any]) -> tuple[int, ...]:
     pairs = zip(arguments, captured.backward_outputs, strict=False)
     found = (tensor_of[g] for a, g in pairs if g in tensor_of and isinstance(a, torch.Tensor) and not a.is_leaf)
     return tuple(dict.fromkeys(found))
+
+
+def _added(captured: Captured, leaves: Leaves) -> dict[int, frozenset[int]]:
+    """List the gradients that the running backward only adds to those of some leaves, with the leaves' storages."""
+    added, positions_of = addable(captured, leaves), dict[fx.Node, list[int]]()
+    for position, gradient in enumerate(captured.backward_outputs):
+        positions_of.setdefault(gradient, []).append(position)
+    tensor_of = {captured.fx_values[t]: t for n in captured.graph.backward for t in captured.graph.nodes[n].outputs}
+    return {
+        tensor_of[gradient]: frozenset(torch_private.storage_id(leaves[p]) for p in positions)
+        for gradient, positions in positions_of.items()
+        if gradient in tensor_of and added.issuperset(positions)
+    }
 
 
 def _bytes_of(graph: Graph, tensors: Iterable[int]) -> int:

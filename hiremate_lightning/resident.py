@@ -27,11 +27,13 @@ class Resident:
         size_bytes: Those that stay throughout.
         stale_bytes: Those that are freed before the backward: gradients that the optimizer has used, by `zero_grad`,
             and outputs of the step before, by those that take their place.
+        kept: Storages of the parameters whose gradients are among the bytes that stay.
         kinds: Name and bytes of what makes up `size_bytes`.
     """
 
     size_bytes: int
     stale_bytes: int
+    kept: frozenset[int] = frozenset()
     kinds: tuple[tuple[str, int], ...] = field(default=(), compare=False)
 
 
@@ -76,7 +78,8 @@ class ResidentMemory:
 
     def count(self, arguments: Sequence[torch.Tensor]) -> Resident:
         """Count what exists before a step, its arguments included."""
-        gradients = [p.grad for p in self.root.parameters() if p.grad is not None]
+        gradients_of = {p: p.grad for p in self.root.parameters() if p.grad is not None}
+        gradients = list(gradients_of.values())
         stale = self._bytes_of(gradients) if self._stepped and self._frees_gradients else 0
         groups: dict[str, list[torch.Tensor]] = {
             "parameters": list(self.root.parameters()),
@@ -91,7 +94,8 @@ class ResidentMemory:
         if self.device.type == "cuda":
             size_bytes, known = torch.cuda.memory_allocated(self.device) - stale, size_bytes
             kinds["other"] = max(0, size_bytes - known)
-        return Resident(size_bytes, stale, tuple(kinds.items()))
+        kept = frozenset[int]() if stale else frozenset(map(torch_private.storage_id, gradients_of))
+        return Resident(size_bytes, stale, kept, tuple(kinds.items()))
 
     def describe(self) -> str:
         """Say what the device has handed out, "" where that is not known."""

@@ -16,7 +16,7 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from . import torch_private
+from .accumulation import Leaves
 from .backend import planning_backend
 from .capture import Captured
 from .costs import Profile, step_time_ms
@@ -97,6 +98,7 @@ class Session:
         self._profiles: list[Profile] = []
         self._least: list[Program] = []
         self._known: dict[Kind, Known] = {}
+        self._unfit: set[Kind] = set()  # whose plans were made with gradients dying that do not
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
         self._auto_bytes: int | None = None
         self._before: StepRecord | None = None  # of the step before this one, where that was measured
@@ -229,7 +231,7 @@ class Session:
         if run is not None and self._record is not None:
             self._record.forward_done(run, outputs)
 
-    def backward_starts(self, run: Run | None, tangents: Sequence[Any]) -> None:
+    def backward_starts(self, run: Run | None, tangents: Sequence[Any], leaves: Leaves) -> None:
         """Note the start of a backward."""
         if not self._in_backward:
             self._in_backward = True
@@ -237,7 +239,19 @@ class Session:
             if self._before is not None and self._left_bytes:
                 self._left_stays = self._before.left_bytes(()) > 0
         if run is not None and self._record is not None and run in self._record.runs:
-            self._record.backward_starts(run, tangents)
+            self._record.backward_starts(run, tangents, leaves)
+
+    def must_return(self, part: Part, positions: Collection[int]) -> None:
+        """Learn that gradients were handed to autograd beside those that exist, where a plan may count on adding."""
+        for kind, known in self._known.items():
+            returning = known.returning(part, positions)
+            if returning is not known:
+                self._known[kind] = returning
+                self._unfit.add(kind)
+                self.say(
+                    "Gradients can't be added where they appear any more, since a hook sees them, another term of the "
+                    "loss has some too, or autograd.grad asks for them: two sets of them are planned for from now on."
+                )
 
     def backward_done(self, run: Run | None) -> None:
         """Note the end of a backward."""
@@ -343,7 +357,8 @@ class Session:
 
     def _watches_resident(self) -> bool:
         """Whether to count resident bytes now: they settle within a few steps, and counting takes time."""
-        return self._finished is not None or self._steps < WATCHED_STEPS or self._steps % 64 == 0
+        is_due = self._steps < WATCHED_STEPS or self._steps % 64 == 0
+        return is_due or self._finished is not None or bool(self._unfit)
 
     def end_step(self, at_once: bool = True) -> None:
         """End the step under way, and its measurement; what was learned is used when the next one begins.
@@ -393,6 +408,7 @@ class Session:
             order=tuple(order),
             parts=tuple(run.part for run in runs),
             places=tuple(run.index for run in runs),
+            added=tuple(run.added for run in runs),
             resident=resident,
             solve=shared(Remembering(worker.apart(self.options.plan.solver)), torch_private.process_group_store()),
         )
@@ -433,8 +449,9 @@ class Session:
     def _adapt(self, kind: Kind, resident: Resident) -> None:
         """Meet what exists before this step: the plan stays where it still fits, else the step is planned anew."""
         known, plan = self._known[kind], self.plans[kind]
-        if resident == known.resident:
+        if resident == known.resident and kind not in self._unfit:
             return
+        self._unfit.discard(kind)
         known = replace(known, resident=resident)
         step = known.merge()
         budget_bytes = self._budget_bytes(step, resident.size_bytes)

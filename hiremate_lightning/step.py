@@ -9,7 +9,7 @@ call its own decisions back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from .costs import Profile
@@ -60,6 +60,11 @@ class Call:
     after_forward: Gap = Gap()
     before_backward: Gap = Gap()
     after_backward: Gap = Gap()
+
+    def without_gradients(self, tensors: Collection[int]) -> Call:
+        """Give the call as it is where some gradients die as soon as nothing reads them."""
+        stay = tuple(t for t in self.graph.gradients if t not in tensors)
+        return replace(self, graph=replace(self.graph, gradients=stay))
 
 
 @dataclass(frozen=True)

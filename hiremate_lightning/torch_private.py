@@ -1,4 +1,4 @@
-"""Every private torch API that the project uses, and nothing else.
+"""Every private torch API that the project uses but for `backward_pass` and `inductor`, and nothing else.
 
 Checked on the torch versions in `CHECKED_VERSIONS`; `tests/test_torch_private.py` fails loudly when one of them moves.
 What they are for:
@@ -7,7 +7,7 @@ What they are for:
 * the slot that `nn.Module.compile` uses: the only way to take over a call that keeps state_dict, deepcopy and pickle as
   they are;
 * boxed code generation of FX graphs, so that arguments die as they are used;
-* facts about a running backward: whether it will be run again, when it has ended, and a tensor's version;
+* a tensor's version and storage, which Python does not tell;
 * tracing of the very operators that eager PyTorch runs, with the strides that they give.
 """
 
@@ -269,16 +269,6 @@ def take_gradients_as_they_come() -> None:
         for meta in context.fw_metadata.subclass_tangent_meta:
             if isinstance(meta, PlainTensorMeta) and meta.memory_format is not None:
                 meta.memory_format = MemoryFormatMeta(size=_Anything(), stride=_Anything())  # type: ignore[arg-type]
-
-
-def backward_will_run_again() -> bool:
-    """Whether the running backward was called with `retain_graph=True`."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
-
-def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call a function when the running backward has ended, that of all graphs; not where it fails."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def version_of(tensor: torch.Tensor) -> int:

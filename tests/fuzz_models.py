@@ -61,6 +61,7 @@ class Recipe:
         optimizer: Position in OPTIMIZERS.
         needs_input_gradient: Whether the batch requires a gradient.
         seed: Of weights, batches and random operations.
+        accumulates: Whether the gradients of two steps are added up before the optimizer's.
     """
 
     operations: tuple[tuple[str, int, int, int], ...]
@@ -72,6 +73,7 @@ class Recipe:
     optimizer: int = 0
     needs_input_gradient: bool = False
     seed: int = 0
+    accumulates: bool = False
 
 
 def draw(choose: Callable[[Iterable[Any]], Any], longest: int = 9, names: Iterable[str] = OPERATIONS) -> Recipe:
@@ -95,6 +97,7 @@ def draw(choose: Callable[[Iterable[Any]], Any], longest: int = 9, names: Iterab
         optimizer=choose(range(len(OPTIMIZERS))),
         needs_input_gradient=choose((False, False, False, True)),
         seed=choose(range(1000)),
+        accumulates=choose((False, False, True)),
     )
 
 
@@ -231,7 +234,8 @@ def train(
     torch.manual_seed(recipe.seed + 1)
     for index in range(steps):
         before(index)
-        optimizer.zero_grad()
+        if not recipe.accumulates or index % 2 == 0:
+            optimizer.zero_grad()
         x, words = make_batch(recipe, index)
         outputs: list[Any] = []
 
@@ -251,7 +255,9 @@ def train(
             record.peaks.append(peak - sum(buffers[pointer] for pointer in replaced))
         else:
             step()
-        optimizer.step()  # before notes are taken: until then all that is allocated counts as the step's
+        if not recipe.accumulates or index % 2 == 1:
+            optimizer.step()
+        # Notes are taken now: before an optimizer's step all that is allocated counts as the training step's.
         for number, output in enumerate(outputs[0]):
             record.note(f"output {number} of step {index}", output)
         record.note(f"other outputs of step {index}", outputs[1])

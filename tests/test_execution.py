@@ -50,8 +50,11 @@ class Conductor:
     def forward_done(self, run, outputs):
         self.heard.append(f"forward done {run}")
 
-    def backward_starts(self, run, tangents):
+    def backward_starts(self, run, tangents, leaves):
         self.heard.append(f"backward starts {run}")
+
+    def must_return(self, part, positions):
+        self.heard.append("must return")
 
     def backward_done(self, run):
         self.heard.append(f"backward done {run}")

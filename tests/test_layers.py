@@ -44,6 +44,7 @@ ORDER = (
     "metrics",
     "eager_paths",
     "torch_private",
+    "backward_pass",
     "metering",
     "inductor",
     "fused_kernel",
@@ -55,6 +56,7 @@ ORDER = (
     "decomposing",
     "fusion",
     "absent",
+    "accumulation",
     "execution",
     "profiling",
     "recording",
@@ -108,7 +110,7 @@ TORCH_FREE = (
 )
 FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
 MAY_USE_FRAMEWORKS = ("integrations", "callbacks")
-MAY_USE_PRIVATE_TORCH = ("torch_private", "inductor")
+MAY_USE_PRIVATE_TORCH = ("torch_private", "backward_pass", "inductor")
 # Private state of modules and tensors, where no name in the source says that it is torch's.
 PRIVATE_ATTRIBUTES = ("_call_impl", "_cdata", "_compiled_call_impl", "_version")
 

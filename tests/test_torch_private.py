@@ -71,25 +71,6 @@ def test_boxed_code_empties_its_argument_list():
     assert result.item() == 0
 
 
-def test_a_backward_knows_whether_it_will_run_again():
-    heard = []
-
-    class Listening(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            heard.append(torch_private.backward_will_run_again())
-            return g
-
-    y = Listening.apply(torch.ones(1, requires_grad=True))
-    y.backward(retain_graph=True)
-    y.backward()
-    assert heard == [True, False]
-
-
 def test_versions_count_changes_in_place():
     x = torch.zeros(1)
     before = torch_private.version_of(x)
@@ -173,23 +154,3 @@ def test_sparse_tensors_have_parts():
     assert torch_private.dense_parts(dense) == (dense,)
     for layout, parts in ((torch.sparse_coo, 2), (torch.sparse_csr, 3), (torch.sparse_csc, 3)):
         assert len(torch_private.storage_sizes([dense.to_sparse(layout=layout)])) == parts
-
-
-def test_the_end_of_a_backward_is_told():
-    heard = []
-
-    class Telling(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            torch_private.at_end_of_backward(lambda: heard.append("end"))
-            heard.append("here")
-            return g
-
-    weight = torch.ones(1, requires_grad=True)
-    weight.register_post_accumulate_grad_hook(lambda p: heard.append("accumulated"))
-    Telling.apply(weight * 1).backward()
-    assert heard == ["here", "accumulated", "end"]

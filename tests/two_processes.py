@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from itertools import product
@@ -75,7 +76,7 @@ class NormAcrossRanks(nn.Module):
 
 
 def gradients(rank: int, way: str, planned: bool) -> list[torch.Tensor | None]:
-    """Take the gradients of a few steps under DistributedDataParallel."""
+    """Take the gradients of a few steps under DistributedDataParallel, accumulated over three, some without a sum."""
     torch.manual_seed(1)
     made = TwoHeads()
     both = way == "find_unused_parameters"
@@ -86,10 +87,12 @@ def gradients(rank: int, way: str, planned: bool) -> list[torch.Tensor | None]:
     if planned:
         hiremate(model, BUDGET, verbose=False)
     found: list[torch.Tensor | None] = []
-    for index in range(5):
-        model(make_batch(index, rank), index % 2 if both else 0).square().mean().backward()
+    for index in range(7):
+        with model.no_sync() if index == 3 else nullcontext():
+            model(make_batch(index, rank), index % 2 if both else 0).square().mean().backward()
         found += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-        model.zero_grad()
+        if index % 3 == 2:
+            model.zero_grad()
     return found
 
 

@@ -1,0 +1,128 @@
+"""What is told of a running backward: each test fails loudly where a private torch API has moved."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from hiremate_lightning import backward_pass
+
+
+def test_a_backward_knows_whether_it_will_run_again():
+    heard = []
+
+    class Listening(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            heard.append(backward_pass.will_run_again())
+            return g
+
+    y = Listening.apply(torch.ones(1, requires_grad=True))
+    y.backward(retain_graph=True)
+    y.backward()
+    assert heard == [True, False]
+
+
+def test_the_end_of_a_backward_is_told():
+    heard = []
+
+    class Telling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            backward_pass.at_end(lambda: heard.append("end"))
+            heard.append("here")
+            return g
+
+    weight = torch.ones(1, requires_grad=True)
+    weight.register_post_accumulate_grad_hook(lambda p: heard.append("accumulated"))
+    Telling.apply(weight * 1).backward()
+    assert heard == ["here", "accumulated", "end"]
+
+
+class Asking(torch.autograd.Function):
+    """Multiplies, and asks in its backward what will be done with the gradient of a leaf."""
+
+    @staticmethod
+    def forward(ctx, x, leaf, heard):
+        ctx.leaf, ctx.heard = leaf, heard
+        return x * leaf.detach()
+
+    @staticmethod
+    def backward(ctx, g):
+        ctx.heard.append(backward_pass.only_takes_one(ctx.leaf))
+        return g, g, None
+
+
+@pytest.fixture
+def leaf():
+    backward_pass.watch()
+    return torch.ones(3, requires_grad=True)
+
+
+def ask(leaf, run=lambda y, leaf: y.sum().backward()):
+    heard = []
+    run(Asking.apply(torch.ones(3, requires_grad=True) * 2, leaf, heard), leaf)
+    return heard[0]
+
+
+def test_a_gradient_that_is_only_added_is_known(leaf):
+    assert ask(leaf)
+    assert ask(leaf, lambda y, leaf: (y.exp() + y).sum().backward())
+    assert ask(leaf, lambda y, leaf: torch.autograd.backward([y.sum(), y.exp().sum()]))
+
+
+def test_a_gradient_of_two_terms_is_known(leaf):
+    assert not ask(leaf, lambda y, leaf: (y.sum() + leaf.square().sum()).backward())
+    assert not ask(leaf, lambda y, leaf: torch.autograd.backward([y.sum(), leaf.sum()]))
+    assert not ask(leaf, lambda y, leaf: torch.autograd.backward([y, leaf], [y, leaf]))
+
+
+def test_a_gradient_that_a_hook_sees_is_known(leaf):
+    handle = leaf.register_hook(lambda g: 2 * g)
+    assert not ask(leaf)
+    handle.remove()
+    assert ask(leaf)
+    leaf.register_post_accumulate_grad_hook(lambda p: None)
+    assert not ask(leaf)
+
+
+def test_a_gradient_that_is_asked_for_or_left_out_is_known(leaf):
+    other = torch.ones(3, requires_grad=True)
+    assert not ask(leaf, lambda y, leaf: torch.autograd.grad(y.sum(), [leaf]))
+    assert not ask(leaf, lambda y, leaf: (y * other).sum().backward(inputs=[other, y]))
+    assert ask(leaf, lambda y, leaf: (y * other).sum().backward(inputs=[leaf]))
+
+
+def test_a_leaf_that_was_frozen_since_is_known(leaf):
+    assert not ask(leaf, lambda y, leaf: (leaf.requires_grad_(False), y.sum().backward()))
+
+
+def test_outside_of_a_backward_nothing_is_known(leaf):
+    assert not backward_pass.only_takes_one(leaf)
+
+
+def test_a_backward_that_has_ended_is_let_go(leaf):
+    y = (leaf * 2).sum()
+    lives = weakref.ref(y)
+    y.backward()
+    del y
+    gc.collect()
+    assert lives() is None
+
+
+def test_backwards_are_watched_once():
+    backward_pass.watch()
+    run = torch.autograd._engine_run_backward
+    backward_pass.watch()
+    assert torch.autograd._engine_run_backward is run
