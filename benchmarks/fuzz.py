@@ -17,7 +17,6 @@ import random
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -98,10 +97,10 @@ def try_all(seed: int, count: int, longest: int, jobs: int) -> list[Trial]:
     """Try the networks of consecutive numbers until so many were not rejected."""
     trials: list[Trial] = []
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=NETWORKS_PER_PROCESS) as pool:
+    with context.Pool(jobs, maxtasksperchild=NETWORKS_PER_PROCESS) as pool:
         while missing := count - sum(trial.result != REJECTED for trial in trials):
             first = seed + len(trials)
-            for trial in pool.map(partial(run, longest=longest), range(first, first + missing)):
+            for trial in pool.imap(partial(run, longest=longest), range(first, first + missing)):
                 trials.append(trial)
                 if trial.finding:
                     print(trial.finding, file=sys.stderr, flush=True)
