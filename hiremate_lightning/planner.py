@@ -146,12 +146,12 @@ def _solve_until_it_fits(problem: Problem, strategy: Strategy) -> Solution:
     end = time.monotonic() + problem.options.time_limit_s
     solution = first = strategy(problem)
     tighter = problem
-    for _ in range(TIGHTENINGS):
+    for attempt in range(TIGHTENINGS):
         excess = replay(problem, solution.recompute).peak_bytes - problem.budget_bytes if solution.is_feasible else 0
         if excess <= 0:
             break
         options = replace(problem.options, time_limit_s=max(1.0, end - time.monotonic()))
-        tighter = replace(tighter, budget_bytes=tighter.budget_bytes - excess, options=options)
+        tighter = replace(tighter, budget_bytes=tighter.budget_bytes - (excess << attempt), options=options)
         solution = strategy(tighter)
     if solution is first or not solution.is_feasible:
         return solution

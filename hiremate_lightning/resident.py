@@ -5,15 +5,17 @@ On CUDA all that is allocated counts, and the kinds say what of it is known; els
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from . import torch_private
 from .capture import allocated_bytes
+from .recording import StepRecord
 from .units import format_bytes
 
 WATCHED_STEPS = 16  # the first ones, in which it is seen whether gradients are freed before the backward
@@ -120,3 +122,39 @@ class ResidentMemory:
         fresh = {storage: size for storage, size in sizes.items() if storage not in seen}
         seen.update(fresh)
         return sum(allocated_bytes(size, device) for size in fresh.values())
+
+
+class LeftOutputs:
+    """Outputs of a step that are still held when the next one begins, where the step was measured.
+
+    They stay, or those of the next step take their place.
+    """
+
+    def __init__(self) -> None:
+        self._record: StepRecord | None = None
+        self._size_bytes = 0
+        self._stay = True  # as far as was seen
+
+    @property
+    def are_known(self) -> bool:
+        """Whether the step that ended last was measured."""
+        return self._record is not None
+
+    def step_ended(self, record: StepRecord | None) -> None:
+        """Learn of the step whose outputs may be left, None for one that was not recorded."""
+        self._record = record if record is not None and record.is_measured else None
+
+    def add_to(self, resident: Resident, arguments: Sequence[torch.Tensor]) -> Resident:
+        """Count them with what exists before a step with these arguments."""
+        if self._record is not None:
+            gc.collect()  # what nobody holds any more is not left
+            self._size_bytes = self._record.left_bytes(arguments)
+        if not self._stay:
+            return replace(resident, stale_bytes=resident.stale_bytes + self._size_bytes)
+        kinds = (*resident.kinds, ("outputs of the step before", self._size_bytes))
+        return replace(resident, size_bytes=resident.size_bytes + self._size_bytes, kinds=kinds)
+
+    def backward_starts(self) -> None:
+        """See whether they are held beyond the forward."""
+        if self._record is not None and self._size_bytes:
+            self._stay = self._record.left_bytes(()) > 0

@@ -11,7 +11,6 @@ so far in the step, so several kinds of steps (a GAN's two, another input shape)
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 import warnings
@@ -43,7 +42,7 @@ from .planner import PlanOptions, first_solution, make_plan, resolve, unplanned
 from .profiling import CostCache, TimedRun, measure, undisturbed
 from .recording import Run, StepRecord
 from .report import Reporter
-from .resident import WATCHED_STEPS, Resident, ResidentMemory
+from .resident import WATCHED_STEPS, LeftOutputs, Resident, ResidentMemory
 from .schedule import lower
 from .shared_solving import shared
 from .solvers import worker
@@ -101,9 +100,7 @@ class Session:
         self._unfit: set[Kind] = set()  # whose plans were made with gradients dying that do not
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
         self._auto_bytes: int | None = None
-        self._before: StepRecord | None = None  # of the step before this one, where that was measured
-        self._left_bytes = 0  # of outputs that were still held after it
-        self._left_stays = True  # whether they are held beyond the next forward, as far as was seen
+        self._left = LeftOutputs()
         self._saw_unplanned = False  # whether a kind of step without a plan ran unrecorded
         self._began_with: Resident | None = None  # when the step began, where that was counted
         self._steps = 0
@@ -236,8 +233,7 @@ class Session:
         if not self._in_backward:
             self._in_backward = True
             self._memory.backward_starts(self._steps)
-            if self._before is not None and self._left_bytes:
-                self._left_stays = self._before.left_bytes(()) > 0
+            self._left.backward_starts()
         if run is not None and self._record is not None and run in self._record.runs:
             self._record.backward_starts(run, tangents, leaves)
 
@@ -328,7 +324,7 @@ class Session:
         plan = None if expected is None else self.plans[expected]
         if plan is None or plan.measured.peak_bytes is None or self._saw_unplanned:
             resident = self._count(arguments)
-            sees_frees = not resident.stale_bytes or self._memory.device.type == "cuda" or self._before is not None
+            sees_frees = not resident.stale_bytes or self._memory.device.type == "cuda" or self._left.are_known
             start_bytes = resident.size_bytes + resident.stale_bytes
             self._record = StepRecord(self._memory.device, start_bytes, sees_frees)
             if not self._record.is_measured:
@@ -341,13 +337,7 @@ class Session:
         resident = self._memory.count(arguments)
         if self._memory.device.type == "cuda":
             return resident  # all that is allocated is in it
-        if self._before is not None:
-            gc.collect()  # what nobody holds any more is not left
-            self._left_bytes = self._before.left_bytes(arguments)
-        if not self._left_stays:
-            return replace(resident, stale_bytes=resident.stale_bytes + self._left_bytes)
-        kinds = (*resident.kinds, ("outputs of the step before", self._left_bytes))
-        return replace(resident, size_bytes=resident.size_bytes + self._left_bytes, kinds=kinds)
+        return self._left.add_to(resident, arguments)
 
     def _is_timed(self, plan: Plan | None) -> bool:
         """Whether to time each operation of the step that begins: for its plan to come, or to see how its plan does."""
@@ -374,7 +364,7 @@ class Session:
         record, timed = self._record, self._timed
         self._record, self._timed = None, None
         self._in_backward, self._began_with = False, None
-        self._before = record if record is not None and record.is_measured else None
+        self._left.step_ended(record)
         if record is not None:
             record.close(at_once)
             if kind in self.plans:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 
 from hiremate_lightning.graph import OUTSIDE, Phase, StorageKind
 from hiremate_lightning.schedule import keep_all, lower, recompute_lazily
 from hiremate_lightning.simulation import simulate
+from hiremate_lightning.solvers.base import Problem
+from hiremate_lightning.solvers.model import Model, Policy
 from hiremate_lightning.step import Call, Gap, merge
 
 from .tiny import KB, Builder, chain
@@ -14,15 +18,18 @@ from .tiny import KB, Builder, chain
 NOTHING = Gap()
 
 
-def linked_chain(length=3, size=100):
-    """A chain whose input is what an earlier call returned: its bytes belong to that call."""
+def linked_chain(length=3, size=100, reads_results=False):
+    """A chain whose input is what an earlier call returned: its bytes belong to that call.
+
+    Where its backward reads results, the input is needed only to compute the first one again.
+    """
     b = Builder()
     values = [b.input("x", size, StorageKind.INPUT)]
     for i in range(length):
         values.append(b.op(f"a{i}", (values[-1],), size))
     gradient = b.tangent("dy", size)
     for i in reversed(range(length)):
-        gradient = b.op(f"g{i}", (gradient, values[i]), size, backward=True)
+        gradient = b.op(f"g{i}", (gradient, values[i + reads_results]), size, backward=True)
     return b.graph(outputs=(values[-1],), gradients=(gradient,))
 
 
@@ -70,6 +77,18 @@ def test_two_linked_calls_recompute_as_the_long_chain_does_but_for_what_links_th
     alone = simulate(graph, profile, lower(graph, recompute_lazily(graph, kept)))
     found = simulate(linked.graph, linked.profile, lower(linked.graph, recompute_lazily(linked.graph, [link])))
     assert found.peak_bytes == alone.peak_bytes
+
+
+@pytest.mark.parametrize("reads_results", [False, True])
+def test_strategies_count_what_links_two_calls_as_the_simulation_does(reads_results):
+    first, (graph, profile) = chain(3), linked_chain(3, reads_results=reads_results)
+    link = {graph.inputs[0]: (0, first[0].outputs[0])}
+    step = merge([Call(*first), Call(graph, profile, links=link, passed_on=graph.gradients)], [1, 0])
+    model = Model(Problem(step.graph, step.profile, 0))
+    for count in range(len(model.choices) + 1):
+        for kept in combinations(model.choices, count):
+            replayed = model.replay(Policy(frozenset(kept) | model.fixed))
+            assert replayed.peak_bytes == peak_of(step, model.recompute(replayed.rows))
 
 
 def test_a_link_shares_its_storage():

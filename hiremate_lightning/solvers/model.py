@@ -110,8 +110,7 @@ class Model:
         return tuple(s for s in found if s is not None and s in self.made_at and s not in self._held)
 
     def _collect_choices(self) -> None:
-        recomputers = self.graph.recomputers
-        self._passed_on = {self.storage_of[t] for t in self.graph.needed if recomputers[t] is None}
+        self._passed_on = self._find_passed_on()
         graph, self.producer, self.needs = self.graph, dict[int, int](), dict[int, tuple[int, ...]]()
         fixed, stack, seen = set(), list(self.uses), set(self.uses)
         while stack:
@@ -136,6 +135,13 @@ class Model:
                 self.makes.setdefault(self.producer[storage], []).append(storage)
         times = self.problem.profile.time_ms
         self.cost_ms = {node: max(times[node], 1e-6) for node in self.makes}
+
+    def _find_passed_on(self) -> set[int | None]:
+        """Find the storages that a later call reads as an input, in its backward or to compute something again."""
+        graph = self.graph
+        again = {t for node in set(graph.recomputers) - {None} for t in graph.nodes[node].inputs}
+        handed = {t for t in again if graph.tensors[t].producer is None}
+        return {self.storage_of[t] for t in (*graph.needed, *handed) if graph.recomputers[t] is None}
 
     def _collect_pins(self) -> None:
         """Find the spans in which views made by the backward hold forward storages."""
@@ -165,7 +171,7 @@ class Model:
     def _recomputer(self, storage: int) -> int | None:
         """Find what computes a storage again: the recomputer of the tensor that its first producer puts on it.
 
-        None where the backward reads it as the input of a later call: that call can't run what an earlier one ran.
+        None where a later call reads it as an input: that call can't run what an earlier one ran.
         """
         if storage in self._passed_on:
             return None
