@@ -139,7 +139,7 @@ class Model:
     def _find_passed_on(self) -> set[int | None]:
         """Find the storages that a later call reads as an input, in its backward or to compute something again."""
         graph = self.graph
-        again = {t for node in set(graph.recomputers) - {None} for t in graph.nodes[node].inputs}
+        again = {t for node in set(graph.recomputers) if node is not None for t in graph.nodes[node].inputs}
         handed = {t for t in again if graph.tensors[t].producer is None}
         return {self.storage_of[t] for t in (*graph.needed, *handed) if graph.recomputers[t] is None}
 
