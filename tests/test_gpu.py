@@ -12,6 +12,8 @@ from hiremate_lightning import find_max_batch_size, get_plan, hiremate, remove_h
 from hiremate_lightning.metering import MemoryMeter, measure_peak
 from hiremate_lightning.targets import targets_of
 
+from .exact import square_error
+from .test_accumulation import Wide, batch, weight_bytes
 from .test_execution import compiled, nothing_kept, results
 from .test_replays import NOISES
 from .test_replays import make as make_noisy
@@ -81,6 +83,28 @@ def test_fused_kernels_run_again_bit_for_bit_within_the_budget(name):
     assert any(node.op.startswith("hiremate.fused") for node in plan.graph.nodes)
     assert peak <= plan.budget_bytes <= get_plan(kept).unplanned_peak_bytes
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_accumulated_gradients_are_added_where_they_appear():
+    gradients, peaks = [], []
+    for budget in (None, "1 GiB"):
+        torch.manual_seed(3)
+        model = Wide().cuda()
+        if budget is not None:
+            hiremate(model, budget, verbose=False)
+        torch.manual_seed(4)
+        for index in range(4):
+            x = batch(index).cuda()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            square_error(model(x)).backward()
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+        gradients.append([p.grad.cpu() for p in model.parameters()])
+
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    plan = get_plan(model)
+    assert plan.planned_peak_bytes - plan.resident_bytes < weight_bytes(model) / 2
+    assert peaks[-1] <= plan.planned_peak_bytes - plan.resident_bytes
 
 
 def test_every_operation_takes_time():
