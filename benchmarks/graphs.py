@@ -45,6 +45,9 @@ class _Plain:
     def backward_starts(self, run: None, tangents: Sequence[Any], leaves: Any) -> None:
         """Do nothing."""
 
+    def was_overwritten(self, part: Part, storages: Any) -> None:
+        """Do nothing."""
+
     def must_return(self, part: Part, positions: Any) -> None:
         """No gradients exist before the step."""
 

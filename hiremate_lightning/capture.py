@@ -13,7 +13,7 @@ At the end, results of the backward take the memory of gradients that die as the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,6 +41,14 @@ aten = torch.ops.aten
 
 # Training-mode batch norm reads running statistics only to write the next ones: its output doesn't depend on them.
 _IGNORES_WHAT_IT_UPDATES = {"aten._native_batch_norm_legit_functional.default"}
+# Where these write into a copy of a view, PyTorch copies the view's whole storage; a trace counts the view alone.
+_COPIES_STORAGE = {
+    aten.copy.default,
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
+    aten.diagonal_scatter.default,
+    aten.as_strided_scatter.default,
+}
 # What torch's own counter leaves out: the CPU's attention does the work of the GPU's.
 _FLOP_FORMULAS = {
     **flop_registry,
@@ -83,6 +91,11 @@ class Captured:
     output_descriptions: tuple[tuple[Any, ...], tuple[Any, ...]]
     device: torch.device
     mutated: frozenset[int]
+
+    def reading_once(self, storages: Collection[int]) -> Captured:
+        """Give the same where what reads some storages of the graph is never run twice."""
+        graph, allocating = self.graph.reading_once(storages), self.allocating.reading_once(storages)
+        return replace(self, graph=graph, allocating=allocating)
 
     @property
     def placeholders(self) -> tuple[fx.Node, ...]:
@@ -205,6 +218,13 @@ class _Builder:
             self.storages.append(Storage(allocated_bytes(size, self.device), kind))
         return self.storage_of[identity]
 
+    def _take_size(self, tensor: int, source: int) -> None:
+        """Let a result be as large as what lies around the view that it is a copy of."""
+        to, of = self.tensors[tensor].storage, self.tensors[source].storage
+        if to is not None and of is not None:
+            size_bytes = max(self.storages[to].size_bytes, self.storages[of].size_bytes)
+            self.storages[to] = replace(self.storages[to], size_bytes=size_bytes)
+
     def _overwritten_storages(self, after_forward: list[fx.Node]) -> frozenset[int]:
         """Find the resident storages that the step writes to, in the graph or after the forward."""
         written = list(after_forward)
@@ -218,6 +238,8 @@ class _Builder:
         kind = StorageKind.ACTIVATION if phase is Phase.FORWARD else StorageKind.GRADIENT
         read = [self.tensor_of[a] for a in node.all_input_nodes]
         outputs = [self._add_tensor(v, index, kind) for v in values_of(node)]
+        if node.target in _COPIES_STORAGE:
+            self._take_size(outputs[0], read[0])
         op = name_of(node.target)
         reads_mutated = op not in _IGNORES_WHAT_IT_UPDATES and any(self.tensors[t].storage in overwritten for t in read)
         self.nodes.append(

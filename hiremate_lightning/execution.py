@@ -25,7 +25,7 @@ from . import backward_pass, torch_private
 from .absent import NOTHING, Absence, find_absent
 from .accumulation import Leaves, addable, existing, find_leaves
 from .capture import Captured
-from .graph import Phase
+from .graph import Phase, StorageKind
 from .kernels import as_eager, needs_traced_layout, with_strides
 from .overwriting import overwriting, traced_strides
 from .replays import DRAW_AGAIN, call_of, generator_state
@@ -56,6 +56,9 @@ class Conductor(Protocol):
     def backward_starts(self, run: Any, tangents: Sequence[Any], leaves: Leaves) -> None:
         """Hear that the backward is about to run, and to which inputs its gradients belong."""
 
+    def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
+        """Hear of values that code outside has overwritten between forward and backward."""
+
     def must_return(self, part: Part, positions: Collection[int]) -> None:
         """Hear of gradients that exist, but that a backward could not add to."""
 
@@ -79,6 +82,8 @@ class Program:
         saved_names: Name of each saved value.
         returned: For each saved value, whether the forward also returns it.
         checked: For each saved value, whether a change in place between forward and backward is an error.
+        borrowed: For each saved value, whether plain training would not need it, and code outside may overwrite it.
+        protects: Whether the forward copies what is borrowed.
         variant: Gives the program for a backward to which some gradients of outputs, by position, do not arrive, and
             which adds some of its own, by position, to tensors that it takes after the tangents.
     """
@@ -91,7 +96,9 @@ class Program:
     saved_names: tuple[str, ...]
     returned: tuple[bool, ...]
     checked: tuple[bool, ...]
+    borrowed: tuple[bool, ...]
     variant: Callable[[frozenset[int], frozenset[int]], Program]
+    protects: bool = False
 
 
 def build(captured: Captured, schedule: Schedule) -> Program:
@@ -109,6 +116,7 @@ def build(captured: Captured, schedule: Schedule) -> Program:
     present = Absence(overwrites=captured.overwrites)
     backward = _backward_module(captured, schedule, saved, present)
     outputs = set(captured.forward_outputs)
+    checked = tuple(v in outputs or _is_watched(captured, t) for t, v in zip(schedule.saved, saved, strict=True))
 
     @functools.cache
     def variant(missing: frozenset[int], added: frozenset[int]) -> Program:
@@ -126,7 +134,8 @@ def build(captured: Captured, schedule: Schedule) -> Program:
         backward_module=backward,
         saved_names=tuple(v.name for v in saved),
         returned=tuple(v in outputs for v in saved),
-        checked=tuple(v in outputs or _is_watched(captured, t) for t, v in zip(schedule.saved, saved, strict=True)),
+        checked=checked,
+        borrowed=tuple(c and _is_borrowed(captured, t) for t, c in zip(schedule.saved, checked, strict=True)),
         variant=variant,
     )
     return program
@@ -138,6 +147,15 @@ def _is_watched(captured: Captured, tensor: int) -> bool:
     storage = graph.tensors[tensor].storage
     overwritten = {graph.tensors[t].storage for t in captured.mutated}
     return storage is not None and graph.storages[storage].kind.is_resident and storage not in overwritten
+
+
+def _is_borrowed(captured: Captured, tensor: int) -> bool:
+    """Whether only a recomputation reads what lies on a tensor's memory, and it is no parameter's."""
+    graph = captured.graph
+    storage = graph.tensors[tensor].storage
+    if storage is None or graph.storages[storage].kind is StorageKind.PARAMETER:
+        return False
+    return all(graph.tensors[t].storage != storage for t in graph.needed)
 
 
 def _forward_module(captured: Captured, schedule: Schedule, saved: Sequence[fx.Node]) -> fx.GraphModule:
@@ -313,6 +331,9 @@ class Part:
             conductor.backward_starts(saved.run, tangents, saved.leaves)
         totals = self._find_totals(saved.leaves)
         values = saved.take(keep=backward_pass.will_run_again())
+        if saved.overwritten and conductor is not None:
+            found = (self.captured.graph.tensors[saved.program.schedule.saved[i]].storage for i in saved.overwritten)
+            conductor.was_overwritten(self, [storage for storage in found if storage is not None])
         values.extend(tangents)
         values.extend(totals.values())
         missing, added = missing_gradients(tangents), frozenset(totals)
@@ -366,7 +387,7 @@ def _detach_returned(program: Program, saved: list[Any]) -> list[Any]:
 class _Saved:
     """The values that a forward saved, with the program whose backward reads them."""
 
-    __slots__ = ("leaves", "program", "run", "values", "versions")
+    __slots__ = ("copies", "leaves", "overwritten", "program", "run", "values", "versions")
 
     def __init__(self, program: Program, run: Any, leaves: Leaves, values: list[Any]) -> None:
         self.program = program
@@ -377,19 +398,23 @@ class _Saved:
             torch_private.version_of(v) if checked and isinstance(v, torch.Tensor) else None
             for v, checked in zip(values, program.checked, strict=True)
         ]
+        self.copies = {i: values[i].clone() for i, copied in enumerate(program.borrowed) if copied and program.protects}
+        self.overwritten: list[int] = []
 
     def take(self, keep: bool) -> list[Any]:
         """Hand the values to a backward; they are gone afterwards unless another backward was announced."""
         if self.values is None:
             raise RuntimeError(FREED)
-        for value, name, expected in zip(self.values, self.program.saved_names, self.versions, strict=True):
-            if expected is not None and torch_private.version_of(value) != expected:
-                found = torch_private.version_of(value)
+        for index, (value, expected) in enumerate(zip(self.values, self.versions, strict=True)):
+            if expected is None or (found := torch_private.version_of(value)) == expected:
+                continue
+            if index not in self.copies:
+                name = self.program.saved_names[index]
                 raise RuntimeError(CHANGED.format(name=name, found=found, expected=expected))
-        values = self.values
-        if keep:
-            return list(values)
-        self.values = None
+            self.overwritten.append(index)
+        values = [self.copies.get(index, value) for index, value in enumerate(self.values)]
+        if not keep:
+            self.values, self.copies = None, {}
         return values
 
 

@@ -13,7 +13,8 @@ from the state that the generator had), else nothing: then the tensor can only b
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -143,6 +144,14 @@ class Graph:
     outputs: tuple[int, ...]
     gradients: tuple[int, ...]
     held: tuple[int, ...] = ()
+
+    def reading_once(self, storages: Collection[int]) -> Graph:
+        """Give the graph in which what reads some storages is never run twice: someone else overwrites them."""
+        on_them = {t for t, tensor in enumerate(self.tensors) if tensor.storage in storages}
+        nodes = tuple(
+            node if on_them.isdisjoint(node.inputs) else replace(node, reads_mutated=True) for node in self.nodes
+        )
+        return replace(self, nodes=nodes)
 
     @cached_property
     def recomputers(self) -> tuple[int | None, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+from .capture import Captured
 from .execution import Part, Program
 from .resident import Resident
 from .solvers.base import Strategy
@@ -26,6 +27,7 @@ class Known:
         calls: What it runs.
         order: Order of the backwards.
         parts: The part of each call.
+        captured: What of it each call runs.
         places: For each call, its place among all forwards of the step.
         added: For each call, gradients that are only added to those of parameters, with the parameters' storages.
         resident: What existed when it began, as planned.
@@ -36,6 +38,7 @@ class Known:
     calls: tuple[Call, ...]
     order: tuple[int, ...]
     parts: tuple[Part, ...]
+    captured: tuple[Captured, ...]
     places: tuple[int, ...]
     added: tuple[Mapping[int, frozenset[int]], ...]
     resident: Resident

@@ -291,6 +291,9 @@ class _Conductor:
         """Note the start of a backward."""
         self.record.backward_starts(run, tangents, leaves)
 
+    def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
+        """Leave it as it is: everything is kept."""
+
     def must_return(self, part: Part, positions: Collection[int]) -> None:
         """Leave it as it is: no gradients exist before this step."""
 

@@ -8,7 +8,7 @@ starts. `calls` turns that into the records that `step.merge` puts together.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -146,6 +146,7 @@ class StepRecord:
         for node, value in zip(captured.forward_outputs, outputs, strict=True):
             if node in tensor_of and _is_dense(value):
                 run.outputs[tensor_of[node]] = (torch_private.watch_storage(value), torch_private.storage_id(value))
+        self._note_alive(f"f{run.index}")
         self._mark(f"f{run.index}")
 
     def backward_starts(self, run: Run, tangents: Sequence[Any], leaves: Leaves) -> None:
@@ -239,6 +240,8 @@ class StepRecord:
                     links={t: (place[r], o) for t, (r, o) in run.links.items() if r in place},
                     alive=run.alive or (),
                     died=died,
+                    beside=self._beside(run, f"f{run.index}", place),
+                    beside_after=self._beside(run, following, place),
                     passed_on=run.passed_on,
                     before_forward=Gap() if position else self._gap_before_forward(run),
                     after_forward=self._gap_after_forward(run, following, died, planned[order[0]] if last else None),
@@ -247,6 +250,11 @@ class StepRecord:
                 )
             )
         return calls, order
+
+    def _beside(self, run: Run, label: str, place: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
+        """List the outputs of earlier calls that lived at a mark, by the places of the calls."""
+        alive = self._alive_at.get(label, [])
+        return tuple((place[i], t) for i, tensors in enumerate(alive[: run.index]) if i in place for t in tensors)
 
     def _gap_before_forward(self, run: Run) -> Gap:
         gap = self._between("start", f"F{run.index}") or Gap()

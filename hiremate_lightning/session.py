@@ -97,6 +97,7 @@ class Session:
         self._profiles: list[Profile] = []
         self._least: list[Program] = []
         self._known: dict[Kind, Known] = {}
+        self._changed: set[Part] = set()  # whose program of least memory is of an earlier captured graph
         self._unfit: set[Kind] = set()  # whose plans were made with gradients dying that do not
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
         self._auto_bytes: int | None = None
@@ -237,6 +238,11 @@ class Session:
         if run is not None and self._record is not None and run in self._record.runs:
             self._record.backward_starts(run, tangents, leaves)
 
+    def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
+        """Learn of values that other code overwrites before the backward: nothing can be computed from them then."""
+        part.captured = part.captured.reading_once(storages)
+        self._changed.add(part)
+
     def must_return(self, part: Part, positions: Collection[int]) -> None:
         """Learn that gradients were handed to autograd beside those that exist, where a plan may count on adding."""
         for kind, known in self._known.items():
@@ -286,6 +292,9 @@ class Session:
                 least = self._first_program(captured, profile)
             self._profiles.append(profile)
             self._least.append(least)
+        if part in self._changed:
+            self._changed.remove(part)
+            self._least[number] = self._first_program(part.captured, self._profiles[number])
         return number
 
     def _first_program(self, captured: Captured, profile: Profile) -> Program:
@@ -303,7 +312,8 @@ class Session:
         least = first_solution(
             step, self.options.budget, budget_bytes, resident_bytes, self.options.plan, self._name, progress
         )
-        return build(captured, lower(captured.graph, step.split(least.recompute)[0]))
+        program = build(captured, lower(captured.graph, step.split(least.recompute)[0]))
+        return replace(program, protects=True)  # what becomes of the values outside was not seen yet
 
     def _uses_all_parameters(self, captured: Captured) -> bool:
         used = sum(storage.kind is StorageKind.PARAMETER for storage in captured.graph.storages)
@@ -368,8 +378,8 @@ class Session:
         if record is not None:
             record.close(at_once)
             if kind in self.plans:
-                if record.peak_bytes is not None and is_own:
-                    self._measured(kind, record.peak_bytes)
+                if record.peak_bytes is not None:
+                    (self._measured if is_own else self._measured_mixed)(kind, record.peak_bytes)
             elif record.backwards:
                 record.timed = timed
                 self._finished = record
@@ -397,6 +407,7 @@ class Session:
             calls=tuple(calls),
             order=tuple(order),
             parts=tuple(run.part for run in runs),
+            captured=tuple(run.part.captured for run in runs),
             places=tuple(run.index for run in runs),
             added=tuple(run.added for run in runs),
             resident=resident,
@@ -423,10 +434,8 @@ class Session:
                 progress=self._reporter.solving(step_time_ms(step.graph, step.profile)),
             )
         plan = replace(plan, resident_parts=known.resident.kinds)
-        decided = zip(known.parts, known.places, step.split(plan.solution.recompute), strict=True)
-        programs = {
-            place: build(part.captured, lower(part.captured.graph, decisions)) for part, place, decisions in decided
-        }
+        decided = zip(known.captured, known.places, step.split(plan.solution.recompute), strict=True)
+        programs = {place: build(captured, lower(captured.graph, decisions)) for captured, place, decisions in decided}
         self.plans[kind] = plan
         self._kinds.install(kind, programs)
         self._seconds = PlanningTime()
@@ -480,6 +489,15 @@ class Session:
             self.say(f"{text}, and no plan leaves that margin: the plan stays.")
         else:
             log.info("%s: planned once more, with that margin", text)
+
+    def _measured_mixed(self, kind: Kind, peak_bytes: int) -> None:
+        """Say where a step whose kind showed late took more than its budget."""
+        budget_bytes = self.plans[kind].budget_bytes
+        if peak_bytes > budget_bytes:
+            self.say(
+                f"A step took {format_bytes(peak_bytes)}, above its budget of {format_bytes(budget_bytes)}: it began "
+                "like another kind of step, by whose plan it ran until it went another way."
+            )
 
     def _update(self, kind: Kind, **measured: Any) -> None:
         plan = self.plans[kind] = self.plans[kind].with_measured(**measured)

@@ -43,6 +43,8 @@ class Call:
         links: For each input that an earlier call's output shares its storage with: that call and that output.
         alive: Outputs that someone still holds when the backward of this call starts.
         died: Outputs whose memory was free again when what runs outside after the forward ended.
+        beside: Outputs of earlier calls, as (call, output), that still lived when this forward ended.
+        beside_after: Those that lived when what runs outside after it ended.
         passed_on: Gradients that outside code or another call consumes; the others stay to the end of the step.
         before_forward: What runs outside before the first forward; nothing for the others.
         after_forward: What runs outside between this forward and the next call, above what lives without `died`.
@@ -55,6 +57,8 @@ class Call:
     links: dict[int, tuple[int, int]] = field(default_factory=dict)
     alive: tuple[int, ...] = ()
     died: tuple[int, ...] = ()
+    beside: tuple[tuple[int, int], ...] = ()
+    beside_after: tuple[tuple[int, int], ...] = ()
     passed_on: tuple[int, ...] = ()
     before_forward: Gap = Gap()
     after_forward: Gap = Gap()
@@ -184,10 +188,12 @@ class _Merger:
     def add_outside_after_forward(self, index: int) -> None:
         """Hold what outside code holds, and hand the next call those of its inputs that came from earlier calls."""
         call = self.calls[index]
-        if call.died:  # nobody knows when: a plan that saves them still has them when outside code takes most
+        if call.died or call.beside:  # nobody knows when they die: a plan may save some of them
             read = [self.tensor_at[index] + t for t in call.graph.outputs]
+            read += [self.tensor_at[c] + t for c, t in call.beside]
             self._outside(Gap(), read, [], self.forward, Phase.FORWARD)
         read = [self.tensor_at[index] + t for t in call.graph.outputs if t not in call.died]
+        read += [self.tensor_at[c] + t for c, t in call.beside_after]
         handed = []
         if index + 1 < len(self.calls):
             following = self.calls[index + 1]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hiremate_lightning import hiremate, joint
+from hiremate_lightning import get_plan, hiremate, joint
 from hiremate_lightning.capture import Captured, allocated_bytes
 from hiremate_lightning.graph import Phase, StorageKind, graph_from_json
 from hiremate_lightning.schedule import recompute_lazily
@@ -291,3 +291,24 @@ def test_a_device_allocator_rounds_up():
 def test_what_talks_to_other_processes_or_sums_in_any_order_runs_once(target, device, runs_once):
     node = torch.fx.Graph().call_function(target)
     assert joint.is_random(node, torch.device(device)) is runs_once
+
+
+class Scatters(nn.Module):
+    """Writes into views of larger values: PyTorch copies all that lies around the view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 8 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = torch.tanh(self.first(x))
+        few = torch.select_scatter(wide[: ROWS // 4], x[0].repeat(8), 0, 0)
+        return torch.slice_scatter(few[: ROWS // 8], few[:4], 0, 0, 4).sin().sum() + few.cos().sum()
+
+
+def test_a_copy_of_a_view_is_as_large_as_what_lies_around_it():
+    model = hiremate(Scatters(), "1 GiB", verbose=False)
+    for _ in range(4):
+        model(torch.randn(ROWS, WIDTH)).backward()
+    plan = get_plan(model)
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)

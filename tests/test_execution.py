@@ -53,6 +53,9 @@ class Conductor:
     def backward_starts(self, run, tangents, leaves):
         self.heard.append(f"backward starts {run}")
 
+    def was_overwritten(self, part, storages):
+        self.heard.append("was overwritten")
+
     def must_return(self, part, positions):
         self.heard.append("must return")
 

@@ -682,3 +682,28 @@ def test_an_error_that_memory_has_run_out_says_what_was_planned(steps_before, mo
     note = "\n".join(getattr(caught.value, "__notes__", caught.value.args))
     assert ("planned for a peak of" if steps_before else "least memory found") in note
     assert ("Measured before" in note) == bool(steps_before)
+
+
+class HoldsAList(nn.Module):
+    """Code between captured graphs holds a large value that nobody reads any more, until the forward returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = self.first(x)
+        values = [wide, wide.mean(-1, keepdim=True)]
+        torch._dynamo.graph_break()
+        values.append(torch.sigmoid(self.second(x)))
+        torch._dynamo.graph_break()
+        return (values[1] * values[2]).sum(-1) / len(values)
+
+
+def test_what_code_between_graphs_holds_for_a_while_is_foreseen():
+    torch.manual_seed(1)
+    model = hiremate(HoldsAList(), "1 GiB", verbose=False)
+    warm_up(model, steps=4)
+    plan = get_plan(model)
+    assert targets_of(model).session.captured_count > 1
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
