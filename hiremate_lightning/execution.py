@@ -79,6 +79,7 @@ class Program:
         backward: Takes saved values followed by tangents in a list, returns gradients.
         forward_module: FX module of the forward.
         backward_module: FX module of the backward.
+        unread: Positions of what the backward takes and does not read: generated code would hold it to its end.
         saved_names: Name of each saved value.
         returned: For each saved value, whether the forward also returns it.
         checked: For each saved value, whether a change in place between forward and backward is an error.
@@ -93,6 +94,7 @@ class Program:
     backward: torch_private.Boxed
     forward_module: fx.GraphModule
     backward_module: fx.GraphModule
+    unread: tuple[int, ...]
     saved_names: tuple[str, ...]
     returned: tuple[bool, ...]
     checked: tuple[bool, ...]
@@ -124,7 +126,8 @@ def build(captured: Captured, schedule: Schedule) -> Program:
         module = _backward_module(captured, schedule, saved, absence, added)
         if missing:
             module.graph.eliminate_dead_code()
-        return replace(program, backward=torch_private.boxed(module), backward_module=module)
+        backward = torch_private.boxed(module)
+        return replace(program, backward=backward, backward_module=module, unread=_unread(module))
 
     program = Program(
         schedule=schedule,
@@ -132,6 +135,7 @@ def build(captured: Captured, schedule: Schedule) -> Program:
         backward=torch_private.boxed(backward),
         forward_module=forward,
         backward_module=backward,
+        unread=_unread(backward),
         saved_names=tuple(v.name for v in saved),
         returned=tuple(v in outputs for v in saved),
         checked=checked,
@@ -139,6 +143,11 @@ def build(captured: Captured, schedule: Schedule) -> Program:
         variant=variant,
     )
     return program
+
+
+def _unread(module: fx.GraphModule) -> tuple[int, ...]:
+    placeholders = enumerate(module.graph.find_nodes(op="placeholder"))
+    return tuple(position for position, value in placeholders if not value.users)
 
 
 def _is_watched(captured: Captured, tensor: int) -> bool:
@@ -338,6 +347,8 @@ class Part:
         values.extend(totals.values())
         missing, added = missing_gradients(tangents), frozenset(totals)
         program = saved.program.variant(missing, added) if missing or added else saved.program
+        for position in program.unread:
+            values[position] = None
         del tangents, totals
         with self._explained():
             gradients = program.backward(values)

@@ -152,3 +152,25 @@ def test_zeros_that_fill_in_and_outputs_that_are_kept_are_in_the_prediction(is_k
     plan = get_plan(model)
     peak = plan.resident_bytes + measure_peak(step)
     assert plan.measured.peak_bytes == plan.planned_peak_bytes == peak
+
+
+class Apart(nn.Module):
+    """Gives two results of branches that share nothing; the backward of the first one needs most memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(WIDTH, 16 * WIDTH), nn.GELU(), nn.Linear(16 * WIDTH, WIDTH))
+        self.second = nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH))
+
+    def forward(self, x):
+        return self.first(x), self.second(x)
+
+
+def test_what_only_an_unused_output_needs_is_gone_when_the_backward_runs():
+    model = hiremate(Apart(), "1 GiB", verbose=False)
+    x = torch.randn(ROWS, WIDTH)
+    for _ in range(4):
+        model.zero_grad()
+        model(x)[0].square().mean().backward()
+    plan = get_plan(model)
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
