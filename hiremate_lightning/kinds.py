@@ -7,7 +7,7 @@ told apart: what was measured in it says nothing about a plan.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from .capture import Captured
@@ -80,6 +80,7 @@ class Kinds:
         self.ran: list[int] = []
         self._chosen: set[Kind | None] = set()  # whose programs ran in this step
         self._followers: dict[Kind, Kind] = {}  # what came after each kind the last time
+        self._confused: dict[Kind, frozenset[Kind]] = {}  # the kinds that were taken for each other, by kind
 
     def install(self, kind: Kind, programs: Mapping[int, Program]) -> None:
         """Take the programs of a planned kind; a step under way has run, or begun with, those before."""
@@ -88,9 +89,19 @@ class Kinds:
             self._chosen.add(None)
         self.latest = kind
 
-    def likely(self) -> Kind | None:
-        """Foresee the kind of the step that begins."""
-        return None if self.latest is None else self._followers.get(self.latest, self.latest)
+    def likely(self, need: Callable[[Kind], int] = len) -> Kind | None:
+        """Foresee the kind of the step that begins; of kinds that were confused before, the one that needs most."""
+        if self.latest is None:
+            return None
+        kind = self._followers.get(self.latest, self.latest)
+        return max(self._confused.get(kind, {kind}), key=need)
+
+    def confuse(self, one: Kind, other: Kind) -> bool:
+        """Learn that a step that began as one kind turned out another; say whether that is new."""
+        group = self._confused.get(one, frozenset({one})) | self._confused.get(other, frozenset({other}))
+        is_new = self._confused.get(one) != group
+        self._confused |= dict.fromkeys(group, group)
+        return is_new
 
     def choose(self, number: int) -> Program | None:
         """Choose the program of the graph that begins: of the expected kind, else of one that began like this step."""

@@ -330,7 +330,7 @@ class Session:
                 self._learn(record, resident)
             if (kind := self._kinds.likely()) is not None:
                 self._adapt(kind, resident)
-        expected = self._kinds.expected = self._kinds.likely()
+        expected = self._kinds.expected = self._kinds.likely(lambda kind: self.plans[kind].unplanned_peak_bytes)
         plan = None if expected is None else self.plans[expected]
         if plan is None or plan.measured.peak_bytes is None or self._saw_unplanned:
             resident = self._count(arguments)
@@ -371,15 +371,17 @@ class Session:
         if not self._kinds.ran and self._record is None:
             return
         kind, is_own = self._kinds.end()  # else programs of another kind ran in it, and its plan was not seen
-        record, timed = self._record, self._timed
+        record, timed, expected = self._record, self._timed, self._kinds.expected
         self._record, self._timed = None, None
+        if not is_own and expected in self.plans and kind in self.plans and expected != kind:
+            self._confused(expected, kind)
         self._in_backward, self._began_with = False, None
         self._left.step_ended(record)
         if record is not None:
             record.close(at_once)
             if kind in self.plans:
-                if record.peak_bytes is not None:
-                    (self._measured if is_own else self._measured_mixed)(kind, record.peak_bytes)
+                if record.peak_bytes is not None and is_own:
+                    self._measured(kind, record.peak_bytes)
             elif record.backwards:
                 record.timed = timed
                 self._finished = record
@@ -490,14 +492,16 @@ class Session:
         else:
             log.info("%s: planned once more, with that margin", text)
 
-    def _measured_mixed(self, kind: Kind, peak_bytes: int) -> None:
-        """Say where a step whose kind showed late took more than its budget."""
-        budget_bytes = self.plans[kind].budget_bytes
-        if peak_bytes > budget_bytes:
-            self.say(
-                f"A step took {format_bytes(peak_bytes)}, above its budget of {format_bytes(budget_bytes)}: it began "
-                "like another kind of step, by whose plan it ran until it went another way."
-            )
+    def _confused(self, expected: Kind, kind: Kind) -> None:
+        """Learn that a step turned out another kind than it began as."""
+        if self._kinds.confuse(expected, kind):
+            plan = max((self.plans[expected], self.plans[kind]), key=lambda plan: plan.unplanned_peak_bytes)
+            if plan.solution.recompute_ms > 0:
+                self.say(
+                    "A step began by the plan of another kind of step, and went another way: it may have taken more "
+                    f"than its budget of {format_bytes(plan.budget_bytes)}. From now on such steps begin by the plan "
+                    "of the kind that needs most."
+                )
 
     def _update(self, kind: Kind, **measured: Any) -> None:
         plan = self.plans[kind] = self.plans[kind].with_measured(**measured)

@@ -307,7 +307,7 @@ class Outcome:
     @property
     def is_over_budget(self) -> bool:
         """Whether a step took more than its budget, and nobody was told that no plan takes less."""
-        said = ("no plan leaves that margin", "with a margin", "by whose plan it ran")
+        said = ("no plan leaves that margin", "with a margin")
         announced = any(words in text for text in self.warnings for words in said)
         return self.plan is not None and self.excess_bytes > 0 and not announced
 

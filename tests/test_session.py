@@ -707,3 +707,40 @@ def test_what_code_between_graphs_holds_for_a_while_is_foreseen():
     plan = get_plan(model)
     assert targets_of(model).session.captured_count > 1
     assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
+
+
+class Turns(nn.Module):
+    """Goes one of two ways after a common beginning, by data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Net()
+        self.short = nn.Linear(WIDTH, WIDTH)
+        self.long = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.body(x)
+        return self.long(y) if x[0, 0] < 0 else self.short(y)
+
+
+def test_steps_that_begin_alike_stay_within_the_budget_after_the_first_surprise():
+    def go(*signs: int) -> None:
+        for sign in signs:
+            x = batch()
+            x[0, 0] = sign
+            model.zero_grad()
+            model(x).square().mean().backward()
+
+    torch.manual_seed(1)
+    model = hiremate(Turns(), "1 GiB", verbose=False)
+    go(1, 1, 1, 1, -1, -1, -1, -1)
+    short, long = (session_of(model).plans[kind] for kind in ((0, 1), (0, 2)))
+    assert long.unplanned_peak_bytes > short.unplanned_peak_bytes
+    hiremate(model, f"{short.unplanned_peak_bytes + 8192} B")
+    with pytest.warns(HiRemateWarning, match="by the plan of another kind of step"):
+        go(1, 1, 1, -1, -1, -1, 1, 1, -1, 1, -1, -1, 1, 1, -1)
+    plan = session_of(model).plans[0, 2]
+    assert plan.solution.recompute_ms > 0
+    for sign in (1, 1, -1, 1, -1, -1, 1):
+        gc.collect()
+        assert measure_peak(lambda sign=sign: go(sign)) + plan.resident_bytes <= plan.budget_bytes
