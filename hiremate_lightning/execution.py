@@ -118,6 +118,7 @@ def build(captured: Captured, schedule: Schedule) -> Program:
     present = Absence(overwrites=captured.overwrites)
     backward = _backward_module(captured, schedule, saved, present)
     outputs = set(captured.forward_outputs)
+    needed = {captured.graph.tensors[t].storage for t in captured.graph.needed}
     checked = tuple(v in outputs or _is_watched(captured, t) for t, v in zip(schedule.saved, saved, strict=True))
 
     @functools.cache
@@ -139,7 +140,7 @@ def build(captured: Captured, schedule: Schedule) -> Program:
         saved_names=tuple(v.name for v in saved),
         returned=tuple(v in outputs for v in saved),
         checked=checked,
-        borrowed=tuple(c and _is_borrowed(captured, t) for t, c in zip(schedule.saved, checked, strict=True)),
+        borrowed=tuple(c and _is_borrowed(captured, t, needed) for t, c in zip(schedule.saved, checked, strict=True)),
         variant=variant,
     )
     return program
@@ -158,13 +159,12 @@ def _is_watched(captured: Captured, tensor: int) -> bool:
     return storage is not None and graph.storages[storage].kind.is_resident and storage not in overwritten
 
 
-def _is_borrowed(captured: Captured, tensor: int) -> bool:
-    """Whether only a recomputation reads what lies on a tensor's memory, and it is no parameter's."""
-    graph = captured.graph
-    storage = graph.tensors[tensor].storage
-    if storage is None or graph.storages[storage].kind is StorageKind.PARAMETER:
+def _is_borrowed(captured: Captured, tensor: int, needed: Collection[int | None]) -> bool:
+    """Whether a tensor lies on memory that is no parameter's, and that only a recomputation reads."""
+    storage = captured.graph.tensors[tensor].storage
+    if storage is None or storage in needed:
         return False
-    return all(graph.tensors[t].storage != storage for t in graph.needed)
+    return captured.graph.storages[storage].kind is not StorageKind.PARAMETER
 
 
 def _forward_module(captured: Captured, schedule: Schedule, saved: Sequence[fx.Node]) -> fx.GraphModule:
@@ -339,9 +339,9 @@ class Part:
         if conductor is not None:
             conductor.backward_starts(saved.run, tangents, saved.leaves)
         totals = self._find_totals(saved.leaves)
-        values = saved.take(keep=backward_pass.will_run_again())
-        if saved.overwritten and conductor is not None:
-            found = (self.captured.graph.tensors[saved.program.schedule.saved[i]].storage for i in saved.overwritten)
+        values, overwritten = saved.take(keep=backward_pass.will_run_again())
+        if overwritten and conductor is not None:
+            found = (self.captured.graph.tensors[saved.program.schedule.saved[i]].storage for i in overwritten)
             conductor.was_overwritten(self, [storage for storage in found if storage is not None])
         values.extend(tangents)
         values.extend(totals.values())
@@ -398,7 +398,7 @@ def _detach_returned(program: Program, saved: list[Any]) -> list[Any]:
 class _Saved:
     """The values that a forward saved, with the program whose backward reads them."""
 
-    __slots__ = ("copies", "leaves", "overwritten", "program", "run", "values", "versions")
+    __slots__ = ("copies", "leaves", "program", "run", "values", "versions")
 
     def __init__(self, program: Program, run: Any, leaves: Leaves, values: list[Any]) -> None:
         self.program = program
@@ -410,23 +410,29 @@ class _Saved:
             for v, checked in zip(values, program.checked, strict=True)
         ]
         self.copies = {i: values[i].clone() for i, copied in enumerate(program.borrowed) if copied and program.protects}
-        self.overwritten: list[int] = []
 
-    def take(self, keep: bool) -> list[Any]:
-        """Hand the values to a backward; they are gone afterwards unless another backward was announced."""
+    def take(self, keep: bool) -> tuple[list[Any], list[int]]:
+        """Hand the values to a backward; they are gone afterwards unless another backward was announced.
+
+        Returns:
+            The values, and the positions of those that were overwritten since: these are copies.
+        """
         if self.values is None:
             raise RuntimeError(FREED)
+        overwritten = []
         for index, (value, expected) in enumerate(zip(self.values, self.versions, strict=True)):
             if expected is None or (found := torch_private.version_of(value)) == expected:
                 continue
             if index not in self.copies:
                 name = self.program.saved_names[index]
                 raise RuntimeError(CHANGED.format(name=name, found=found, expected=expected))
-            self.overwritten.append(index)
-        values = [self.copies.get(index, value) for index, value in enumerate(self.values)]
+            overwritten.append(index)
+        values = list(self.values)
+        for index in overwritten:
+            values[index] = self.copies[index]
         if not keep:
             self.values, self.copies = None, {}
-        return values
+        return values, overwritten
 
 
 def stub_modules(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -7,7 +7,7 @@ told apart: what was measured in it says nothing about a plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from .capture import Captured
@@ -89,19 +89,18 @@ class Kinds:
             self._chosen.add(None)
         self.latest = kind
 
-    def likely(self, need: Callable[[Kind], int] = len) -> Kind | None:
-        """Foresee the kind of the step that begins; of kinds that were confused before, the one that needs most."""
-        if self.latest is None:
-            return None
-        kind = self._followers.get(self.latest, self.latest)
-        return max(self._confused.get(kind, {kind}), key=need)
+    def likely(self) -> Kind | None:
+        """Foresee the kind of the step that begins."""
+        return None if self.latest is None else self._followers.get(self.latest, self.latest)
 
-    def confuse(self, one: Kind, other: Kind) -> bool:
-        """Learn that a step that began as one kind turned out another; say whether that is new."""
-        group = self._confused.get(one, frozenset({one})) | self._confused.get(other, frozenset({other}))
-        is_new = self._confused.get(one) != group
+    def confuse(self, one: Kind, other: Kind) -> None:
+        """Learn that a step that began as one kind turned out another."""
+        group = self.alike(one) | self.alike(other)
         self._confused |= dict.fromkeys(group, group)
-        return is_new
+
+    def alike(self, kind: Kind) -> frozenset[Kind]:
+        """Give the kinds that were confused with a kind, itself included."""
+        return self._confused.get(kind, frozenset({kind}))
 
     def choose(self, number: int) -> Program | None:
         """Choose the program of the graph that begins: of the expected kind, else of one that began like this step."""
@@ -113,8 +112,9 @@ class Kinds:
         return None if kind is None else self.programs[kind].get(place)
 
     def end(self) -> tuple[Kind, bool]:
-        """End the step; give its kind, and whether only programs of that kind ran in it."""
-        kind, is_own = tuple(self.ran), self._chosen == {tuple(self.ran)}
+        """End the step; give its kind, and whether only programs of that kind, or of kinds alike, ran in it."""
+        kind = tuple(self.ran)
+        is_own = bool(self._chosen) and self._chosen <= self.alike(kind)
         if kind in self.programs:
             if self.latest is not None:
                 self._followers[self.latest] = kind

@@ -151,7 +151,8 @@ def _solve_until_it_fits(problem: Problem, strategy: Strategy) -> Solution:
         if excess <= 0:
             break
         options = replace(problem.options, time_limit_s=max(1.0, end - time.monotonic()))
-        tighter = replace(tighter, budget_bytes=tighter.budget_bytes - (excess << attempt), options=options)
+        step_bytes = excess << attempt  # doubled: by its own model it may have been far below the budget
+        tighter = replace(tighter, budget_bytes=tighter.budget_bytes - step_bytes, options=options)
         solution = strategy(tighter)
     if solution is first or not solution.is_feasible:
         return solution

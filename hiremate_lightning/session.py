@@ -328,10 +328,11 @@ class Session:
             if self._finished is not None:
                 record, self._finished = self._finished, None
                 self._learn(record, resident)
-            if (kind := self._kinds.likely()) is not None:
+            for kind in self._likely():
                 self._adapt(kind, resident)
-        expected = self._kinds.expected = self._kinds.likely(lambda kind: self.plans[kind].unplanned_peak_bytes)
-        plan = None if expected is None else self.plans[expected]
+        likely = self._kinds.likely()
+        plan = None if likely is None else self.plans[likely]
+        self._kinds.expected = max(self._likely(), key=lambda kind: self.plans[kind].unplanned_peak_bytes, default=None)
         if plan is None or plan.measured.peak_bytes is None or self._saw_unplanned:
             resident = self._count(arguments)
             sees_frees = not resident.stale_bytes or self._memory.device.type == "cuda" or self._left.are_known
@@ -341,6 +342,11 @@ class Session:
                 self.say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
         if self._is_timed(plan):
             self._timed = TimedRun(self._memory.device)
+
+    def _likely(self) -> frozenset[Kind]:
+        """Give the kinds by whose plan the step that begins may run: none before there is one."""
+        likely = self._kinds.likely()
+        return frozenset() if likely is None else self._kinds.alike(likely)
 
     def _count(self, arguments: list[torch.Tensor]) -> Resident:
         """Count what exists before a step, outputs of the one before included."""
@@ -358,7 +364,7 @@ class Session:
     def _watches_resident(self) -> bool:
         """Whether to count resident bytes now: they settle within a few steps, and counting takes time."""
         is_due = self._steps < WATCHED_STEPS or self._steps % 64 == 0
-        return is_due or self._finished is not None or bool(self._unfit)
+        return is_due or self._finished is not None or not self._unfit.isdisjoint(self._likely())
 
     def end_step(self, at_once: bool = True) -> None:
         """End the step under way, and its measurement; what was learned is used when the next one begins.
@@ -371,10 +377,11 @@ class Session:
         if not self._kinds.ran and self._record is None:
             return
         kind, is_own = self._kinds.end()  # else programs of another kind ran in it, and its plan was not seen
-        record, timed, expected = self._record, self._timed, self._kinds.expected
-        self._record, self._timed = None, None
-        if not is_own and expected in self.plans and kind in self.plans and expected != kind:
+        expected = self._kinds.expected
+        if not is_own and expected is not None and kind in self.plans and expected != kind:
             self._confused(expected, kind)
+        record, timed = self._record, self._timed
+        self._record, self._timed = None, None
         self._in_backward, self._began_with = False, None
         self._left.step_ended(record)
         if record is not None:
@@ -494,14 +501,14 @@ class Session:
 
     def _confused(self, expected: Kind, kind: Kind) -> None:
         """Learn that a step turned out another kind than it began as."""
-        if self._kinds.confuse(expected, kind):
-            plan = max((self.plans[expected], self.plans[kind]), key=lambda plan: plan.unplanned_peak_bytes)
-            if plan.solution.recompute_ms > 0:
-                self.say(
-                    "A step began by the plan of another kind of step, and went another way: it may have taken more "
-                    f"than its budget of {format_bytes(plan.budget_bytes)}. From now on such steps begin by the plan "
-                    "of the kind that needs most."
-                )
+        self._kinds.confuse(expected, kind)
+        plan = max((self.plans[expected], self.plans[kind]), key=lambda plan: plan.unplanned_peak_bytes)
+        if plan.solution.recompute_ms > 0:
+            self.say(
+                "A step began by the plan of another kind of step, and went another way: it may have taken more than "
+                f"its budget of {format_bytes(plan.budget_bytes)}. From now on such steps begin by the plan of the "
+                "kind that needs most."
+            )
 
     def _update(self, kind: Kind, **measured: Any) -> None:
         plan = self.plans[kind] = self.plans[kind].with_measured(**measured)

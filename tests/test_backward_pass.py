@@ -11,20 +11,23 @@ import torch
 from hiremate_lightning import backward_pass
 
 
+class Calling(torch.autograd.Function):
+    """Copies, and calls a function in its backward."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        ctx.function()
+        return g, None
+
+
 def test_a_backward_knows_whether_it_will_run_again():
     heard = []
-
-    class Listening(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            heard.append(backward_pass.will_run_again())
-            return g
-
-    y = Listening.apply(torch.ones(1, requires_grad=True))
+    y = Calling.apply(torch.ones(1, requires_grad=True), lambda: heard.append(backward_pass.will_run_again()))
     y.backward(retain_graph=True)
     y.backward()
     assert heard == [True, False]
@@ -33,20 +36,13 @@ def test_a_backward_knows_whether_it_will_run_again():
 def test_the_end_of_a_backward_is_told():
     heard = []
 
-    class Telling(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            backward_pass.at_end(lambda: heard.append("end"))
-            heard.append("here")
-            return g
+    def tell():
+        backward_pass.at_end(lambda: heard.append("end"))
+        heard.append("here")
 
     weight = torch.ones(1, requires_grad=True)
     weight.register_post_accumulate_grad_hook(lambda p: heard.append("accumulated"))
-    Telling.apply(weight * 1).backward()
+    Calling.apply(weight * 1, tell).backward()
     assert heard == ["here", "accumulated", "end"]
 
 
