@@ -709,6 +709,46 @@ def test_what_code_between_graphs_holds_for_a_while_is_foreseen():
     assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
 
 
+class GivesMore(nn.Module):
+    """Computes its loss by itself, after code that is not captured, and gives the large values before it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Net()
+        self.head = nn.Linear(WIDTH, 8 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.body(x))
+        torch._dynamo.graph_break()
+        return {"loss": logits.log_softmax(1).square().mean(), "logits": logits}
+
+
+@pytest.fixture
+def no_automatic_collection():
+    """Let cycles live until somebody asks for their collection."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_automatic_collection")
+def test_what_tracing_keeps_does_not_pass_for_what_the_user_keeps():
+    def loss_of(output: dict[str, torch.Tensor], is_traced: bool) -> torch.Tensor:
+        if is_traced:
+            cycle = [output]
+            cycle.append(cycle)
+        return output["loss"]
+
+    torch.manual_seed(1)
+    model = hiremate(GivesMore(), "1 GiB", verbose=False)
+    for index in range(4):
+        model.zero_grad()
+        loss_of(model(batch(index)), is_traced=index == 0).backward()
+    plan = get_plan(model)
+    assert targets_of(model).session.captured_count > 1
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
+
+
 class Turns(nn.Module):
     """Goes one of two ways after a common beginning, by data."""
 
