@@ -16,26 +16,32 @@ import gc
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import math
+import multiprocessing
 import os
 import platform
 import random
 import resource
-import subprocess
 import sys
 import time
-import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from third_party import Entry
 
 COMPILE = "HIREMATE_COMPILE"  # variable that tells the processes of single models how to compile
 STEPS = 5
 MEASURED = (3, 4)  # the first steps capture, plan and measure
 SEED = 11
 ADDRESS_SPACE_BYTES = 12 * 2**30
+CONTEXT = multiprocessing.get_context("forkserver")
+PRELOADED = ("torch", "torch._dynamo", "transformers", "transformers.modeling_utils", "hiremate_lightning")
 PACKAGES = {  # what is imported, and what is installed
     "transformers": "transformers",
     "timm": "timm",
@@ -71,6 +77,7 @@ class Result:
         gap: Proven gap, a ratio.
         planning_s: Seconds for tracing, profiling and solving.
         seconds: Seconds for everything.
+        untrained: Why plain PyTorch has no result to compare with, "" where it has.
         error: Why there is no result, "" where there is one.
         warned: Warnings of the package under test.
     """
@@ -93,13 +100,14 @@ class Result:
     gap: float = 0.0
     planning_s: float = 0.0
     seconds: float = 0.0
+    untrained: str = ""
     error: str = ""
     warned: list[str] = field(default_factory=list)
 
     @property
     def is_exact(self) -> bool:
         """Whether it ran, and all is equal bit for bit."""
-        return not self.error and not self.unequal
+        return not self.error and not self.untrained and not self.unequal
 
     @property
     def is_within(self) -> bool:
@@ -214,11 +222,18 @@ def _relative(a: Any, b: Any) -> float:
     return float(abs(a - b).max() / largest) if largest else math.inf
 
 
-def _build(name: str) -> Any:
-    from third_party import CASES
+def entry_of(name: str) -> Entry:
+    """Find a model of the list, or an architecture as `timm/vision_transformer`."""
+    import third_party
+    import zoo
 
+    entry: Entry = zoo.entry_of(name) if "/" in name else third_party.CASES[name]
+    return entry
+
+
+def _build(name: str) -> Any:
     _seed(7)
-    return CASES[name].build()
+    return entry_of(name).build()
 
 
 def _planned(name: str, budget: Any, **options: Any) -> tuple[_Run, Any, Any, float]:
@@ -268,14 +283,18 @@ def check(name: str, budget: str = "50%") -> Result:
     Returns:
         What was found; errors are not caught.
     """
-    from third_party import CASES
+    from zoo import UntrainableError
 
     from hiremate_lightning.errors import HiRemateWarning
     from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 
-    start, entry = time.perf_counter(), CASES[name]
+    start, entry = time.perf_counter(), entry_of(name)
     result = Result(name, entry.package, entry.about, budget)
-    expected = _train(_build(name))
+    try:
+        expected = _train(_build(name))
+    except UntrainableError as error:
+        result.untrained = str(error)
+        return result
     result.plain_bytes = max(expected.peaks)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", HiRemateWarning)
@@ -298,6 +317,9 @@ def check(name: str, budget: str = "50%") -> Result:
         if not (other := _difference(found, captured)):
             result.reference = "captured"
             result.warned.append(f"Captured graph without recomputation against eager: {result.unequal}.")
+        elif _difference(_train(_build(name)), expected):
+            result.untrained = "two plain runs from the same state differ"
+            other = ""
         result.unequal = other
     result.seconds = time.perf_counter() - start
     return result
@@ -306,40 +328,57 @@ def check(name: str, budget: str = "50%") -> Result:
 # -------------------------------------------------------------------- all models, each in a process of its own
 
 
-def check_apart(name: str, package: str, about: str, timeout_s: float) -> Result:
+def check_apart(name: str, entry: Entry, timeout_s: float) -> Result:
     """Check one model in a process of its own; what goes wrong there becomes the result's error."""
-    if importlib.util.find_spec(package) is None:
-        return Result(name, package, about, error=f"not installed: pip install {PACKAGES[package]}")
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
-
-    command = [sys.executable, "-W", "ignore", __file__, "--child", name]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if importlib.util.find_spec(entry.package) is None:
+        return Result(name, entry.package, entry.about, error=f"not installed: pip install {PACKAGES[entry.package]}")
+    receiver, sender = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=_send, args=(sender, name))
+    process.start()
+    sender.close()
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, preexec_fn=limit, env=environment, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return Result(name, package, about, error=f"not done within {timeout_s:.0f} s")
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"name"')]
-    if lines:
-        return Result(**json.loads(lines[-1]))
-    last = (done.stderr.strip().splitlines() or ["nothing said"])[-1]
-    return Result(name, package, about, error=f"ended with code {done.returncode}: {last}")
+        if receiver.poll(timeout_s):
+            result: Result = receiver.recv()
+            return result
+        error = f"not done within {timeout_s:.0f} s"
+    except EOFError:
+        process.join()
+        error = f"ended with code {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
+    return Result(name, entry.package, entry.about, error=error)
 
 
-def _child(name: str) -> None:
-    """Check one model and print the result as a line of JSON."""
-    from third_party import CASES
+def check_all(entries: dict[str, Entry], timeout_s: float, jobs: int) -> Iterator[tuple[str, Result]]:
+    """Check models, some at a time, each in a process of its own; give the results as they come.
 
+    The processes are forks of one that has imported what they need.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    CONTEXT.set_forkserver_preload([*filter(importlib.util.find_spec, PRELOADED)])
+    with ThreadPoolExecutor(jobs) as pool:
+        waited = {pool.submit(check_apart, name, entry, timeout_s): name for name, entry in entries.items()}
+        for future in as_completed(waited):
+            yield waited[future], future.result()
+
+
+def _send(sender: Any, name: str) -> None:
+    """Check one model, and send the result."""
+    import torch
+
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch._logging.set_logs(dynamo=logging.ERROR)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # other packages say much
     try:
         result = check(name)
     except Exception as error:  # whatever goes wrong with a model is its result
-        traceback.print_exc()
+        entry = entry_of(name)
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        result = Result(name, CASES[name].package, CASES[name].about, error=text[:600])
-    sys.stdout.write(json.dumps(asdict(result)) + "\n")
+        result = Result(name, entry.package, entry.about, error=text[:600])
+    sender.send(result)
 
 
 # -------------------------------------------------------------------- the page
@@ -397,7 +436,7 @@ def _row(result: Result) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _notes(results: Iterable[Result]) -> list[str]:
+def notes(results: Iterable[Result]) -> list[str]:
     lines = []
     for result in results:
         said = [f"Failed: {result.error}"] if result.error else []
@@ -422,7 +461,7 @@ def page(results: list[Result]) -> str:
         versions=versions.replace(
             f"torch {torch.__version__},", f"torch {torch.__version__}, Python {platform.python_version()},"
         ),
-        machine=_machine(),
+        machine=machine(),
         exact=sum(r.is_exact for r in results),
         within=sum(r.is_within for r in results),
         total=len(results),
@@ -432,11 +471,11 @@ def page(results: list[Result]) -> str:
         if rows:
             table = "\n".join((HEADER, f"|{'--|' * HEADER.count(' | ')}--|", *rows))
             text += f"\n## {name}\n\nPeaks in MiB.\n\n{table}\n"
-    notes = _notes(results)
-    return text + (f"\n## Notes\n\n{chr(10).join(notes)}\n" if notes else "")
+    lines = notes(results)
+    return text + (f"\n## Notes\n\n{chr(10).join(lines)}\n" if lines else "")
 
 
-def _machine() -> str:
+def machine() -> str:
     info = Path("/proc/cpuinfo")
     names = (
         [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
@@ -453,11 +492,8 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds for each model")
     parser.add_argument("--write", type=Path, default=None, help="file for the page; its other results stay")
     parser.add_argument("--compile", choices=["inductor"], help="fuse operations, and compare with the same kernels")
-    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--jobs", type=int, default=1, help="models at a time")
     options = parser.parse_args()
-    if options.child:
-        _child(options.child)
-        return
     if options.compile:
         os.environ[COMPILE] = options.compile
     from third_party import CASES
@@ -466,26 +502,25 @@ def main() -> None:
     names = [n for n, entry in CASES.items() if not only or n in only or entry.package in only]
     if unknown := only - set(CASES) - {e.package for e in CASES.values()}:
         parser.error(f"no model or package named {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
-    results = _read(options.write)
-    for name in names:
-        result = check_apart(name, CASES[name].package, CASES[name].about, options.timeout)
+    results = read(options.write)
+    for name, result in check_all({n: CASES[n] for n in names}, options.timeout, options.jobs):
         results[name] = result
         state = result.error or f"exact {result.is_exact} ({result.reference}), within {result.is_within}"
         sys.stderr.write(f"{name}: {state} {result.unequal} [{result.seconds:.0f} s]\n")
         if options.write is not None:
-            _write(options.write, [results[n] for n in CASES if n in results])
+            write(options.write, [results[n] for n in CASES if n in results])
     if options.write is None:
         sys.stdout.write(page([results[n] for n in names]))
 
 
-def _read(path: Path | None) -> dict[str, Result]:
+def read(path: Path | None) -> dict[str, Result]:
     """Read the results beside a page, by name."""
     if path is None or not path.with_suffix(".json").is_file():
         return {}
     return {row["name"]: Result(**row) for row in json.loads(path.with_suffix(".json").read_text())}
 
 
-def _write(path: Path, results: list[Result]) -> None:
+def write(path: Path, results: list[Result]) -> None:
     """Write a page, and the results beside it."""
     path.with_suffix(".json").write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n")
     path.write_text(page(results))

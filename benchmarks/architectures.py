@@ -1,0 +1,122 @@
+"""Train a small model of every architecture of transformers and of timm plain and inside half of the memory.
+
+    python benchmarks/architectures.py [--only timm] [--jobs 2] [--write docs/architectures.md]
+
+compatibility.py trains models that were chosen, in sizes that suit them; here nobody chooses (zoo.py). Results that the
+page has already are kept, except of what `--only` names: a run that was stopped is gone on with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import statistics
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+import compatibility
+import zoo
+from compatibility import Result
+
+INTRODUCTION = """# Architectures
+
+A small model of each of {transformers} architectures of transformers and of {timm} files of models of timm, trained as
+on the page of [compatibility](compatibility.md): some AdamW steps plain and with `hiremate(model, budget="50%")`,
+compared bit for bit. Nobody chose these models or adjusted them: sizes are put into the default configuration of an
+architecture, and of several such sets the first is taken with which plain PyTorch trains a step.
+
+Made by `python benchmarks/architectures.py --write docs/architectures.md` on {date}: {versions}; {machine}, one thread.
+
+**Of {trained} that plain PyTorch trains, {exact} are exact and {within} within budget.** Plain PyTorch doesn't train
+{untrained} others in any of these sizes. Measured peaks are {median} of the predicted ones in the median, {least} to
+{most} in all.
+
+*Captured*: exact against the same captured graphs without recomputation, which add up some sums in another order than
+eager PyTorch does ([limits](limits.md)).
+"""
+
+
+def verdict(result: Result) -> str:
+    """Say what came out, in a word of the table."""
+    if result.untrained:
+        return "not trained"
+    if result.error:
+        return "**FAILED**"
+    if not result.is_exact:
+        return "**NOT EXACT**"
+    if not result.is_within:
+        return "**OVER BUDGET**"
+    return "exact" if result.reference == "eager" else "exact, captured"
+
+
+def page(results: list[Result]) -> str:
+    """Write the results as Markdown: a table of counts, one of models, and what was said."""
+    trained = [r for r in results if not r.untrained]
+    ratios = sorted(r.measured_bytes / r.predicted_bytes for r in trained if r.predicted_bytes) or [1.0]
+    packages = ("torch", "transformers", "timm")
+    text = INTRODUCTION.format(
+        transformers=sum(r.package == "transformers" for r in results),
+        timm=sum(r.package == "timm" for r in results),
+        date=time.strftime("%Y-%m-%d"),
+        versions=", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages)
+        + f", Python {platform.python_version()}",
+        machine=compatibility.machine(),
+        trained=len(trained),
+        exact=sum(r.is_exact for r in trained),
+        within=sum(r.is_within for r in trained),
+        untrained=len(results) - len(trained),
+        median=f"{statistics.median(ratios):.4f}",
+        least=f"{ratios[0]:.4f}",
+        most=f"{ratios[-1]:.4f}",
+    )
+    counts = sorted(Counter((r.package, verdict(r)) for r in results).items())
+    text += "\n| package | result | architectures |\n|--|--|--|\n"
+    text += "".join(f"| {package} | {word} | {count} |\n" for (package, word), count in counts)
+    text += "\n## Trained\n\n| architecture | result | budget | measured / predicted peak | graphs | operations |\n"
+    text += "|--|--|--|--|--|--|\n"
+    text += "".join(_row(r) for r in trained)
+    text += "\n## Notes\n\n" + "".join(f"{line}\n" for line in compatibility.notes(trained))
+    text += "\n## Not trained by plain PyTorch in these sizes\n\n"
+    return text + "".join(f"- `{r.name}`: {' '.join(r.untrained.split())}\n" for r in results if r.untrained)
+
+
+def _row(result: Result) -> str:
+    ratio = f"{result.measured_bytes / result.predicted_bytes:.3f}" if result.predicted_bytes else ""
+    budget = result.budget.replace("%", " %")
+    return f"| `{result.name}` | {verdict(result)} | {budget} | {ratio} | {result.graphs} | {result.nodes:,} |\n"
+
+
+def main() -> None:
+    """Read the command line, check the architectures, and print or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="packages, or architectures as package/name, with commas")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for each")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--write", type=Path, default=None, help="file for the page; its other results stay")
+    options = parser.parse_args()
+    entries, results = zoo.entries(), compatibility.read(options.write)
+    only = set(filter(None, options.only.split(",")))
+    due = {n: e for n, e in entries.items() if (n in only or e.package in only if only else n not in results)}
+    if not due and only:
+        parser.error("--only names nothing that is installed")
+    for name, result in compatibility.check_all(due, options.timeout, options.jobs):
+        results[name] = result
+        said = result.error or result.untrained or result.unequal
+        ratio = result.measured_bytes / (result.predicted_bytes or 1)
+        sys.stderr.write(f"{name}: {verdict(result)} {ratio:.4f} {said} [{result.seconds:.0f} s]\n")
+        if options.write is not None:
+            options.write.with_suffix(".json").write_text(json.dumps([asdict(r) for r in results.values()]) + "\n")
+    ordered = [results[n] for n in entries if n in results]
+    if options.write is None:
+        sys.stdout.write(page(ordered))
+    else:
+        options.write.write_text(page(ordered))
+
+
+if __name__ == "__main__":
+    main()
