@@ -121,8 +121,10 @@ def make_plan(
         solution, profile = _solve(guarded, options, solve or apart(options.solver))
     if not _fits(problem, solution):
         solution = _least_memory(problem, solution)
-        if solution.peak_bytes > problem.budget_bytes and options.on_infeasible == "raise":
-            raise infeasible(problem, solution, budget, budget_bytes, resident_bytes, target)
+        if solution.peak_bytes > problem.budget_bytes:
+            if options.on_infeasible == "raise":
+                raise infeasible(problem, solution, budget, budget_bytes, resident_bytes, target)
+            solution, profile = _fastest_within_its_peak(problem, solution, options, solve or apart(options.solver))
     planning = replace(planning, solve_s=planning.solve_s + time.perf_counter() - start)
     return Plan(target, step.graph, profile, solution, budget, budget_bytes, resident_bytes, planning)
 
@@ -224,6 +226,17 @@ def _least_memory(problem: Problem, failed: Solution) -> Solution:
     return replace(smallest, peak_bytes=peak, stopped_by=failed.stopped_by or smallest.stopped_by)
 
 
+def _fastest_within_its_peak(
+    problem: Problem, smallest: Solution, options: PlanOptions, strategy: Strategy
+) -> tuple[Solution, Profile]:
+    """Solve under the peak of the solution of least memory, for which any time was good enough."""
+    at_least = replace(problem, budget_bytes=smallest.peak_bytes)
+    solution, profile = _solve(at_least, options, strategy)
+    if _fits(at_least, solution) and solution.recompute_ms < smallest.recompute_ms:
+        return solution, profile
+    return smallest, problem.profile
+
+
 def infeasible(
     problem: Problem, smallest: Solution, budget: Budget, budget_bytes: int, resident_bytes: int, target: str
 ) -> InfeasibleBudgetError:
@@ -240,7 +253,7 @@ def infeasible(
         f"The budget {budget} ({budget_bytes:,} bytes) is too small for {target or 'this model'}. "
         f"The smallest budget found is {format_bytes(needed)} ({needed:,} bytes{share}), "
         f"of which {format_bytes(resident_bytes)} are resident (parameters, gradients, optimizer state, batch). "
-        f"Such a plan takes {simulation.overhead:.0%} more time. The peak is at {node.op} in {where}. "
+        f"Such a plan takes at most {simulation.overhead:.0%} more time. The peak is at {node.op} in {where}. "
         "Raise the budget, make the batch smaller, or pass on_infeasible='warn' to train with the least memory. "
         "(CUDA out of memory. is what this would have become.)",
         budget_bytes=budget_bytes,

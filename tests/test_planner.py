@@ -9,8 +9,8 @@ import pytest
 from hiremate_lightning import planner
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 from hiremate_lightning.planner import AUTO_MARGIN, PlanOptions, first_solution, make_plan, resolve, unplanned
-from hiremate_lightning.solvers import base
-from hiremate_lightning.solvers.base import Solution, Status, get_strategy, strategy
+from hiremate_lightning.solvers import base, smallest_budget
+from hiremate_lightning.solvers.base import Problem, Solution, Status, get_strategy, strategy
 from hiremate_lightning.step import Call, Gap, merge
 from hiremate_lightning.units import Budget, parse_budget
 
@@ -126,6 +126,14 @@ def test_a_share_that_is_too_small_is_named_as_a_share():
 def test_with_warn_an_infeasible_budget_gives_the_least_memory_found():
     plan = plan_of(step_of(*transformer(2)), 1, on_infeasible="warn")
     assert 1 < plan.planned_peak_bytes < plan.unplanned_peak_bytes
+
+
+def test_with_warn_the_least_memory_takes_as_little_time_as_is_found():
+    step = step_of(*transformer(2))
+    smallest = smallest_budget(Problem(step.graph, step.profile, 0))
+    plan = plan_of(step, smallest.peak_bytes // 2, on_infeasible="warn")
+    assert plan.planned_peak_bytes <= smallest.peak_bytes
+    assert plan.solution.recompute_ms < smallest.recompute_ms
 
 
 def test_a_strategy_that_lies_about_its_peak_is_not_believed(monkeypatch):

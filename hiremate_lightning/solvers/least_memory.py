@@ -1,5 +1,7 @@
 """The least memory that a heuristic finds: narrow segments, then evictions at the peak as far as they go.
 
+What need not be given up for that peak is kept in the end.
+
 It gives the smallest feasible budget for error messages, and the program of a training step about which nothing is
 known yet. An upper bound on the true minimum, which is NP-hard to find on general graphs.
 """
@@ -9,18 +11,19 @@ from __future__ import annotations
 import time
 
 from .base import Problem, Solution, Status, strategy
-from .greedy import Found, evict
+from .greedy import Found, evict, keep_more
 from .model import Model
 from .turn_point import segment_policies
 
 STARTS = 3  # segmentations from which evictions start
+SEARCH_S, KEEP_S = 4.0, 1.0
 
 
 @strategy("least_memory")
 def least_memory(problem: Problem) -> Solution:
-    """Find the smallest peak, whatever the time of recomputation."""
+    """Find the smallest peak, and for that peak a short time of recomputation."""
     start = time.monotonic()
-    deadline = start + min(4.0, problem.options.time_limit_s)
+    deadline = start + min(SEARCH_S, problem.options.time_limit_s)
     model = Model(problem)
     *segments, everything = [Found(p, model.replay(p)) for p in segment_policies(model)]
     segments.sort(key=lambda f: (f.replay.peak_bytes, f.rank))
@@ -33,6 +36,7 @@ def least_memory(problem: Problem) -> Solution:
                 best = step
             if stalled > 40:
                 break
+    best = keep_more(model, best, best.replay.peak_bytes, time.monotonic() + min(KEEP_S, problem.options.time_limit_s))
     return Solution(
         strategy="least_memory",
         status=Status.FEASIBLE if best.replay.peak_bytes <= problem.budget_bytes else Status.NOT_FOUND,
