@@ -7,6 +7,7 @@ and of several such sets of sizes the first is taken with which plain PyTorch tr
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import product
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 LARGEST = 30_000_000  # parameters
+LONGEST_S = 5.0  # of a plain step
 LENGTH = 48
 VOCABULARY = 300
 PICTURE = 32  # pixels
@@ -126,8 +128,10 @@ def _first_that_trains(attempts: Iterable[Callable[[], Case]]) -> Case:
     for attempt in attempts:
         try:
             case = attempt()
-            batch = case.make_batch(0)
+            batch, start = case.make_batch(0), time.perf_counter()
             case.loss_of(case.module(**batch), batch).backward()
+            if (seconds := time.perf_counter() - start) > LONGEST_S:
+                raise UntrainableError(f"a plain step takes {seconds:.0f} s")
         except Exception as error:  # whatever a configuration says to sizes that it was not made for
             reasons[_first_line(error)] = None
         else:
