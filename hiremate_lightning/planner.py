@@ -121,10 +121,9 @@ def make_plan(
         solution, profile = _solve(guarded, options, solve or apart(options.solver))
     if not _fits(problem, solution):
         solution = _least_memory(problem, solution)
-        if solution.peak_bytes > problem.budget_bytes:
-            if options.on_infeasible == "raise":
-                raise infeasible(problem, solution, budget, budget_bytes, resident_bytes, target)
-            solution, profile = _fastest_within_its_peak(problem, solution, options, solve or apart(options.solver))
+        if solution.peak_bytes > problem.budget_bytes and options.on_infeasible == "raise":
+            raise infeasible(problem, solution, budget, budget_bytes, resident_bytes, target)
+        solution, profile = _fastest_within_its_peak(problem, solution, options, solve or apart(options.solver))
     planning = replace(planning, solve_s=planning.solve_s + time.perf_counter() - start)
     return Plan(target, step.graph, profile, solution, budget, budget_bytes, resident_bytes, planning)
 
@@ -230,7 +229,7 @@ def _fastest_within_its_peak(
     problem: Problem, smallest: Solution, options: PlanOptions, strategy: Strategy
 ) -> tuple[Solution, Profile]:
     """Solve under the peak of the solution of least memory, for which any time was good enough."""
-    at_least = replace(problem, budget_bytes=smallest.peak_bytes)
+    at_least = replace(problem, budget_bytes=max(smallest.peak_bytes, problem.budget_bytes))
     solution, profile = _solve(at_least, options, strategy)
     if _fits(at_least, solution) and solution.recompute_ms < smallest.recompute_ms:
         return solution, profile

@@ -267,6 +267,15 @@ def test_the_smallest_budget_is_met_by_its_own_plan():
         assert least_memory(problem_of(step, smallest.peak_bytes - 1)).status is Status.NOT_FOUND
 
 
+@pytest.mark.parametrize("make", [lambda: transformer(3), lambda: chain(16)])
+def test_the_default_finds_a_schedule_wherever_the_least_memory_fits(make):
+    step = make()
+    smallest = smallest_budget(problem_of(step, 0))
+    found = get_strategy("portfolio")(problem_of(step, smallest.peak_bytes))
+    assert found.is_feasible
+    assert found.recompute_ms <= smallest.recompute_ms
+
+
 def test_the_least_memory_of_a_long_chain_is_far_below_keeping_everything():
     step = chain(36, KB)
     problem = problem_of(step, 0)

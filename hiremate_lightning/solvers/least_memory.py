@@ -16,15 +16,13 @@ from .model import Model
 from .turn_point import segment_policies
 
 STARTS = 3  # segmentations from which evictions start
+PATIENCE = 40  # evictions without a smaller peak
 SEARCH_S, KEEP_S = 4.0, 1.0
 
 
-@strategy("least_memory")
-def least_memory(problem: Problem) -> Solution:
-    """Find the smallest peak, and for that peak a short time of recomputation."""
-    start = time.monotonic()
-    deadline = start + min(SEARCH_S, problem.options.time_limit_s)
-    model = Model(problem)
+def find_smallest(model: Model, time_limit_s: float) -> Found:
+    """Find a policy of small peak, and for that peak of short time."""
+    deadline = time.monotonic() + min(SEARCH_S, time_limit_s)
     *segments, everything = [Found(p, model.replay(p)) for p in segment_policies(model)]
     segments.sort(key=lambda f: (f.replay.peak_bytes, f.rank))
     best = min([*segments[:1], everything], key=lambda f: (f.replay.peak_bytes, f.rank))
@@ -34,9 +32,17 @@ def least_memory(problem: Problem) -> Solution:
             stalled = 0 if step.replay.peak_bytes < best.replay.peak_bytes else stalled + 1
             if not stalled:
                 best = step
-            if stalled > 40:
+            if stalled > PATIENCE:
                 break
-    best = keep_more(model, best, best.replay.peak_bytes, time.monotonic() + min(KEEP_S, problem.options.time_limit_s))
+    return keep_more(model, best, best.replay.peak_bytes, time.monotonic() + min(KEEP_S, time_limit_s))
+
+
+@strategy("least_memory")
+def least_memory(problem: Problem) -> Solution:
+    """Find the smallest peak, and for that peak a short time of recomputation."""
+    start = time.monotonic()
+    model = Model(problem)
+    best = find_smallest(model, problem.options.time_limit_s)
     return Solution(
         strategy="least_memory",
         status=Status.FEASIBLE if best.replay.peak_bytes <= problem.budget_bytes else Status.NOT_FOUND,

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from .base import Problem, Solution, strategy
 from .chains import min_memory_policies, try_rotor
 from .crossover import try_crossovers
-from .greedy import Found
+from .greedy import Found, keep_more
 from .incumbent import Search, begin, keep_everything
+from .least_memory import find_smallest
 from .refine import QUICK_SHARE, polish, refine
 from .selections import knapsack_policies, try_walks
 from .turn_point import prove, roundings, segment_policies, try_evictions, try_limits, try_segments
@@ -24,7 +25,11 @@ REFINE_SHARE = 0.85  # of the time limit, where no proof ends it earlier
 
 
 def _try_least_memory(search: Search) -> None:
-    """Evict from the schedules of least memory."""
+    """Fill up the smallest schedule that is found, or evict from those that chains have."""
+    smallest = find_smallest(search.model, search.left_s())
+    if smallest.replay.peak_bytes <= search.limit:
+        search.offer(keep_more(search.model, smallest, search.limit, search.within(QUICK_SHARE)))
+        return
     found = [Found(p, search.model.replay(p)) for p in min_memory_policies(search.model)]
     for start in sorted(found, key=lambda f: (f.replay.peak_bytes, f.rank))[:2]:
         search.repair(start.policy, search.within(QUICK_SHARE))
