@@ -36,7 +36,8 @@ Made by `python benchmarks/architectures.py --write docs/architectures.md` on {d
 {untrained} others in any of these sizes. Measured peaks are {median} of the predicted ones in the median, {least} to
 {most} in all.
 
-*Captured*: exact against the same captured graphs without recomputation, which add up some sums in another order than
+*Not measured*: by chance (layers that are dropped, say) each step was of another kind; the first steps of a kind are
+measured by the package itself. *Captured*: exact against the same captured graphs without recomputation, which add up some sums in another order than
 eager PyTorch does ([limits](limits.md)).
 """
 
@@ -49,6 +50,8 @@ def verdict(result: Result) -> str:
         return "**FAILED**"
     if not result.is_exact:
         return "**NOT EXACT**"
+    if not result.measured_bytes:
+        return "exact, not measured"
     if not result.is_within:
         return "**OVER BUDGET**"
     return "exact" if result.reference == "eager" else "exact, captured"
@@ -57,7 +60,7 @@ def verdict(result: Result) -> str:
 def page(results: list[Result]) -> str:
     """Write the results as Markdown: a table of counts, one of models, and what was said."""
     trained = [r for r in results if not r.untrained]
-    ratios = sorted(r.measured_bytes / r.predicted_bytes for r in trained if r.predicted_bytes) or [1.0]
+    ratios = sorted(r.measured_bytes / r.predicted_bytes for r in trained if r.measured_bytes) or [1.0]
     packages = ("torch", "transformers", "timm")
     text = INTRODUCTION.format(
         transformers=sum(r.package == "transformers" for r in results),
@@ -86,7 +89,7 @@ def page(results: list[Result]) -> str:
 
 
 def _row(result: Result) -> str:
-    ratio = f"{result.measured_bytes / result.predicted_bytes:.3f}" if result.predicted_bytes else ""
+    ratio = f"{result.measured_bytes / result.predicted_bytes:.3f}" if result.measured_bytes else ""
     budget = result.budget.replace("%", " %")
     return f"| `{result.name}` | {verdict(result)} | {budget} | {ratio} | {result.graphs} | {result.nodes:,} |\n"
 

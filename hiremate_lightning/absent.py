@@ -16,7 +16,7 @@ from torch import fx
 
 from .capture import Captured, allocated_bytes
 from .costs import Profile
-from .graph import Graph
+from .graph import Graph, Node
 from .overwriting import overwrite
 
 
@@ -79,14 +79,17 @@ def without(captured: Captured, absence: Absence, profile: Profile) -> tuple[Gra
     """Give the graph and its costs as they are without what is absent.
 
     Nodes and tensors keep their indices; what is absent takes no memory and no time. Forward values that only absent
-    computations read still count as read: nobody knows at the forward that these will be absent.
+    computations read are read as the backward starts: nobody knows at the forward that nothing will read them.
     """
     graph, _ = _overwritten(captured, absence)
+    gone = _gone(captured, absence)
     there = {
-        t.storage for t, value in zip(graph.tensors, captured.fx_values, strict=True) if value not in absence.values
+        t.storage
+        for t, value in zip(graph.tensors, captured.fx_values, strict=True)
+        if value not in absence.values and t.producer not in gone
     }
     storages = tuple(s if i in there else replace(s, size_bytes=0) for i, s in enumerate(graph.storages))
-    idle = {i for i, node in enumerate(captured.fx_nodes) if node in absence.values or node in absence.replaced}
+    idle = gone | {i for i, node in enumerate(captured.fx_nodes) if node in absence.replaced}
     costs = Profile(
         tuple(0.0 if i in idle else time_ms for i, time_ms in enumerate(profile.time_ms)),
         tuple(
@@ -95,7 +98,36 @@ def without(captured: Captured, absence: Absence, profile: Profile) -> tuple[Gra
         ),
         profile.device,
     )
-    return replace(graph, storages=storages), costs
+    return replace(graph, nodes=_reading_at_once(graph, gone), storages=storages), costs
+
+
+def _gone(captured: Captured, absence: Absence) -> set[int]:
+    """List the nodes of the backward that are absent, and those whose results nothing else reads."""
+    graph = captured.graph
+    tensor_of = {value: index for index, value in enumerate(captured.fx_values)}
+    read = {t for t in graph.gradients if captured.fx_values[t] not in absence.values}
+    gone = set()
+    for index in reversed(graph.backward):
+        node, value = graph.nodes[index], captured.fx_nodes[index]
+        is_read = node.is_random or node.is_mutating or not read.isdisjoint(node.outputs)
+        if value in absence.values or not is_read:
+            gone.add(index)
+        elif value in absence.replaced:
+            read.add(tensor_of[absence.replaced[value]])
+        else:
+            read.update(node.inputs)
+    return gone
+
+
+def _reading_at_once(graph: Graph, gone: set[int]) -> tuple[Node, ...]:
+    """Give the nodes as they are where those that are gone read nothing, and the first of the backward all that."""
+    made = {t for index in graph.forward for t in graph.nodes[index].outputs}
+    early = [t for index in sorted(gone) for t in graph.nodes[index].inputs if t in made]
+    nodes = [replace(node, inputs=()) if index in gone else node for index, node in enumerate(graph.nodes)]
+    if early:
+        first = graph.backward[0]
+        nodes[first] = replace(nodes[first], inputs=tuple(dict.fromkeys((*nodes[first].inputs, *early))))
+    return tuple(nodes)
 
 
 def _overwritten(captured: Captured, absence: Absence) -> tuple[Graph, dict[fx.Node, int]]:

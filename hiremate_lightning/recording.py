@@ -242,6 +242,7 @@ class StepRecord:
                     links={t: (place[r], o) for t, (r, o) in run.links.items() if r in place},
                     alive=run.alive or (),
                     died=died,
+                    lingering=self._lingering(run, planned[order[before - 1]]) if before else (),
                     beside=self._beside(run, f"f{run.index}", place),
                     beside_after=self._beside(run, following, place),
                     passed_on=run.passed_on,
@@ -252,6 +253,18 @@ class StepRecord:
                 )
             )
         return calls, order
+
+    def _lingering(self, run: Run, previous: Run) -> tuple[int, ...]:
+        """List the outputs that code outside holds until the backward starts: what it saved for its own, say.
+
+        They live as the backward before it starts; not counted is what a part holds, or what goes on to another part.
+        """
+        if f"B{previous.index}" not in self._alive_at:
+            return ()
+        tensors = run.graph.tensors
+        handed_on = {o for other in self.runs for r, o in other.links.values() if r == run.index}
+        known = {tensors[t].storage for t in (*run.program.schedule.saved, *(run.alive or ()), *handed_on)}
+        return tuple(t for t in self._alive_at[f"B{previous.index}"][run.index] if tensors[t].storage not in known)
 
     def _beside(self, run: Run, label: str, place: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
         """List the outputs of earlier calls that lived at a mark, by the places of the calls."""

@@ -43,6 +43,7 @@ class Call:
         links: For each input that an earlier call's output shares its storage with: that call and that output.
         alive: Outputs that someone still holds when the backward of this call starts.
         died: Outputs whose memory was free again when what runs outside after the forward ended.
+        lingering: Outputs that code outside holds until this backward starts.
         beside: Outputs of earlier calls, as (call, output), that still lived when this forward ended.
         beside_after: Those that lived when what runs outside after it ended.
         passed_on: Gradients that outside code or another call consumes; the others stay to the end of the step.
@@ -57,6 +58,7 @@ class Call:
     links: dict[int, tuple[int, int]] = field(default_factory=dict)
     alive: tuple[int, ...] = ()
     died: tuple[int, ...] = ()
+    lingering: tuple[int, ...] = ()
     beside: tuple[tuple[int, int], ...] = ()
     beside_after: tuple[tuple[int, int], ...] = ()
     passed_on: tuple[int, ...] = ()
@@ -149,6 +151,7 @@ class _Merger:
         self.node_at: list[int] = []
         self.tensor_at: list[int] = []
         self.storage_at: list[int] = []
+        self.before_backward: dict[int, int] = {}  # call -> the outside before its backward
 
     def add_call(self, index: int) -> None:
         call = self.calls[index]
@@ -193,7 +196,9 @@ class _Merger:
             read += [self.tensor_at[c] + t for c, t in call.beside]
             self._outside(Gap(), read, [], self.forward, Phase.FORWARD)
         read = [self.tensor_at[index] + t for t in call.graph.outputs if t not in call.died]
-        read += [self.tensor_at[c] + t for c, t in call.beside_after]
+        is_last = index + 1 == len(self.calls)
+        stay = ((c, t) for c, t in call.beside_after if not (is_last and t in self.calls[c].lingering))
+        read += [self.tensor_at[c] + t for c, t in stay]
         handed = []
         if index + 1 < len(self.calls):
             following = self.calls[index + 1]
@@ -207,6 +212,7 @@ class _Merger:
         read = [self.tensor_at[previous] + t for t in self.calls[previous].passed_on]
         handed = [self.tensor_at[index] + t for t in self.calls[index].graph.tangents]
         self._outside(self.calls[index].before_backward, read, handed, self.backward, Phase.BACKWARD)
+        self.before_backward[index] = self.backward[-1]
 
     def add_outside_after_backward(self, index: int) -> None:
         """Let outside code run on the gradients that the last backward passed on."""
@@ -221,7 +227,10 @@ class _Merger:
     def finish(self, backward_order: tuple[int, ...], spans: dict[int, tuple[int, int]]) -> Step:
         """Append the outside nodes, last, so that no call's indices depend on them."""
         number = {-i: self._append_outside(*outside) for i, outside in enumerate(self.outside, start=1)}
-        self._append_beginning(number[self.forward[-1]])
+        turn = number[self.forward[-1]]
+        self._append_beginning(turn)
+        for index, reader in self.before_backward.items():
+            self._let_linger(index, turn, number[reader])
         last, end = backward_order[0], self.calls[-1]
         gradients = [
             self.tensor_at[i] + t
@@ -255,6 +264,17 @@ class _Merger:
         self.nodes[node] = replace(self.nodes[node], outputs=(*self.nodes[node].outputs, stale))
         self.nodes[turn] = replace(self.nodes[turn], inputs=(*self.nodes[turn].inputs, stale))
         self.forward.insert(0, node)
+
+    def _let_linger(self, index: int, turn: int, reader: int) -> None:
+        """Give the outputs that outside code holds for a while beyond the forward a place of their own till then."""
+        graph = self.calls[index].graph
+        for storage in dict.fromkeys(graph.tensors[t].storage for t in self.calls[index].lingering):
+            if storage is not None:
+                tensor, size_bytes = len(self.tensors), graph.sizes[storage]
+                self.tensors.append(Tensor("lingering", len(self.storages), (size_bytes,), "uint8", turn))
+                self.storages.append(Storage(size_bytes, StorageKind.ACTIVATION))
+                self.nodes[turn] = replace(self.nodes[turn], outputs=(*self.nodes[turn].outputs, tensor))
+                self.nodes[reader] = replace(self.nodes[reader], inputs=(*self.nodes[reader].inputs, tensor))
 
     def _append_outside(self, gap: Gap, read: list[int], handed: list[int], phase: Phase) -> int:
         node, tensor = len(self.nodes), len(self.tensors)

@@ -174,3 +174,24 @@ def test_what_only_an_unused_output_needs_is_gone_when_the_backward_runs():
         model(x)[0].square().mean().backward()
     plan = get_plan(model)
     assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
+
+
+class GivesState(nn.Module):
+    """Gives a state too, whose gradient alone reads a large value at the end of the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 8 * WIDTH)
+        self.second = nn.Linear(WIDTH, 32 * WIDTH)
+
+    def forward(self, x):
+        state = self.first(x).sin().exp().sum()
+        return self.second(x).tanh().square().mean(), state
+
+
+def test_what_only_an_absent_gradient_reads_is_not_held_through_the_backward():
+    torch.manual_seed(1)
+    model = hiremate(GivesState(), "1 GiB", verbose=False)
+    train(model, lambda out, step: out[0], steps=4)
+    plan = get_plan(model)
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.005)

@@ -784,3 +784,29 @@ def test_steps_that_begin_alike_stay_within_the_budget_after_the_first_surprise(
     for sign in (1, 1, -1, 1, -1, -1, 1):
         gc.collect()
         assert measure_peak(lambda sign=sign: go(sign)) + plan.resident_bytes <= plan.budget_bytes
+
+
+class NormsBetween(nn.Module):
+    """Two captured parts; what is between them is not captured, and saves what it was given for its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, 32 * WIDTH)
+
+    @torch._dynamo.disable
+    def norm(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (8 * WIDTH,))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.norm(self.first(x))).tanh().square().mean()
+
+
+def test_what_code_between_graphs_saves_for_its_backward_is_foreseen():
+    torch.manual_seed(1)
+    model = hiremate(NormsBetween(), "1 GiB", verbose=False)
+    for seed in range(4):
+        model.zero_grad()
+        model(batch(seed)).backward()
+    plan = get_plan(model)
+    assert targets_of(model).session.captured_count > 1
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.005)
