@@ -37,8 +37,8 @@ Made by `python benchmarks/architectures.py --write docs/architectures.md` on {d
 {most} in all.
 
 *Not measured*: by chance (layers that are dropped, say) each step was of another kind; the first steps of a kind are
-measured by the package itself. *Captured*: exact against the same captured graphs without recomputation, which add up some sums in another order than
-eager PyTorch does ([limits](limits.md)).
+measured by the package itself. *Captured*: exact against the same captured graphs without recomputation, which add up
+some sums in another order than eager PyTorch does ([limits](limits.md)).
 """
 
 
