@@ -25,10 +25,10 @@ from compatibility import Result
 
 INTRODUCTION = """# Architectures
 
-A small model of each of {transformers} architectures of transformers and of {timm} files of models of timm, trained as
-on the page of [compatibility](compatibility.md): some AdamW steps plain and with `hiremate(model, budget="50%")`,
-compared bit for bit. Nobody chose these models or adjusted them: sizes are put into the default configuration of an
-architecture, and of several such sets the first is taken with which plain PyTorch trains a step.
+A small model of each of {counts}, trained as on the page of
+[compatibility](compatibility.md): some AdamW steps plain and with `hiremate(model, budget="50%")`, compared bit for
+bit. Nobody chose these models or adjusted them: sizes are put into the default configuration of an architecture, and of
+several such sets the first is taken with which plain PyTorch trains a step.
 
 Made by `python benchmarks/architectures.py --write docs/architectures.md` on {date}: {versions}; {machine}, one thread.
 
@@ -63,8 +63,7 @@ def page(results: list[Result]) -> str:
     ratios = sorted(r.measured_bytes / r.predicted_bytes for r in trained if r.measured_bytes) or [1.0]
     packages = ("torch", "transformers", "timm")
     text = INTRODUCTION.format(
-        transformers=sum(r.package == "transformers" for r in results),
-        timm=sum(r.package == "timm" for r in results),
+        counts=" and ".join(f"{n} architectures of {p}" for p, n in Counter(r.package for r in results).items()),
         date=time.strftime("%Y-%m-%d"),
         versions=", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages)
         + f", Python {platform.python_version()}",
