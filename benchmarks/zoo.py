@@ -187,7 +187,7 @@ def _refuse_large(build: Callable[[], nn.Module], or_unknown: bool) -> None:
     try:
         with torch.device("meta"):
             size = sum(p.numel() for p in build().parameters())
-    except Exception:
+    except Exception:  # not all can be built without memory; the limit of the address space is left
         if or_unknown:
             raise
         return
