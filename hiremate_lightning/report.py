@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import rich
 import torch.distributed
@@ -15,7 +17,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
 from .breakdown import plan_lines
-from .plan import Plan, measured_line
+from .plan import Plan, PlanningTime, measured_line
 from .terminal import FAINT, plan_table
 from .units import format_ratio
 
@@ -145,6 +147,37 @@ class Reporter:
                 LOGGER.info(line)
             elif LOGGER.level <= logging.INFO:  # not silenced, only not set up
                 Console(stderr=True, highlight=False).print(Text(line), soft_wrap=True)
+
+
+class Stages:
+    """Shows the stages of planning, and adds up the seconds of each.
+
+    Attributes:
+        reporter: What shows them.
+    """
+
+    def __init__(self, reporter: Reporter) -> None:
+        self.reporter = reporter
+        self._seconds = PlanningTime()
+
+    @contextmanager
+    def stage(self, field: str, name: str) -> Iterator[None]:
+        """Show a stage and count its time.
+
+        Args:
+            field: The field of `PlanningTime` that counts it.
+            name: What is being done, such as "tracing".
+        """
+        start = time.perf_counter()
+        with self.reporter.stage(name):
+            yield
+        seconds = getattr(self._seconds, field) + time.perf_counter() - start
+        self._seconds = replace(self._seconds, **{field: seconds})
+
+    def take(self) -> PlanningTime:
+        """Give what was added up, and begin anew."""
+        taken, self._seconds = self._seconds, PlanningTime()
+        return taken
 
 
 def _stage_progress(console: Console) -> Progress:

@@ -12,7 +12,6 @@ so far in the step, so several kinds of steps (a GAN's two, another input shape)
 from __future__ import annotations
 
 import logging
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -37,11 +36,12 @@ from .graph import StorageKind
 from .kinds import Kind, Kinds, Known
 from .metering import free_bytes
 from .out_of_memory import InfeasibleBudgetError, explain
-from .plan import Plan, PlanningTime
+from .parts import Parts
+from .plan import Plan
 from .planner import PlanOptions, first_solution, make_plan, resolve, unplanned
-from .profiling import CostCache, TimedRun, measure, undisturbed
+from .profiling import TimedRun
 from .recording import Run, StepRecord
-from .report import Reporter
+from .report import Reporter, Stages
 from .resident import WATCHED_STEPS, LeftOutputs, Resident, ResidentMemory
 from .schedule import lower
 from .shared_solving import shared
@@ -84,6 +84,8 @@ class Session:
         listeners: Called with each plan when it is made, and again when it has been measured.
         runs: Number of forwards of captured graphs so far.
         kernels: Where fused operations are kept, None where nothing is fused.
+        stages: Shows the stages of planning, and counts their time.
+        parts: The captured graphs.
     """
 
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:
@@ -91,13 +93,11 @@ class Session:
         self.options = options
         self.plans: dict[Kind, Plan] = {}
         self.listeners: list[Callable[[Plan], None]] = []
-        self._reporter = Reporter(options.verbose)
-        self._costs = CostCache(options.cache_dir)
-        self._parts: list[Part] = []
-        self._profiles: list[Profile] = []
-        self._least: list[Program] = []
+        self.kernels = Kernels(self.say) if options.compile else None
+        self.runs = 0
+        self.stages = Stages(Reporter(options.verbose))
+        self.parts = Parts(self.stages, options.cache_dir, self.kernels)
         self._known: dict[Kind, Known] = {}
-        self._changed: set[Part] = set()  # whose program of least memory is of an earlier captured graph
         self._unfit: set[Kind] = set()  # whose plans were made with gradients dying that do not
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
         self._auto_bytes: int | None = None
@@ -110,11 +110,8 @@ class Session:
         self._in_backward = False
         self._record: StepRecord | None = None
         self._timed: TimedRun | None = None
-        self._seconds = PlanningTime()
         self._tracing = ExitStack()
         self._said: set[str] = set()
-        self.kernels = Kernels(self.say) if options.compile else None
-        self.runs = 0
 
     # ---------------------------------------------------------------- what others ask and tell
 
@@ -126,7 +123,7 @@ class Session:
     @property
     def captured_count(self) -> int:
         """Number of graphs captured so far."""
-        return len(self._parts)
+        return len(self.parts.all)
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count an optimizer's state as resident."""
@@ -171,9 +168,7 @@ class Session:
 
     def take_in(self, captured: Captured) -> Part:
         """Make a part of a captured graph."""
-        part = Part(captured, self)
-        self._parts.append(part)
-        return part
+        return self.parts.add(captured, self)
 
     @contextmanager
     def calling(self, name: str, arguments: Sequence[Any]) -> Iterator[None]:
@@ -185,9 +180,9 @@ class Session:
             self.end_step(at_once=False)
         if not self._kinds.ran and self._record is None:
             self._begin_step([t for t in torch_private.leaves(arguments) if isinstance(t, torch.Tensor)])
-        if not self._parts:
+        if not self.parts.all:
             worker.warm_up()
-            self._tracing.enter_context(self.stage("capture_s", "tracing"))
+            self._tracing.enter_context(self.stages.stage("capture_s", "tracing"))
         try:
             with torch_private.capturing_for_plans(), eager_paths():
                 yield
@@ -203,22 +198,14 @@ class Session:
         finally:
             self._tracing.close()
 
-    @contextmanager
-    def stage(self, field: str, name: str) -> Iterator[None]:
-        """Show a stage of planning, and add up its seconds."""
-        start = time.perf_counter()
-        with self._reporter.stage(name):
-            yield
-        seconds = getattr(self._seconds, field) + time.perf_counter() - start
-        self._seconds = replace(self._seconds, **{field: seconds})
-
     # ---------------------------------------------------------------- conductor of the parts
 
     def start(self, part: Part, arguments: Sequence[Any]) -> tuple[Program, Run | None]:
         """Choose the program of a forward."""
         self.runs += 1
-        number = self._prepare(part)
-        program = self._kinds.choose(number) or self._least[number]
+        self._tracing.close()
+        number = self.parts.prepare(part, self._first_program)
+        program = self._kinds.choose(number) or self.parts.least(number)
         if self._timed is not None:
             program = self._timed.wrap(program)
         run = None if self._record is None else self._record.begin(part, number, program, arguments)
@@ -240,8 +227,7 @@ class Session:
 
     def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
         """Learn of values that other code overwrites before the backward: nothing can be computed from them then."""
-        part.captured = part.captured.reading_once(storages)
-        self._changed.add(part)
+        self.parts.was_overwritten(part, storages)
 
     def must_return(self, part: Part, positions: Collection[int]) -> None:
         """Learn that gradients were handed to autograd beside those that exist, where a plan may count on adding."""
@@ -273,30 +259,6 @@ class Session:
                 text += f" Measured before: {format_bytes(plan.measured.peak_bytes)}."
         explain(error, f"hiremate: {text}{self._memory.describe()}")
 
-    def _prepare(self, part: Part) -> int:
-        """Number a part; at its first run measure its operations and build its program of least memory."""
-        number = next(i for i, known in enumerate(self._parts) if known is part)
-        while len(self._profiles) <= number:
-            self._tracing.close()
-            captured = self._parts[len(self._profiles)].captured
-            if self.kernels is not None:
-                with self.stage("compile_s", "compiling"), undisturbed(captured.device):
-                    self.kernels.compile(lambda done, total: self._reporter.progress("kernels", done, total))
-            with self.stage("profile_s", "profiling"):
-                profile = measure(
-                    captured,
-                    self._costs,
-                    progress=lambda done, total: self._reporter.progress("operations", done, total),
-                )
-            with self.stage("solve_s", "solving"):
-                least = self._first_program(captured, profile)
-            self._profiles.append(profile)
-            self._least.append(least)
-        if part in self._changed:
-            self._changed.remove(part)
-            self._least[number] = self._first_program(part.captured, self._profiles[number])
-        return number
-
     def _first_program(self, captured: Captured, profile: Profile) -> Program:
         """Build the program of least memory; stop before the first step where not even the captured part alone fits.
 
@@ -308,7 +270,7 @@ class Session:
         resident_bytes = (self._began_with or self._memory.count(())).size_bytes
         is_checked = is_known and self.options.plan.on_infeasible == "raise"
         budget_bytes = self._budget_bytes(step, resident_bytes) if is_checked else 0
-        progress = self._reporter.solving(step_time_ms(captured.graph, profile))
+        progress = self.stages.reporter.solving(step_time_ms(captured.graph, profile))
         least = first_solution(
             step, self.options.budget, budget_bytes, resident_bytes, self.options.plan, self._name, progress
         )
@@ -410,7 +372,7 @@ class Session:
         kind = record.signature
         if not self._may_plan_more():
             return
-        calls, order = record.calls(self._profiles)
+        calls, order = record.calls(self.parts.profiles)
         runs = [run for run in record.runs if run.index in record.backwards]
         self._known[kind] = Known(
             calls=tuple(calls),
@@ -429,7 +391,7 @@ class Session:
         known = self._known[kind]
         step, resident_bytes = known.merge(), known.resident.size_bytes
         budget_bytes = self._budget_bytes(step, resident_bytes)
-        with self._reporter.stage("solving"):
+        with self.stages.reporter.stage("solving"):
             plan = make_plan(
                 step,
                 self.options.budget,
@@ -437,18 +399,17 @@ class Session:
                 resident_bytes,
                 self.options.plan,
                 target=self._name,
-                planning=self._seconds,
+                planning=self.stages.take(),
                 margin_bytes=known.margin_bytes,
                 solve=known.solve,
-                progress=self._reporter.solving(step_time_ms(step.graph, step.profile)),
+                progress=self.stages.reporter.solving(step_time_ms(step.graph, step.profile)),
             )
         plan = replace(plan, resident_parts=known.resident.kinds)
         decided = zip(known.captured, known.places, step.split(plan.solution.recompute), strict=True)
         programs = {place: build(captured, lower(captured.graph, decisions)) for captured, place, decisions in decided}
         self.plans[kind] = plan
         self._kinds.install(kind, programs)
-        self._seconds = PlanningTime()
-        self._reporter.planned(plan)
+        self.stages.reporter.planned(plan)
         if plan.planned_peak_bytes > budget_bytes:
             peak, budget = format_bytes(plan.planned_peak_bytes), format_bytes(budget_bytes)
             self.say(f"Nothing fits the budget of {budget}: the step runs at the least memory found, {peak}.")
@@ -513,7 +474,7 @@ class Session:
     def _update(self, kind: Kind, **measured: Any) -> None:
         plan = self.plans[kind] = self.plans[kind].with_measured(**measured)
         if plan.measured.step_ms is not None:
-            self._reporter.measured(plan)
+            self.stages.reporter.measured(plan)
         self._tell(plan)
 
     def _tell(self, plan: Plan) -> None:

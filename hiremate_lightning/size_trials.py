@@ -70,7 +70,7 @@ class TrialSession(Session):
             )
         if not record.is_measured:
             raise ConfigurationError("Another profiler is running, so memory can't be measured: stop it first.")
-        calls, order = record.calls(self._profiles)
+        calls, order = record.calls(self.parts.profiles)
         self.calls = tuple(calls), tuple(order)
         if self.plans_first:
             self._learn(record, self.resident)

@@ -36,7 +36,7 @@ def captured_of(model: nn.Module, *inputs: torch.Tensor) -> Captured:
     """Run one planned forward and give what was captured."""
     hiremate(model, "100%", verbose=False)
     model(*(inputs or (torch.randn(ROWS, WIDTH),)))
-    return targets_of(model).session._parts[0].captured
+    return targets_of(model).session.parts.all[0].captured
 
 
 @pytest.fixture(scope="module")

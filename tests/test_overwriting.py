@@ -181,7 +181,7 @@ class Computes(nn.Module):
 def captured_of(function: Callable[..., Any], *inputs: Tensor) -> capture.Captured:
     module = hiremate(Computes(function), "100%", verbose=False)
     module(*(inputs or (torch.randn(ROWS, WIDTH),)))
-    return targets_of(module).session._parts[0].captured
+    return targets_of(module).session.parts.all[0].captured
 
 
 def overwriting_ops(captured: capture.Captured) -> list[str]:
@@ -427,7 +427,7 @@ def test_a_sum_that_is_but_one_of_its_terms_is_left_alone():
 def test_the_graph_without_some_gradients_overwrites_what_its_program_overwrites(missing):
     module = hiremate(Residues(), "100%", verbose=False)
     module(rows(0))
-    captured = targets_of(module).session._parts[0].captured
+    captured = targets_of(module).session.parts.all[0].captured
     found = absent.find_absent(captured, missing)
     graph, _ = absent.without(captured, found, estimate(captured.graph))
     shared = {n for i, n in enumerate(captured.fx_nodes) if captured.allocating.allocates[i] and not graph.allocates[i]}

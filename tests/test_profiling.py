@@ -43,7 +43,7 @@ def model() -> nn.Module:
 
 @pytest.fixture
 def captured(model) -> Captured:
-    return targets_of(model).session._parts[0].captured
+    return targets_of(model).session.parts.all[0].captured
 
 
 @pytest.fixture

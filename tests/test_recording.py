@@ -32,7 +32,7 @@ def record_of(step) -> tuple[StepRecord, list]:
     step(model)
     session = targets_of(model).session
     session.end_step()
-    return session._finished, session._profiles
+    return session._finished, session.parts.profiles
 
 
 def chained(model):
@@ -141,7 +141,7 @@ def test_what_other_code_does_before_the_first_forward_and_after_the_last_backwa
     model(torch.arange(ROWS)).square().mean().backward()
     session = targets_of(model).session
     session.end_step()
-    (call,), _ = session._finished.calls(session._profiles)
+    (call,), _ = session._finished.calls(session.parts.profiles)
     assert call.before_forward.held_bytes == SIZE  # what the embedding returns
     assert call.after_backward.peak_bytes >= 4 * SIZE  # its gradient
 
@@ -203,6 +203,6 @@ def test_outside_code_does_not_hold_what_the_next_part_consumes():
     session = targets_of(model).session
     session.end_step()
     record = session._finished
-    calls, _ = record.calls(session._profiles)
+    calls, _ = record.calls(session.parts.profiles)
     assert record.runs[0].alive == ()
     assert calls[0].after_forward.held_bytes == 0

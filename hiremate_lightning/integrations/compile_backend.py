@@ -208,7 +208,7 @@ class _Graph:
             self._run = torch.compile(module, backend=planning_backend(self._take_in, session.kernels), dynamic=False)
             self._trains = torch.is_grad_enabled()
         else:
-            with session.stage("capture_s", "tracing"):
+            with session.stages.stage("capture_s", "tracing"):
                 self._run = planning_backend(self._take_in, session.kernels)(module, inputs)
 
     def _take_in(self, captured: Captured) -> Part:
