@@ -9,19 +9,16 @@ page has already are kept, except of what `--only` names: a run that was stopped
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import json
-import platform
 import statistics
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 
 import compatibility
 import zoo
 from compatibility import Result
+from provenance import processor, versions
 
 INTRODUCTION = """# Architectures
 
@@ -30,7 +27,8 @@ A small model of each of {counts}, trained as on the page of
 bit. Nobody chose these models or adjusted them: sizes are put into the default configuration of an architecture, and of
 several such sets the first is taken with which plain PyTorch trains a step.
 
-Made by `python benchmarks/architectures.py --write docs/architectures.md` on {date}: {versions}; {machine}, one thread.
+Made by `python benchmarks/architectures.py --write docs/architectures.md` on {date}: {versions};
+{machine}, one thread; commit {commits}.
 
 **Of {trained} that plain PyTorch trains, {exact} are exact and {within} within budget.** Plain PyTorch doesn't train
 {untrained} others in any of these sizes. Measured peaks are {median} of the predicted ones in the median, {least} to
@@ -61,13 +59,12 @@ def page(results: list[Result]) -> str:
     """Write the results as Markdown: a table of counts, one of models, and what was said."""
     trained = [r for r in results if not r.untrained]
     ratios = sorted(r.measured_bytes / r.predicted_bytes for r in trained if r.measured_bytes) or [1.0]
-    packages = ("torch", "transformers", "timm")
     text = INTRODUCTION.format(
         counts=" and ".join(f"{n} architectures of {p}" for p, n in Counter(r.package for r in results).items()),
         date=time.strftime("%Y-%m-%d"),
-        versions=", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages)
-        + f", Python {platform.python_version()}",
-        machine=compatibility.machine(),
+        versions=versions("transformers", "timm"),
+        machine=processor(),
+        commits=compatibility.commits(results),
         trained=len(trained),
         exact=sum(r.is_exact for r in trained),
         within=sum(r.is_within for r in trained),
@@ -112,12 +109,9 @@ def main() -> None:
         ratio = result.measured_bytes / (result.predicted_bytes or 1)
         sys.stderr.write(f"{name}: {verdict(result)} {ratio:.4f} {said} [{result.seconds:.0f} s]\n")
         if options.write is not None:
-            options.write.with_suffix(".json").write_text(json.dumps([asdict(r) for r in results.values()]) + "\n")
-    ordered = [results[n] for n in entries if n in results]
+            compatibility.write(options.write, [results[n] for n in entries if n in results], page)
     if options.write is None:
-        sys.stdout.write(page(ordered))
-    else:
-        options.write.write_text(page(ordered))
+        sys.stdout.write(page([results[n] for n in entries if n in results]))
 
 
 if __name__ == "__main__":

@@ -13,24 +13,25 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.metadata
 import importlib.util
 import json
 import logging
 import math
 import multiprocessing
 import os
-import platform
 import random
 import resource
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from provenance import commit, processor, versions
 
 if TYPE_CHECKING:
     from third_party import Entry
@@ -80,6 +81,7 @@ class Result:
         untrained: Why plain PyTorch has no result to compare with, "" where it has.
         error: Why there is no result, "" where there is one.
         warned: Warnings of the package under test.
+        commit: The commit that was tried.
     """
 
     name: str
@@ -103,6 +105,7 @@ class Result:
     untrained: str = ""
     error: str = ""
     warned: list[str] = field(default_factory=list)
+    commit: str = ""
 
     @property
     def is_exact(self) -> bool:
@@ -362,12 +365,13 @@ def check_all(entries: dict[str, Entry], timeout_s: float, jobs: int) -> Iterato
 
     The processes are forks of one that has imported what they need.
     """
+    tried = commit()
     os.environ["OMP_NUM_THREADS"] = "1"
     CONTEXT.set_forkserver_preload([*filter(importlib.util.find_spec, PRELOADED)])
     with ThreadPoolExecutor(jobs) as pool:
         waited = {pool.submit(check_apart, name, entry, timeout_s): name for name, entry in entries.items()}
         for future in as_completed(waited):
-            yield waited[future], future.result()
+            yield waited[future], replace(future.result(), commit=tried)
 
 
 def _send(sender: Any, name: str) -> None:
@@ -405,7 +409,8 @@ proven by a bound, in per cent of a step. Models this small take milliseconds; f
 [benchmarks/results](../benchmarks/results). *Planning* is tracing, profiling and solving together, while other
 programs ran on the machine.
 
-Made by `python benchmarks/compatibility.py --write docs/compatibility.md` on {date}: {versions}; {machine}, one thread.
+Made by `python benchmarks/compatibility.py --write docs/compatibility.md` on {date}: {versions};
+{machine}, one thread; commit {commits}.
 
 **{exact} of {total} exact, {within} of {total} within budget.**
 """
@@ -455,20 +460,24 @@ def notes(results: Iterable[Result]) -> list[str]:
     return lines
 
 
+def commits(results: Iterable[Result]) -> str:
+    """Name the commits on which results were found, with their numbers where there are several."""
+    counts = Counter(result.commit or "not noted" for result in results).most_common()
+    return (
+        ", ".join(f"{name} ({count})" for name, count in counts) if len(counts) > 1 else "".join(n for n, _ in counts)
+    )
+
+
 def page(results: list[Result]) -> str:
     """Write the results as Markdown: peaks in MiB."""
-    import torch
-
     installed = {PACKAGES[r.package] for r in results if importlib.util.find_spec(r.package)}
-    versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in ("torch", *sorted(installed)))
     text = INTRODUCTION.format(
         steps=STEPS,
         measured=len(MEASURED),
         date=time.strftime("%Y-%m-%d"),
-        versions=versions.replace(
-            f"torch {torch.__version__},", f"torch {torch.__version__}, Python {platform.python_version()},"
-        ),
-        machine=machine(),
+        versions=versions(*sorted(installed)),
+        machine=processor(),
+        commits=commits(results),
         exact=sum(r.is_exact for r in results),
         within=sum(r.is_within for r in results),
         total=len(results),
@@ -480,16 +489,6 @@ def page(results: list[Result]) -> str:
             text += f"\n## {name}\n\nPeaks in MiB.\n\n{table}\n"
     lines = notes(results)
     return text + (f"\n## Notes\n\n{chr(10).join(lines)}\n" if lines else "")
-
-
-def machine() -> str:
-    info = Path("/proc/cpuinfo")
-    names = (
-        [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        if info.exists()
-        else []
-    )
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def main() -> None:
@@ -527,10 +526,11 @@ def read(path: Path | None) -> dict[str, Result]:
     return {row["name"]: Result(**row) for row in json.loads(path.with_suffix(".json").read_text())}
 
 
-def write(path: Path, results: list[Result]) -> None:
-    """Write a page, and the results beside it."""
-    path.with_suffix(".json").write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n")
-    path.write_text(page(results))
+def write(path: Path, results: list[Result], make_page: Callable[[list[Result]], str] = page) -> None:
+    """Write a page, and the results beside it, a line for each."""
+    rows = ",\n".join(json.dumps(asdict(result)) for result in results)
+    path.with_suffix(".json").write_text(f"[\n{rows}\n]\n")
+    path.write_text(make_page(results))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import logging
 import multiprocessing
-import platform
 import random
 import sys
 import time
@@ -24,6 +23,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from provenance import provenance
+
 from hiremate_lightning import CaptureError
 from tests.fuzz_models import MiscompiledError, Outcome, RejectedError, compare, draw
 
@@ -120,7 +121,7 @@ def main() -> None:
     options = parser.parse_args()
     start = time.perf_counter()
     trials = try_all(options.seed, options.count, options.longest, options.jobs)
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, 1 thread, {options.jobs} at a time\n")
+    print(f"{provenance()}; 1 thread, {options.jobs} at a time\n")
     print("| result | networks |\n|--|--|")
     for result, count in sorted(Counter(trial.result for trial in trials).items()):
         print(f"| {result} | {count} |")

@@ -11,7 +11,6 @@ Markdown table; with --write, a page with it and an SVG picture.
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 import torch
+from provenance import provenance
 from rival_plot import Axis, text, ticks
 from torch import nn
 
@@ -167,11 +167,10 @@ def main() -> None:
         sys.stdout.flush()
     if options.write:
         count = len(options.depths.split(","))
-        machine = f"{platform.machine()}, 1 thread, torch {torch.__version__}, Python {platform.python_version()}"
         page = [
             f"# Growth with depth and width, {time.strftime('%Y-%m-%d')}",
             "",
-            f"`{' '.join(['python', 'benchmarks/growth.py', *sys.argv[1:]])}`; {machine}.",
+            f"`{' '.join(['python', 'benchmarks/growth.py', *sys.argv[1:]])}`; {provenance('transformers')}; 1 thread.",
             "",
             *table,
             *(size.row for size in sizes),

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import logging
-import platform
 import signal
 import sys
 import time
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from provenance import provenance
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -182,7 +182,7 @@ def main() -> None:
             sys.stderr.write(findings[-1] + "\n")
     text = [
         f"# Operators, {datetime.datetime.now(tz=datetime.timezone.utc):%Y-%m-%d}\n",
-        f"`python benchmarks/operators.py`; torch {torch.__version__}, Python {platform.python_version()}, "
+        f"`python benchmarks/operators.py`; {provenance()}; "
         f"{torch.get_num_threads()} thread(s), {time.perf_counter() - start:.0f} s. What is compared is said there.\n",
         "| result | operators |\n|--|--|",
         *(f"| {result} | {counts[result]} |" for result in (EXACT, ROUNDED, WRONG, FAILED, SKIPPED)),

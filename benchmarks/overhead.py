@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import platform
 import statistics
 import sys
 import time
@@ -20,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from provenance import provenance
 from torch import nn
 
 from hiremate_lightning import Plan, get_plan, hiremate
@@ -124,8 +124,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-    sys.stdout.write(f"{platform.machine()}, {options.threads} thread(s), {versions}, {options.rounds} rounds\n\n")
+    sys.stdout.write(f"{provenance()}; {options.threads} thread(s), {options.rounds} rounds\n\n")
     sys.stdout.write(
         "| model | budget | plain peak | planned peak (ratio) | predicted | time over plain [quartiles] | "
     )

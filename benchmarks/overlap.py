@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import platform
 import statistics
 import sys
 import time
 from typing import Any
 
 import torch
+from provenance import provenance
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -106,7 +106,7 @@ def main() -> None:
         rows.append(f"| {name} | {mean:.0%} | {early:.0%} | {1000 * seconds:.0f} ms | {graphs} |")
     if torch.distributed.get_rank() == 0:
         sys.stdout.write(
-            f"torch {torch.__version__}, Python {platform.python_version()}, 2 processes with gloo, one thread each; "
+            f"{provenance()}; 2 processes with gloo, one thread each; "
             f"{options.blocks} blocks of width {options.width}, buckets of {options.bucket_mb:g} MiB\n\n"
             "| | complete after, mean over bytes | complete in the first 90 % of the backward | step | graphs |\n"
             "|--|--|--|--|--|\n"

@@ -27,13 +27,10 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import math
 import multiprocessing
 import os
-import platform
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -43,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from provenance import commit, processor, versions
 from rival_plot import draw
 from rival_tables import (
     ABSENT,
@@ -217,40 +215,19 @@ def say(text: str) -> None:
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
     """Describe the machine, the versions and the command."""
-    names = ("torch", "transformers", "timm", "diffusers")
-    versions = [f"{name} {_version(name)}" for name in names]
     on_gpu = options.device == "cuda"
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
     return {
         "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if on_gpu else f"{_processor()}, {options.threads} thread(s)",
+        "device": torch.cuda.get_device_name() if on_gpu else f"{processor()}, {options.threads} thread(s)",
         "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
-        "versions": ", ".join([*versions, f"Python {platform.python_version()}"]),
-        "commit": _commit(),
+        "versions": versions("transformers", "timm", "diffusers"),
+        "commit": commit(),
         "command": " ".join(["python", "benchmarks/rivals.py", *sys.argv[1:]]),
         "rounds": str(options.rounds),
         "clock": CLOCKS[options.device],
         "load": load,
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
 
 
 CLOCK_WORDS = {"cpu_s": "CPU time of the process", "device_s": "time between events on the device"}

@@ -9,12 +9,12 @@ captures it and runs at the least memory, the second plans it. Prints a Markdown
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 import time
 from typing import Any
 
 import torch
+from provenance import provenance
 
 from hiremate_lightning import get_plan, hiremate
 from models import MODELS
@@ -37,9 +37,7 @@ def main() -> None:
     torch.set_num_threads(1)
     plain, batch = MODELS[options.model]()
     planned = hiremate(plain, options.budget, max_plans=options.max_plans, verbose=False)
-    sys.stdout.write(
-        f"{platform.machine()}, 1 thread, torch {torch.__version__}, Python {platform.python_version()}\n\n"
-    )
+    sys.stdout.write(f"{provenance('transformers')}; 1 thread\n\n")
     sys.stdout.write("| length | first step s | second | third | capture + profile + solve | proven gap |\n")
     sys.stdout.write(f"|{'--|' * 6}\n")
     for length in map(int, options.lengths.split(",")):

@@ -19,6 +19,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from provenance import provenance
 from solvers import load
 
 from hiremate_lightning.solvers import Problem, SolveOptions, get_strategy, lower_bound, smallest_budget
@@ -88,6 +89,7 @@ def main() -> None:
     names = options.models.split(",") if options.models else sorted(
         path.name.removesuffix(".graph.json") for path in options.folder.glob("*.graph.json")
     )  # fmt: skip
+    sys.stdout.write(f"{provenance('mip', 'highspy')}; limit {options.limit:g} s\n\n")
     sys.stdout.write("| model | heuristic % | smallest solved % | proven too small % | checkpoint per block % |\n")
     sys.stdout.write(f"|{'--|' * 5}\n")
     for name in names:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import platform
 import random
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+
+from provenance import provenance
 
 from hiremate_lightning.costs import profile_from_json
 from hiremate_lightning.graph import graph_from_json
@@ -82,7 +83,7 @@ def main() -> None:
     names = options.models.split(",") if options.models else sorted(
         path.name.removesuffix(".graph.json") for path in options.folder.glob("*.graph.json")
     )  # fmt: skip
-    sys.stdout.write(f"{platform.machine()}, Python {platform.python_version()}, limit {options.limit:g} s\n\n")
+    sys.stdout.write(f"{provenance('mip', 'highspy')}; limit {options.limit:g} s\n\n")
     sys.stdout.write("| model | nodes | budget | strategy | overhead % | bound % | gap | status | stopped by ")
     sys.stdout.write(f"| first s | gap < 2 s | s |\n|{'--|' * 12}\n")
     for name in names:

@@ -258,11 +258,8 @@ class _Merger:
 
         These live until the last outside code before the backward, `turn`.
         """
-        node, stale = self._append_outside(self.calls[0].before_forward, [], [], Phase.FORWARD), len(self.tensors)
-        self.tensors.append(Tensor(STALE_GRADIENTS, len(self.storages), (self.stale_bytes,), "uint8", node))
-        self.storages.append(Storage(self.stale_bytes, StorageKind.ACTIVATION))
-        self.nodes[node] = replace(self.nodes[node], outputs=(*self.nodes[node].outputs, stale))
-        self.nodes[turn] = replace(self.nodes[turn], inputs=(*self.nodes[turn].inputs, stale))
+        node = self._append_outside(self.calls[0].before_forward, [], [], Phase.FORWARD)
+        self._hold_between(STALE_GRADIENTS, self.stale_bytes, node, turn)
         self.forward.insert(0, node)
 
     def _let_linger(self, index: int, turn: int, reader: int) -> None:
@@ -270,11 +267,15 @@ class _Merger:
         graph = self.calls[index].graph
         for storage in dict.fromkeys(graph.tensors[t].storage for t in self.calls[index].lingering):
             if storage is not None:
-                tensor, size_bytes = len(self.tensors), graph.sizes[storage]
-                self.tensors.append(Tensor("lingering", len(self.storages), (size_bytes,), "uint8", turn))
-                self.storages.append(Storage(size_bytes, StorageKind.ACTIVATION))
-                self.nodes[turn] = replace(self.nodes[turn], outputs=(*self.nodes[turn].outputs, tensor))
-                self.nodes[reader] = replace(self.nodes[reader], inputs=(*self.nodes[reader].inputs, tensor))
+                self._hold_between("lingering", graph.sizes[storage], turn, reader)
+
+    def _hold_between(self, name: str, size_bytes: int, producer: int, reader: int) -> None:
+        """Append a tensor that stands for bytes that live from one outside node to another."""
+        tensor = len(self.tensors)
+        self.tensors.append(Tensor(name, len(self.storages), (size_bytes,), "uint8", producer))
+        self.storages.append(Storage(size_bytes, StorageKind.ACTIVATION))
+        self.nodes[producer] = replace(self.nodes[producer], outputs=(*self.nodes[producer].outputs, tensor))
+        self.nodes[reader] = replace(self.nodes[reader], inputs=(*self.nodes[reader].inputs, tensor))
 
     def _append_outside(self, gap: Gap, read: list[int], handed: list[int], phase: Phase) -> int:
         node, tensor = len(self.nodes), len(self.tensors)
