@@ -1,14 +1,15 @@
 """A small model of every architecture of transformers and of timm, with batches and losses to train them on.
 
 Nobody adjusts these models by hand: sizes are put into the configuration of an architecture wherever it has such names,
-and of several such sets of sizes the first is taken with which plain PyTorch trains it.
+or all its widths are divided by the same number, and the first of these is taken with which plain PyTorch trains it.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import product
 from typing import Any
@@ -81,6 +82,15 @@ SIZES = (
     DEPTHS,
     {},
 )
+DIVISORS = (8, 4, 16)
+WIDTH_NAMES = re.compile(r"hidden|dim|width|channels|rank|embd|inner|intermediate|ffn|d_model|d_ff|d_kv|_size$|sizes$")
+DEPTH_NAMES = re.compile(r"layers$|layer$|depths?$|blocks$|blocks_per_stage$")
+OTHER_NAMES = re.compile(
+    r"image|patch|kernel|window|vocab|stride|num_channels|in_channels|pool|batch|chunk|codebook_size|context|input_dim"
+    r"|temporal|spatial|position|group|mel|bins|num_hidden_layers_|block_size|crop|expand|sampl|feat_extract_|input_feat"
+)
+MAIN, ALL, TIME_FIRST = "main input", "all inputs", "time first"
+INPUTS = (MAIN, ALL, TIME_FIRST)
 HEADS = (
     ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "AutoModelForCausalLM"),
     ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "AutoModelForMaskedLM"),
@@ -133,14 +143,15 @@ def _first_that_trains(attempts: Iterable[Callable[[], Case]]) -> Case:
             if (seconds := time.perf_counter() - start) > LONGEST_S:
                 raise UntrainableError(f"a plain step takes {seconds:.0f} s")
         except Exception as error:  # whatever a configuration says to sizes that it was not made for
-            reasons[_first_line(error)] = None
+            if str(error):
+                reasons[_first_line(error)] = None
         else:
             return attempt()
     raise UntrainableError("; ".join(reasons)[:300])
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:120]
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:120]
 
 
 # -------------------------------------------------------------------- transformers
@@ -154,23 +165,28 @@ def _model_types() -> list[str]:
 
 
 def _transformers_case(model_type: str) -> Case:
-    return _first_that_trains(
-        partial(_language_or_vision, model_type, sizes, with_all) for sizes, with_all in product(SIZES, (False, True))
-    )
+    given = (partial(_put, sizes=sizes) for sizes in SIZES)
+    filled = (partial(_put, sizes=sizes, fill=True) for sizes in SIZES[:2])
+    divided = (partial(_divide, by=divisor) for divisor in DIVISORS)
+    ways = product((*given, *divided, *filled), INPUTS)
+    return _first_that_trains(partial(_language_or_vision, model_type, shrink, inputs) for shrink, inputs in ways)
 
 
-def _language_or_vision(model_type: str, sizes: dict[str, Any], with_all_inputs: bool) -> Case:
+def _language_or_vision(model_type: str, shrink: partial[None], which: str) -> Case:
+    _timm()  # some have parts of it
     import transformers
     from transformers.models.auto import modeling_auto
 
     head = next(head for mapping, head in HEADS if model_type in getattr(modeling_auto, mapping))
     config = transformers.CONFIG_MAPPING[model_type]()
-    _shrink(config, sizes)
-    _refuse_large(
-        partial(getattr(transformers, head).from_config, config), or_unknown=not WIDTHS.items() <= sizes.items()
-    )
+    for each in _nested(config):
+        shrink(each)
+        if getattr(each, "use_pretrained_backbone", None):
+            each.use_pretrained_backbone = False
+    is_small = shrink.func is _divide or WIDTHS.items() <= shrink.keywords["sizes"].items()
+    _refuse_large(partial(getattr(transformers, head).from_config, config), or_unknown=not is_small)
     module = getattr(transformers, head).from_config(config).train()
-    inputs = _inputs(module, config, with_all_inputs)
+    inputs = _inputs(module, config, which)
     has_labels = head in ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM")
 
     def make_batch(index: int) -> Batch:
@@ -195,38 +211,78 @@ def _refuse_large(build: Callable[[], nn.Module], or_unknown: bool) -> None:
         raise UntrainableError(f"{size / 1e6:.0f} million parameters")
 
 
-def _shrink(config: Any, sizes: dict[str, Any], depth: int = 0) -> None:
-    """Put sizes into a configuration, and those in it, where it has plain numbers of these names."""
+def _nested(config: Any, depth: int = 0) -> Iterator[Any]:
+    """List a configuration and those in it."""
+    yield config
+    if depth < 2:
+        for value in list(config.__dict__.values()):
+            if hasattr(value, "to_dict"):
+                yield from _nested(value, depth + 1)
+
+
+def _put(config: Any, sizes: dict[str, Any], fill: bool = False) -> None:
+    """Put sizes into a configuration where it has plain numbers of these names; with `fill` where it has None, too."""
     for name, value in sizes.items():
-        if isinstance(config.__dict__.get(name), int | float) and not isinstance(config.__dict__[name], bool):
+        old = config.__dict__.get(name, "")
+        if (isinstance(old, int | float) and not isinstance(old, bool)) or (fill and old is None):
             setattr(config, name, value)
+    if sizes:
+        _fit_layer_types(config)
+
+
+def _divide(config: Any, by: int) -> None:
+    """Divide all widths in a configuration by a number, take two layers wherever there are more, and few words."""
+    for name, old in list(config.__dict__.items()):
+        if name in ("vocab_size", "vocab_size_per_layer_input") and isinstance(old, int):
+            setattr(config, name, min(old, VOCABULARY))
+        elif DEPTH_NAMES.search(name):
+            setattr(config, name, _each(old, lambda n: min(n, 2)))
+        elif WIDTH_NAMES.search(name) and not OTHER_NAMES.search(name):
+            setattr(config, name, _each(old, lambda n: n // by if n % by == 0 and n >= 2 * by else n))
+    _fit_layer_types(config)
+
+
+def _each(old: Any, change: Callable[[int], int]) -> Any:
+    """Change an integer, or each one in a list; all else stays."""
+    if isinstance(old, int) and not isinstance(old, bool):
+        return change(old)
+    if isinstance(old, list | tuple) and old and all(isinstance(n, int) and not isinstance(n, bool) for n in old):
+        return type(old)(change(n) for n in old)
+    return old
+
+
+def _fit_layer_types(config: Any) -> None:
+    """Let there be as many types of layers as layers, of each kind one before there are two."""
     layers = config.__dict__.get("layer_types")
-    if isinstance(layers, list) and sizes:
-        count = getattr(config, "num_hidden_layers", len(layers))
-        kinds = list(dict.fromkeys(layers))
+    if isinstance(layers, list):
+        count, kinds = getattr(config, "num_hidden_layers", len(layers)), list(dict.fromkeys(layers))
         config.layer_types = (kinds * count)[:count]
-    for value in list(config.__dict__.values()):
-        if depth < 2 and hasattr(value, "to_dict"):
-            _shrink(value, sizes, depth + 1)
 
 
-def _inputs(module: nn.Module, config: Any, with_all: bool) -> dict[str, tuple[int, tuple[int, ...]]]:
+def _inputs(module: nn.Module, config: Any, which: str) -> dict[str, tuple[int, tuple[int, ...]]]:
     """Say of each input how many integers it is drawn from, 0 for normal numbers, and its shape."""
     text, vision = getattr(config, "text_config", config), getattr(config, "vision_config", config)
     picture = getattr(vision, "image_size", PICTURE)
     size = picture if isinstance(picture, int) else PICTURE
     channels = getattr(vision, "num_channels", 3)
+    mels = next((n for c in _nested(config) if isinstance(n := getattr(c, "num_mel_bins", None), int)), 80)
     vocabulary = min(getattr(text, "vocab_size", None) or VOCABULARY, VOCABULARY)
     known: dict[str, tuple[int, tuple[int, ...]]] = {
         "input_ids": (vocabulary, (BATCH, LENGTH)),
         "pixel_values": (0, (BATCH, channels if isinstance(channels, int) else 3, size, size)),
         "input_values": (0, (2, 4000)),
-        "input_features": (0, (2, getattr(config, "num_mel_bins", 80), 160)),
+        "input_features": (0, (2, mels, 160)),
         "decoder_input_ids": (vocabulary, (BATCH, LENGTH)),
     }
     main = getattr(module, "main_input_name", "input_ids")
     accepted = inspect.signature(module.forward).parameters
-    names = [name for name in known if name in accepted] if with_all else [main if main in known else "input_ids"]
+    names = [main if main in known else "input_ids"]
+    if which == ALL:
+        names = [name for name in known if name in accepted]
+    if which == TIME_FIRST:
+        if main != "input_features":
+            raise UntrainableError("")
+        known[main] = (0, (2, 160, mels))
     return {name: known[name] for name in names}
 
 
