@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from .capture import Captured, allocated_bytes
+from .allocator import allocated_bytes
+from .capture import Captured
 from .costs import Profile
 from .graph import Graph, Node
 from .overwriting import overwrite

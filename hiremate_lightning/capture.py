@@ -22,6 +22,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from . import torch_private
+from .allocator import allocated_bytes
 from .graph import Graph, Node, Phase, Storage, StorageKind, Tensor
 from .joint import (
     computations,
@@ -306,11 +307,6 @@ class _Builder:
             )
         )
         self.fx_nodes.append(self.fx_nodes[index])
-
-
-def allocated_bytes(size_bytes: int, device: torch.device) -> int:
-    """Give the bytes that a device's allocator hands out for a request: CUDA's caching allocator rounds up to 512."""
-    return -(-size_bytes // 512) * 512 if device.type == "cuda" else size_bytes
 
 
 def work_key(node: fx.Node) -> str:

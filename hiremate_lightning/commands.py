@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .allocator import allocated_bytes
 from .breakdown import plan_lines
 from .costs import step_time_ms
 from .doctor import Verdict, examine
@@ -290,7 +291,7 @@ def _forecast(work: _Work, seen: Sequence[tuple[OfflineStep, Step]], limit_bytes
     """
     samples = [Sample(captured.size, step.graph, step.profile) for captured, step in seen]
     try:
-        scaling = Scaling(samples, 512 if work.options.device.type == "cuda" else 1)
+        scaling = Scaling(samples, allocated_bytes(1, work.options.device))
     except ValueError as error:
         raise ConfigurationError(f"The batch can't be scaled. {error}") from error
     resident = Line(scaling.sizes, [captured.resident_bytes for captured, _ in seen])

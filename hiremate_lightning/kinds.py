@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+from .allocator import in_blocks
 from .capture import Captured
 from .execution import Part, Program
 from .resident import Resident
@@ -46,12 +47,13 @@ class Known:
     margin_bytes: int = 0
 
     def merge(self) -> Step:
-        """Put it into one graph, in which gradients that are added to those that exist die at once."""
+        """Put it into one graph, as allocated, in which gradients that are added to those that exist die at once."""
         calls = [
             call.without_gradients({t for t, storages in added.items() if storages <= self.resident.kept})
             for call, added in zip(self.calls, self.added, strict=True)
         ]
-        return merge(calls, self.order, self.resident.stale_bytes)
+        step = merge(calls, self.order, self.resident.stale_bytes)
+        return replace(step, graph=in_blocks(step.graph, self.captured[0].device))
 
     def returning(self, part: Part, positions: Collection[int]) -> Known:
         """Know that gradients of a part are not only added; the same where that was known."""

@@ -148,23 +148,23 @@ class _DeviceStatistics:
     def __init__(self, device: torch.device) -> None:
         self.intervals: list[Interval] = []
         self._device = device
-        self._base: int | None = None
+        self._base = 0
+        self._live = 0  # above the base, when it was paused
 
     def resume(self) -> None:
         torch.cuda.synchronize(self._device)
-        if self._base is None:
-            self._base = torch.cuda.memory_allocated(self._device)
+        self._base = torch.cuda.memory_allocated(self._device) - self._live
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def mark(self, label: str) -> None:
         self.pause()
-        live = torch.cuda.memory_allocated(self._device) - (self._base or 0)
-        self.intervals.append(Interval(label, live, live))
+        self.intervals.append(Interval(label, self._live, self._live))
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def pause(self) -> None:
+        self._live = torch.cuda.memory_allocated(self._device) - self._base
         if self.intervals:
-            peak = torch.cuda.max_memory_allocated(self._device) - (self._base or 0)
+            peak = torch.cuda.max_memory_allocated(self._device) - self._base
             last = self.intervals[-1]
             self.intervals[-1] = replace(last, peak_bytes=max(last.peak_bytes, peak))
 

@@ -26,8 +26,9 @@ from torch.nn import functional as F
 
 from . import torch_private
 from .accumulation import Leaves
+from .allocator import allocated_bytes
 from .backend import planning_backend
-from .capture import Captured, allocated_bytes
+from .capture import Captured
 from .costs import Machine, Profile, estimate
 from .eager_paths import eager_paths
 from .errors import CaptureError, ConfigurationError

@@ -23,7 +23,8 @@ import torch
 from torch import fx
 
 from . import torch_private
-from .capture import Captured, allocated_bytes
+from .allocator import allocated_bytes
+from .capture import Captured
 from .costs import Profile, estimate
 from .execution import Program
 from .graph import Graph, Phase

@@ -18,7 +18,8 @@ from torch import fx
 from . import backward_pass, torch_private
 from .absent import find_absent, without
 from .accumulation import Leaves, addable
-from .capture import Captured, allocated_bytes
+from .allocator import allocated_bytes
+from .capture import Captured
 from .costs import Profile
 from .execution import Part, Program, missing_gradients
 from .graph import Graph

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from . import torch_private
-from .capture import allocated_bytes
+from .allocator import allocated_bytes
 from .recording import StepRecord
 from .units import format_bytes
 

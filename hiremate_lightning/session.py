@@ -25,6 +25,7 @@ from torch import nn
 
 from . import torch_private
 from .accumulation import Leaves
+from .allocator import in_blocks
 from .backend import planning_backend
 from .capture import Captured
 from .costs import Profile, step_time_ms
@@ -265,7 +266,7 @@ class Session:
         A share of the whole step is not known from a part of it: it is checked where a part uses all parameters, else
         once the step is known.
         """
-        step = merge([Call(captured.graph, profile)], [0])
+        step = merge([Call(in_blocks(captured.graph, captured.device), profile)], [0])
         is_known = self.options.budget.share is None or self._uses_all_parameters(captured)
         resident_bytes = (self._began_with or self._memory.count(())).size_bytes
         is_checked = is_known and self.options.plan.on_infeasible == "raise"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from . import torch_private
-from .capture import allocated_bytes
+from .allocator import allocated_bytes
 from .errors import ConfigurationError
 from .metering import free_bytes, measure_peak
 from .plan import Plan

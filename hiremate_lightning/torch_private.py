@@ -437,6 +437,12 @@ def input_position(placeholder: fx.Node) -> int | None:
     return description.idx if isinstance(description, PlainAOTInput) else None
 
 
+def has_expandable_segments() -> bool:
+    """Whether CUDA's caching allocator grows its segments in place, by the environment or by a call."""
+    settings = str(torch._C._accelerator_getAllocatorSettings()).replace(" ", "")
+    return "expandable_segments:True" in settings
+
+
 def profiler_is_running() -> bool:
     """Whether any of torch's profilers records this thread."""
     return bool(torch.autograd._profiler_enabled())

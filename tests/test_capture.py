@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hiremate_lightning import get_plan, hiremate, joint
-from hiremate_lightning.capture import Captured, allocated_bytes
+from hiremate_lightning.capture import Captured
 from hiremate_lightning.graph import Phase, StorageKind, graph_from_json
 from hiremate_lightning.schedule import recompute_lazily
 from hiremate_lightning.targets import targets_of
@@ -271,11 +271,6 @@ def test_a_captured_graph_is_written_and_read_back_equal(captured):
 
 def test_the_same_model_gives_the_same_graph():
     assert captured_of(Net()).graph == captured_of(Net()).graph
-
-
-def test_a_device_allocator_rounds_up():
-    assert allocated_bytes(513, torch.device("cuda")) == 1024
-    assert allocated_bytes(513, torch.device("cpu")) == 513
 
 
 @pytest.mark.parametrize(

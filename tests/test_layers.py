@@ -45,6 +45,7 @@ ORDER = (
     "eager_paths",
     "torch_private",
     "backward_pass",
+    "allocator",
     "metering",
     "inductor",
     "fused_kernel",

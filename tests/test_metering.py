@@ -132,5 +132,48 @@ def test_a_running_meter_leaves_the_means_available_to_the_next():
         assert MemoryMeter.is_available(CPU)
 
 
+class Device:
+    """Stands for CUDA's statistics: live bytes and their peak since the last reset."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.live = self.peak = 7 * KB  # of others
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.live)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: self.add(0, resets=True))
+
+    def add(self, size_bytes: int, resets: bool = False) -> None:
+        """Allocate, or free."""
+        self.live += size_bytes
+        self.peak = self.live if resets else max(self.peak, self.live)
+
+
+def test_each_interval_of_a_device_has_its_own_peak(monkeypatch):
+    device = Device(monkeypatch)
+    with MemoryMeter(torch.device("cuda")) as meter:
+        device.add(8 * KB)
+        meter.mark("second")
+        device.add(32 * KB)
+        device.add(-32 * KB)
+        meter.mark("third")
+        device.add(-8 * KB)
+    found = [(i.label, i.start_bytes, i.peak_bytes) for i in meter.intervals]
+    assert found == [("start", 0, 8 * KB), ("second", 8 * KB, 40 * KB), ("third", 8 * KB, 8 * KB)]
+
+
+def test_what_another_meter_saw_stay_on_a_device_does_not_count(monkeypatch):
+    device = Device(monkeypatch)
+    with MemoryMeter(torch.device("cuda")) as outer:
+        device.add(2 * KB)
+        with MemoryMeter(torch.device("cuda")):
+            device.add(64 * KB)
+            device.add(-32 * KB)  # the rest is a library's workspace, say
+        device.add(1 * KB)
+        outer.mark("second")
+        device.add(1 * KB)
+    found = [(i.start_bytes, i.peak_bytes) for i in outer.intervals]
+    assert found == [(0, 3 * KB), (3 * KB, 4 * KB)]
+
+
 def test_free_host_bytes_are_plausible():
     assert free_host_bytes() > 2**20
