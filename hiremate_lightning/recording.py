@@ -110,7 +110,6 @@ class StepRecord:
         self._is_closed = False
         self._counted: list[Interval] = []
         if device is not None and MemoryMeter.is_available(device):
-            gc.collect()  # garbage of earlier work that dies during the step would pass for memory that it gave back
             self._meter = MemoryMeter(device)
             self._meter.start()
 

@@ -11,6 +11,7 @@ so far in the step, so several kinds of steps (a GAN's two, another input shape)
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 import weakref
@@ -286,6 +287,8 @@ class Session:
 
     def _begin_step(self, arguments: list[torch.Tensor]) -> None:
         self._steps += 1
+        if self._finished is not None:
+            gc.collect()  # garbage of earlier work would pass for what stays, where all that is allocated counts
         if self._watches_resident():
             resident = self._began_with = self._count(arguments)
             if self._finished is not None:
@@ -297,6 +300,7 @@ class Session:
         plan = None if likely is None else self.plans[likely]
         self._kinds.expected = max(self._likely(), key=lambda kind: self.plans[kind].unplanned_peak_bytes, default=None)
         if plan is None or plan.measured.peak_bytes is None or self._saw_unplanned:
+            gc.collect()  # nor may garbage that dies during the step pass for memory that it gave back
             resident = self._count(arguments)
             sees_frees = not resident.stale_bytes or self._memory.device.type == "cuda" or self._left.are_known
             start_bytes = resident.size_bytes + resident.stale_bytes
