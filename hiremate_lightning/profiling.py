@@ -42,14 +42,14 @@ class ProfileOptions:
     """How carefully to measure an operation.
 
     Attributes:
-        warmup: Runs before the first that counts.
-        repeats: Timed runs; the fastest counts, since other load only ever adds.
+        repeats: Most timed runs; the fastest counts, since other load only ever adds.
         time_limit_ms: Stop repeating an operation once its timed runs took this long together, after two at least.
+        agreement: Stop once this share of the fastest time, at most, lies between it and the next two.
     """
 
-    warmup: int = 1
     repeats: int = 8
-    time_limit_ms: float = 200.0
+    time_limit_ms: float = 60.0
+    agreement: float = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,11 +229,13 @@ def _storage_bytes(result: Any, device: torch.device) -> int:
 
 
 def _time_ms(run: Callable[[], Any], device: torch.device, options: ProfileOptions) -> float:
-    for _ in range(options.warmup):
-        run()
+    """Time an operation that has run before: caches and the allocator know it."""
     times: list[float] = []
-    while len(times) < options.repeats and (len(times) < 2 or sum(times) < options.time_limit_ms):
+    while len(times) < 2 or (len(times) < options.repeats and sum(times) < options.time_limit_ms):
         times.append(_time_once_ms(run, device))
+        fastest = sorted(times)[:3]
+        if len(fastest) == 3 and fastest[2] <= (1 + options.agreement) * fastest[0]:
+            break
     return min(times)
 
 

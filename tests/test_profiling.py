@@ -19,7 +19,7 @@ from hiremate_lightning.schedule import lower, recompute_lazily
 from hiremate_lightning.targets import targets_of
 
 CPU = torch.device("cpu")
-QUICK = ProfileOptions(warmup=0, repeats=2, time_limit_ms=1.0)
+QUICK = ProfileOptions(repeats=2, time_limit_ms=1.0)
 ROWS, WIDTH = 256, 16
 
 
@@ -98,6 +98,20 @@ def test_what_is_known_is_not_measured_again(captured, measured_nodes):
     measured_nodes.clear()
     assert measure(captured, cache, QUICK) == first
     assert measured_nodes == []
+
+
+def test_an_operation_is_timed_until_three_times_agree(monkeypatch):
+    readings = iter((9.0, 5.0, 7.0, 5.05, 6.0, 5.1, 4.0))
+    monkeypatch.setattr(profiling, "_time_once_ms", lambda run, device: next(readings))
+    options = ProfileOptions(repeats=8, time_limit_ms=1e9, agreement=0.02)
+    assert profiling._time_ms(lambda: None, torch.device("cpu"), options) == 5.0
+    assert next(readings) == 4.0
+
+
+def test_a_slow_operation_is_timed_twice(monkeypatch):
+    readings = iter((90.0, 80.0, 70.0))
+    monkeypatch.setattr(profiling, "_time_once_ms", lambda run, device: next(readings))
+    assert profiling._time_ms(lambda: None, torch.device("cpu"), ProfileOptions(time_limit_ms=60.0)) == 80.0
 
 
 def test_progress_counts_up_to_all_that_is_measured(captured, measured_nodes):
