@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-LARGEST = 30_000_000  # parameters
+LARGEST = 70_000_000  # parameters
 LONGEST_S = 5.0  # of a plain step
 LENGTH = 48
 VOCABULARY = 300
@@ -74,10 +74,16 @@ LENGTHS: dict[str, Any] = {
 ONE_HEAD_SIZE: dict[str, Any] = dict.fromkeys(
     ("head_dim", "d_kv", "v_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "mamba_d_head"), 12
 )
+LARGE_HEADS: dict[str, Any] = {  # of 128, as where positions are split into sections of a head
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim"), 256),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "num_key_value_heads"), 2),
+    "head_dim": 128,
+}
 SIZES = (
     {**LENGTHS, **DEPTHS, **WIDTHS},
     {**LENGTHS, **DEPTHS, **WIDTHS, **ONE_HEAD_SIZE, "num_key_value_heads": 4},
     {**LENGTHS, **DEPTHS, "hidden_size": 64, "d_model": 64, "intermediate_size": 128},
+    {**LENGTHS, **DEPTHS, **WIDTHS, **LARGE_HEADS},
     {**LENGTHS, **DEPTHS},
     DEPTHS,
     {},
@@ -221,11 +227,16 @@ def _nested(config: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def _put(config: Any, sizes: dict[str, Any], fill: bool = False) -> None:
-    """Put sizes into a configuration where it has plain numbers of these names; with `fill` where it has None, too."""
+    """Put sizes into a configuration where it has plain numbers of these names.
+
+    With `fill` where it has None, too, and nothing is kept for a generation.
+    """
     for name, value in sizes.items():
         old = config.__dict__.get(name, "")
         if (isinstance(old, int | float) and not isinstance(old, bool)) or (fill and old is None):
             setattr(config, name, value)
+    if fill and hasattr(config, "use_cache"):
+        config.use_cache = False
     if sizes:
         _fit_layer_types(config)
 
