@@ -11,7 +11,7 @@ help:
 	@echo "make docs       build the site of the documents into site/"
 
 demo:
-	@bash -c 'source .ci/setup.sh && TORCH_CPP_LOG_LEVEL=ERROR exec "$$python" examples/gpt.py $(ARGS)'
+	@bash -c 'source .ci/setup.sh && exec "$$python" examples/gpt.py $(ARGS)'
 
 test:
 	@.ci/test.sh $(ARGS)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch.profiler import record_function
 
-from . import torch_private
+from . import host_events
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class MemoryMeter:
     def is_available(device: torch.device) -> bool:
         """Whether someone else's profiler leaves the means of measurement free."""
         ours = MemoryMeter._current() is not None
-        return device.type == "cuda" or ours or not torch_private.profiler_is_running()
+        return device.type == "cuda" or ours or not host_events.profiler_is_running()
 
     @staticmethod
     def _current() -> MemoryMeter | None:
@@ -126,14 +126,14 @@ class _HostEvents:
         self._live = 0
 
     def resume(self) -> None:
-        torch_private.start_host_events()
+        host_events.start()
 
     def mark(self, label: str) -> None:
         with record_function(self._MARK + label):
             pass
 
     def pause(self) -> None:
-        for name, size in torch_private.stop_host_events():
+        for name, size in host_events.stop():
             if name.startswith(self._MARK):
                 self.intervals.append(Interval(name.removeprefix(self._MARK), self._live, self._live))
             elif size and self.intervals:

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._C import DispatchKey
-from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch._decomp import decomposition_table
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
@@ -441,43 +440,6 @@ def has_expandable_segments() -> bool:
     """Whether CUDA's caching allocator grows its segments in place, by the environment or by a call."""
     settings = str(torch._C._accelerator_getAllocatorSettings()).replace(" ", "")
     return "expandable_segments:True" in settings
-
-
-def profiler_is_running() -> bool:
-    """Whether any of torch's profilers records this thread."""
-    return bool(torch.autograd._profiler_enabled())
-
-
-def start_host_events() -> None:
-    """Begin to record the host allocator's events.
-
-    This is the older of torch's two profilers: the newer one writes into freed memory where it stops inside an
-    operation that began while it ran, and nobody can know what surrounds a training step.
-    """
-    config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
-    torch.autograd._enable_profiler_legacy(config)
-
-
-def stop_host_events() -> list[tuple[str, int]]:
-    """End the recording.
-
-    Returns:
-        In order of time, ("", bytes) for each allocation (above 0) and release (below 0), and (name, 0) for each
-        `record_function`.
-    """
-    events: list[tuple[Any, str, int]] = []
-    threads: list[list[Any]] = torch.autograd._disable_profiler_legacy()
-    for thread in threads:
-        for event in thread:
-            if event.kind() == "memory_alloc":
-                events.append((event, "", event.cpu_memory_usage()))
-            elif event.kind() == "push":
-                events.append((event, event.name(), 0))
-    if not events:
-        return []
-    first = events[0][0]
-    timed = [(first.cpu_elapsed_us(event), name, size) for event, name, size in events]
-    return [(name, size) for _, name, size in sorted(timed, key=lambda e: e[0])]
 
 
 def forget_compiled(function: Callable[..., Any]) -> None:

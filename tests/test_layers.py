@@ -46,6 +46,7 @@ ORDER = (
     "torch_private",
     "backward_pass",
     "allocator",
+    "host_events",
     "metering",
     "inductor",
     "fused_kernel",
@@ -113,7 +114,7 @@ TORCH_FREE = (
 )
 FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
 MAY_USE_FRAMEWORKS = ("integrations", "callbacks")
-MAY_USE_PRIVATE_TORCH = ("torch_private", "backward_pass", "inductor")
+MAY_USE_PRIVATE_TORCH = ("torch_private", "backward_pass", "host_events", "inductor")
 # Private state of modules and tensors, where no name in the source says that it is torch's.
 PRIVATE_ATTRIBUTES = ("_call_impl", "_cdata", "_compiled_call_impl", "_version")
 

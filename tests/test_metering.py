@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from hiremate_lightning import torch_private
+from hiremate_lightning import host_events
 from hiremate_lightning.metering import MemoryMeter, free_host_bytes, measure_peak
 
 CPU = torch.device("cpu")
@@ -90,7 +92,7 @@ def test_an_outer_meter_may_end_before_the_inner_one():
     inner.stop()
     del kept
     assert max(i.peak_bytes for i in inner.intervals) == 16 * KB
-    assert not torch_private.profiler_is_running()
+    assert not host_events.profiler_is_running()
 
 
 def test_an_abandoned_meter_does_not_block_the_next():
@@ -98,7 +100,7 @@ def test_an_abandoned_meter_does_not_block_the_next():
     meter.start()
     del meter
     gc.collect()
-    assert not torch_private.profiler_is_running()
+    assert not host_events.profiler_is_running()
     assert measure_peak(lambda: floats(16 * KB)) == 16 * KB
 
 
@@ -117,7 +119,7 @@ def test_an_exception_ends_the_measurement():
 
     with pytest.raises(KeyError):
         measure_peak(fail)
-    assert not torch_private.profiler_is_running()
+    assert not host_events.profiler_is_running()
 
 
 def test_a_foreign_profiler_makes_meters_unavailable_until_it_ends():
@@ -125,6 +127,27 @@ def test_a_foreign_profiler_makes_meters_unavailable_until_it_ends():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert not MemoryMeter.is_available(CPU)
     assert MemoryMeter.is_available(CPU)
+
+
+def test_nothing_is_said_of_what_was_allocated_before():
+    code = (
+        "import torch\n"
+        "from hiremate_lightning.metering import measure_peak\n"
+        "kept = [torch.ones(10) for _ in range(2000)]\n"
+        "print(measure_peak(kept.clear))\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "0\n"
+    assert "Memory block" not in found.stderr
+
+
+def test_what_torch_logs_otherwise_is_left_as_it_was():
+    level = host_events._log_level()
+    assert level is not None
+    before = level.value
+    with MemoryMeter(CPU), MemoryMeter(CPU):
+        assert level.value > before
+    assert level.value == before
 
 
 def test_a_running_meter_leaves_the_means_available_to_the_next():
