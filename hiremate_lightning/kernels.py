@@ -25,7 +25,7 @@ def as_eager(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     Eager's dropout on the CPU multiplies by a quotient in the input's type, in both directions. The operators that are
     captured instead multiply by a number that may be rounded otherwise, and are slower. And `bernoulli_` is captured as
     `bernoulli`.
-    Some losses take less memory here than in eager, and no captured graph knows how much they take there.
+    Some operators take less memory here than in eager, and no captured graph knows how much they take there.
     """
     arguments: Any = node.args
     if _is_dropout_on_host(node) and arguments[1] < 1:
@@ -38,6 +38,8 @@ def as_eager(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
             return apply_dropout_mask, (eager_scale(gradient, drawn_by.args[1]),)
     if node.target in _COMPACT and not node.meta["val"].dim():
         return _COMPACT[node.target], ()
+    if node.target is aten.col2im.default:
+        return fold, ()
     if node.target is aten.bernoulli.p and not node.kwargs and torch_private.called(node) is not torch.bernoulli:
         return draw_in_place, ()
     return node.target, ()
@@ -62,6 +64,13 @@ _COMPACT = {
         aten.soft_margin_loss.default,
     )
 }
+
+
+def fold(columns: torch.Tensor, size: Any, kernel: Any, dilation: Any, padding: Any, stride: Any) -> torch.Tensor:
+    """Add columns up as `col2im` does, whose result keeps memory for all of them."""
+    channels = columns.shape[-2] // (kernel[0] * kernel[1])
+    result: torch.Tensor = columns.new_empty((*columns.shape[:-2], channels, *size))
+    return aten.col2im.out(columns, size, kernel, dilation, padding, stride, out=result)  # type: ignore[no-any-return]
 
 
 def draw_in_place(source: torch.Tensor, probability: float) -> torch.Tensor:

@@ -88,12 +88,21 @@ class MemoryMeter:
         self._resume()
         self.mark("start")
 
+    @property
+    def is_counting(self) -> bool:
+        """Whether it runs, and no other meter within it."""
+        return MemoryMeter._current() is self
+
     def mark(self, label: str) -> None:
         """Begin a new interval."""
-        if MemoryMeter._current() is self:
+        if self.is_counting:
             self._means.mark(label)
         else:
             self.lost_marks = True
+
+    def mark_release(self, label: str) -> None:
+        """Begin a new interval as soon as something has been released; on CUDA, where nobody tells of it, at once."""
+        self._means.mark_release(label)
 
     def stop(self) -> None:
         """End the measurement; a meter that has ended already is left alone."""
@@ -120,6 +129,7 @@ class _HostEvents:
     """The host allocator's events, with marks as named ranges among them."""
 
     _MARK = "hiremate_mark:"
+    _RELEASE = "hiremate_release:"
 
     def __init__(self) -> None:
         self.intervals: list[Interval] = []
@@ -132,14 +142,29 @@ class _HostEvents:
         with record_function(self._MARK + label):
             pass
 
+    def mark_release(self, label: str) -> None:
+        with record_function(self._RELEASE + label):
+            pass
+
     def pause(self) -> None:
+        releases: list[str] = []
         for name, size in host_events.stop():
             if name.startswith(self._MARK):
-                self.intervals.append(Interval(name.removeprefix(self._MARK), self._live, self._live))
+                for label in releases:  # of memory that the allocator does not know
+                    self._begin(label)
+                releases.clear()
+                self._begin(name.removeprefix(self._MARK))
+            elif name.startswith(self._RELEASE):
+                releases.append(name.removeprefix(self._RELEASE))
             elif size and self.intervals:
                 self._live += size
                 last = self.intervals[-1]
                 self.intervals[-1] = replace(last, peak_bytes=max(last.peak_bytes, self._live))
+                if releases and size < 0:
+                    self._begin(releases.pop(0))
+
+    def _begin(self, label: str) -> None:
+        self.intervals.append(Interval(label, self._live, self._live))
 
 
 class _DeviceStatistics:
@@ -160,6 +185,8 @@ class _DeviceStatistics:
         self.pause()
         self.intervals.append(Interval(label, self._live, self._live))
         torch.cuda.reset_peak_memory_stats(self._device)
+
+    mark_release = mark
 
     def pause(self) -> None:
         self._live = torch.cuda.memory_allocated(self._device) - self._base

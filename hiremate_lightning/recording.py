@@ -8,6 +8,7 @@ starts. `calls` turns that into the records that `step.merge` puts together.
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,7 +26,7 @@ from .execution import Part, Program, missing_gradients
 from .graph import Graph
 from .metering import Interval, MemoryMeter
 from .profiling import TimedRun
-from .step import Call, Gap
+from .step import Call, Gap, Stage
 
 
 @dataclass(eq=False)
@@ -146,6 +147,7 @@ class StepRecord:
         for node, value in zip(captured.forward_outputs, outputs, strict=True):
             if node in tensor_of and _is_dense(value):
                 run.outputs[tensor_of[node]] = (torch_private.watch_storage(value), torch_private.storage_id(value))
+                self._mark_release(value, _release_label(run, tensor_of[node]))
         self._note_alive(f"f{run.index}")
         self._mark(f"f{run.index}")
 
@@ -177,6 +179,17 @@ class StepRecord:
     def _mark(self, label: str) -> None:
         if self._meter is not None:
             self._meter.mark(label)
+
+    def _mark_release(self, value: torch.Tensor, label: str) -> None:
+        """Mark when an output's memory is given back, as long as this measurement goes on."""
+        reference = weakref.ref(self)  # outputs may be kept for ever
+
+        def mark() -> None:
+            record = reference()
+            if record is not None and not record._is_closed and record._meter is not None and record._meter.is_counting:
+                record._meter.mark_release(label)
+
+        torch_private.at_release(value, mark)
 
     def close(self, at_once: bool = True) -> None:
         """End the measurement; once is enough.
@@ -247,6 +260,7 @@ class StepRecord:
                     beside_after=self._beside(run, following, place),
                     passed_on=run.passed_on,
                     before_forward=Gap() if position else self._gap_before_forward(run),
+                    before_deaths=self._before_deaths(run, following, died),
                     after_forward=self._gap_after_forward(run, following, died, planned[order[0]] if last else None),
                     before_backward=self._gap_before_backward(planned[order[before - 1]], run) if before else Gap(),
                     after_backward=self._gap_after_backward(run) if is_last_backward else Gap(),
@@ -293,7 +307,30 @@ class StepRecord:
             return Gap()
         died_bytes = _bytes_of(run.graph, died)
         handed = sum(tangents.tangent_bytes) if tangents is not None else 0
-        return Gap(max(0, gap.held_bytes + died_bytes - handed), gap.peak_bytes + died_bytes)
+        stages = self._stages(run, following, died)
+        peak_bytes = stages[-1].peak_bytes if stages else gap.peak_bytes + died_bytes
+        return Gap(max(0, gap.held_bytes + died_bytes - handed), peak_bytes)
+
+    def _before_deaths(self, run: Run, following: str, died: tuple[int, ...]) -> tuple[Stage, ...]:
+        return self._stages(run, following, died)[:-1]
+
+    def _stages(self, run: Run, following: str, died: tuple[int, ...]) -> tuple[Stage, ...]:
+        """Divide what runs outside after a forward by the deaths of outputs; nothing where one of them was not seen."""
+        graph, dead, stages = run.graph, set[int | None](), list[Stage]()
+        doomed = {graph.tensors[t].storage for t in died}
+        labels = {_release_label(run, t): graph.tensors[t].storage for t in run.outputs}
+        intervals = self._intervals_between(f"f{run.index}", following)
+        for interval in intervals:
+            storage = labels.get(interval.label)
+            if not stages or (storage in doomed and storage not in dead):
+                dead |= {storage} & doomed
+                alive = tuple(t for t in graph.outputs if graph.tensors[t].storage not in dead)
+                stages.append(Stage(alive, 0))
+            above_bytes = (
+                interval.peak_bytes - intervals[0].start_bytes + sum(graph.sizes[s] for s in dead if s is not None)
+            )
+            stages[-1] = replace(stages[-1], peak_bytes=max(stages[-1].peak_bytes, above_bytes))
+        return tuple(stages) if dead == doomed else ()
 
     def _gap_before_backward(self, previous: Run, run: Run) -> Gap:
         gap = self._between(f"b{previous.index}", f"B{run.index}")
@@ -314,8 +351,18 @@ class StepRecord:
         if first not in at or last not in at:
             return None
         base = intervals[at[first]].start_bytes
-        peak = max((i.peak_bytes for i in intervals[at[first] : at[last]]), default=base)
+        peak = max((i.peak_bytes for i in self._intervals_between(first, last)), default=base)
         return Gap(intervals[at[last]].start_bytes - base, max(0, peak - base))
+
+    def _intervals_between(self, first: str, last: str) -> list[Interval]:
+        """List the intervals from one mark to another, none where one of them is missing."""
+        intervals: list[Interval] = self._meter.intervals if self._meter is not None else []
+        at = {interval.label: position for position, interval in enumerate(intervals)}
+        return intervals[at[first] : at[last]] if first in at and last in at else []
+
+
+def _release_label(run: Run, tensor: int) -> str:
+    return f"released {run.index} {tensor}"
 
 
 def _storage_bytes(values: Sequence[Any]) -> tuple[int, ...]:

@@ -33,6 +33,19 @@ class Gap:
     peak_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Outside code after a forward, while certain of its outputs lived.
+
+    Attributes:
+        alive: Those outputs.
+        peak_bytes: Most that lived meanwhile, in bytes above what lived when the forward ended, without the others.
+    """
+
+    alive: tuple[int, ...]
+    peak_bytes: int
+
+
 @dataclass(frozen=True)
 class Call:
     """One run of a captured graph within a step, forward and backward.
@@ -47,8 +60,10 @@ class Call:
         beside: Outputs of earlier calls, as (call, output), that still lived when this forward ended.
         beside_after: Those that lived when what runs outside after it ended.
         passed_on: Gradients that outside code or another call consumes; the others stay to the end of the step.
+        before_deaths: What runs outside after the forward until the last of `died` dies, where that was seen.
         before_forward: What runs outside before the first forward; nothing for the others.
-        after_forward: What runs outside between this forward and the next call, above what lives without `died`.
+        after_forward: What runs outside between this forward, or `before_deaths`, and the next call, above what lives
+            without `died`.
         before_backward: What runs outside between the previous backward and this one; nothing for the first backward.
         after_backward: What runs outside after the last backward; nothing for the others.
     """
@@ -62,6 +77,7 @@ class Call:
     beside: tuple[tuple[int, int], ...] = ()
     beside_after: tuple[tuple[int, int], ...] = ()
     passed_on: tuple[int, ...] = ()
+    before_deaths: tuple[Stage, ...] = ()
     before_forward: Gap = Gap()
     after_forward: Gap = Gap()
     before_backward: Gap = Gap()
@@ -191,10 +207,13 @@ class _Merger:
     def add_outside_after_forward(self, index: int) -> None:
         """Hold what outside code holds, and hand the next call those of its inputs that came from earlier calls."""
         call = self.calls[index]
-        if call.died or call.beside:  # nobody knows when they die: a plan may save some of them
-            read = [self.tensor_at[index] + t for t in call.graph.outputs]
+        stages = call.before_deaths
+        if not stages and (call.died or call.beside):  # nobody knows when they die: a plan may save some of them
+            stages = (Stage(call.graph.outputs, 0),)
+        for stage in stages:
+            read = [self.tensor_at[index] + t for t in stage.alive]
             read += [self.tensor_at[c] + t for c, t in call.beside]
-            self._outside(Gap(), read, [], self.forward, Phase.FORWARD)
+            self._outside(Gap(peak_bytes=stage.peak_bytes), read, [], self.forward, Phase.FORWARD)
         read = [self.tensor_at[index] + t for t in call.graph.outputs if t not in call.died]
         is_last = index + 1 == len(self.calls)
         stay = ((c, t) for c, t in call.beside_after if not (is_last and t in self.calls[c].lingering))

@@ -14,6 +14,7 @@ What they are for:
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -352,6 +353,11 @@ def watch_storage(tensor: torch.Tensor) -> Callable[[], bool]:
     """Give a function that tells whether a tensor's storage still lives, without keeping it alive."""
     reference = StorageWeakRef(tensor.untyped_storage())
     return lambda: not reference.expired()
+
+
+def at_release(tensor: torch.Tensor, function: Callable[[], None]) -> None:
+    """Call a function when a tensor's storage is about to be released, whoever holds it until then."""
+    weakref.finalize(tensor.untyped_storage(), function).atexit = False
 
 
 def int_hint(value: Any) -> int:

@@ -53,6 +53,16 @@ def test_each_interval_has_its_own_peak_and_the_bytes_at_its_start():
     assert found == [("start", 0, 8 * KB), ("second", 8 * KB, 40 * KB), ("third", 8 * KB, 8 * KB)]
 
 
+def test_an_interval_may_begin_as_soon_as_something_is_released():
+    with MemoryMeter(CPU) as meter:
+        dropped = floats(8 * KB)
+        meter.mark_release("dropped")
+        del dropped
+        floats(4 * KB)
+    found = [(i.label, i.start_bytes, i.peak_bytes) for i in meter.intervals]
+    assert found == [("start", 0, 8 * KB), ("dropped", 0, 4 * KB)]
+
+
 def test_allocations_of_the_backward_count():
     weight = torch.ones(KB, requires_grad=True)
     loss = (weight * 2).sum()

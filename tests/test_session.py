@@ -190,6 +190,22 @@ def test_an_output_that_callers_drop_is_counted_where_the_plan_keeps_it(budget):
     assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.01)
 
 
+@pytest.mark.parametrize("drops_first", [False, True])
+def test_outputs_are_counted_until_callers_drop_them(drops_first):
+    model = hiremate(Caching(), "100%", verbose=False)
+    for seed in range(4):
+        model.zero_grad()
+        output, cache = model(batch(seed))
+        if drops_first:
+            del cache
+        loss = (4 * output).exp().sin().square().mean()
+        del output
+        cache = None
+        loss.backward()
+    plan = get_plan(model)
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
+
+
 def test_a_budget_that_fits_everything_recomputes_nothing():
     model = warm_up(planned("100%"), steps=3)
     assert get_plan(model).predicted_overhead == 0

@@ -344,6 +344,30 @@ def test_the_number_of_a_loss_does_not_keep_its_terms(loss):
     assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
 
 
+class Patches(nn.Module):
+    """Takes overlapping patches of pictures apart, as columns, and adds them up again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mix = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8 * 9, 8 * 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        columns = F.unfold(self.stem(x).tanh(), 3, padding=1)
+        return F.fold(self.mix(columns.transpose(1, 2)).tanh().transpose(1, 2), x.shape[-2:], 3, padding=1)
+
+
+def test_folded_columns_do_not_keep_the_memory_of_the_columns():
+    train_both(Patches, simple_loop(pictures, steps=3), budget="80%")
+    model = hiremate(Patches(), "1 TiB", verbose=False)
+    for index in range(3):
+        folded = model(pictures(index))
+        folded.square().mean().backward()
+    plan = get_plan(model)
+    assert folded.untyped_storage().nbytes() == folded.nbytes
+    assert Patches()(pictures(0)).untyped_storage().nbytes() == 9 * folded.nbytes  # in plain PyTorch
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
+
+
 class OnAGraph(nn.Module):
     """Layers between products with a sparse matrix, which Dynamo can't capture."""
 
