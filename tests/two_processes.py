@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hiremate_lightning import hiremate, session, shared_solving
+from hiremate_lightning import hiremate, parts, shared_solving
 
 from .loops import BUDGET, Outcome, Script, make_batch, make_model, run
 
@@ -116,11 +116,11 @@ def main(folder: Path) -> None:
     script = Script("plain", place="before")
     found["plain"] = timed(lambda: run(replace(script, place=None), rank))
     found["other budget"] = timed(lambda: run(script, rank, budget=("85%", BUDGET)[rank]))
-    measure = session.measure
+    measure = parts.measure
     if rank == 1:
-        session.measure = lambda *args, **options: (time.sleep(SLOW_S), measure(*args, **options))[1]
+        parts.measure = lambda *args, **options: (time.sleep(SLOW_S), measure(*args, **options))[1]
     found["slow"] = timed(lambda: run(script, rank))
-    session.measure = measure
+    parts.measure = measure
     found["one plan"] = timed(lambda: run(replace(script, place=("before", None)[rank]), rank))
     torch.save(found, folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()
