@@ -46,7 +46,7 @@ def test_training_under_a_plan_is_plain_training_within_the_budget(name, budget,
     model = build(name)
     keys = list(model.module.state_dict())
     asked = smallest_budget_of(name, tmp_path) if budget == "smallest" else budget
-    hiremate(model.module, asked, cache_dir=tmp_path, time_limit_s=5, verbose=False)
+    hiremate(model.module, asked, cache_dir=tmp_path, time_limit_s=10, verbose=False)
 
     found = train(model, STEPS, measured=MEASURED)
 
