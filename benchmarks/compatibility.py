@@ -461,11 +461,9 @@ def notes(results: Iterable[Result]) -> list[str]:
 
 
 def commits(results: Iterable[Result]) -> str:
-    """Name the commits on which results were found, with their numbers where there are several."""
+    """Name the commits on which results were found, each with how many."""
     counts = Counter(result.commit or "not noted" for result in results).most_common()
-    return (
-        ", ".join(f"{name} ({count})" for name, count in counts) if len(counts) > 1 else "".join(n for n, _ in counts)
-    )
+    return ", ".join(f"{name} ({count})" for name, count in counts)
 
 
 def page(results: list[Result]) -> str:

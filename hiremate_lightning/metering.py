@@ -89,20 +89,24 @@ class MemoryMeter:
         self.mark("start")
 
     @property
-    def is_counting(self) -> bool:
+    def _is_counting(self) -> bool:
         """Whether it runs, and no other meter within it."""
         return MemoryMeter._current() is self
 
     def mark(self, label: str) -> None:
         """Begin a new interval."""
-        if self.is_counting:
+        if self._is_counting:
             self._means.mark(label)
         else:
             self.lost_marks = True
 
     def mark_release(self, label: str) -> None:
-        """Begin a new interval as soon as something has been released; on CUDA, where nobody tells of it, at once."""
-        self._means.mark_release(label)
+        """Begin a new interval as soon as something has been released; on CUDA, where nobody tells of it, at once.
+
+        While the meter is paused, nothing.
+        """
+        if self._is_counting:
+            self._means.mark_release(label)
 
     def stop(self) -> None:
         """End the measurement; a meter that has ended already is left alone."""

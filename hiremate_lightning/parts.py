@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from torch import nn
+
+from . import torch_private
 from .capture import Captured
 from .costs import Profile
 from .execution import Conductor, Part, Program
 from .fused_kernel import Kernels
+from .graph import StorageKind
 from .profiling import CostCache, measure, undisturbed
 from .report import Stages
 
@@ -81,3 +85,9 @@ class Parts:
                 self._costs,
                 progress=lambda done, total: self._stages.reporter.progress("operations", done, total),
             )
+
+
+def uses_all_parameters(captured: Captured, root: nn.Module) -> bool:
+    """Whether a captured graph reads all parameters of a module."""
+    used = sum(storage.kind is StorageKind.PARAMETER for storage in captured.graph.storages)
+    return used >= len({torch_private.storage_id(p) for p in root.parameters()})

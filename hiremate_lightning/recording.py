@@ -186,7 +186,7 @@ class StepRecord:
 
         def mark() -> None:
             record = reference()
-            if record is not None and not record._is_closed and record._meter is not None and record._meter.is_counting:
+            if record is not None and not record._is_closed and record._meter is not None:
                 record._meter.mark_release(label)
 
         torch_private.at_release(value, mark)
@@ -246,6 +246,7 @@ class StepRecord:
             last = position + 1 == len(planned)
             following = f"B{self.backwards[0]}" if last else f"F{planned[position + 1].index}"
             died = self._died(run, following)
+            stages = self._stages(run, following, died)
             before = order.index(position)
             is_last_backward = before + 1 == len(order)
             calls.append(
@@ -260,8 +261,10 @@ class StepRecord:
                     beside_after=self._beside(run, following, place),
                     passed_on=run.passed_on,
                     before_forward=Gap() if position else self._gap_before_forward(run),
-                    before_deaths=self._before_deaths(run, following, died),
-                    after_forward=self._gap_after_forward(run, following, died, planned[order[0]] if last else None),
+                    before_deaths=stages[:-1],
+                    after_forward=self._gap_after_forward(
+                        run, following, died, stages, planned[order[0]] if last else None
+                    ),
                     before_backward=self._gap_before_backward(planned[order[before - 1]], run) if before else Gap(),
                     after_backward=self._gap_after_backward(run) if is_last_backward else Gap(),
                 )
@@ -297,7 +300,9 @@ class StepRecord:
         stay = {tensors[t].storage for t in (*self._alive_at[following][run.index], *run.program.schedule.saved)}
         return tuple(t for t in run.graph.outputs if tensors[t].storage not in {*stay, None})
 
-    def _gap_after_forward(self, run: Run, following: str, died: tuple[int, ...], tangents: Run | None) -> Gap:
+    def _gap_after_forward(
+        self, run: Run, following: str, died: tuple[int, ...], stages: tuple[Stage, ...], tangents: Run | None
+    ) -> Gap:
         """Tell what outside code holds and takes, above what lived without the outputs that died meanwhile.
 
         It holds the growth until the next run and the place of those outputs, less the tangents.
@@ -307,20 +312,16 @@ class StepRecord:
             return Gap()
         died_bytes = _bytes_of(run.graph, died)
         handed = sum(tangents.tangent_bytes) if tangents is not None else 0
-        stages = self._stages(run, following, died)
         peak_bytes = stages[-1].peak_bytes if stages else gap.peak_bytes + died_bytes
         return Gap(max(0, gap.held_bytes + died_bytes - handed), peak_bytes)
-
-    def _before_deaths(self, run: Run, following: str, died: tuple[int, ...]) -> tuple[Stage, ...]:
-        return self._stages(run, following, died)[:-1]
 
     def _stages(self, run: Run, following: str, died: tuple[int, ...]) -> tuple[Stage, ...]:
         """Divide what runs outside after a forward by the deaths of outputs; nothing where one of them was not seen."""
         graph, dead, stages = run.graph, set[int | None](), list[Stage]()
         doomed = {graph.tensors[t].storage for t in died}
         labels = {_release_label(run, t): graph.tensors[t].storage for t in run.outputs}
-        intervals = self._intervals_between(f"f{run.index}", following)
-        for interval in intervals:
+        intervals = self._intervals(f"f{run.index}", following)
+        for interval in intervals[:-1]:
             storage = labels.get(interval.label)
             if not stages or (storage in doomed and storage not in dead):
                 dead |= {storage} & doomed
@@ -346,19 +347,19 @@ class StepRecord:
 
     def _between(self, first: str, last: str) -> Gap | None:
         """Tell how memory grew and peaked between two marks, None where that was not measured."""
-        intervals: list[Interval] = self._meter.intervals if self._meter is not None else []
-        at = {interval.label: position for position, interval in enumerate(intervals)}
-        if first not in at or last not in at:
+        intervals = self._intervals(first, last)
+        if not intervals:
             return None
-        base = intervals[at[first]].start_bytes
-        peak = max((i.peak_bytes for i in self._intervals_between(first, last)), default=base)
-        return Gap(intervals[at[last]].start_bytes - base, max(0, peak - base))
+        *between, end = intervals
+        base = intervals[0].start_bytes
+        peak = max((interval.peak_bytes for interval in between), default=base)
+        return Gap(end.start_bytes - base, max(0, peak - base))
 
-    def _intervals_between(self, first: str, last: str) -> list[Interval]:
-        """List the intervals from one mark to another, none where one of them is missing."""
+    def _intervals(self, first: str, last: str) -> list[Interval]:
+        """List the intervals from one mark to another, both included; none where one of them is missing."""
         intervals: list[Interval] = self._meter.intervals if self._meter is not None else []
         at = {interval.label: position for position, interval in enumerate(intervals)}
-        return intervals[at[first] : at[last]] if first in at and last in at else []
+        return intervals[at[first] : at[last] + 1] if first in at and last in at else []
 
 
 def _release_label(run: Run, tensor: int) -> str:

@@ -34,11 +34,10 @@ from .eager_paths import eager_paths
 from .errors import CaptureError, HiRemateWarning
 from .execution import Part, Program, build
 from .fused_kernel import Kernels
-from .graph import StorageKind
 from .kinds import Kind, Kinds, Known
 from .metering import free_bytes
 from .out_of_memory import InfeasibleBudgetError, explain
-from .parts import Parts
+from .parts import Parts, uses_all_parameters
 from .plan import Plan
 from .planner import PlanOptions, first_solution, make_plan, resolve, unplanned
 from .profiling import TimedRun
@@ -268,7 +267,7 @@ class Session:
         once the step is known.
         """
         step = merge([Call(in_blocks(captured.graph, captured.device), profile)], [0])
-        is_known = self.options.budget.share is None or self._uses_all_parameters(captured)
+        is_known = self.options.budget.share is None or uses_all_parameters(captured, self.root)
         resident_bytes = (self._began_with or self._memory.count(())).size_bytes
         is_checked = is_known and self.options.plan.on_infeasible == "raise"
         budget_bytes = self._budget_bytes(step, resident_bytes) if is_checked else 0
@@ -278,10 +277,6 @@ class Session:
         )
         program = build(captured, lower(captured.graph, step.split(least.recompute)[0]))
         return replace(program, protects=True)  # what becomes of the values outside was not seen yet
-
-    def _uses_all_parameters(self, captured: Captured) -> bool:
-        used = sum(storage.kind is StorageKind.PARAMETER for storage in captured.graph.storages)
-        return used >= len({torch_private.storage_id(p) for p in self.root.parameters()})
 
     # ---------------------------------------------------------------- steps
 
@@ -303,8 +298,7 @@ class Session:
             gc.collect()  # nor may garbage that dies during the step pass for memory that it gave back
             resident = self._count(arguments)
             sees_frees = not resident.stale_bytes or self._memory.device.type == "cuda" or self._left.are_known
-            start_bytes = resident.size_bytes + resident.stale_bytes
-            self._record = StepRecord(self._memory.device, start_bytes, sees_frees)
+            self._record = StepRecord(self._memory.device, resident.size_bytes + resident.stale_bytes, sees_frees)
             if not self._record.is_measured:
                 self.say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
         if self._is_timed(plan):

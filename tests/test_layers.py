@@ -107,7 +107,6 @@ TORCH_FREE = (
     "html_report",
     "svg_report",
     "metrics",
-    "parts",
     "planner",
     "scaling",
     "size_search",
