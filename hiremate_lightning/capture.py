@@ -35,8 +35,18 @@ from .joint import (
     sink,
     values_of,
 )
+from .normalizing import can_normalize
 from .overwriting import overwrite
-from .replays import APPLY_MASK, DRAW_AGAIN, DRAW_MASK, add_state, can_draw_again, can_draw_mask, draw_mask_of
+from .replays import (
+    APPLY_MASK,
+    DRAW_AGAIN,
+    DRAW_MASK,
+    NORMALIZE,
+    add_state,
+    can_draw_again,
+    can_draw_mask,
+    draw_mask_of,
+)
 
 aten = torch.ops.aten
 
@@ -263,7 +273,7 @@ class _Builder:
         return index
 
     def _add_replays(self, index: int) -> None:
-        """Give a random node the nodes that bring its results back."""
+        """Give a random node, or a batch norm, the nodes that bring its results back."""
         node, drawn = self.nodes[index], self.fx_nodes[index]
         values = {v.args[1]: self.tensor_of[v] for v in drawn.users if is_part(v)}
         source = self.tensor_of.get(drawn.args[0]) if drawn.args and isinstance(drawn.args[0], fx.Node) else None
@@ -276,6 +286,9 @@ class _Builder:
             self._add_replay(index, DRAW_MASK, (self._add_state(index),), (values[1],))
         elif not is_dropout and node.is_random and not node.is_mutating and can_draw_again(drawn):
             self._add_replay(index, DRAW_AGAIN, (*node.inputs, self._add_state(index)), node.outputs)
+        elif {0, 1, 2} <= values.keys() and can_normalize(drawn):
+            read = [self.tensor_of[a] for a in drawn.args[:3] if isinstance(a, fx.Node)]
+            self._add_replay(index, NORMALIZE, (*read, values[1], values[2]), (values[0],))
 
     def _begins_allocation(self, tensor: int | None) -> bool:
         """Whether a tensor is the first in a block that the step allocates."""

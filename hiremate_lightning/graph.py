@@ -5,9 +5,10 @@ are counted in storages, never in tensors. Everything is indexed by position: `G
 `Graph.storages[i]`, and the records refer to each other by these indices, so that a graph is hashable, comparable and
 serialisable.
 
-The backward may recompute a forward tensor by running `recomputer(tensor)`: its producer where that is deterministic,
-else a *replay* node that brings back what a random one gave (a dropout's output from its input and its mask, the mask
-from the state that the generator had), else nothing: then the tensor can only be saved.
+The backward may recompute a forward tensor by running its recomputer: a *replay* node where its producer has one, which
+brings back what the producer gave (a dropout's output from its input and its mask, the mask from the state that the
+generator had, a batch norm's output from its statistics); else its producer where that is deterministic; else nothing:
+then the tensor can only be saved.
 """
 
 from __future__ import annotations
@@ -157,10 +158,11 @@ class Graph:
     def recomputers(self) -> tuple[int | None, ...]:
         """For each tensor, the node that can compute it again during the backward, or None."""
         found: list[int | None] = [None] * len(self.tensors)
+        replayed = {node.replays for node in self.nodes}
         for index, node in enumerate(self.nodes):
-            if node.is_repeatable and node.op != OUTSIDE:
+            if node.is_repeatable and node.op != OUTSIDE and index not in replayed:
                 for tensor in node.outputs:
-                    if found[tensor] is None or node.replays is None:
+                    if found[tensor] is None:
                         found[tensor] = index
         return tuple(found)
 

@@ -1,8 +1,10 @@
-"""How the results of random operations come back, bit for bit, although these never run twice.
+"""How results come back, bit for bit, without a second run of the operation that gave them first.
 
+Random operations never run twice.
 A dropout's output is its input times its mask. And what was drawn is drawn again from the state that the generator had
 before: so a mask, one byte an element, need not be saved. A state takes 5 kB on the CPU and no device memory on CUDA.
 Drawing again leaves the generator as it was found, so that the next numbers are those of plain training.
+And a batch norm has its statistics already.
 """
 
 from __future__ import annotations
@@ -17,12 +19,16 @@ from torch import fx
 from . import torch_private
 from .kernels import apply_dropout_mask, as_eager, draw_mask, eager_scale
 from .kernels import dropout as dropout_on_host
+from .normalizing import normalize
 
 aten = torch.ops.aten
 
 APPLY_MASK = "hiremate.apply_dropout_mask"  # reads the dropout's input and its mask, gives its output
 DRAW_MASK = "hiremate.draw_dropout_mask"  # reads a state, gives the dropout's mask
 DRAW_AGAIN = "hiremate.draw_again"  # reads what the operation read, and a state; gives all that the operation gave
+NORMALIZE = (
+    "hiremate.normalize"  # reads what the batch norm reads, its mean and its inverse deviation; gives its output
+)
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -31,8 +37,8 @@ def call_of(op: str, drawn: fx.Node, inputs: Sequence[fx.Node]) -> Call:
     """Give what a replay node runs.
 
     Args:
-        op: One of the three above.
-        drawn: The captured random operation.
+        op: One of the four above.
+        drawn: The captured operation, a random one or a batch norm.
         inputs: What the replay node reads.
 
     Returns:
@@ -41,6 +47,8 @@ def call_of(op: str, drawn: fx.Node, inputs: Sequence[fx.Node]) -> Call:
     if op == APPLY_MASK:
         source, probability = cast("tuple[fx.Node, float]", drawn.args[:2])
         return apply_dropout_mask, (*inputs, eager_scale(source, probability)), {}
+    if op == NORMALIZE:
+        return normalize, (*drawn.args[:3], *inputs[-2:]), {}
     state, device = inputs[-1], _device(drawn)
     if op == DRAW_MASK:
         drawn_as = drawn.args if drawn.target is draw_mask_of else mask_arguments(drawn)

@@ -14,7 +14,9 @@ from hiremate_lightning.targets import targets_of
 
 from .exact import square_error
 from .test_accumulation import Wide, batch, weight_bytes
-from .test_execution import compiled, nothing_kept, results
+from .test_execution import compiled, keep_all, nothing_kept, results
+from .test_normalizing import NORMS
+from .test_normalizing import make as make_normed
 from .test_replays import NOISES
 from .test_replays import make as make_noisy
 from .training import build
@@ -187,4 +189,15 @@ def test_what_was_drawn_on_the_device_is_drawn_again_bit_for_bit(noise):
         x = x.detach().cuda().requires_grad_()
         call = model if decide is None else compiled(model, decide)[0]
         found.append([*results(model, x, call), torch.cuda.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_come_back_from_their_statistics_bit_for_bit(norm):
+    found = []
+    for decide in (keep_all, nothing_kept):
+        model, x = make_normed(norm)
+        model.cuda()
+        x = x.detach().cuda().requires_grad_()
+        found.append(results(model, x, compiled(model, decide)[0]))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

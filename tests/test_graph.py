@@ -94,13 +94,15 @@ def test_a_dropout_is_rebuilt_by_its_replay_but_its_mask_is_not():
     assert graph.recomputers[dropped + 1] is None
 
 
-def test_a_producer_that_may_run_again_is_preferred_to_a_replay():
+def test_what_has_a_replay_does_not_run_again_itself():
     b = Builder()
     x = b.op("x", (), 100)
-    y = b.op("y", (x,), 100)
-    b.replay(1, (x,), y)
+    norm = b.op("norm", (x,), 100, 2)
+    replay = b.replay(1, (x, norm + 1), norm)
     graph, _ = b.graph()
-    assert graph.recomputers[y] == 1
+    assert graph.nodes[1].is_repeatable
+    assert graph.recomputers[norm] == replay
+    assert graph.recomputers[norm + 1] is None
 
 
 def test_needed_is_what_the_backward_reads_or_returns_of_what_was_there_before_it():

@@ -51,6 +51,7 @@ ORDER = (
     "inductor",
     "fused_kernel",
     "kernels",
+    "normalizing",
     "replays",
     "joint",
     "overwriting",
