@@ -20,8 +20,7 @@ rounds, each beside eager; the time of a method is the median of its ratios to t
 processes would take more memory than --memory, they run in groups, each with eager. Peaks are by the allocator's own
 events. With --write, a page, all numbers and a plot are written after each model; --show FILE.json writes page and plot
 again from the numbers. On the CPU the C library is told to keep the memory that it has: to hand it back and take it
-again costs up to a fifth of a step, whatever the method. And it asks for huge pages: with small ones a process may be a
-tenth slower than the next one that does the same, by where its memory lies.
+again costs up to a fifth of a step, whatever the method.
 """
 
 from __future__ import annotations
@@ -308,7 +307,6 @@ def main() -> None:
         return
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(options.threads)
     os.environ |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
-    os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="rivals-") as folder:
         for model in options.models.split(","):
