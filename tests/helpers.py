@@ -13,11 +13,11 @@ from hiremate_lightning.solvers.model import Model, Policy, Rows
 
 from .tiny import Builder
 
-KINDS = ("op", "op", "op", "skip", "view", "dropout", "pair", "buffer", "outside")
+KINDS = ("op", "op", "op", "skip", "view", "dropout", "pair", "norm", "buffer", "outside")
 
 
 def random_graph(seed: int, length: int = 6) -> tuple[Graph, Profile]:
-    """A step with chains, skips, views, dropouts that are replayed, two outputs, buffers, and code outside."""
+    """A step with chains, skips, views, replayed dropouts and norms, two outputs, buffers, and code outside."""
     rng = random.Random(seed)
     b = Builder()
     weight, buffer = b.input("w", 64), b.input("buffer", 8)
@@ -38,8 +38,12 @@ def random_graph(seed: int, length: int = 6) -> tuple[Graph, Profile]:
         elif kind == "pair":
             made = b.op(f"pair{i}", (last, weight), size, size // 2, time=cost, workspace=work)
             extra = (last, made, made + 1)
+        elif kind == "norm":
+            made = b.op(f"norm{i}", (last, weight), size, 4, time=3 * cost, workspace=work)
+            replays.append((len(b.nodes) - 1, last, made))
+            extra = (last, made, made + 1)
         elif kind == "buffer":
-            made = b.op(f"norm{i}", (last, buffer), size, time=cost, reads_mutated=True)
+            made = b.op(f"read{i}", (last, buffer), size, time=cost, reads_mutated=True)
             b.op(f"update{i}", (last, buffer), view_of=buffer, time=0.1, mutating=True)
             extra = (last, made)
         elif kind == "outside" and len(held) < 1:

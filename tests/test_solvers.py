@@ -72,7 +72,8 @@ def check(problem: Problem, solution: Solution) -> None:
 def test_the_random_graphs_have_every_kind_of_node_and_most_can_be_searched():
     graphs = [random_graph(seed)[0] for seed in range(100)]
     assert any(graph.held for graph in graphs)
-    assert any(node.replays is not None for graph in graphs for node in graph.nodes)
+    replayed = [graph.nodes[node.replays] for graph in graphs for node in graph.nodes if node.replays is not None]
+    assert {node.is_repeatable for node in replayed} == {True, False}
     assert any(len(node.outputs) > 1 and node.is_repeatable for graph in graphs for node in graph.nodes)
     assert any(Model(problem_of((g, p), 0)).fixed for g, p in (random_graph(seed) for seed in range(20)))
     assert sum(bool(frontier_of(seed)[1]) for seed in SEEDS) >= 18
