@@ -20,7 +20,6 @@ _IN_TRAINING: dict[Any, int] = {  # and which argument tells that they train
     aten._native_batch_norm_legit_functional.default: 5,
     aten._native_batch_norm_legit.no_stats: 3,
 }
-_LEAST_SHARE = 16  # elements of the result for each channel, whose statistics every plan then saves
 
 
 def normalize(
@@ -54,15 +53,14 @@ def normalize(
 
 
 def can_normalize(node: fx.Node) -> bool:
-    """Whether a captured node is a batch norm whose result `normalize` gives again."""
+    """Whether a captured node is a batch norm whose result `normalize` gives again; the same for all batch sizes."""
     arguments: Any = node.args
     position = _IN_TRAINING.get(node.target)
     if position is None or not arguments[position]:
         return False
     source: torch.Tensor = arguments[0].meta["val"]
     layout = _layout(source)
-    channels, elements = (torch_private.int_hint(n) for n in (source.shape[1], source.numel()))
-    if layout is None or elements < _LEAST_SHARE * channels:
+    if layout is None:
         return False
     dtypes = (None if a is None else a.meta["val"].dtype for a in arguments[1:3])
     return _gives_the_same(node.target, source.device.type, source.dim(), layout, source.dtype, *dtypes)
