@@ -228,16 +228,17 @@ def grouped(rows: Iterable[Row]) -> dict[str, list[Row]]:
 def model_table(rows: Sequence[Row], clock: Clock) -> str:
     """Write all that was measured of one model."""
     eager_bytes = next((row.peak_bytes for row in rows if row.method == EAGER), 0)
-    header = [
-        "method",
-        "peak MiB",
-        "of eager's",
-        "predicted MiB",
-        "time over eager [quartiles]",
+    header = ["method", "peak MiB", "of eager's", "predicted MiB", "time over eager [quartiles]"]
+    header += [
         "fastest",
         "by the clock",
+        "predicted",
+        "proven least",
+        "first step s",
+        "all warm-up s",
+        "planning s",
+        "gradients",
     ]
-    header += ["predicted", "proven least", "first step s", "all warm-up s", "planning s", "gradients"]
     if any(row.reserved_bytes is not None for row in rows):
         header.insert(2, "reserved MiB")
         header.insert(7, "host time")

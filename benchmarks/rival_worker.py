@@ -313,7 +313,7 @@ def guarded(function: Callable[[], Row], setup: Setup) -> Row:
         return Row(setup.model, setup.method, INFEASIBLE, f"smallest budget found {error.smallest_bytes:,} bytes")
     except AbsentMethodError as error:
         return Row(setup.model, setup.method, ABSENT, str(error))
-    except Exception as error:
+    except Exception as error:  # whatever a rival fails with is its result
         traceback.print_exc()
         return Row(setup.model, setup.method, FAILED, f"{type(error).__name__}: {str(error).splitlines()[:1]}")
 
