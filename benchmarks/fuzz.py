@@ -10,6 +10,7 @@ Networks are trained in processes of their own, some in each: what torch.compile
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import multiprocessing
 import random
@@ -71,6 +72,8 @@ def run(seed: int, longest: int) -> Trial:
     """Try the network of a number."""
     torch.set_num_threads(1)
     torch._logging.set_logs(dynamo=logging.ERROR)
+    gc.collect()
+    gc.freeze()  # a planned step collects garbage: let it pass over what stays of imported packages and past networks
     rng = random.Random(seed)
     recipe = draw(lambda values: rng.choice(list(values)), longest)
     try:

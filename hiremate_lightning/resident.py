@@ -5,7 +5,6 @@ On CUDA all that is allocated counts, and the kinds say what of it is known; els
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -145,9 +144,8 @@ class LeftOutputs:
         self._record = record if record is not None and record.is_measured else None
 
     def add_to(self, resident: Resident, arguments: Sequence[torch.Tensor]) -> Resident:
-        """Count them with what exists before a step with these arguments."""
+        """Count them with what exists before a step with these arguments; garbage was collected."""
         if self._record is not None:
-            gc.collect()  # what nobody holds any more is not left
             self._size_bytes = self._record.left_bytes(arguments)
         if not self._stay:
             return replace(resident, stale_bytes=resident.stale_bytes + self._size_bytes)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._dynamo
 
 from hiremate_lightning.metering import MemoryMeter
 
@@ -24,6 +26,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if marker in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _quick_garbage_collection() -> None:
+    """Let collections pass over what stays, a million objects of imported packages: a planned step takes several."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
