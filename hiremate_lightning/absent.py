@@ -99,7 +99,8 @@ def without(captured: Captured, absence: Absence, profile: Profile) -> tuple[Gra
         ),
         profile.device,
     )
-    return replace(graph, nodes=_reading_at_once(graph, gone), storages=storages), costs
+    tensors = tuple(replace(t, storage=None) if t.producer in gone else t for t in graph.tensors)  # not even views
+    return replace(graph, nodes=_reading_at_once(graph, gone), tensors=tensors, storages=storages), costs
 
 
 def _gone(captured: Captured, absence: Absence) -> set[int]:

@@ -93,11 +93,10 @@ def cut_runs(graph: Graph, count: int, module_weight: float = MODULE_WEIGHT) -> 
     """Cut the forward into at most so many runs, where least lives across."""
     works = sum(map(bool, (graph.allocates[n] for n in graph.forward)))
     size = max(1, -(-works // max(1, count)) * 5 // 4)
-    while True:
-        runs = _runs(graph, cut_weights(graph, module_weight), size)
-        if len(runs) <= count:
-            return [tuple(run) for run in runs]
+    weights = cut_weights(graph, module_weight)
+    while len(runs := _runs(graph, weights, size)) > count:
         size = size * 5 // 4 + 1
+    return [tuple(run) for run in runs]
 
 
 def crossing_bytes(graph: Graph) -> list[int]:

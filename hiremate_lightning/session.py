@@ -376,7 +376,10 @@ class Session:
         """Whether there are fewer plans than allowed; if not, that is announced."""
         if len(self.plans) < self.options.max_plans:
             return True
-        self.say(f"There are {len(self.plans)} plans already (max_plans): other steps run at the least memory.")
+        self.say(
+            f"There are {len(self.plans)} plans already (max_plans): other steps run at the least memory. Each new "
+            "input shape is captured as it first appears, which takes seconds: pad to a few shapes or raise max_plans."
+        )
         return False
 
     def _learn(self, record: StepRecord, resident: Resident) -> None:
@@ -433,6 +436,7 @@ class Session:
         known, plan = self._known[kind], self.plans[kind]
         if resident == known.resident and kind not in self._unfit:
             return
+        is_least = plan.planned_peak_bytes > plan.budget_bytes and kind not in self._unfit
         self._unfit.discard(kind)
         known = replace(known, resident=resident)
         step = known.merge()
@@ -445,7 +449,8 @@ class Session:
             resident_parts=resident.kinds,
         )
         self._known[kind] = known
-        if adapted.planned_peak_bytes + known.margin_bytes <= budget_bytes:
+        fits = adapted.planned_peak_bytes + known.margin_bytes <= budget_bytes
+        if fits or is_least:  # the least memory for the same step stays what it is
             self.plans[kind] = adapted
             self._tell(adapted)
         else:

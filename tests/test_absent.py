@@ -195,3 +195,27 @@ def test_what_only_an_absent_gradient_reads_is_not_held_through_the_backward():
     train(model, lambda out, step: out[0], steps=4)
     plan = get_plan(model)
     assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.005)
+
+
+class Attends(nn.Module):
+    """Gives the result of an attention too, whose backward reads forward values through views of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+
+    def forward(self, x):
+        x = self.first(x).tanh()
+        rows = x.view(-1, 8, WIDTH)
+        return x.square(), self.attention(rows, rows, rows)[0]
+
+
+def test_views_in_an_absent_backward_make_no_values():
+    torch.manual_seed(1)
+    model = hiremate(Attends(), "1 GiB", verbose=False)
+    train(model, lambda out, step: out[0].mean(), steps=4)
+    plan = get_plan(model)
+    made = [storage for allocated in plan.graph.allocates for storage in allocated]
+    assert len(made) == len(set(made))
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.005)

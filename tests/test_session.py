@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
+from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate, session
 from hiremate_lightning.metering import MemoryMeter, measure_peak
+from hiremate_lightning.planner import make_plan
 from hiremate_lightning.profiling import TimedRun
 from hiremate_lightning.solvers.base import Problem, replay
 from hiremate_lightning.solvers.model import Model
@@ -314,6 +315,21 @@ def test_with_warn_a_budget_too_small_is_announced_once_and_trains():
         found, expected = run_both(act, budget="1%", on_infeasible="warn")
     assert_same(found, expected)
     assert len([text for text in said if "Nothing fits the budget" in text]) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Nothing fits")
+def test_what_can_not_fit_is_not_planned_again_when_more_is_resident(monkeypatch):
+    made = []
+    monkeypatch.setattr(session, "make_plan", lambda *args, **options: made.append(1) or make_plan(*args, **options))
+    model = warm_up(planned("1 KiB", on_infeasible="warn"))
+    before = get_plan(model).resident_bytes
+    optimizer = torch.optim.AdamW(model.parameters())
+    for seed in range(4):
+        step(model, seed)
+        optimizer.step()
+    plan = get_plan(model)
+    assert plan.resident_bytes > before
+    assert len(made) == 1
 
 
 def test_a_retained_graph_can_be_run_backward_again():
