@@ -22,6 +22,7 @@ from hiremate_lightning import HiRemateWarning, Plan, get_plan, hiremate, remove
 from hiremate_lightning.metering import measure_peak
 from hiremate_lightning.session import Session
 from hiremate_lightning.targets import targets_of
+from hiremate_lightning.units import format_bytes
 
 from .fuzz_operations import OPERATIONS, WORDS
 from .training import resident_bytes
@@ -307,9 +308,12 @@ class Outcome:
     @property
     def is_over_budget(self) -> bool:
         """Whether a step took more than its budget, and nobody was told that no plan takes less."""
-        said = ("no plan leaves that margin", "with a margin")
-        announced = any(words in text for text in self.warnings for words in said)
-        return self.plan is not None and self.excess_bytes > 0 and not announced
+        if self.plan is None or self.excess_bytes <= 0:
+            return False
+        said = ["no plan leaves that margin", "with a margin"]
+        if self.plan.planned_peak_bytes > self.plan.budget_bytes:
+            said.append(f"Nothing fits the budget of {format_bytes(self.plan.budget_bytes)}")
+        return not any(words in text for text in self.warnings for words in said)
 
     @property
     def excess_bytes(self) -> int:
