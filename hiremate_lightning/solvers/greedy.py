@@ -10,7 +10,7 @@ ICLR 2021, arXiv 2006.09616), here with the whole future known. Heuristics: no b
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .model import Model, Policy, Replay
@@ -42,7 +42,20 @@ class Found:
         return (self.replay.recompute_ms, self.replay.peak_bytes)
 
 
-def evict(model: Model, policy: Policy, limit_bytes: int, deadline: float) -> Iterator[Found]:
+Order = Callable[[Model, Candidate, set[int]], float]
+
+
+def cheapest(model: Model, candidate: Candidate, there: set[int]) -> float:
+    """Order by the time of recomputation for each byte."""
+    return _chain_ms(model, candidate.storage, there) / max(1, model.sizes[candidate.storage])
+
+
+def largest(model: Model, candidate: Candidate, there: set[int]) -> float:
+    """Order by bytes, whatever time it takes."""
+    return -model.sizes[candidate.storage]
+
+
+def evict(model: Model, policy: Policy, limit_bytes: int, deadline: float, order: Order = cheapest) -> Iterator[Found]:
     """Give up values at the peak, one after the other.
 
     Args:
@@ -50,6 +63,7 @@ def evict(model: Model, policy: Policy, limit_bytes: int, deadline: float) -> It
         policy: Where to start.
         limit_bytes: Stop when the peak is within it.
         deadline: Stop at this `time.monotonic`.
+        order: Which value to try first.
 
     Yields:
         Each policy on the way, the start included; the last one fits where any did.
@@ -59,21 +73,18 @@ def evict(model: Model, policy: Policy, limit_bytes: int, deadline: float) -> It
     for _ in range(4 * len(model.choices)):
         if current.replay.peak_bytes <= limit_bytes or time.monotonic() > deadline:
             return
-        moved = next(_evictions(model, current), None)
+        moved = next(_evictions(model, current, order), None)
         if moved is None:
             return
         current = moved
         yield current
 
 
-def _evictions(model: Model, current: Found) -> Iterator[Found]:
-    """Try the candidates at the peak, best ratio first; give those that lower the bytes there."""
+def _evictions(model: Model, current: Found, order: Order) -> Iterator[Found]:
+    """Try the candidates at the peak, in that order; give those that lower the bytes there."""
     policy = current.policy
     there = set(policy.kept | model.fixed)
-    ranked = sorted(
-        _candidates(model, current.replay),
-        key=lambda c: (_chain_ms(model, c.storage, there) / max(1, model.sizes[c.storage]), c.storage),
-    )
+    ranked = sorted(_candidates(model, current.replay), key=lambda c: (order(model, c, there), c.storage))
     for candidate in ranked[:8]:
         if candidate.last_use is None:
             moved = replace(policy, kept=policy.kept - {candidate.storage})
