@@ -136,8 +136,9 @@ class Trainer:
             self.step()
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             torch.cuda.synchronize(self.device)
-            events[0].record()
         gc.collect()
+        if on_gpu:
+            events[0].record()
         wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(steps):
             self.step()

@@ -52,6 +52,9 @@ class Machine:
     launch_ms: float = 0.005
 
 
+A100 = Machine(flops_per_ms=19.5e9, bytes_per_ms=1.555e9)  # NVIDIA's data sheet, single precision
+
+
 def estimate(graph: Graph, machine: Machine = Machine()) -> Profile:
     """Estimate each node's time as its arithmetic plus its memory traffic; workspaces are taken as 0."""
 

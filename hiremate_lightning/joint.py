@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -156,6 +156,11 @@ def is_order_dependent_on_gpu(op: str) -> bool:
     return bool(_ORDER_DEPENDENT_ON_GPU.match(op))
 
 
+def may_choose_anew(ops: Iterable[str], device: torch.device) -> bool:
+    """Whether cuDNN may run one of these operators by another algorithm than before: it times them, for each thread."""
+    return device.type == "cuda" and torch.backends.cudnn.benchmark and "aten.convolution.default" in ops
+
+
 def is_random(node: fx.Node, device: torch.device | None) -> bool:
     """Whether a second run may give other numbers, or hang."""
     if isinstance(node.target, torch_private.HigherOrderOperator) or _COLLECTIVE.match(str(node.target)):
@@ -163,7 +168,11 @@ def is_random(node: fx.Node, device: torch.device | None) -> bool:
     if node.target is draw_mask_of:
         return True
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return device is not None and device.type == "cuda" and is_order_dependent_on_gpu(str(node.target))
+        if device is None or device.type != "cuda":
+            return False
+        is_transposed = node.target is torch.ops.aten.convolution.default and node.args[6]
+        sums_in_any_order = is_transposed and not torch.backends.cudnn.deterministic
+        return bool(sums_in_any_order) or is_order_dependent_on_gpu(str(node.target))
     position = _DROPOUT_ARGUMENT.get(str(node.target))
     if position is None:
         return True

@@ -84,7 +84,7 @@ def eager_scale(source: fx.Node, probability: float) -> float:
         return 0.0
     shown: torch.Tensor = source.meta["val"]
     if shown.device.type != "cpu":
-        return _as_operand(1.0 / (1.0 - probability), source)
+        return _as_operand(1.0 / _as_operand(1.0 - probability, source), source)  # CUDA's kernel rounds both
     with torch_private.real_mode():
         return float(torch.ones((), dtype=shown.dtype).div_(1.0 - probability))
 

@@ -217,7 +217,10 @@ def measure_peak(function: Callable[[], Any], device: torch.device | str = "cpu"
 
 def free_bytes(device: torch.device) -> int:
     """Give the bytes of memory that a device could still hand out."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
+    if device.type != "cuda":
+        return free_host_bytes()
+    cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached_bytes
 
 
 def free_host_bytes() -> int:

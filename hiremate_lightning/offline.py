@@ -29,7 +29,7 @@ from .accumulation import Leaves
 from .allocator import allocated_bytes
 from .backend import planning_backend
 from .capture import Captured
-from .costs import Machine, Profile, estimate
+from .costs import A100, Machine, Profile, estimate
 from .eager_paths import eager_paths
 from .errors import CaptureError, ConfigurationError
 from .execution import Part, Program, build
@@ -70,10 +70,9 @@ class Rates:
         return f"{flops}, {self.full.bytes_per_ms / 1e6:g} GB/s: {self.source}"
 
 
-_A100 = Machine(flops_per_ms=19.5e9, bytes_per_ms=1.555e9)
 DEFAULT_RATES = {
     "cpu": Rates(Machine(), Machine(), "about one core of a server"),
-    "cuda": Rates(_A100, replace(_A100, flops_per_ms=312e9), "data sheet of an NVIDIA A100"),
+    "cuda": Rates(A100, replace(A100, flops_per_ms=312e9), "data sheet of an NVIDIA A100"),
 }
 
 

@@ -25,7 +25,7 @@ from torch import fx
 from . import torch_private
 from .allocator import allocated_bytes
 from .capture import Captured
-from .costs import Profile, estimate
+from .costs import A100, Machine, Profile, estimate
 from .execution import Program
 from .graph import Graph, Phase
 from .kernels import as_eager
@@ -115,8 +115,20 @@ class CostCache:
 def describe_device(device: torch.device) -> str:
     """Name what the costs depend on besides the operation: device, threads, torch version."""
     if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {_cuda_settings()}"
     return f"{device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def _cuda_settings() -> str:
+    """Name what decides which kernels CUDA's libraries choose."""
+    cudnn = torch.backends.cudnn
+    chosen = {
+        "TF32": torch.backends.cuda.matmul.allow_tf32,
+        "TF32 convolutions": cudnn.allow_tf32,
+        "benchmark": cudnn.benchmark,
+        "deterministic": cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
+    }
+    return ", ".join([f"cuDNN {cudnn.version()}", *(name for name, is_on in chosen.items() if is_on)])
 
 
 def measure(
@@ -139,15 +151,17 @@ def measure(
     graph = captured.graph
     costs = cache.costs_on(captured.device)
     missing = {n.key: i for i, n in enumerate(graph.nodes) if n.key not in costs and i < len(captured.fx_nodes)}
-    fallback = estimate(graph)
+    estimates = estimate(graph, A100 if captured.device.type == "cuda" else Machine()).time_ms
+    unmeasured: dict[str, Cost] = {}  # not kept: they may be measured another time
     with undisturbed(captured.device):
         for done, (key, index) in enumerate(missing.items()):
             progress(done, len(missing))
-            costs[key] = _measure_node(captured, index, options) or Cost(fallback.time_ms[index], 0)
+            measured = _measure_node(captured, index, options)
+            (unmeasured if measured is None else costs)[key] = measured or Cost(estimates[index], 0)
     if missing:
         progress(len(missing), len(missing))
         cache.write(captured.device)
-    known = [costs.get(n.key, Cost(0.0, 0)) for n in graph.nodes]
+    known = [costs.get(n.key) or unmeasured.get(n.key, Cost(0.0, 0)) for n in graph.nodes]
     return Profile(
         tuple(c.time_ms for c in known), tuple(c.workspace_bytes for c in known), describe_device(captured.device)
     )
@@ -159,6 +173,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     unmeasured = MemoryMeter(device) if MemoryMeter.is_available(device) else nullcontext()  # it pauses the step's
     devices = [device] if device.type == "cuda" else []
     with (
+        torch.cuda.device(device) if devices else nullcontext(),  # events are of the current device
         unmeasured,
         torch_private.real_mode(),
         torch.random.fork_rng(devices=devices),
@@ -210,13 +225,16 @@ def _runner(captured: Captured, index: int) -> Callable[[], Any]:
 
 
 def _made_up(value: Any) -> Any:
-    """Make an input of the same shape, strides, dtype and device: ordinary numbers, zeros for integers."""
+    """Make an input of the same shape, strides, dtype and device: numbers from 0 to 1, zeros for integers.
+
+    Probabilities are within their range so: a CUDA kernel that asserts this would take the whole process with it.
+    """
     if isinstance(value, torch.Tensor):
         size = [torch_private.int_hint(s) for s in value.shape]
         stride = [torch_private.int_hint(s) for s in value.stride()]
         made = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
         if value.dtype.is_floating_point and 0 not in stride:
-            return made.normal_() if value.dtype.itemsize >= 2 else made.zero_()
+            return made.uniform_() if value.dtype.itemsize >= 2 else made.zero_()
         return made.fill_(1) if value.dtype.is_floating_point or value.dtype == torch.bool else made.zero_()
     if isinstance(value, (list, tuple)):
         return type(value)(_made_up(v) for v in value)
@@ -246,6 +264,7 @@ def _time_once_ms(run: Callable[[], Any], device: torch.device) -> float:
         return 1e3 * (time.perf_counter() - start)
     before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
+    torch_private.keep_busy()  # the device would wait for each launch, and that would count
     before.record()
     run()
     after.record()
@@ -322,7 +341,7 @@ class _TimedInterpreter(fx.Interpreter):
         for node in module.graph.nodes:
             if not node.users and node.op == "call_function":  # generated code frees these too
                 self.user_to_last_uses.setdefault(node, []).append(node)
-        self._on_gpu = device.type == "cuda"
+        self._device, self._on_gpu = device, device.type == "cuda"
         self._clocks: list[tuple[fx.Node, Any, Any]] = []
 
     def run_node(self, node: fx.Node) -> Any:
@@ -335,12 +354,12 @@ class _TimedInterpreter(fx.Interpreter):
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def times(self) -> Iterator[tuple[fx.Node, float]]:
         """Give each node's milliseconds."""
         if self._on_gpu:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)
         for node, before, after in self._clocks:
             yield node, before.elapsed_time(after) if self._on_gpu else 1e3 * (after - before)

@@ -55,8 +55,11 @@ class ResidentMemory:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is: it may have moved since the last step."""
-        return next(self.root.parameters()).device
+        """Where most of the model is: it may have moved since the last step."""
+        sizes: dict[torch.device, int] = {}
+        for parameter in self.root.parameters():
+            sizes[parameter.device] = sizes.get(parameter.device, 0) + parameter.nbytes
+        return max(sizes, key=lambda device: sizes[device])
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Count an optimizer's state."""
@@ -145,12 +148,23 @@ class LeftOutputs:
 
     def add_to(self, resident: Resident, arguments: Sequence[torch.Tensor]) -> Resident:
         """Count them with what exists before a step with these arguments; garbage was collected."""
-        if self._record is not None:
-            self._size_bytes = self._record.left_bytes(arguments)
+        self._look(arguments)
         if not self._stay:
             return replace(resident, stale_bytes=resident.stale_bytes + self._size_bytes)
         kinds = (*resident.kinds, ("outputs of the step before", self._size_bytes))
         return replace(resident, size_bytes=resident.size_bytes + self._size_bytes, kinds=kinds)
+
+    def sort_out(self, resident: Resident, arguments: Sequence[torch.Tensor]) -> Resident:
+        """Take them for stale where they are, in a count of all that exists."""
+        self._look(arguments)
+        left_bytes = 0 if self._stay else min(self._size_bytes, resident.size_bytes)
+        return replace(
+            resident, size_bytes=resident.size_bytes - left_bytes, stale_bytes=resident.stale_bytes + left_bytes
+        )
+
+    def _look(self, arguments: Sequence[torch.Tensor]) -> None:
+        if self._record is not None:
+            self._size_bytes = self._record.left_bytes(arguments)
 
     def backward_starts(self) -> None:
         """See whether they are held beyond the forward."""

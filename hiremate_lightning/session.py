@@ -34,6 +34,7 @@ from .eager_paths import eager_paths
 from .errors import CaptureError, HiRemateWarning
 from .execution import Part, Program, build
 from .fused_kernel import Kernels
+from .joint import may_choose_anew
 from .kinds import Kind, Kinds, Known
 from .metering import free_bytes
 from .out_of_memory import InfeasibleBudgetError, explain
@@ -313,12 +314,11 @@ class Session:
 
     def _count(self, arguments: list[torch.Tensor]) -> Resident:
         """Count what exists before a step, outputs of the one before included."""
-        resident = self._memory.count(arguments)
-        if self._memory.device.type == "cuda":
-            return resident  # all that is allocated is in it
         if self._left.are_known:
             self._collect_garbage()
-        return self._left.add_to(resident, arguments)
+        resident = self._memory.count(arguments)
+        is_counted = self._memory.device.type == "cuda"  # there all that is allocated is
+        return self._left.sort_out(resident, arguments) if is_counted else self._left.add_to(resident, arguments)
 
     def _collect_garbage(self) -> None:
         """Collect it before a measured step: it would pass for what stays, and dying in the step for what that frees.
@@ -426,6 +426,12 @@ class Session:
         self._kinds.install(kind, programs)
         self._is_collected = False
         self.stages.reporter.planned(plan)
+        again = {plan.graph.nodes[node].op for node in plan.schedule.recomputed(plan.graph)}
+        if may_choose_anew(again, self._memory.device):
+            self.say(
+                "torch.backends.cudnn.benchmark is on: convolutions that are computed again may take another algorithm "
+                "than before, and differ in the last bits. Turn it off for the same numbers bit for bit."
+            )
         if plan.planned_peak_bytes > budget_bytes:
             peak, budget = format_bytes(plan.planned_peak_bytes), format_bytes(budget_bytes)
             self.say(f"Nothing fits the budget of {budget}: the step runs at the least memory found, {peak}.")

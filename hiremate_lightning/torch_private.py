@@ -299,6 +299,11 @@ def _heed_tokens() -> None:
     setattr(_SavedState, "save_from_forward", save_and_look)  # noqa: B010  a method can't be assigned
 
 
+def keep_busy() -> None:
+    """Let the current CUDA device wait about half a millisecond, in which the host can launch what follows."""
+    torch.cuda._sleep(1_000_000)  # clock cycles
+
+
 def is_symbolic(value: Any) -> bool:
     """Whether a traced tensor has a size that is not a number yet."""
     return isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)

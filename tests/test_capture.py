@@ -288,6 +288,30 @@ def test_what_talks_to_other_processes_or_sums_in_any_order_runs_once(target, de
     assert joint.is_random(node, torch.device(device)) is runs_once
 
 
+@pytest.mark.parametrize(
+    ("is_transposed", "is_fixed", "runs_once"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_transposed_convolutions_run_once_on_a_gpu_that_sums_in_any_order(
+    monkeypatch, is_transposed, is_fixed, runs_once
+):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", is_fixed)
+    x, weight = torch.zeros(1, 2, 4, 4), torch.zeros(2, 2, 3, 3)
+    arguments = (x, weight, None, [1, 1], [0, 0], [1, 1], is_transposed, [0, 0], 1)
+    torch.ops.aten.convolution.default(*arguments)
+    node = torch.fx.Graph().call_function(torch.ops.aten.convolution.default, (None, None, *arguments[2:]))
+    assert joint.is_random(node, torch.device("cuda")) is runs_once
+    assert not joint.is_random(node, torch.device("cpu"))
+
+
+def test_convolutions_that_are_timed_anew_may_take_another_algorithm(monkeypatch):
+    ops = {"aten.relu.default", str(torch.ops.aten.convolution.default)}
+    assert not joint.may_choose_anew(ops, torch.device("cuda"))
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    assert joint.may_choose_anew(ops, torch.device("cuda"))
+    assert not joint.may_choose_anew({"aten.relu.default"}, torch.device("cuda"))
+    assert not joint.may_choose_anew(ops, torch.device("cpu"))
+
+
 class Scatters(nn.Module):
     """Writes into views of larger values: PyTorch copies all that lies around the view."""
 

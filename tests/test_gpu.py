@@ -63,12 +63,15 @@ def train(name: str, budget: str | None, half: bool, **options: str) -> tuple[li
 @pytest.mark.parametrize("budget", ["75%", "60%"])
 @pytest.mark.parametrize("name", ["gpt", "unet"])
 def test_training_under_a_plan_is_plain_training_within_the_budget(name, budget, half):
-    expected, plain_peak, _ = train(name, None, half)
+    eager, plain_peak = train(name, None, half)[:2]
+    captured = train(name, "100%", half)[0]
 
     found, peak, module = train(name, budget, half)
 
     plan = get_plan(module)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found, captured, strict=True))
+    if name == "gpt":  # the batch norms of the other are cuDNN's in eager
+        assert all(torch.equal(a, b) for a, b in zip(found, eager, strict=True))
     assert peak < plain_peak
     assert peak <= plan.budget_bytes, f"peak {peak:,}, budget {plan.budget_bytes:,}"
     difference = abs(peak - plan.planned_peak_bytes) / peak

@@ -195,6 +195,28 @@ def test_an_operation_that_cannot_run_alone_gets_its_estimate(captured, monkeypa
     assert profile.workspace_bytes[product] == 0
 
 
+def test_estimates_are_not_kept_for_later_runs(captured, monkeypatch, tmp_path):
+    runner = profiling._runner
+
+    def refuse_once(captured, index):
+        monkeypatch.setattr(profiling, "_runner", runner)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(profiling, "_runner", refuse_once)
+    measure(captured, CostCache(tmp_path), QUICK)
+    (path,) = tmp_path.iterdir()
+    missing = {node.key for node in captured.graph.nodes} - json.loads(path.read_text())["costs"].keys()
+    assert len(missing) == 1
+    measure(captured, CostCache(tmp_path), QUICK)
+    assert missing < json.loads(path.read_text())["costs"].keys()
+
+
+def test_made_up_numbers_are_probabilities(monkeypatch):
+    """CUDA's kernels assert that they are, where they read some, and nothing runs on the device after that."""
+    made = profiling._made_up(torch.empty(1000, dtype=torch.float16))
+    assert 0 <= made.min() < made.max() <= 1
+
+
 def test_an_estimate_is_the_same_each_time(captured):
     assert estimate(captured.graph) == estimate(captured.graph)
     assert estimate(captured.graph).device == "estimate"

@@ -8,6 +8,7 @@ from torch import nn
 
 from hiremate_lightning import hiremate
 from hiremate_lightning.recording import StepRecord
+from hiremate_lightning.resident import LeftOutputs, Resident
 from hiremate_lightning.targets import targets_of
 
 ROWS, WIDTH = 256, 16
@@ -206,3 +207,25 @@ def test_outside_code_does_not_hold_what_the_next_part_consumes():
     calls, _ = record.calls(session.parts.profiles)
     assert record.runs[0].alive == ()
     assert calls[0].after_forward.held_bytes == 0
+
+
+class Left:
+    """Stands for the record of a step with outputs that somebody holds, until they are dropped."""
+
+    is_measured = True
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+
+    def left_bytes(self, arguments):
+        return self.size_bytes
+
+
+def test_in_a_count_of_all_outputs_that_are_dropped_before_the_backward_are_stale():
+    everything, left, record = Resident(1000, 50), LeftOutputs(), Left(200)
+    left.step_ended(record)
+    assert left.sort_out(everything, ()) == everything
+    record.size_bytes = 0
+    left.backward_starts()
+    record.size_bytes = 200
+    assert left.sort_out(everything, ()) == Resident(800, 250)

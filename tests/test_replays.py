@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hiremate_lightning.kernels import eager_scale
 from hiremate_lightning.metering import measure_peak
 from hiremate_lightning.replays import DRAW_AGAIN, DRAW_MASK, again, generator_state
 from hiremate_lightning.schedule import recompute_lazily
@@ -125,3 +126,13 @@ def test_states_are_never_recomputed():
     random = {i for i, node in enumerate(graph.nodes) if node.is_random}
     assert random
     assert not random & {n for before in recompute_lazily(graph, ()) for n in before}
+
+
+@pytest.mark.parametrize(("dtype", "rounded"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+@pytest.mark.parametrize("probability", [0.04, 0.1, 0.15, 0.47])
+def test_the_scale_of_a_dropout_on_a_gpu_is_rounded_twice(probability, dtype, rounded):
+    """Its kernel takes the probability to keep as a number of its own type, and divides by that."""
+    source = torch.fx.Graph().placeholder("source")
+    source.meta["val"] = torch.empty((), dtype=dtype, device="meta")
+    keep = torch.tensor(1 - probability, dtype=rounded).double()
+    assert eager_scale(source, probability) == (1 / keep).to(rounded).item()
