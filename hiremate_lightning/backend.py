@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import backward_pass, torch_private
+from . import backward_pass, casts, torch_private
 from .capture import Captured, capture
 from .errors import CaptureError
 from .execution import Part, stub_modules
@@ -44,6 +44,7 @@ class _Compilation:
         self._make_part = make_part
         self._kernels = kernels
         self._parameters: frozenset[int] = frozenset()
+        self._blocks: dict[str, int] = {}
         self._captured: Captured | None = None
         self._part: Part | None = None
 
@@ -51,6 +52,8 @@ class _Compilation:
         backward_pass.watch()
         torch_private.fix_sizes(module, inputs)
         self._parameters = frozenset(i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
+        for device_type in {inputs[i].device.type for i in self._parameters}:
+            self._blocks |= casts.remembering_blocks(module, device_type)
         backend = torch_private.make_backend(
             partition=self._partition, forward=self._forward, backward=self._backward, inference=self._inference
         )
@@ -59,6 +62,8 @@ class _Compilation:
 
     def _partition(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
         joint.graph.eliminate_dead_code()
+        if self._blocks:
+            casts.share(joint, num_fwd_outputs, self._parameters, self._blocks)
         if self._kernels is not None:
             fuse(joint, num_fwd_outputs, self._kernels)
         joint.recompile()

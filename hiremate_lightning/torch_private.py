@@ -304,6 +304,21 @@ def keep_busy() -> None:
     torch.cuda._sleep(1_000_000)  # clock cycles
 
 
+def outermost_autocasts(graph: fx.Graph) -> dict[str, int]:
+    """Number the blocks of autocast that are within no other and remember casts, by the names of the nodes in them."""
+    depth, number, remembers, found = 0, 0, True, dict[str, int]()
+    for node in graph.nodes:
+        if node.target is torch.amp.autocast_mode._enter_autocast:
+            if depth == 0:
+                number, remembers = number + 1, node.args[-1] is not False
+            depth += 1
+        elif node.target is torch.amp.autocast_mode._exit_autocast:
+            depth -= 1
+        elif depth and remembers:
+            found[node.name] = number
+    return found
+
+
 def is_symbolic(value: Any) -> bool:
     """Whether a traced tensor has a size that is not a number yet."""
     return isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)

@@ -54,6 +54,7 @@ ORDER = (
     "normalizing",
     "replays",
     "joint",
+    "casts",
     "overwriting",
     "capture",
     "decomposing",

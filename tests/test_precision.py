@@ -86,6 +86,57 @@ def test_autocast_around_the_call_is_exact(dtype, make):
     train_both(make, loop)
 
 
+class Shared(nn.Module):
+    """Applies a layer three times; uses a weight in a product and in single precision, before and after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again, self.tied, self.explicit = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.tied.weight.sum(0)
+        for _ in range(3):
+            x = torch.tanh(self.again(x)).to(x.dtype) + x
+        x = torch.tanh(self.tied(self.tied(x))).float() * self.tied.weight.mean(1)
+        weight = self.explicit.weight
+        return x + F.linear(x.bfloat16(), weight.bfloat16()) + F.linear(x.bfloat16(), weight.to(torch.bfloat16))
+
+
+class SharedInside(Shared):
+    """Opens autocast itself, in so many blocks."""
+
+    def __init__(self, blocks: int, remembers: bool = True) -> None:
+        super().__init__()
+        self.blocks, self.remembers = blocks, remembers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.blocks):
+            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=self.remembers):
+                x = super().forward(x).float()
+        return x
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("remembers", [True, False])
+def test_gradients_of_a_layer_that_autocast_casts_once_are_exact(dtype, remembers):
+    def loop(module: nn.Module) -> Log:
+        log: Log = []
+        for index in range(4):
+            module.zero_grad()
+            with torch.autocast("cpu", dtype=dtype, cache_enabled=remembers):
+                loss = square_error(module(rows(index)))
+            loss.backward()
+            log += [loss.detach(), *leave_behind(module)]
+        return log
+
+    train_both(Shared, loop)
+
+
+@pytest.mark.parametrize(("blocks", "remembers"), [(1, True), (1, False), (2, True)])
+def test_a_layer_that_is_used_again_in_blocks_of_autocast_is_exact(blocks, remembers):
+    train_both(lambda: SharedInside(blocks, remembers), simple_loop(rows))
+
+
 def test_autocast_inside_the_call_is_exact():
     train_both(AutocastInside, simple_loop(rows))
 
