@@ -56,7 +56,8 @@ def share(joint: fx.GraphModule, forward_outputs: int, parameters: Collection[in
             if not others:
                 continue
             terms = sorted(n for cast in (first, *others) for n in backwards.get(cast.meta["seq_nr"], ()))
-            gradient = joint.graph.output_node().args[0][forward_outputs + position]  # type: ignore[index]
+            outputs: Any = joint.graph.output_node().args[0]
+            gradient = outputs[forward_outputs + position]
             if gradient is None or _add_up_before_casting(joint.graph, terms, gradient):
                 for cast in others:
                     cast.replace_all_uses_with(first)
