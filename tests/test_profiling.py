@@ -211,7 +211,7 @@ def test_estimates_are_not_kept_for_later_runs(captured, monkeypatch, tmp_path):
     assert missing < json.loads(path.read_text())["costs"].keys()
 
 
-def test_made_up_numbers_are_probabilities(monkeypatch):
+def test_made_up_numbers_are_probabilities():
     """CUDA's kernels assert that they are, where they read some, and nothing runs on the device after that."""
     made = profiling._made_up(torch.empty(1000, dtype=torch.float16))
     assert 0 <= made.min() < made.max() <= 1

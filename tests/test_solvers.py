@@ -8,6 +8,7 @@ import sys
 import time
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -31,6 +32,7 @@ from hiremate_lightning.solvers import (
     strategy_names,
     turn_point,
 )
+from hiremate_lightning.solvers.least_memory import _near
 from hiremate_lightning.solvers.model import Model, Policy
 
 from .helpers import lazy_frontier, problem_of, random_graph, random_policy
@@ -348,3 +350,11 @@ def test_clusters_cost_less_than_a_point_against_every_position_checked(blocks: 
     assert flat.status in (Status.OPTIMAL, Status.INFEASIBLE)
     assert merged.is_feasible == flat.is_feasible
     assert merged.recompute_ms <= flat.recompute_ms + 0.01 * problem_of(step, budget).step_ms
+
+
+@pytest.mark.parametrize(
+    ("budget", "left"), [(0, [1000, 1004]), (1000, [1000]), (1003, [1000]), (1004, [1000, 1004]), (2000, [1000, 1004])]
+)
+def test_a_slightly_larger_peak_may_stand_for_the_least_where_the_budget_allows_it(budget, left):
+    found = [SimpleNamespace(replay=SimpleNamespace(peak_bytes=peak)) for peak in (1000, 1004, 1006)]
+    assert [f.replay.peak_bytes for f in _near(found, budget)] == left
