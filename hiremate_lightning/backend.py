@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import backward_pass, casts, torch_private
+from . import assignments, backward_pass, casts, torch_private
 from .capture import Captured, capture
 from .errors import CaptureError
 from .execution import Part, stub_modules
@@ -64,6 +64,7 @@ class _Compilation:
         joint.graph.eliminate_dead_code()
         if self._blocks:
             casts.share(joint, num_fwd_outputs, self._parameters, self._blocks)
+        assignments.gather(joint)
         if self._kernels is not None:
             fuse(joint, num_fwd_outputs, self._kernels)
         joint.recompile()

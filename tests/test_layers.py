@@ -55,6 +55,7 @@ ORDER = (
     "replays",
     "joint",
     "casts",
+    "assignments",
     "overwriting",
     "capture",
     "decomposing",
