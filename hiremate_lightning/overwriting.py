@@ -20,6 +20,7 @@ from torch import fx
 
 from . import torch_private
 from .assignments import assign, assign_to_new
+from .calls import schema_call
 from .graph import Graph, StorageKind
 from .joint import follows_strides
 
@@ -40,14 +41,14 @@ def _in_place(change: Any) -> Callable[..., torch.Tensor]:
 # given tensor and the name under which it takes that. Each runs the kernel of the operator itself. Left out are those
 # whose overload only copies a new result (`hardswish_backward`), or rounds otherwise (`mul_.Scalar`).
 _INTO: dict[Any, tuple[Any, str]] = {
-    aten.add.Tensor: (aten.add.out, "out"),
-    aten.sub.Tensor: (aten.sub.out, "out"),
-    aten.mul.Tensor: (aten.mul.out, "out"),
-    aten.mul.Scalar: (aten.mul.out, "out"),
-    aten.div.Tensor: (aten.div.out, "out"),
-    aten.div.Scalar: (aten.div.out, "out"),
-    aten.neg.default: (aten.neg.out, "out"),
-    aten.where.self: (aten.where.self_out, "out"),
+    aten.add.Tensor: (torch.add, "out"),
+    aten.sub.Tensor: (torch.sub, "out"),
+    aten.mul.Tensor: (torch.mul, "out"),
+    aten.mul.Scalar: (torch.mul, "out"),
+    aten.div.Tensor: (torch.div, "out"),
+    aten.div.Scalar: (torch.div, "out"),
+    aten.neg.default: (torch.neg, "out"),
+    aten.where.self: (torch.where, "out"),
     aten.elu_backward.default: (aten.elu_backward.grad_input, "grad_input"),
     aten.gelu_backward.default: (aten.gelu_backward.grad_input, "grad_input"),
     aten.hardsigmoid_backward.default: (aten.hardsigmoid_backward.grad_input, "grad_input"),
@@ -70,7 +71,7 @@ _INTO_FIRST: dict[Any, tuple[Any, str]] = {
     aten.scatter_add.default: (aten.scatter_add.out, "out"),
 }
 
-Strides = tuple[tuple[int, ...], ...]
+Strides = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 def overwrite(
@@ -231,31 +232,41 @@ def _look_alike(dying: Any, result: Any) -> bool:
 
 
 def traced_strides(node: fx.Node) -> Strides:
-    """Give the strides of the tensors among an operation's arguments, as they were traced."""
-    values = (a.meta["val"] for a in node.args if isinstance(a, fx.Node))
-    return tuple(
-        tuple(torch_private.int_hint(s) for s in value.stride()) for value in values if isinstance(value, torch.Tensor)
+    """Give the positions of the tensors among an operation's arguments, with the strides that they were traced with.
+
+    Of operations that write into their first argument only that one counts.
+    """
+    values = ((i, a.meta["val"]) for i, a in enumerate(node.args) if isinstance(a, fx.Node))
+    found = tuple(
+        (position, tuple(torch_private.int_hint(s) for s in value.stride()))
+        for position, value in values
+        if isinstance(value, torch.Tensor)
     )
+    return found[:1] if node.target in _INTO_FIRST else found
 
 
 @functools.cache
 def overwriting(target: Any, position: int) -> Callable[..., torch.Tensor]:
     """Give the function that computes what an operator does into one of its arguments, where that is safe.
 
-    It takes the strides that the tensors among its arguments were traced with, then what the operator takes. With other
-    strides the result might get other ones too, or the argument might not have memory of its own for each element.
+    It takes positions and strides of tensors among its arguments, as these were traced, then what the operator takes.
+    With other strides the result might get other ones too, or the argument might not have memory of its own for each
+    element.
     """
     into, name = _INTO.get(target) or _INTO_FIRST[target]
-    counted = 1 if target in _INTO_FIRST else None
+    if isinstance(into, torch_private.OpOverload):
+        into = schema_call(into)
 
-    def overwrite(strides: Strides, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def overwrite(traced: Strides, *args: Any, **kwargs: Any) -> torch.Tensor:
         dying = args[position]
-        as_traced = tuple(a.stride() for a in args if isinstance(a, torch.Tensor))[:counted] == strides[:counted]
-        if as_traced and not torch.is_grad_enabled() and torch_private.is_alone_on_storage(dying):
-            result: torch.Tensor = into(*args, **kwargs, **{name: dying})
+        for at, strides in traced:
+            if args[at].stride() != strides:
+                break
         else:
-            result = target(*args, **kwargs)
-        return result
+            if torch_private.is_alone_on_storage(dying) and not torch.is_grad_enabled():
+                kwargs[name] = dying
+                return into(*args, **kwargs)  # type: ignore[no-any-return]
+        return target(*args, **kwargs)  # type: ignore[no-any-return]
 
     called = getattr(target, "overloadpacket", target).__name__
     overwrite.__name__ = overwrite.__qualname__ = f"{called}_into_{position}"
