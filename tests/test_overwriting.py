@@ -15,6 +15,7 @@ from hiremate_lightning import absent, capture, get_plan, hiremate, remove_hirem
 from hiremate_lightning.assignments import assign
 from hiremate_lightning.costs import estimate
 from hiremate_lightning.graph import StorageKind
+from hiremate_lightning.joint import name_of
 from hiremate_lightning.overwriting import _INTO, _INTO_FIRST, Strides, overwriting
 from hiremate_lightning.targets import targets_of
 
@@ -111,7 +112,7 @@ def test_what_is_written_over_an_argument_is_what_would_be_allocated(target, lay
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("target", WRITES, ids=str)
+@pytest.mark.parametrize("target", WRITES, ids=name_of)
 def test_what_is_written_into_a_tensor_is_what_would_be_written_into_a_copy(target, layout):
     arguments, options = WRITES[target]
     call = arguments(lambda: layout(numbers(torch.float32)))
