@@ -56,6 +56,7 @@ OTHERS = {
     "a number that is no tensor": (aten.mul.Scalar, (X, 2.0), {}),
     "no function": (aten.slice.Tensor, (X, 0, 1, 3), {}),
     "a tensor of no dimensions": (aten.pow.Scalar, (2.0, X), {}),
+    "a tensor from nothing": (aten.full.default, ([3], 2.0), {}),
     "a backward": (aten.gelu_backward.default, (X, X), {}),
 }
 
@@ -80,6 +81,13 @@ def test_what_is_called_gives_the_same(target, args, kwargs):
 def test_a_function_that_calls_another_overload_is_refused():
     """`torch.mul` with a number calls `mul.Tensor`, which is not what was captured."""
     assert shortest(node_of(aten.mul.Scalar, X, 2.0)) is schema_call(aten.mul.Scalar)
+
+
+def test_a_default_device_changes_nothing():
+    made = shortest(node_of(aten.full.default, [3], 2.0))
+    with torch.device("meta"):
+        assert torch.full([3], 2.0).device.type == "meta"
+        assert made([3], 2.0).device.type == "cpu"
 
 
 def test_other_forms_of_a_call_are_looked_at_anew():
