@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from . import torch_private
-from .joint import follows_strides, operation_of, source_of
+from .joint import follows_strides, is_view, operation_of, source_of
 
 aten = torch.ops.aten
 
@@ -142,8 +142,10 @@ def _copy_gradients_once(graph: fx.Graph) -> None:
         if node.target is not aten.copy.default or source_of(node).target not in _EMPTY:
             continue
         source: Any = node.args[1]
-        shown, given = node.meta["val"], source.meta["val"]
-        if not _is_plain(shown) or (shown.shape, shown.dtype, shown.device) != (given.shape, given.dtype, given.device):
+        shown, given = node.meta["val"], source.meta.get("val")
+        if not _is_plain(shown) or given is None:
+            continue
+        if (shown.shape, shown.dtype, shown.device) != (given.shape, given.dtype, given.device):
             continue
         root, is_alike = _only_read_for(node), source not in unsettled and _lies_as(source, shown)
         if is_alike and root is not None and _is_made(root) and _lies_as(root, shown):
@@ -160,7 +162,7 @@ def _only_read_for(copy: fx.Node) -> fx.Node | None:
     """Give what a copy is of before any views of it; None where something else reads that."""
     readers, node = set(copy.all_input_nodes[:1]) | {copy}, copy.all_input_nodes[-1]
     while node.users.keys() <= readers:
-        if not getattr(node.target, "is_view", False):
+        if not is_view(node.target):
             return node
         readers, node = {node}, source_of(node)
     return None
@@ -188,7 +190,7 @@ def _is_made(node: fx.Node) -> bool:
 def _gather_steps(graph: fx.Graph, node: fx.Node) -> None:
     """Make one operation of an assignment whose last step is this scatter."""
     base = source_of(node)
-    if not _is_plain(base.meta["val"]) or not _is_plain(node.meta["val"]):
+    if not _is_plain(base.meta.get("val")) or not _is_plain(node.meta["val"]):
         return
     path: list[Any] = []
     scatter: Any = node
@@ -221,8 +223,7 @@ def _leads_to(source: fx.Node, scatter: fx.Node, base: fx.Node, path: Sequence[A
 
 
 def _is_same_view(one: fx.Node, other: fx.Node) -> bool:
-    is_view = bool(getattr(one.target, "is_view", False))
-    return is_view and (one.target, one.args, one.kwargs) == (other.target, other.args, other.kwargs)
+    return is_view(one.target) and (one.target, one.args, one.kwargs) == (other.target, other.args, other.kwargs)
 
 
 def _step(name: str, source: Any, arguments: Sequence[Any]) -> tuple[str, tuple[int, ...]] | None:
@@ -250,7 +251,8 @@ def _merge_with_base(graph: fx.Graph, node: fx.Node) -> None:
     if base.users.keys() != {node} or not _is_plain(shown):
         return
     if base.target in (assign, assign_to_new):
-        waiting = [source.meta["val"] for source in (*base.args[2::2], *parts[1::2]) if isinstance(source, fx.Node)]
+        sources = (a for a in (*base.args, *parts) if isinstance(a, fx.Node) and a is not base.args[0])
+        waiting = [t for t in (source.meta.get("val") for source in sources) if t is not None]
         if sum(t.numel() * t.itemsize for t in waiting) <= shown.numel() * shown.itemsize:
             _replace(graph, node, base.target, (*base.args, *parts))
     elif base.target in _EMPTY or base.target is aten.full.default:

@@ -100,10 +100,14 @@ def source_of(node: fx.Node) -> fx.Node:
     return source
 
 
+def is_view(target: Any) -> bool:
+    """Whether an operation's result lies on the memory of what it reads, by its schema."""
+    return bool(getattr(target, "is_view", False))
+
+
 def follows_strides(target: Any) -> bool:
     """Whether an operation's result lies in memory as what it reads does: element by element, a part, or a view."""
-    is_like = torch.Tag.pointwise in getattr(target, "tags", ()) or target in _FOLLOWS_STRIDES
-    return is_like or bool(getattr(target, "is_view", False))
+    return torch.Tag.pointwise in getattr(target, "tags", ()) or target in _FOLLOWS_STRIDES or is_view(target)
 
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:

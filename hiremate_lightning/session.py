@@ -290,11 +290,9 @@ class Session:
                 self._learn(record, resident)
             for kind in self._kinds.all_likely():
                 self._adapt(kind, resident)
-        likely = self._kinds.likely()
+        likely, all_likely = self._kinds.likely(), self._kinds.all_likely()
         plan = None if likely is None else self.plans[likely]
-        self._kinds.expected = max(
-            self._kinds.all_likely(), key=lambda kind: self.plans[kind].unplanned_peak_bytes, default=None
-        )
+        self._kinds.expected = max(all_likely, key=lambda kind: self.plans[kind].unplanned_peak_bytes, default=None)
         if plan is None or plan.measured.peak_bytes is None or self._saw_unplanned:
             self._memory.collect_garbage()
             resident = self._memory.count_before_step(arguments)

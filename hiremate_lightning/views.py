@@ -46,8 +46,9 @@ def _shown_by(node: fx.Node) -> fx.Node | None:
     source, arguments = node.args[0], node.args[1:]
     if node.target in _NOTHING or (node.target is aten.slice.Tensor and arguments[1:] in ((0, _TO_THE_END), ())):
         return source
-    if node.target is aten.view.default and not torch_private.is_symbolic(source.meta["val"]):
-        return source if source.meta["val"].shape == node.meta["val"].shape else None
+    shown = source.meta.get("val")
+    if node.target is aten.view.default and isinstance(shown, torch.Tensor) and not torch_private.is_symbolic(shown):
+        return source if shown.shape == node.meta["val"].shape else None
     before = source.args[1:]
     turns_back = (
         (node.target is source.target is aten.t.default)
