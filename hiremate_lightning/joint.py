@@ -33,17 +33,6 @@ _ORDER_DEPENDENT_ON_GPU = re.compile(
 )
 # Talk to other processes: run as often, and in the order, that these expect.
 _COLLECTIVE = re.compile(r"(_c10d_functional|_c10d_functional_autograd|c10d)\.")
-# Operators whose result has the strides of their first input, beside those that PyTorch tags as pointwise.
-_FOLLOWS_STRIDES = {
-    aten._to_copy.default,
-    aten.copy.default,
-    aten.diagonal_scatter.default,
-    aten.hardswish_backward.default,
-    aten.index_put.default,
-    aten.mish_backward.default,
-    aten.select_scatter.default,
-    aten.slice_scatter.default,
-}
 # What tells where a node comes from.
 ORIGIN = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
 
@@ -98,16 +87,6 @@ def source_of(node: fx.Node) -> fx.Node:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     return source
-
-
-def is_view(target: Any) -> bool:
-    """Whether an operation's result lies on the memory of what it reads, by its schema."""
-    return bool(getattr(target, "is_view", False))
-
-
-def follows_strides(target: Any) -> bool:
-    """Whether an operation's result lies in memory as what it reads does: element by element, a part, or a view."""
-    return torch.Tag.pointwise in getattr(target, "tags", ()) or target in _FOLLOWS_STRIDES or is_view(target)
 
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
