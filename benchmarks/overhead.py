@@ -2,6 +2,7 @@
 
     python benchmarks/overhead.py [--models gpt,bert] [--budgets 50%,30%] [--rounds 15] [--threads 1]
 
+Models are those of models.py and of third_party.py; all of the latter with `--models third_party`.
 Both kinds of steps run in one process, in alternating order, on copies of one model. Ratios are of the process's CPU
 time, which other load disturbs less than the clock does; medians with quartiles over the rounds. Peaks are the
 allocator's own events, above what is resident before the step. Prints a Markdown table.
@@ -20,7 +21,8 @@ from dataclasses import dataclass
 
 import torch
 from provenance import provenance
-from torch import nn
+from third_party import CASES
+from torch import Tensor, nn
 
 from hiremate_lightning import Plan, get_plan, hiremate
 from hiremate_lightning.metering import MemoryMeter
@@ -43,12 +45,22 @@ class Row:
     equal: bool
 
 
-def make_step(module: nn.Module, batch: tuple[object, ...]) -> Callable[[], None]:
+def build(name: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    """Build a model, with a function that gives its loss on a batch."""
+    if name in MODELS:
+        module, inputs = MODELS[name]()
+        return module, lambda module: module(*inputs)
+    case = CASES[name].build()
+    batch = case.make_batch(0)
+    return case.module.train(), lambda module: case.loss_of(module(**batch), batch)
+
+
+def make_step(module: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> Callable[[], None]:
     """Give a function that takes one training step, from no gradients to gradients."""
 
     def step() -> None:
         torch.manual_seed(3)
-        module(*batch).backward()
+        loss_of(module).backward()
 
     return step
 
@@ -69,9 +81,9 @@ def peak_of(step: Callable[[], None], module: nn.Module) -> int:
 def compare(name: str, budget: str, rounds: int) -> Row:
     """Train a model plain and planned, in turn."""
     torch.manual_seed(0)
-    plain, batch = MODELS[name]()
+    plain, loss_of = build(name)
     planned = hiremate(copy.deepcopy(plain), budget, verbose=False)
-    steps = (make_step(plain, batch), make_step(planned, batch))
+    steps = (make_step(plain, loss_of), make_step(planned, loss_of))
     for _ in range(WARM_STEPS):
         planned.zero_grad()
         steps[1]()
@@ -130,7 +142,8 @@ def main() -> None:
     )
     sys.stdout.write("predicted | recompute in situ | bound | profile + solve | gradients |\n")
     sys.stdout.write(f"|{'--|' * 11}\n")
-    for name in options.models.split(","):
+    names = [n for word in options.models.split(",") for n in (CASES if word == "third_party" else [word])]
+    for name in names:
         for budget in options.budgets.split(","):
             sys.stdout.write(show(compare(name, budget, options.rounds)))
             sys.stdout.flush()

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import backward_pass, casts, torch_private
+from . import assignments, backward_pass, casts, torch_private, views
 from .capture import Captured, capture
 from .errors import CaptureError
 from .execution import Part, stub_modules
 from .fused_kernel import Kernels
 from .fusion import fuse
+from .straight_line import compiled
 
 
 def planning_backend(make_part: Callable[[Captured], Part], kernels: Kernels | None = None) -> Any:
@@ -64,6 +65,8 @@ class _Compilation:
         joint.graph.eliminate_dead_code()
         if self._blocks:
             casts.share(joint, num_fwd_outputs, self._parameters, self._blocks)
+        assignments.gather(joint)
+        views.leave_out(joint)
         if self._kernels is not None:
             fuse(joint, num_fwd_outputs, self._kernels)
         joint.recompile()
@@ -89,4 +92,4 @@ class _Compilation:
         return torch_private.mark_boxed(lambda arguments: part.backward(arguments))
 
     def _inference(self, module: fx.GraphModule, _: Sequence[Any]) -> torch_private.Boxed:
-        return torch_private.boxed(module)
+        return compiled(module)

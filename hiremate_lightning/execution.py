@@ -30,6 +30,7 @@ from .kernels import as_eager, needs_traced_layout, with_strides
 from .overwriting import overwriting, traced_strides
 from .replays import DRAW_AGAIN, call_of, generator_state
 from .schedule import Compute, Operation, Schedule
+from .straight_line import compiled
 
 FREED = (
     "Trying to backward through the graph a second time, but the saved values have already been freed. "
@@ -127,13 +128,13 @@ def build(captured: Captured, schedule: Schedule) -> Program:
         module = _backward_module(captured, schedule, saved, absence, added)
         if missing:
             module.graph.eliminate_dead_code()
-        backward = torch_private.boxed(module)
+        backward = compiled(module)
         return replace(program, backward=backward, backward_module=module, unread=_unread(module))
 
     program = Program(
         schedule=schedule,
-        forward=torch_private.boxed(forward),
-        backward=torch_private.boxed(backward),
+        forward=compiled(forward),
+        backward=compiled(backward),
         forward_module=forward,
         backward_module=backward,
         unread=_unread(backward),

@@ -33,6 +33,17 @@ _ORDER_DEPENDENT_ON_GPU = re.compile(
 )
 # Talk to other processes: run as often, and in the order, that these expect.
 _COLLECTIVE = re.compile(r"(_c10d_functional|_c10d_functional_autograd|c10d)\.")
+# Operators whose result has the strides of their first input, beside those that PyTorch tags as pointwise.
+_FOLLOWS_STRIDES = {
+    aten._to_copy.default,
+    aten.copy.default,
+    aten.diagonal_scatter.default,
+    aten.hardswish_backward.default,
+    aten.index_put.default,
+    aten.mish_backward.default,
+    aten.select_scatter.default,
+    aten.slice_scatter.default,
+}
 # What tells where a node comes from.
 ORIGIN = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
 
@@ -87,6 +98,25 @@ def source_of(node: fx.Node) -> fx.Node:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     return source
+
+
+def is_view(target: Any) -> bool:
+    """Whether an operation's result lies on the memory of what it reads, by its schema."""
+    return bool(getattr(target, "is_view", False))
+
+
+def follows_strides(target: Any) -> bool:
+    """Whether an operation's result lies in memory as what it reads does: element by element, a part, or a view."""
+    return torch.Tag.pointwise in getattr(target, "tags", ()) or target in _FOLLOWS_STRIDES or is_view(target)
+
+
+def has_definite_strides(value: torch.Tensor) -> bool:
+    """Whether a tensor's strides follow from where its elements lie.
+
+    Those of dimensions of size 1 don't: a trace has others there than kernels give, and a product that reads them all
+    the same may be rounded otherwise.
+    """
+    return 1 not in value.shape
 
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:

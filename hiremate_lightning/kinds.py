@@ -95,6 +95,11 @@ class Kinds:
         """Foresee the kind of the step that begins."""
         return None if self.latest is None else self._followers.get(self.latest, self.latest)
 
+    def all_likely(self) -> frozenset[Kind]:
+        """Give the kinds by whose plan the step that begins may run: none before there is one."""
+        likely = self.likely()
+        return frozenset() if likely is None else self.alike(likely)
+
     def confuse(self, one: Kind, other: Kind) -> None:
         """Learn that a step that began as one kind turned out another."""
         group = self.alike(one) | self.alike(other)

@@ -19,22 +19,36 @@ import torch
 from torch import fx
 
 from . import torch_private
+from .assignments import assign, assign_to_new
+from .calls import schema_call
 from .graph import Graph, StorageKind
+from .joint import follows_strides
 
 aten = torch.ops.aten
+
+
+def _in_place(change: Any) -> Callable[..., torch.Tensor]:
+    """Call an operator that changes its first argument as one that is told where to write its result: there."""
+
+    def into(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = change(*args, **kwargs)
+        return result
+
+    return into
+
 
 # Operators that read of each tensor only the element that they are about to write, with the overload that writes into a
 # given tensor and the name under which it takes that. Each runs the kernel of the operator itself. Left out are those
 # whose overload only copies a new result (`hardswish_backward`), or rounds otherwise (`mul_.Scalar`).
 _INTO: dict[Any, tuple[Any, str]] = {
-    aten.add.Tensor: (aten.add.out, "out"),
-    aten.sub.Tensor: (aten.sub.out, "out"),
-    aten.mul.Tensor: (aten.mul.out, "out"),
-    aten.mul.Scalar: (aten.mul.out, "out"),
-    aten.div.Tensor: (aten.div.out, "out"),
-    aten.div.Scalar: (aten.div.out, "out"),
-    aten.neg.default: (aten.neg.out, "out"),
-    aten.where.self: (aten.where.self_out, "out"),
+    aten.add.Tensor: (torch.add, "out"),
+    aten.sub.Tensor: (torch.sub, "out"),
+    aten.mul.Tensor: (torch.mul, "out"),
+    aten.mul.Scalar: (torch.mul, "out"),
+    aten.div.Tensor: (torch.div, "out"),
+    aten.div.Scalar: (torch.div, "out"),
+    aten.neg.default: (torch.neg, "out"),
+    aten.where.self: (torch.where, "out"),
     aten.elu_backward.default: (aten.elu_backward.grad_input, "grad_input"),
     aten.gelu_backward.default: (aten.gelu_backward.grad_input, "grad_input"),
     aten.hardsigmoid_backward.default: (aten.hardsigmoid_backward.grad_input, "grad_input"),
@@ -47,10 +61,17 @@ _INTO: dict[Any, tuple[Any, str]] = {
     aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
 }
 
-# Operators whose result has the strides of their input, beside those that PyTorch tags as pointwise.
-_FOLLOW = (aten._to_copy.default, aten.hardswish_backward.default, aten.mish_backward.default)
+# Of these only the first argument may be overwritten, and how the others lie in memory doesn't matter: numbers are put
+# into a copy of it, or added there.
+_INTO_FIRST: dict[Any, tuple[Any, str]] = {
+    assign: (assign, "out"),
+    aten.index_add.default: (aten.index_add.out, "out"),
+    aten.index_put.default: (_in_place(aten.index_put_.default), "out"),
+    aten.masked_fill.Scalar: (_in_place(aten.masked_fill_.Scalar), "out"),
+    aten.scatter_add.default: (aten.scatter_add.out, "out"),
+}
 
-Strides = tuple[tuple[int, ...], ...]
+Strides = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 def overwrite(
@@ -105,6 +126,8 @@ class _Search:
     def _may_overwrite(self, index: int) -> bool:
         node, made = self.graph.nodes[index], self.graph.allocates[index]
         is_one = len(node.outputs) == len(made) == 1 and made[0] not in self.spared
+        if self.fx_nodes[index].target in _INTO_FIRST:
+            return is_one and node.inputs[0] not in self.unsettled
         return is_one and self.fx_nodes[index].target in _INTO and self.unsettled.isdisjoint(node.inputs)
 
     def _arguments(self, index: int) -> list[tuple[int, int]]:
@@ -114,7 +137,8 @@ class _Search:
         is_usual = all(v.layout is torch.strided if isinstance(v, torch.Tensor) else v is not None for v in values)
         if not is_usual or any(isinstance(value, fx.Node) for value in node.kwargs.values()):
             return []
-        return [(i, self.tensor_of[a]) for i, a in enumerate(node.args) if isinstance(a, fx.Node)]
+        found = [(i, self.tensor_of[a]) for i, a in enumerate(node.args) if isinstance(a, fx.Node)]
+        return found[:1] if node.target in _INTO_FIRST else found
 
     def _block(self, tensor: int) -> int | None:
         storage = self.graph.tensors[tensor].storage
@@ -127,7 +151,7 @@ class _Search:
             return False
         if self.last[block] > position or block in self.barred:
             return False
-        if [self._block(tensor) for _, tensor in self._arguments(index)].count(block) > 1:
+        if [self._block(self.tensor_of[a]) for a in self.fx_nodes[index].all_input_nodes].count(block) > 1:
             return False
         if dying in self.views and self.graph.tensors[result].storage in self.returned:
             return False  # the caller would get a view, which may not be changed in place as freely
@@ -168,6 +192,8 @@ def _seen_by_others(graph: Graph, fx_nodes: Sequence[fx.Node]) -> set[int | None
     for index in graph.backward:
         node = graph.nodes[index]
         target: Any = fx_nodes[index].target
+        if target in (assign, assign_to_new):
+            continue
         is_own = isinstance(target, torch_private.OpOverload) and target.namespace == "aten"
         if is_own and not target._schema.is_mutable and not (target.is_view and graph.allocates[index]):
             continue
@@ -183,7 +209,7 @@ def _unsettled(graph: Graph, fx_nodes: Sequence[fx.Node]) -> set[int]:
     found = {t for t in graph.tangents if graph.tensors[t].shape}
     for index in graph.backward:
         node, target = graph.nodes[index], fx_nodes[index].target
-        follows = torch.Tag.pointwise in getattr(target, "tags", ()) or target in _FOLLOW or not graph.allocates[index]
+        follows = target is assign or follows_strides(target) or not graph.allocates[index]
         if follows and not found.isdisjoint(node.inputs):
             found.update(node.outputs)
     return found
@@ -193,12 +219,12 @@ def _look_alike(dying: Any, result: Any) -> bool:
     """Whether a tensor fills its memory just as a result would fill its own."""
     if not isinstance(dying, torch.Tensor) or not isinstance(result, torch.Tensor):
         return False
-    if torch_private.is_symbolic(result) or torch_private.is_symbolic(dying) or dying.is_neg():
+    if torch_private.is_symbolic(result) or torch_private.is_symbolic(dying) or dying.is_neg() or dying.is_conj():
         return False
     shapes = (dying.shape, dying.stride(), dying.dtype, dying.device)
     size = result.numel() * result.itemsize
     return (
-        result.dtype.is_floating_point
+        (result.dtype.is_floating_point or result.dtype.is_complex)
         and shapes == (result.shape, result.stride(), result.dtype, result.device)
         and dying.storage_offset() == result.storage_offset() == 0
         and dying.untyped_storage().nbytes() == result.untyped_storage().nbytes() == size
@@ -206,30 +232,42 @@ def _look_alike(dying: Any, result: Any) -> bool:
 
 
 def traced_strides(node: fx.Node) -> Strides:
-    """Give the strides of the tensors among an operation's arguments, as they were traced."""
-    values = (a.meta["val"] for a in node.args if isinstance(a, fx.Node))
-    return tuple(
-        tuple(torch_private.int_hint(s) for s in value.stride()) for value in values if isinstance(value, torch.Tensor)
+    """Give the positions of the tensors among an operation's arguments, with the strides that they were traced with.
+
+    Of operations that write into their first argument only that one counts.
+    """
+    values = ((i, a.meta["val"]) for i, a in enumerate(node.args) if isinstance(a, fx.Node))
+    found = tuple(
+        (position, tuple(torch_private.int_hint(s) for s in value.stride()))
+        for position, value in values
+        if isinstance(value, torch.Tensor)
     )
+    return found[:1] if node.target in _INTO_FIRST else found
 
 
 @functools.cache
 def overwriting(target: Any, position: int) -> Callable[..., torch.Tensor]:
     """Give the function that computes what an operator does into one of its arguments, where that is safe.
 
-    It takes the strides that the tensors among its arguments were traced with, then what the operator takes. With other
-    strides the result might get other ones too, or the argument might not have memory of its own for each element.
+    It takes positions and strides of tensors among its arguments, as these were traced, then what the operator takes.
+    With other strides the result might get other ones too, or the argument might not have memory of its own for each
+    element.
     """
-    into, name = _INTO[target]
+    into, name = _INTO.get(target) or _INTO_FIRST[target]
+    if isinstance(into, torch_private.OpOverload):
+        into = schema_call(into)
 
-    def overwrite(strides: Strides, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def overwrite(traced: Strides, *args: Any, **kwargs: Any) -> torch.Tensor:
         dying = args[position]
-        as_traced = tuple(a.stride() for a in args if isinstance(a, torch.Tensor)) == strides
-        if as_traced and not torch.is_grad_enabled() and torch_private.is_alone_on_storage(dying):
-            result: torch.Tensor = into(*args, **kwargs, **{name: dying})
+        for at, strides in traced:
+            if args[at].stride() != strides:
+                break
         else:
-            result = target(*args, **kwargs)
-        return result
+            if torch_private.is_alone_on_storage(dying) and not torch.is_grad_enabled():
+                kwargs[name] = dying
+                return into(*args, **kwargs)  # type: ignore[no-any-return]
+        return target(*args, **kwargs)  # type: ignore[no-any-return]
 
-    overwrite.__name__ = overwrite.__qualname__ = f"{target.overloadpacket.__name__}_into_{position}"
+    called = getattr(target, "overloadpacket", target).__name__
+    overwrite.__name__ = overwrite.__qualname__ = f"{called}_into_{position}"
     return overwrite

@@ -11,7 +11,6 @@ so far in the step, so several kinds of steps (a GAN's two, another input shape)
 
 from __future__ import annotations
 
-import gc
 import logging
 import warnings
 import weakref
@@ -44,7 +43,7 @@ from .planner import PlanOptions, first_solution, make_plan, resolve, unplanned
 from .profiling import TimedRun
 from .recording import Run, StepRecord
 from .report import Reporter, Stages
-from .resident import WATCHED_STEPS, LeftOutputs, Resident, ResidentMemory
+from .resident import WATCHED_STEPS, Resident, ResidentMemory
 from .schedule import lower
 from .shared_solving import shared
 from .solvers import worker
@@ -103,11 +102,9 @@ class Session:
         self._unfit: set[Kind] = set()  # whose plans were made with gradients dying that do not
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
         self._auto_bytes: int | None = None
-        self._left = LeftOutputs()
         self._saw_unplanned = False  # whether a kind of step without a plan ran unrecorded
         self._began_with: Resident | None = None  # when the step began, where that was counted
         self._steps = 0
-        self._is_collected = False
         self._kinds = Kinds()
         self._memory = ResidentMemory(root)
         self._in_backward = False
@@ -224,7 +221,6 @@ class Session:
         if not self._in_backward:
             self._in_backward = True
             self._memory.backward_starts(self._steps)
-            self._left.backward_starts()
         if run is not None and self._record is not None and run in self._record.runs:
             self._record.backward_starts(run, tangents, leaves)
 
@@ -284,50 +280,28 @@ class Session:
 
     def _begin_step(self, arguments: list[torch.Tensor]) -> None:
         self._steps += 1
-        self._is_collected = False
+        self._memory.litter()
         if self._finished is not None:
-            self._collect_garbage()
+            self._memory.collect_garbage()
         if self._watches_resident():
-            resident = self._began_with = self._count(arguments)
+            resident = self._began_with = self._memory.count_before_step(arguments)
             if self._finished is not None:
                 record, self._finished = self._finished, None
                 self._learn(record, resident)
-            for kind in self._likely():
+            for kind in self._kinds.all_likely():
                 self._adapt(kind, resident)
-        likely = self._kinds.likely()
+        likely, all_likely = self._kinds.likely(), self._kinds.all_likely()
         plan = None if likely is None else self.plans[likely]
-        self._kinds.expected = max(self._likely(), key=lambda kind: self.plans[kind].unplanned_peak_bytes, default=None)
+        self._kinds.expected = max(all_likely, key=lambda kind: self.plans[kind].unplanned_peak_bytes, default=None)
         if plan is None or plan.measured.peak_bytes is None or self._saw_unplanned:
-            self._collect_garbage()
-            resident = self._count(arguments)
-            sees_frees = not resident.stale_bytes or self._memory.device.type == "cuda" or self._left.are_known
-            self._record = StepRecord(self._memory.device, resident.size_bytes + resident.stale_bytes, sees_frees)
+            self._memory.collect_garbage()
+            resident = self._memory.count_before_step(arguments)
+            before_bytes, sees_frees = resident.size_bytes + resident.stale_bytes, self._memory.sees_frees(resident)
+            self._record = StepRecord(self._memory.device, before_bytes, sees_frees)
             if not self._record.is_measured:
                 self.say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
         if self._is_timed(plan):
             self._timed = TimedRun(self._memory.device)
-
-    def _likely(self) -> frozenset[Kind]:
-        """Give the kinds by whose plan the step that begins may run: none before there is one."""
-        likely = self._kinds.likely()
-        return frozenset() if likely is None else self._kinds.alike(likely)
-
-    def _count(self, arguments: list[torch.Tensor]) -> Resident:
-        """Count what exists before a step, outputs of the one before included."""
-        if self._left.are_known:
-            self._collect_garbage()
-        resident = self._memory.count(arguments)
-        is_counted = self._memory.device.type == "cuda"  # there all that is allocated is
-        return self._left.sort_out(resident, arguments) if is_counted else self._left.add_to(resident, arguments)
-
-    def _collect_garbage(self) -> None:
-        """Collect it before a measured step: it would pass for what stays, and dying in the step for what that frees.
-
-        Takes 0.2 to 0.5 s, so only once, and again where a plan was made.
-        """
-        if not self._is_collected:
-            gc.collect()
-            self._is_collected = True
 
     def _is_timed(self, plan: Plan | None) -> bool:
         """Whether to time each operation of the step that begins: for its plan to come, or to see how its plan does."""
@@ -338,7 +312,7 @@ class Session:
     def _watches_resident(self) -> bool:
         """Whether to count resident bytes now: they settle within a few steps, and counting takes time."""
         is_due = self._steps < WATCHED_STEPS or self._steps % 64 == 0
-        return is_due or self._finished is not None or not self._unfit.isdisjoint(self._likely())
+        return is_due or self._finished is not None or not self._unfit.isdisjoint(self._kinds.all_likely())
 
     def end_step(self, at_once: bool = True) -> None:
         """End the step under way, and its measurement; what was learned is used when the next one begins.
@@ -357,7 +331,7 @@ class Session:
         record, timed = self._record, self._timed
         self._record, self._timed = None, None
         self._in_backward, self._began_with = False, None
-        self._left.step_ended(record)
+        self._memory.step_ended(record)
         if record is not None:
             record.close(at_once)
             if kind in self.plans:
@@ -424,7 +398,7 @@ class Session:
         programs = {place: build(captured, lower(captured.graph, decisions)) for captured, place, decisions in decided}
         self.plans[kind] = plan
         self._kinds.install(kind, programs)
-        self._is_collected = False
+        self._memory.litter()
         self.stages.reporter.planned(plan)
         again = {plan.graph.nodes[node].op for node in plan.schedule.recomputed(plan.graph)}
         if may_choose_anew(again, self._memory.device):

@@ -44,7 +44,6 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentError
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
@@ -322,14 +321,6 @@ def outermost_autocasts(graph: fx.Graph) -> dict[str, int]:
 def is_symbolic(value: Any) -> bool:
     """Whether a traced tensor has a size that is not a number yet."""
     return isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)
-
-
-def boxed(module: fx.GraphModule) -> Boxed:
-    """Compile an FX graph to a function that takes its arguments in one list, which it empties."""
-    module.graph.set_codegen(_BoxedCodeGen())
-    module.recompile()
-    run = module.forward
-    return mark_boxed(lambda arguments: run(arguments))
 
 
 def mark_boxed(function: Boxed) -> Boxed:

@@ -55,12 +55,16 @@ ORDER = (
     "replays",
     "joint",
     "casts",
+    "assignments",
+    "views",
+    "calls",
     "overwriting",
     "capture",
     "decomposing",
     "fusion",
     "absent",
     "accumulation",
+    "straight_line",
     "execution",
     "profiling",
     "recording",
@@ -115,7 +119,7 @@ TORCH_FREE = (
 )
 FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
 MAY_USE_FRAMEWORKS = ("integrations", "callbacks")
-MAY_USE_PRIVATE_TORCH = ("torch_private", "backward_pass", "host_events", "inductor")
+MAY_USE_PRIVATE_TORCH = ("torch_private", "backward_pass", "calls", "host_events", "inductor")
 # Private state of modules and tensors, where no name in the source says that it is torch's.
 PRIVATE_ATTRIBUTES = ("_call_impl", "_cdata", "_compiled_call_impl", "_version")
 

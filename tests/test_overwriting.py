@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hiremate_lightning import absent, capture, get_plan, hiremate, remove_hiremate
+from hiremate_lightning.assignments import assign
 from hiremate_lightning.costs import estimate
 from hiremate_lightning.graph import StorageKind
-from hiremate_lightning.overwriting import _INTO, overwriting
+from hiremate_lightning.joint import name_of
+from hiremate_lightning.overwriting import _INTO, _INTO_FIRST, Strides, overwriting
 from hiremate_lightning.targets import targets_of
 
 from .exact import simple_loop, square_error, train_both
@@ -50,6 +52,14 @@ CALLS: dict[Any, tuple[Callable[..., tuple[Any, ...]], dict[str, Any]]] = {
     aten.tanh_backward.default: (pair, {}),
     aten.threshold_backward.default: (lambda make: (*pair(make), 0), {}),
 }
+AT = torch.arange(5).flip(0)
+WRITES: dict[Any, tuple[Callable[..., tuple[Any, ...]], dict[str, Any]]] = {
+    assign: (lambda make: (make(), (("slice", (0, 1, 3, 1)), ("select", (1, 2))), make()[:2, 0]), {}),
+    aten.index_add.default: (lambda make: (make(), 0, AT, make()), {"alpha": 2}),
+    aten.index_put.default: (lambda make: (make(), [AT], make(), True), {}),
+    aten.masked_fill.Scalar: (lambda make: (make(), make() > 0, 0.3), {}),
+    aten.scatter_add.default: (lambda make: (make(), 0, torch.zeros(5, 7, 33, 35, dtype=torch.int64), make()), {}),
+}
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
     "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
@@ -57,8 +67,8 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def strides_of(arguments: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
-    return tuple(a.stride() for a in arguments if isinstance(a, Tensor))
+def strides_of(arguments: Sequence[Any]) -> Strides:
+    return tuple((i, a.stride()) for i, a in enumerate(arguments) if isinstance(a, Tensor))
 
 
 def same_bits(found: Tensor, expected: Tensor) -> bool:
@@ -69,6 +79,13 @@ def same_bits(found: Tensor, expected: Tensor) -> bool:
 
 def test_every_operator_that_overwrites_is_compared():
     assert set(CALLS) == set(_INTO)
+    assert set(WRITES) == set(_INTO_FIRST)
+
+
+def numbers(dtype: torch.dtype) -> Tensor:
+    values = torch.randn(5, 7, 33, 35) * torch.randn(5, 7, 33, 35).exp()
+    values.view(-1)[:4] = torch.tensor([0.0, -0.0, float("inf"), float("nan")])
+    return values.to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
@@ -78,9 +95,7 @@ def test_what_is_written_over_an_argument_is_what_would_be_allocated(target, lay
     arguments, options = CALLS[target]
 
     def make() -> Tensor:
-        values = torch.randn(5, 7, 33, 35) * torch.randn(5, 7, 33, 35).exp()
-        values.view(-1)[:4] = torch.tensor([0.0, -0.0, float("inf"), float("nan")])
-        return layout(values.to(dtype))
+        return layout(numbers(dtype))
 
     written = 0
     for position in range(3):
@@ -94,6 +109,32 @@ def test_what_is_written_over_an_argument_is_what_would_be_allocated(target, lay
         assert same_bits(found, expected)
         written += 1
     assert written
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("target", WRITES, ids=name_of)
+def test_what_is_written_into_a_tensor_is_what_would_be_written_into_a_copy(target, layout):
+    arguments, options = WRITES[target]
+    call = arguments(lambda: layout(numbers(torch.float32)))
+    before = call[0].clone()
+    expected = target(*call, **options)
+    with torch.no_grad():
+        kept = overwriting(target, 0)(((0, (1, 1, 1, 1)),), *call, **options)
+        assert same_bits(call[0], before)
+        found = overwriting(target, 0)(strides_of(call[:1]), *call, **options)
+    assert found is call[0]
+    for result in (found, kept):  # some give what they allocate other strides than their argument has
+        assert same_bits(result.contiguous(), expected.contiguous())
+
+
+@pytest.mark.parametrize("target", [aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.neg.default], ids=str)
+def test_complex_numbers_are_overwritten_as_others_are(target):
+    call = CALLS[target][0](lambda: torch.complex(numbers(torch.float32), numbers(torch.float32)))
+    expected = target(*call)
+    with torch.no_grad():
+        found = overwriting(target, 0)(strides_of(call), *call)
+    assert found is call[0]
+    assert same_bits(torch.view_as_real(found), torch.view_as_real(expected))
 
 
 @pytest.mark.parametrize(

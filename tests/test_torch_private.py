@@ -7,9 +7,10 @@ import pickle
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
 from hiremate_lightning import torch_private
+from hiremate_lightning.straight_line import compiled
 
 
 class Doubled(nn.Module):
@@ -51,7 +52,7 @@ def test_the_backend_hears_of_joint_graph_forward_and_backward():
     def compiler(name):
         def compile_graph(module, inputs):
             heard.append(name)
-            return torch_private.boxed(module)
+            return compiled(module)
 
         return compile_graph
 
@@ -59,16 +60,6 @@ def test_the_backend_hears_of_joint_graph_forward_and_backward():
     linear = nn.Linear(3, 2)
     torch.compile(lambda x: linear(x).sin(), backend=backend)(torch.ones(1, 3)).sum().backward()
     assert heard == [(1, 3, 1), "forward", "backward"]
-
-
-def test_boxed_code_empties_its_argument_list():
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    graph.output((graph.call_function(torch.sin, (x,)),))
-    arguments = [torch.zeros(1)]
-    (result,) = torch_private.boxed(fx.GraphModule(nn.Module(), graph))(arguments)
-    assert arguments == []
-    assert result.item() == 0
 
 
 def test_versions_count_changes_in_place():
@@ -140,9 +131,7 @@ def test_what_the_user_called_is_known_of_a_captured_node():
         called.extend(torch_private.called(n) for n in joint.graph.nodes if n.target is torch.ops.aten.bernoulli.p)
         return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **rest)
 
-    backend = torch_private.make_backend(
-        partition, *(lambda module, inputs: torch_private.boxed(module) for _ in range(3))
-    )
+    backend = torch_private.make_backend(partition, *(lambda module, inputs: compiled(module) for _ in range(3)))
     weight = torch.ones(3, requires_grad=True)
     torch.compile(lambda: weight * torch.bernoulli(torch.ones(3), 0.5), backend=backend)().sum().backward()
     assert called == [torch.bernoulli]
