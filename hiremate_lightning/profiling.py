@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import torch_private
+from . import page_faults, torch_private
 from .allocator import allocated_bytes
 from .capture import Captured
 from .costs import A100, Machine, Profile, estimate
@@ -278,8 +278,8 @@ class TimedRun:
     Attributes:
         total_ms: Time of all nodes.
         recompute_ms: Time of the forward nodes that ran in the backward.
-        samples: By `Node.key`, the times of each run where plain training has it.
-        samples_again: By `Node.key`, the times of each run that recomputed.
+        samples: By `Node.key`, the times of each run where plain training has it, without those of page faults.
+        samples_again: By `Node.key`, the times of each run that recomputed, without those of page faults.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -301,14 +301,14 @@ class TimedRun:
     def _run(self, module: fx.GraphModule, arguments: list[Any], recomputed: Phase | None) -> Any:
         interpreter = _TimedInterpreter(module, self._device)
         result = interpreter.boxed_run(arguments)
-        for node, elapsed_ms in interpreter.times():
+        for node, elapsed_ms, fault_ms in interpreter.times():
             self.total_ms += elapsed_ms
             is_again = recomputed is not None and node.meta.get("phase") is recomputed
             if is_again:
                 self.recompute_ms += elapsed_ms
             if "key" in node.meta:
                 samples = self.samples_again if is_again else self.samples
-                samples.setdefault(node.meta["key"], []).append(elapsed_ms)
+                samples.setdefault(node.meta["key"], []).append(max(0.0, elapsed_ms - fault_ms))
         return result
 
     def refine(self, profile: Profile, graph: Graph) -> Profile:
@@ -325,7 +325,9 @@ class TimedRun:
             samples = self.samples_again.get(key) or self.samples.get(key)
             if not samples or not graph.has_work(index):
                 return alone_ms
-            return max(alone_ms, min(median_low(samples) - idle_ms, MOST_IN_STEP * alone_ms))
+            in_step_ms = max(0.0, min(median_low(samples) - idle_ms, MOST_IN_STEP * alone_ms))
+            # What overwrites takes no memory of its own, as it did alone.
+            return in_step_ms if graph.nodes[index].is_mutating else max(alone_ms, in_step_ms)
 
         return replace(profile, time_ms=tuple(time_ms(i, alone_ms) for i, alone_ms in enumerate(profile.time_ms)))
 
@@ -342,12 +344,12 @@ class _TimedInterpreter(fx.Interpreter):
             if not node.users and node.op == "call_function":  # generated code frees these too
                 self.user_to_last_uses.setdefault(node, []).append(node)
         self._device, self._on_gpu = device, device.type == "cuda"
-        self._clocks: list[tuple[fx.Node, Any, Any]] = []
+        self._clocks: list[tuple[fx.Node, Any, Any, int]] = []
 
     def run_node(self, node: fx.Node) -> Any:
-        before = self._read_clock()
+        faults, before = page_faults.count(), self._read_clock()
         result = super().run_node(node)
-        self._clocks.append((node, before, self._read_clock()))
+        self._clocks.append((node, before, self._read_clock(), page_faults.count() - faults))
         return result
 
     def _read_clock(self) -> Any:
@@ -357,9 +359,12 @@ class _TimedInterpreter(fx.Interpreter):
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def times(self) -> Iterator[tuple[fx.Node, float]]:
-        """Give each node's milliseconds."""
+    def times(self) -> Iterator[tuple[fx.Node, float, float]]:
+        """Give each node's milliseconds, and how many of these went into page faults."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
-        for node, before, after in self._clocks:
-            yield node, before.elapsed_time(after) if self._on_gpu else 1e3 * (after - before)
+        for node, before, after, faults in self._clocks:
+            if self._on_gpu:
+                yield node, before.elapsed_time(after), 0.0
+            else:
+                yield node, 1e3 * (after - before), faults * page_faults.cost_ms()

@@ -47,6 +47,7 @@ ORDER = (
     "backward_pass",
     "allocator",
     "host_events",
+    "page_faults",
     "metering",
     "inductor",
     "fused_kernel",

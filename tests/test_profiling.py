@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from hiremate_lightning import hiremate, profiling
+from hiremate_lightning import hiremate, page_faults, profiling
 from hiremate_lightning.capture import Captured
 from hiremate_lightning.costs import Profile, estimate
 from hiremate_lightning.execution import build
@@ -266,6 +269,25 @@ def test_what_an_interpreter_takes_for_a_node_is_left_out(captured):
 def test_a_sample_that_met_other_load_counts_for_little(captured):
     tanh = "aten.tanh.default"
     assert refined(captured, {tanh: [500.0]}, {})[tanh] == profiling.MOST_IN_STEP
+
+
+def test_what_overwrites_may_take_less_time_than_alone(captured):
+    tanh = "aten.tanh.default"
+    nodes = tuple(replace(node, is_mutating=node.op == tanh) for node in captured.graph.nodes)
+    overwriting = SimpleNamespace(graph=replace(captured.graph, nodes=nodes))
+    assert refined(overwriting, {tanh: [0.5]}, {})[tanh] == 0.5
+
+
+def test_time_that_went_into_page_faults_is_no_operation_s_own(captured, monkeypatch):
+    program = build(captured, lower(captured.graph, recompute_lazily(captured.graph, ())))
+    arguments = [torch.randn(p.meta["val"].shape) for p in captured.placeholders]
+    for cost_ms, is_own in ((0.0, True), (1e9, False)):
+        monkeypatch.setattr(page_faults, "count", itertools.count().__next__)
+        monkeypatch.setattr(page_faults, "cost_ms", lambda cost_ms=cost_ms: cost_ms)
+        timed = TimedRun(CPU)
+        timed.wrap(program).forward(list(arguments))
+        assert timed.total_ms > 0
+        assert all((time_ms > 0) == is_own for times in timed.samples.values() for time_ms in times)
 
 
 def test_a_timed_run_takes_no_more_memory(captured):

@@ -1,0 +1,46 @@
+"""Touching memory for the first time is counted, and what it costs is known."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+
+from hiremate_lightning import page_faults
+
+PAGES = 1000
+
+
+@pytest.fixture
+def memory():
+    if not page_faults.ARE_COUNTED:
+        pytest.skip("this system does not count page faults")
+    with mmap.mmap(-1, PAGES * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        yield memory
+
+
+def touch(memory: mmap.mmap) -> int:
+    """Write to each page; give how many page faults this took."""
+    before = page_faults.count()
+    for start in range(0, len(memory), mmap.PAGESIZE):
+        memory[start] = 1
+    return page_faults.count() - before
+
+
+def test_a_page_is_counted_when_it_is_touched_first(memory):
+    first, again = touch(memory), touch(memory)
+    assert first > again
+    assert again < PAGES / 10
+
+
+@pytest.mark.skipif(not page_faults.ARE_COUNTED, reason="this system does not count page faults")
+def test_the_cost_is_that_of_clearing_a_page():
+    assert 1e-5 < page_faults.cost_ms() < 1.0  # of a huge page at most
+
+
+def test_a_system_that_does_not_count_has_none(monkeypatch):
+    page_faults.cost_ms.cache_clear()
+    monkeypatch.setattr(page_faults, "ARE_COUNTED", False)
+    assert page_faults.count() == 0
+    assert page_faults.cost_ms() == 0
+    page_faults.cost_ms.cache_clear()
