@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from . import torch_private
-from .joint import follows_strides, has_definite_strides, is_view, operation_of, source_of
+from .joint import follows_strides, has_definite_strides, is_view, may_lie_otherwise, operation_of, source_of
 
 aten = torch.ops.aten
 
@@ -137,11 +137,12 @@ def _copy_gradients_once(graph: fx.Graph) -> None:
     """Let an assignment's backward work on the gradient itself where nothing else reads it, else on one copy of it.
 
     It is traced as a copy into new memory, which is copied itself before.
-    Gradients that lie in memory as the caller's may do so otherwise than traced.
+    Gradients that may lie in memory otherwise than traced, as the caller's may, are copied all the same.
     """
     unsettled: set[fx.Node] = set()
     for node in list(graph.nodes):
-        if torch_private.is_tangent(node) or (follows_strides(node.target) and unsettled & set(node.all_input_nodes)):
+        follows = follows_strides(node.target) and unsettled & set(node.all_input_nodes)
+        if torch_private.is_tangent(node) or follows or may_lie_otherwise(operation_of(node)):
             unsettled.add(node)
         if node.target is not aten.copy.default or source_of(node).target not in _EMPTY:
             continue

@@ -44,6 +44,22 @@ _FOLLOWS_STRIDES = {
     aten.select_scatter.default,
     aten.slice_scatter.default,
 }
+_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+# Operators whose kernels lay out their results otherwise than traces say, with the formats in which they do not, where
+# all that they read has the same.
+_TRACED_OTHERWISE: dict[Any, tuple[torch.memory_format, ...]] = {
+    aten._log_softmax_backward_data.default: _FORMATS,
+    aten.elu_backward.default: _FORMATS,
+    aten.glu_backward.default: _FORMATS[:1],
+    aten.hardswish_backward.default: _FORMATS,
+    aten.hardtanh_backward.default: _FORMATS,
+    aten.mse_loss_backward.default: _FORMATS,
+    aten.native_batch_norm_backward.default: _FORMATS,
+    aten.native_dropout_backward.default: _FORMATS,
+    aten.native_group_norm_backward.default: _FORMATS,
+    aten.native_layer_norm_backward.default: _FORMATS[:1],
+    aten.softplus_backward.default: _FORMATS,
+}
 # What tells where a node comes from.
 ORIGIN = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
 
@@ -108,6 +124,17 @@ def is_view(target: Any) -> bool:
 def follows_strides(target: Any) -> bool:
     """Whether an operation's result lies in memory as what it reads does: element by element, a part, or a view."""
     return torch.Tag.pointwise in getattr(target, "tags", ()) or target in _FOLLOWS_STRIDES or is_view(target)
+
+
+def may_lie_otherwise(node: fx.Node) -> bool:
+    """Whether an operation's results may come with other strides than its trace says."""
+    formats = _TRACED_OTHERWISE.get(node.target)
+    if formats is None or torch_private.is_symbolic(node.meta["val"]):
+        return False
+    values = (*torch_private.leaves(node.meta["val"]), *(a.meta.get("val") for a in node.all_input_nodes))
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    large = [t for t in tensors if t.dim() > 1 and 2 * t.numel() >= tensors[0].numel()]  # statistics tell nothing
+    return not any(all(t.is_contiguous(memory_format=form) for t in large) for form in formats)
 
 
 def has_definite_strides(value: torch.Tensor) -> bool:

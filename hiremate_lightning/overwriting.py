@@ -22,7 +22,7 @@ from . import torch_private
 from .assignments import assign, assign_to_new
 from .calls import schema_call
 from .graph import Graph, StorageKind
-from .joint import follows_strides
+from .joint import follows_strides, may_lie_otherwise
 
 aten = torch.ops.aten
 
@@ -202,7 +202,7 @@ def _seen_by_others(graph: Graph, fx_nodes: Sequence[fx.Node]) -> set[int | None
 
 
 def _unsettled(graph: Graph, fx_nodes: Sequence[fx.Node]) -> set[int]:
-    """List the tensors that lie in memory as a gradient from the caller does, which may come with any strides.
+    """List the tensors that may come with other strides than traced, as gradients from the caller do.
 
     Overwriting would be planned there and then not done.
     """
@@ -210,7 +210,7 @@ def _unsettled(graph: Graph, fx_nodes: Sequence[fx.Node]) -> set[int]:
     for index in graph.backward:
         node, target = graph.nodes[index], fx_nodes[index].target
         follows = target is assign or follows_strides(target) or not graph.allocates[index]
-        if follows and not found.isdisjoint(node.inputs):
+        if (follows and not found.isdisjoint(node.inputs)) or may_lie_otherwise(fx_nodes[index]):
             found.update(node.outputs)
     return found
 
