@@ -1,10 +1,13 @@
 """Capture the benchmark models' training steps and write them as JSON: graphs and profiles for the solver benchmarks.
 
-python benchmarks/graphs.py FOLDER [MODEL ...]
+    python benchmarks/graphs.py FOLDER [MODEL ...]
+
+Each graph goes to FOLDER/MODEL.graph.json, the costs of its nodes, measured one by one, to FOLDER/MODEL.profile.json.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -69,10 +72,17 @@ def capture_step(name: str) -> list[Captured]:
 
 def main() -> None:
     """Write the largest captured graph of each model."""
-    folder = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="made where it is missing")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"default: all of {', '.join(MODELS)}")
+    options = parser.parse_args()
+    unknown = set(options.models) - set(MODELS)
+    if unknown:
+        parser.error(f"unknown models: {', '.join(sorted(unknown))}; choose from {', '.join(MODELS)}")
+    folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     cache = CostCache()
-    for name in sys.argv[2:] or MODELS:
+    for name in options.models or MODELS:
         torch.compiler.reset()
         torch.manual_seed(0)
         start = time.perf_counter()
