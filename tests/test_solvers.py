@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -268,6 +269,16 @@ def test_the_smallest_budget_is_met_by_its_own_plan():
         assert replay(problem, smallest.recompute).peak_bytes == smallest.peak_bytes
         assert least_memory(problem_of(step, smallest.peak_bytes)).is_feasible
         assert least_memory(problem_of(step, smallest.peak_bytes - 1)).status is Status.NOT_FOUND
+
+
+def test_the_smallest_budget_of_one_run_is_met_in_the_next_with_other_measured_times():
+    for seed in (17, 22, 24):
+        graph, profile = random_graph(seed, 60)
+        smallest = smallest_budget(problem_of((graph, profile), 0))
+        factors = random.Random(seed)
+        times = tuple(time_ms * factors.uniform(0.2, 5) for time_ms in profile.time_ms)
+        again = problem_of((graph, replace(profile, time_ms=times)), smallest.peak_bytes)
+        assert least_memory(again).is_feasible, seed
 
 
 @pytest.mark.parametrize("make", [lambda: transformer(3), lambda: chain(16)])

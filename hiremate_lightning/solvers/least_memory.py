@@ -1,7 +1,8 @@
 """The least memory that a heuristic finds: narrow segments, then evictions at the peak as far as they go.
 
 What need not be given up for that peak is kept in the end. Where the last evictions recompute without end for next to
-nothing, a peak half a per cent larger is taken.
+nothing, a peak half a per cent larger is taken. All of it goes by estimated times: measured ones differ from run to
+run, and a budget that one run has named as the smallest is to do in the next.
 
 It gives the smallest feasible budget for error messages, and the program of a training step about which nothing is
 known yet. An upper bound on the true minimum, which is NP-hard to find on general graphs.
@@ -31,6 +32,11 @@ def find_smallest(model: Model, time_limit_s: float, budget_bytes: int = 0) -> F
         time_limit_s: Seconds to search for.
         budget_bytes: A budget that what is found fits where the smallest does.
     """
+    found = _find_smallest(model.estimated, time_limit_s, budget_bytes)
+    return Found(found.policy, model.replay(found.policy))
+
+
+def _find_smallest(model: Model, time_limit_s: float, budget_bytes: int) -> Found:
     deadline = time.monotonic() + min(SEARCH_S, time_limit_s)
     *segments, everything = [Found(p, model.replay(p)) for p in segment_policies(model)]
     segments.sort(key=lambda f: (f.replay.peak_bytes, f.rank))
