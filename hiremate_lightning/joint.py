@@ -27,9 +27,12 @@ _DROPOUT_ARGUMENT = {
     "aten._scaled_dot_product_cudnn_attention.default": 5,
     "aten._scaled_dot_product_fused_attention_overrideable.default": 4,
 }
-# Sums in an order that a GPU does not fix: a second run may differ in the last bit.
+# Add up, or choose among equals, in an order that a GPU does not fix: a second run may differ in the last bit, or name
+# another index. The forward operators that `torch.use_deterministic_algorithms` knows, and what shares their kernels.
 _ORDER_DEPENDENT_ON_GPU = re.compile(
-    r"aten\.(scatter_add|index_add|index_put|scatter_reduce|_unsafe_index_put|put|histc|bincount|cumsum|nll_loss2d_forward)\b"
+    r"aten\.(scatter_add|scatter_reduce|scatter\.src|scatter\.reduce|index_add|index_copy|index_put|_unsafe_index_put|"
+    r"index_reduce|put|segment_reduce|histc|bincount|cumsum|cumprod|logcumsumexp|kthvalue|median|nanmedian|mode|"
+    r"max_unpool2d|max_unpool3d|nll_loss2d_forward|_sparse_mm|_sparse_addmm)\b"
 )
 # Talk to other processes: run as often, and in the order, that these expect.
 _COLLECTIVE = re.compile(r"(_c10d_functional|_c10d_functional_autograd|c10d)\.")

@@ -280,6 +280,10 @@ def test_the_same_model_gives_the_same_graph():
         (torch.ops._c10d_functional.wait_tensor.default, "cpu", True),
         (torch.ops.aten.cumsum.default, "cuda", True),
         (torch.ops.aten.cumsum.default, "cpu", False),
+        (torch.ops.aten.scatter.src, "cuda", True),
+        (torch.ops.aten.scatter.value, "cuda", False),
+        (torch.ops.aten.index_reduce.default, "cuda", True),
+        (torch.ops.aten.median.dim, "cuda", True),
         (torch.ops.aten.mm.default, "cuda", False),
     ],
 )
