@@ -417,17 +417,27 @@ def capturing_for_plans() -> Iterator[None]:
     * NumPy draws its own random numbers, or Dynamo would let torch draw them.
     """
     static, builder.tensor_always_has_static_shape = builder.tensor_always_has_static_shape, _always_static
+    settings = _unused_settings.pop() if _unused_settings else _settings_for_plans()
     try:
-        with dynamo_config.patch(
-            recompile_limit=256,
-            accumulated_recompile_limit=4096,
-            use_numpy_random_stream=True,
-            allow_unspec_int_on_nn_module=True,
-            specialize_float=True,
-        ):
+        with settings:
             yield
     finally:
         builder.tensor_always_has_static_shape = static
+        _unused_settings.append(settings)
+
+
+# Kept, since making one takes longer than using it; not shared, since before 2.13 one in use can't be entered again.
+_unused_settings: list[Any] = []
+
+
+def _settings_for_plans() -> Any:
+    return dynamo_config.patch(
+        recompile_limit=256,
+        accumulated_recompile_limit=4096,
+        use_numpy_random_stream=True,
+        allow_unspec_int_on_nn_module=True,
+        specialize_float=True,
+    )
 
 
 def _always_static(*_: Any, **__: Any) -> tuple[bool, TensorStaticReason]:

@@ -117,6 +117,24 @@ def test_a_number_becomes_an_input_at_its_second_value_and_sizes_stay_numbers():
     assert not any(torch_private.is_symbolic(inputs[0]) for inputs in seen)
 
 
+@pytest.mark.parametrize("limit", [3, 5])
+def test_settings_of_torch_compile_are_the_users_again_after_nested_and_failed_calls(limit):
+    config = torch._dynamo.config
+
+    def nested():
+        with torch_private.capturing_for_plans():
+            with torch_private.capturing_for_plans():
+                assert config.recompile_limit == 256
+            assert config.recompile_limit == 256
+            raise RuntimeError("a call that fails")
+
+    with config.patch(recompile_limit=limit):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="that fails"):
+                nested()
+            assert config.recompile_limit == limit
+
+
 def test_a_number_that_makes_a_size_is_fixed():
     seen = captured_inputs(lambda x, n: x[:n] * 2, [(torch.ones(9), n) for n in (2, 3, 4, 3)])
     assert len(seen) == 3
