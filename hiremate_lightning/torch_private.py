@@ -426,7 +426,7 @@ def capturing_for_plans() -> Iterator[None]:
         _unused_settings.append(settings)
 
 
-# Kept, since making one takes longer than using it; not shared, since before 2.13 one in use can't be entered again.
+# Kept, since making one takes longer than using it; not shared, since several calls may be under way.
 _unused_settings: list[Any] = []
 
 
