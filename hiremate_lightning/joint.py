@@ -28,7 +28,8 @@ _DROPOUT_ARGUMENT = {
     "aten._scaled_dot_product_fused_attention_overrideable.default": 4,
 }
 # Add up, or choose among equals, in an order that a GPU does not fix: a second run may differ in the last bit, or name
-# another index. The forward operators that `torch.use_deterministic_algorithms` knows, and what shares their kernels.
+# another index. The forward operators that PyTorch calls nondeterministic, in its kernels or in the documentation of
+# `torch.use_deterministic_algorithms`, and to be safe other scans, modes, reductions by segment and sparse products.
 _ORDER_DEPENDENT_ON_GPU = re.compile(
     r"aten\.(scatter_add|scatter_reduce|scatter\.src|scatter\.reduce|index_add|index_copy|index_put|_unsafe_index_put|"
     r"index_reduce|put|segment_reduce|histc|bincount|cumsum|cumprod|logcumsumexp|kthvalue|median|nanmedian|mode|"

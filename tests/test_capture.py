@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import pytest
 import torch
 from torch import nn
@@ -290,6 +292,12 @@ def test_the_same_model_gives_the_same_graph():
 def test_what_talks_to_other_processes_or_sums_in_any_order_runs_once(target, device, runs_once):
     node = torch.fx.Graph().call_function(target)
     assert joint.is_random(node, torch.device(device)) is runs_once
+
+
+def test_what_a_gpu_sums_in_any_order_is_named_as_pytorch_names_it():
+    names = joint._ORDER_DEPENDENT_ON_GPU.pattern.removeprefix(r"aten\.(").removesuffix(r")\b").replace("\\", "")
+    for name in names.split("|"):
+        assert str(attrgetter(name)(torch.ops.aten)).startswith("aten.")
 
 
 @pytest.mark.parametrize(

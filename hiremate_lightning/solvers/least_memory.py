@@ -2,7 +2,8 @@
 
 What need not be given up for that peak is kept in the end. Where the last evictions recompute without end for next to
 nothing, a peak half a per cent larger is taken. All of it goes by estimated times: measured ones differ from run to
-run, and a budget that one run has named as the smallest is to do in the next.
+run, and a budget that one run has named as the smallest is to do in the next. It does where the search ends before its
+time limit, and what runs outside of the captured parts needs no more.
 
 It gives the smallest feasible budget for error messages, and the program of a training step about which nothing is
 known yet. An upper bound on the true minimum, which is NP-hard to find on general graphs.
@@ -11,11 +12,13 @@ known yet. An upper bound on the true minimum, which is NP-hard to find on gener
 from __future__ import annotations
 
 import time
+from copy import copy
 from itertools import product
 
+from ..costs import estimate
 from .base import Problem, Solution, Status, strategy
 from .greedy import Found, cheapest, evict, keep_more, largest
-from .model import Model
+from .model import LEAST_MS, Model
 from .turn_point import segment_policies
 
 STARTS = 3  # segmentations from which evictions start
@@ -32,8 +35,15 @@ def find_smallest(model: Model, time_limit_s: float, budget_bytes: int = 0) -> F
         time_limit_s: Seconds to search for.
         budget_bytes: A budget that what is found fits where the smallest does.
     """
-    found = _find_smallest(model.estimated, time_limit_s, budget_bytes)
+    found = _find_smallest(_with_estimated_times(model), time_limit_s, budget_bytes)
     return Found(found.policy, model.replay(found.policy))
+
+
+def _with_estimated_times(model: Model) -> Model:
+    times = estimate(model.graph).time_ms
+    found = copy(model)
+    found.cost_ms = {node: max(times[node], LEAST_MS) for node in model.makes}
+    return found
 
 
 def _find_smallest(model: Model, time_limit_s: float, budget_bytes: int) -> Found:

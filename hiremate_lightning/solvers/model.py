@@ -10,19 +10,18 @@ on what leaves the planner.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from operator import add
 
-from ..costs import estimate
 from ..graph import Phase
 from ..schedule import keep_all, lower
 from ..simulation import simulate
 from .base import Problem
 
 Rows = list[list[int]]
+LEAST_MS = 1e-6  # that recomputing anything counts as
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ class Model:
             if storage in self.producer:
                 self.makes.setdefault(self.producer[storage], []).append(storage)
         times = self.problem.profile.time_ms
-        self.cost_ms = {node: max(times[node], 1e-6) for node in self.makes}
+        self.cost_ms = {node: max(times[node], LEAST_MS) for node in self.makes}
 
     def _find_passed_on(self) -> set[int | None]:
         """Find the storages that a later call reads as an input, in its backward or to compute something again."""
@@ -412,14 +411,6 @@ class Model:
         peaks = list(map(add, accumulate(change), self.forward_rest))
         peak = max(peaks)
         return peak, peaks.index(peak)
-
-    @cached_property
-    def estimated(self) -> Model:
-        """The same step with times estimated from operation counts, which are the same in every run."""
-        times = estimate(self.graph).time_ms
-        found = copy(self)
-        found.cost_ms = {node: max(times[node], 1e-6) for node in self.makes}
-        return found
 
     @cached_property
     def _forward_change(self) -> list[int]:
