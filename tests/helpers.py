@@ -9,6 +9,7 @@ from itertools import combinations
 from hiremate_lightning.costs import Profile
 from hiremate_lightning.graph import Graph, StorageKind
 from hiremate_lightning.solvers.base import Problem, SolveOptions, replay
+from hiremate_lightning.solvers.decisions import decisions
 from hiremate_lightning.solvers.model import Model, Policy, Rows
 
 from .tiny import Builder
@@ -144,7 +145,7 @@ def lazy_frontier(problem: Problem, limit: int = 4000) -> list[tuple[int, float]
         return None
     frontier: list[tuple[int, float]] = []
     for rows in everything:
-        found = replay(problem, model.recompute(rows))
+        found = replay(problem, decisions(model, rows))
         if not frontier or found.peak_bytes < frontier[-1][0]:
             frontier.append((found.peak_bytes, found.recompute_ms))
     return frontier

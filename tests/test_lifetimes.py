@@ -13,6 +13,7 @@ from hiremate_lightning.plan import Plan
 from hiremate_lightning.schedule import Schedule, keep_all, lower
 from hiremate_lightning.simulation import simulate
 from hiremate_lightning.solvers.base import Problem
+from hiremate_lightning.solvers.decisions import decisions
 from hiremate_lightning.solvers.model import Model
 from hiremate_lightning.step import Call, merge
 
@@ -29,7 +30,7 @@ def bytes_by_operation(graph: Graph, schedule: Schedule, length: int) -> list[in
 def test_blocks_add_up_to_the_simulated_bytes_at_every_operation(seed: int):
     graph, profile = random_graph(seed, length=8)
     model = Model(Problem(graph, profile, 0))
-    recompute = model.recompute(model.replay(random_policy(model, random.Random(seed))).rows)
+    recompute = decisions(model, model.replay(random_policy(model, random.Random(seed))).rows)
     schedule = lower(graph, recompute)
     timeline = simulate(graph, profile, schedule).timeline
     expected = [moment.peak_bytes - profile.workspace_bytes[moment.node] for moment in timeline]

@@ -10,6 +10,7 @@ from hiremate_lightning.graph import OUTSIDE, Phase, StorageKind
 from hiremate_lightning.schedule import keep_all, lower, recompute_lazily
 from hiremate_lightning.simulation import simulate
 from hiremate_lightning.solvers.base import Problem
+from hiremate_lightning.solvers.decisions import decisions
 from hiremate_lightning.solvers.model import Model, Policy
 from hiremate_lightning.step import Call, Gap, merge
 
@@ -88,7 +89,7 @@ def test_strategies_count_what_links_two_calls_as_the_simulation_does(reads_resu
     for count in range(len(model.choices) + 1):
         for kept in combinations(model.choices, count):
             replayed = model.replay(Policy(frozenset(kept) | model.fixed))
-            assert replayed.peak_bytes == peak_of(step, model.recompute(replayed.rows))
+            assert replayed.peak_bytes == peak_of(step, decisions(model, replayed.rows))
 
 
 def test_a_link_shares_its_storage():

@@ -4,7 +4,7 @@ Source: Jain, Jain, Nrusimha, Gholami, Abbeel, Keutzer, Stoica, Gonzalez, "Check
 Optimal Tensor Rematerialization", MLSys 2020, arXiv 1910.02653. Changed: the forward is one phase and only forward
 nodes are recomputed, values are storages, and nothing is said of when a value is freed, which the replay finds out
 (research on python-mip: a seventh of the variables at the same optimum). The rows of memory between two positions are
-left out; where the replay misses them, room is left there instead.
+added where the replay misses them.
 
 The program has a variable for each value and position: beyond a few dozen positions no solver closes it, and its
 rounded relaxation is what remains, without a promise to find anything: thresholds on S, R by recomputing lazily, the

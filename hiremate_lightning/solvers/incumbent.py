@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ..graph import Graph
 from ..schedule import keep_all
 from .base import Problem, Solution, Status, replay
+from .decisions import decisions
 from .greedy import Found, evict, keep_more
 from .model import Model, Policy
 
@@ -93,7 +94,7 @@ class Search:
         if self.best is None or self.is_infeasible:
             status = Status.INFEASIBLE if self.is_infeasible else Status.NOT_FOUND
             return Solution(strategy, status, bound_ms=self.bound_ms, stopped_by=stopped_by, solve_s=seconds)
-        recompute = self.model.recompute(self.best.replay.rows)
+        recompute = decisions(self.model, self.best.replay.rows)
         simulated = replay(self.problem, recompute)
         return Solution(
             strategy=strategy,

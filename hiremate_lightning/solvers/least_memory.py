@@ -17,6 +17,7 @@ from itertools import product
 
 from ..costs import estimate
 from .base import Problem, Solution, Status, strategy
+from .decisions import decisions
 from .greedy import Found, cheapest, evict, keep_more, largest
 from .model import LEAST_MS, Model
 from .turn_point import segment_policies
@@ -91,7 +92,7 @@ def least_memory(problem: Problem) -> Solution:
     return Solution(
         strategy="least_memory",
         status=Status.FEASIBLE if best.replay.peak_bytes <= problem.budget_bytes else Status.NOT_FOUND,
-        recompute=model.recompute(best.replay.rows),
+        recompute=decisions(model, best.replay.rows),
         recompute_ms=best.replay.recompute_ms,
         peak_bytes=best.replay.peak_bytes,
         stopped_by="end of the search",

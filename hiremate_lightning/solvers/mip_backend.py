@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field, replace
 
 import mip
 
@@ -46,6 +46,15 @@ class Program:
     def row(self, name: str, terms: list[tuple[int, float]], lower: float = -math.inf, upper: float = math.inf) -> None:
         """Add a row: lower <= sum of terms <= upper."""
         self.rows.append((name, terms, lower, upper))
+
+    def with_fixed(self, values: Sequence[float], free: Container[int]) -> Program:
+        """Give the program with its integer variables fixed at values that fit, except those that stay free."""
+        bounds = [
+            bound if number in free or not integer else (value, value)
+            for number, (bound, integer, value) in enumerate(zip(self.bounds, self.is_integer, values, strict=True))
+        ]
+        is_open = [lower < upper for lower, upper in bounds]
+        return replace(self, bounds=bounds, rows=[row for row in self.rows if any(is_open[v] for v, _ in row[1])])
 
 
 @dataclass(frozen=True, slots=True)

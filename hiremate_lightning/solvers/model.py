@@ -1,7 +1,7 @@
 """The step as the strategies see it: storages that may be kept or recomputed, and a fast replay of such decisions.
 
 A *choice* is a forward storage that the backward needs, or that recomputing such a one needs. Views cost nothing and
-are left out here; `rows_with_views` puts them back. A *policy* says which choices are kept through the turn, and after
+are left out here; `decisions` puts them back. A *policy* says which choices are kept through the turn, and after
 which backward position a value is dropped although it is used again, so that it is recomputed once more.
 `Model.replay` gives peak and time of a policy in time linear in the graph; the independent simulator has the last word
 on what leaves the planner.
@@ -15,7 +15,6 @@ from functools import cached_property
 from itertools import accumulate
 from operator import add
 
-from ..graph import Phase
 from ..schedule import keep_all, lower
 from ..simulation import simulate
 from .base import Problem
@@ -87,6 +86,8 @@ class Model:
         reads: For each backward position, the choices that it reads.
         returned: The choices that are returned as gradients.
         gradients: For each backward position, bytes of gradients and workspace while its node runs.
+        live_gradients: For each backward position, and the end, bytes that no decision changes just before it.
+        transient: For each producer, bytes that only it needs, while it runs.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -207,7 +208,7 @@ class Model:
             if position == forward - 1:
                 before = self._rest_at_the_turn(schedule.saved)
         self.live_gradients.append(before)
-        self._transient = {
+        self.transient = {
             node: self.problem.profile.workspace_bytes[node]
             + sum(self.sizes[s] for s in graph.allocates[node] if s not in self.producer)
             for node in self.makes
@@ -293,9 +294,29 @@ class Model:
             live.update(self.makes[node])
             stack.pop()
 
+    @cached_property
+    def order(self) -> dict[int, int]:
+        """Number the producers as the forward runs them, each after what it reads."""
+        live, row = set(self.fixed), list[int]()
+        for storage in self.choices:
+            if storage not in live:
+                self._recompute(storage, live, row)
+        return {node: number for number, node in enumerate(row)}
+
+    def in_order(self, rows: Rows, position: int) -> Rows:
+        """Run what is recomputed before a backward position in the order of the forward."""
+        return [*rows[:position], sorted(rows[position], key=self.order.__getitem__), *rows[position + 1 :]]
+
     def replay(self, policy: Policy) -> Replay:
-        """Give the peak and the time of a policy."""
-        return self.replay_rows(self.rows(policy))
+        """Give the peak and the time of a policy; the row at the peak runs as the forward does where that is less."""
+        found = self.replay_rows(self.rows(policy))
+        while found.position >= 0 and found.row_peaks[found.position] == found.peak_bytes:
+            rows = self.in_order(found.rows, found.position)
+            other = found if rows == found.rows else self.replay_rows(rows)
+            if other.row_peaks[found.position] >= found.peak_bytes:
+                break
+            found = other
+        return found
 
     def replay_rows(self, rows: Rows) -> Replay:
         """Give the peak and the time of recomputing given producers before each backward position."""
@@ -303,15 +324,10 @@ class Model:
         kept, change = self._lay_out(rows, at)
         forward_peak, forward_position = self._forward_peak(kept)
         count = len(self.gradients)
-        change[0] += sum(self.sizes[s] for s in kept)
-        live = list(accumulate(change))
+        live = self._live(kept, change)
         node_peaks = [live[index] + rest for index, rest in zip(at, self.gradients, strict=False)]
         node_peaks.append(0)
-        row_peaks = [0] * (count + 1)
-        for position, row in enumerate(rows):
-            if row:
-                first, rest = at[position] - len(row), self.live_gradients[position]
-                row_peaks[position] = rest + max(live[first + i] + self._transient[k] for i, k in enumerate(row))
+        row_peaks = [max(self._row_bytes(rows, position, at, live), default=0) for position in range(count + 1)]
         peak = max(forward_peak, max(node_peaks), max(row_peaks))
         time_ms = sum(self.cost_ms[n] for row in rows for n in row)
         position, node = self._place(peak, rows, at, live, (forward_peak, forward_position), node_peaks, row_peaks)
@@ -334,9 +350,22 @@ class Model:
         position = next(p for p, peaks in enumerate(zip(node_peaks, row_peaks, strict=True)) if peak in peaks)
         if row_peaks[position] < peak:
             return position, self.graph.backward[position]
-        first, rest = at[position] - len(rows[position]), self.live_gradients[position]
+        found = self._row_bytes(rows, position, at, live)
+        return position, rows[position][found.index(peak)]
+
+    def _row_bytes(self, rows: Rows, position: int, at: list[int], live: list[int]) -> list[int]:
+        """Give the bytes while each value is recomputed before a backward position."""
         row = rows[position]
-        return position, next(k for i, k in enumerate(row) if live[first + i] + self._transient[k] + rest == peak)
+        first, rest = at[position] - len(row), self.live_gradients[position]
+        return [live[first + i] + self.transient[k] + rest for i, k in enumerate(row)]
+
+    def row_bytes(self, rows: Rows, position: int) -> list[int]:
+        """Give the bytes while each value is recomputed before a backward position."""
+        at = self._indices(rows)
+        return self._row_bytes(rows, position, at, self._live(*self._lay_out(rows, at)))
+
+    def _live(self, kept: list[int], change: list[int]) -> list[int]:
+        return list(accumulate(change, initial=sum(self.sizes[s] for s in kept)))[1:]
 
     def _indices(self, rows: Rows) -> list[int]:
         """Number what runs in the backward, and give the number of each backward node and of the end."""
@@ -401,6 +430,10 @@ class Model:
             return self._read_at(position)
         return [s for s in self._read_at(position) if s not in seen_from or begin.get(s, -1) < at[seen_from[s]]]
 
+    def kept_through_the_turn(self, rows: Rows) -> frozenset[int | None]:
+        """Give the storages that lie in memory as the backward starts, of those that it or a recomputation reads."""
+        return frozenset((*self._lay_out(rows, self._indices(rows))[0], *self.fixed, *self._held))
+
     def _forward_peak(self, kept: list[int]) -> tuple[int, int]:
         """Give the peak of the forward, where what is kept lives to its end, and its position."""
         if not self.graph.forward:
@@ -420,73 +453,3 @@ class Model:
             change[self.made_at[storage]] += self.sizes[storage]
             change[self.last_forward_use(storage) + 1] -= self.sizes[storage]
         return change
-
-    # ---------------------------------------------------------------- back to the graph
-
-    def recompute(self, rows: Rows) -> tuple[tuple[int, ...], ...]:
-        """Turn rows of producers into decisions for `schedule.lower`: views are put in where they are read."""
-        graph = self.graph
-        available = set(graph.inputs) | set(graph.tangents) | self._always_there(rows)
-        decisions = []
-        for position, row in enumerate(rows):
-            before: list[int] = []
-            for node in row:
-                self._bring(graph.nodes[node].inputs, available, before)
-                before.append(node)
-                made = set(graph.nodes[node].outputs)
-                stale = {self.storage_of[t] for t in made}
-                available.difference_update([t for t in self._forward_tensors_on(stale) if t not in made])
-                available.update(made)
-            if position < len(graph.backward):
-                node = graph.backward[position]
-                self._bring(graph.nodes[node].inputs, available, before)
-                available.update(graph.nodes[node].outputs)
-            else:
-                self._bring(graph.gradients, available, before)
-            decisions.append(tuple(before))
-        return tuple(decisions)
-
-    def _always_there(self, rows: Rows) -> set[int]:
-        """List the forward tensors that the turn leaves: on kept, held and resident storages, or without any."""
-        kept = {*self._lay_out(rows, self._indices(rows))[0], *self.fixed, *self._held}
-        found = set()
-        for node in self.graph.forward:
-            for tensor in self.graph.nodes[node].outputs:
-                storage = self.storage_of[tensor]
-                if (
-                    storage is None
-                    or storage in kept
-                    or storage not in self.made_at
-                    or self.graph.recomputers[tensor] is None
-                ):
-                    found.add(tensor)
-        return found
-
-    def _forward_tensors_on(self, storages: set[int | None]) -> list[int]:
-        if not hasattr(self, "_by_storage"):
-            self._by_storage: dict[int | None, list[int]] = {}
-            for tensor, storage in enumerate(self.storage_of):
-                producer = self.graph.tensors[tensor].producer
-                if producer is None or self.graph.nodes[producer].phase is Phase.BACKWARD:
-                    continue
-                self._by_storage.setdefault(storage, []).append(tensor)
-        return [t for s in storages if s is not None for t in self._by_storage.get(s, ())]
-
-    def _bring(self, tensors: Iterable[int], available: set[int], before: list[int]) -> None:
-        """Run the views, and what else costs nothing, that make tensors available."""
-        graph = self.graph
-        stack = list(reversed(list(tensors)))
-        while stack:
-            top = stack[-1]
-            if top in available:
-                stack.pop()
-                continue
-            node = graph.recomputers[top]
-            assert node is not None, f"{graph.tensors[top].name} can't be recomputed"
-            missing = [t for t in graph.nodes[node].inputs if t not in available]
-            if missing:
-                stack.extend(reversed(missing))
-                continue
-            before.append(node)
-            available.update(graph.nodes[node].outputs)
-            stack.pop()

@@ -29,19 +29,23 @@ passes the budget, until it no longer does: a handful settles graphs of thousand
 for whole numbers and tightens the relaxation.
 
 Values so small that all of them together are a two-thousandth of the budget are kept, and counted as nothing in the
-bound.
+bound. Memory while values are recomputed between two neighbouring instants is in `row_memory`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 
 from .mip_backend import Program
 from .model import Model, Policy, Replay, Rows
+from .row_memory import UNIT, RowMemory
 
 SMALL_SHARE = 0.0005  # of the budget: values that together stay below it are kept without being modelled
-UNIT = 2**20  # bytes are scaled to MiB: coefficients near 1 keep the solver exact
+PARTS, MOST_ADDED = 8, 2  # positions checked from one round on: so many, and so far apart
 
 Terms = list[tuple[int, float]]
 
@@ -53,13 +57,15 @@ class Checks:
     Attributes:
         instants: Backward positions, ascending.
         forward: Forward positions.
-        reserves: Pairs of an instant and bytes to leave free there, for what happens between it and the one before.
-            With any, the program is no relaxation any more, and its bound says nothing.
+        rows: Pairs of a position and a node that is recomputed before it; it and the one before are instants.
+        in_order: Such pairs for which the order of the forward is taken. With any, the program is no relaxation any
+            more, and its bound says nothing.
     """
 
     instants: tuple[int, ...]
     forward: tuple[int, ...] = ()
-    reserves: tuple[tuple[int, int], ...] = ()
+    rows: frozenset[tuple[int, int]] = frozenset()
+    in_order: frozenset[tuple[int, int]] = frozenset()
 
 
 class PhasedProgram:
@@ -71,13 +77,20 @@ class PhasedProgram:
         run: Variable of R[t, k], by phase and node.
     """
 
-    def __init__(self, model: Model, limit_bytes: int, checks: Checks, linked: bool = False) -> None:
+    def __init__(
+        self,
+        model: Model,
+        limit_bytes: int,
+        checks: Checks,
+        linked: bool = False,
+        small_share: float = SMALL_SHARE,
+    ) -> None:
         self.model, self.limit, self.checks = model, limit_bytes, checks
         self.program = Program()
         self.held: dict[tuple[int, int], int] = {}
         self.run: dict[tuple[int, int], int] = {}
         self._z: dict[tuple[int, int], int] = {}
-        self.small = _small(model, limit_bytes)
+        self.small = _small(model, small_share * limit_bytes)
         self._starts = (-1, *checks.instants)
         self._collect_needs()
         for phase in range(self.phases):
@@ -88,6 +101,7 @@ class PhasedProgram:
             self._add_stays(phase)
             self._add_memory(phase)
         self._add_forward_memory()
+        self._add_row_memory()
         if linked:
             for phase in range(self.phases):
                 self._add_links(phase)
@@ -177,8 +191,7 @@ class PhasedProgram:
             (self.held[phase, s], sizes[s] / UNIT) for s in self.model.choices if (phase, s) in self.held and sizes[s]
         ]
         instant = self.checks.instants[phase - 1]
-        rest = self.model.gradients[instant] + dict(self.checks.reserves).get(instant, 0)
-        self.program.row(f"4_{phase}", terms, upper=(self.limit - rest) / UNIT)
+        self.program.row(f"4_{phase}", terms, upper=(self.limit - self.model.gradients[instant]) / UNIT)
 
     def _add_forward_memory(self) -> None:
         """(5) sum_d m_d S[0, d] + F[f] <= B, d made before f and unused from f on."""
@@ -190,6 +203,20 @@ class PhasedProgram:
             terms = [(self.held[0, s], model.sizes[s] / UNIT) for s in dead if (0, s) in self.held]
             rest = model.forward_rest[position] + alive
             self.program.row(f"5_{position}", terms, upper=(self.limit - rest) / UNIT)
+
+    def _add_row_memory(self) -> None:
+        """(9) and (10)."""
+        self._maxima: dict[int, tuple[frozenset[int], int | None]] = {}
+        for position, pairs in groupby(sorted(self.checks.rows | self.checks.in_order), key=itemgetter(0)):
+            phase = bisect_left(self.checks.instants, position)
+            run = {node: variable for (t, node), variable in self.run.items() if t == phase}
+            held = {storage: variable for (t, storage), variable in self.held.items() if t == phase + 1}
+            memory = RowMemory(self.model, self.program, position, run, held)
+            values = [s for s in self.model.choices if s not in self.small]
+            for pair in pairs:
+                if pair[1] in run:
+                    memory.add(pair[1], values, self.limit, pair in self.checks.in_order)
+            self._maxima.update(memory.maxima)
 
     def _add_links(self, phase: int) -> None:
         """(6) Tie what later phases recompute together: Z[t, k] is whether k runs from phase t on."""
@@ -239,15 +266,17 @@ class PhasedProgram:
         for (phase, node), variable in self._z.items():
             later = (values[self.run[t, node]] for t in range(phase, self.phases) if (t, node) in self.run)
             values[variable] = float(any(later))
+        for variable, (above, less) in self._maxima.items():
+            values[variable] = max(0.0, max(values[v] for v in above) - (0.0 if less is None else values[less]))
         return values
 
 
-def _small(model: Model, limit_bytes: int) -> frozenset[int]:
+def _small(model: Model, most_bytes: float) -> frozenset[int]:
     """Give the values that are too small to matter, the smallest first."""
     total, found = 0, set()
     for storage in sorted(model.choices, key=lambda s: (model.sizes[s], s)):
         total += model.sizes[storage]
-        if total > SMALL_SHARE * limit_bytes:
+        if total > most_bytes:
             break
         found.add(storage)
     return frozenset(found)
@@ -263,38 +292,39 @@ def first_checks(model: Model) -> Checks:
     return Checks(tuple(sorted({early, max(range(count), key=lambda p: need[p])})))
 
 
-def add_checks(checks: Checks, replay: Replay, limit_bytes: int, apart: int, most: int = 2) -> Checks:
-    """Add checks where a replay passes the limit: the worst position, and others that are far from it."""
-    forward = set(checks.forward)
+def add_checks(checks: Checks, model: Model, replay: Replay, limit_bytes: int) -> Checks:
+    """Add checks where a replay passes the limit: at the worst position, and at another one far from it.
+
+    Returns:
+        Checks that leave a relaxation, where there are more of these; else others; the same where all is checked.
+    """
     if replay.forward_peak > limit_bytes:
-        forward.add(replay.forward_position)
-    instants = _worst(checks.instants, replay, limit_bytes, apart, most)
-    return Checks(instants, tuple(sorted(forward)), checks.reserves)
-
-
-def add_reserves(checks: Checks, replay: Replay, limit_bytes: int) -> Checks:
-    """Leave room at the instants around each position where values recomputed one after the other pass the limit."""
-    reserves = dict(checks.reserves)
-    for position, peak in enumerate(replay.row_peaks):
-        if peak > limit_bytes:
-            for instant in (position - 1, position):
-                if instant in checks.instants:
-                    reserves[instant] = reserves.get(instant, 0) + peak - limit_bytes
-    return Checks(checks.instants, checks.forward, tuple(sorted(reserves.items())))
-
-
-def _worst(instants: Iterable[int], replay: Replay, limit_bytes: int, apart: int, most: int) -> tuple[int, ...]:
-    chosen, added = set(instants), list[int]()
-    last = len(replay.node_peaks) - 2
+        checks = replace(checks, forward=tuple(sorted({*checks.forward, replay.forward_position})))
     peaks = [max(a, b) for a, b in zip(replay.node_peaks, replay.row_peaks, strict=True)]
-    for position in sorted((p for p, peak in enumerate(peaks) if peak > limit_bytes), key=lambda p: (-peaks[p], p)):
-        if len(added) >= most:
-            break
-        if any(abs(position - other) < apart for other in added):
-            continue
-        near = (min(position, last), max(0, position - 1)) if replay.row_peaks[position] > limit_bytes else (position,)
-        fresh = next((p for p in near if p not in chosen), None)
-        if fresh is not None:
-            chosen.add(fresh)
-            added.append(position)
-    return tuple(sorted(chosen))
+    over = sorted((p for p, peak in enumerate(peaks) if peak > limit_bytes), key=lambda p: (-peaks[p], p))
+    apart, added = max(1, len(model.reads) // PARTS), list[int]()
+    for position in over:
+        if len(added) < MOST_ADDED and all(abs(position - other) >= apart for other in added):
+            more = _check_at(position, checks, model, replay, limit_bytes)
+            added.extend([position] if more != checks else [])
+            checks = more
+    if not added and over:
+        rows = model.in_order(replay.rows, over[0])
+        checks = replace(checks, in_order=checks.in_order | _over(model, rows, over[0], limit_bytes))
+    return checks
+
+
+def _check_at(position: int, checks: Checks, model: Model, replay: Replay, limit_bytes: int) -> Checks:
+    """Check the node at a position; or, where recomputing before it takes too much, the positions around, then that."""
+    if replay.row_peaks[position] <= limit_bytes:
+        return replace(checks, instants=tuple(sorted({*checks.instants, position})))
+    for instant in (min(position, len(model.reads) - 1), max(0, position - 1)):
+        if instant not in checks.instants:
+            return replace(checks, instants=tuple(sorted({*checks.instants, instant})))
+    return replace(checks, rows=checks.rows | _over(model, replay.rows, position, limit_bytes))
+
+
+def _over(model: Model, rows: Rows, position: int, limit_bytes: int) -> frozenset[tuple[int, int]]:
+    """Give the pairs of a position and a node recomputed before it that take more than the limit."""
+    found = zip(rows[position], model.row_bytes(rows, position), strict=True)
+    return frozenset((position, node) for node, size_bytes in found if size_bytes > limit_bytes)

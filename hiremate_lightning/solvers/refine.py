@@ -4,8 +4,8 @@ Each round solves the program of `phases` and replays the solution. Where that p
 from then on, and the next round starts; where it fits, it is the best schedule there is, up to the gap of the solve,
 because the program is a relaxation. In between, solutions that don't fit are repaired by evictions, so that a schedule
 is at hand at any time, and the program starts from the best one. Where values recomputed one after the other before a
-single node pass the budget, no instant helps; room is left there instead, and from then on rounds no longer raise the
-bound.
+single node pass the budget, memory is checked while each of them is recomputed (`row_memory`): first in a way that
+holds for any order of them, then in the order of the forward, and from then on rounds no longer raise the bound.
 """
 
 from __future__ import annotations
@@ -19,18 +19,26 @@ from .greedy import Found, keep_more
 from .incumbent import Search, begin, keep_everything
 from .mip_backend import Result, solve
 from .model import Replay
-from .phases import Checks, PhasedProgram, add_checks, add_reserves, first_checks
+from .phases import Checks, PhasedProgram, add_checks, first_checks
 from .turn_point import prove, try_segments
 
 log = logging.getLogger("hiremate_lightning")
 ROUNDS = 40
 SHARE_OF_ROUND = 0.3  # of the time left: the most that one solve may take
+SHARE_BEFORE_IMPROVING = 0.1  # the same, where other means are at hand
 QUICK_SHARE = 0.15  # of the time limit: for the schedules to start from
+ALONE_SHARE = 0.7  # of the time limit: with less left, rounds alone take too long
+IMPROVING_SHARE = 0.8  # of the time left
 Restriction = Callable[[PhasedProgram], None]
+Improvement = Callable[[Search, Checks, float], Checks]
 
 
 def refine(
-    search: Search, checks: Checks | None = None, restrict: Restriction | None = None, reserve_s: float = 0.0
+    search: Search,
+    checks: Checks | None = None,
+    restrict: Restriction | None = None,
+    improve: Improvement | None = None,
+    reserve_s: float = 0.0,
 ) -> None:
     """Run rounds until proof, time limit, or no more places to check.
 
@@ -38,29 +46,38 @@ def refine(
         search: Takes what is found.
         checks: Where memory is checked in the first round; few places by default.
         restrict: Adds rows to each program; the bounds of a restricted program are not taken.
+        improve: Improves the best schedule by other means, once, where rounds take long; gives checks to go on with.
         reserve_s: Seconds of the time limit to leave for others.
     """
     checks = checks or first_checks(search.model)
-    apart = max(1, len(search.model.reads) // 8)
-    share = SHARE_OF_ROUND
+    share = SHARE_OF_ROUND if improve is None else SHARE_BEFORE_IMPROVING
     for number in range(ROUNDS):
         left = search.left_s() - reserve_s
         if search.is_done or left <= 0:
             return
-        replay = _round(search, checks, number, restrict, min(left, max(1.0, share * left)))
+        result, replay = _round(search, checks, number, restrict, min(left, max(1.0, share * left)))
         if replay is None:
             return
-        if replay.peak_bytes > search.limit:
-            more = add_checks(checks, replay, search.limit, apart)
-            checks = more if more != checks else add_reserves(checks, replay, search.limit)
+        left = search.left_s() - reserve_s
+        is_long = result.status is not Status.OPTIMAL or left < ALONE_SHARE * search.problem.options.time_limit_s
+        if improve is not None and is_long and search.best is not None:
+            checks, improve = improve(search, checks, time.monotonic() + IMPROVING_SHARE * left), None
+            share = SHARE_OF_ROUND
+        elif replay.peak_bytes > search.limit:
+            more = add_checks(checks, search.model, replay, search.limit)
+            if more == checks:
+                return
+            checks = more
         elif share == 1.0:
             return
         else:
             share = 1.0  # enough is checked: where the solve was cut short, the rest of the time is for its proof
 
 
-def _round(search: Search, checks: Checks, number: int, restrict: Restriction | None, seconds: float) -> Replay | None:
-    """Solve once, take the bound, offer the solution; give its replay."""
+def _round(
+    search: Search, checks: Checks, number: int, restrict: Restriction | None, seconds: float
+) -> tuple[Result, Replay | None]:
+    """Solve once, take the bound, offer the solution; give its replay, where there is one."""
     program = PhasedProgram(search.model, search.limit, checks)
     start = program.start(search.best.replay.rows) if search.best is not None else ()
     if restrict is not None:
@@ -70,7 +87,7 @@ def _round(search: Search, checks: Checks, number: int, restrict: Restriction | 
     if restrict is None:
         _take_bound(search, checks, result)
     if not result.values:
-        return None
+        return result, None
     policy = program.policy(result.values)
     replay = search.model.replay(policy)
     log.debug(
@@ -82,11 +99,11 @@ def _round(search: Search, checks: Checks, number: int, restrict: Restriction | 
         search.offer(Found(policy, replay))
     elif replay.peak_bytes <= 1.1 * search.limit:
         search.repair(policy, search.within(0.1))
-    return replay
+    return result, replay
 
 
 def _take_bound(search: Search, checks: Checks, result: Result) -> None:
-    if checks.reserves:
+    if checks.in_order:
         return
     if result.status is Status.INFEASIBLE:
         search.is_infeasible = search.best is None

@@ -1,0 +1,125 @@
+"""Large neighbourhoods of the best schedule: most of its decisions stay, the others are solved for anew.
+
+The phased model of a large step takes a solver many seconds to get anywhere; with most variables fixed it takes tenths
+of one. Which are free changes from turn to turn: those on which the best schedule and the relaxation differ, those of
+values made in a stretch of the forward, of values drawn at random, and those of a few phases. A solution that doesn't
+fit says where memory is to be checked from then on, so that those places are known when the whole is solved again.
+Sources: Shaw, "Using Constraint Programming and Local Search Methods to Solve Vehicle Routing Problems", CP 1998;
+Danna, Rothberg, Le Pape, "Exploring relaxation induced neighborhoods to improve MIP solutions", Mathematical
+Programming 102, 2005.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Container, Iterator, Sequence
+from itertools import cycle
+
+from .base import Status
+from .greedy import Found
+from .incumbent import Search
+from .mip_backend import Result, solve
+from .phases import Checks, PhasedProgram, add_checks
+
+TURN_S = 0.5  # the most that one neighbourhood may take
+SHARE, LEAST_SHARE, GROWTH = 0.2, 0.05, 1.2  # of the values that are free; it grows where they were solved for in time
+REPAIRED_EXCESS, REPAIR_S = 0.05, 0.3  # a solution that passes the limit by so little is repaired
+PIECES = 40  # of the forward
+
+
+def search_neighbourhoods(search: Search, checks: Checks, deadline: float) -> Checks:
+    """Improve the best schedule until a deadline.
+
+    Args:
+        search: Has a schedule, and takes better ones.
+        checks: Where memory is checked.
+        deadline: Stop at this `time.monotonic`.
+
+    Returns:
+        The checks, with those that solutions needed.
+    """
+    return _Neighbourhoods(search, checks).improve(deadline)
+
+
+class _Neighbourhoods:
+    """The neighbourhoods of the best schedule in a program that grows with the places that are checked."""
+
+    def __init__(self, search: Search, checks: Checks) -> None:
+        self._search, self._draw, self._share = search, random.Random(0), SHARE
+        self._check(checks)
+
+    def _check(self, checks: Checks) -> None:
+        search = self._search
+        self._checks, self._phased = checks, PhasedProgram(search.model, search.limit, checks, small_share=0.0)
+        relaxed = solve(self._phased.program, search.problem.options, search.left_s(), relax=True)
+        self._relaxed = relaxed.values
+
+    def improve(self, deadline: float) -> Checks:
+        """Take the kinds of neighbourhoods in turn, until a deadline or until one of them is the whole program."""
+        for find in cycle((self._differing, self._stretch, self._pieces, self._phases)):
+            left = deadline - time.monotonic()
+            if left <= 0 or self._search.is_done or self._share >= 1.0:
+                break
+            result = self._solve(find, min(left, TURN_S))
+            if find != self._differing:
+                self._share *= GROWTH if result.status is Status.OPTIMAL else 1 / GROWTH
+                self._share = max(LEAST_SHARE, self._share)
+        return self._checks
+
+    def _solve(self, find: Callable[[Sequence[float]], Iterator[int]], seconds: float) -> Result:
+        """Solve for one neighbourhood and take what it gives."""
+        search = self._search
+        assert search.best is not None
+        start = self._phased.start(search.best.replay.rows)
+        part = self._phased.program.with_fixed(start, set(find(start)))
+        result = solve(part, search.problem.options, seconds, absolute_gap=search.gap_ms / 4, start=start)
+        if result.values and result.objective < search.best.replay.recompute_ms:
+            self._take(result.values)
+        return result
+
+    def _take(self, values: Sequence[float]) -> None:
+        """Offer a solution; where it doesn't fit, repair it and check memory there from now on."""
+        search, policy = self._search, self._phased.policy(values)
+        replay = search.model.replay(policy)
+        if replay.peak_bytes <= search.limit:
+            search.offer(Found(policy, replay))
+            return
+        if replay.peak_bytes <= (1 + REPAIRED_EXCESS) * search.limit:
+            search.repair(policy, time.monotonic() + REPAIR_S)
+        checks = add_checks(self._checks, search.model, replay, search.limit)
+        if checks != self._checks:
+            self._check(checks)
+
+    # ---------------------------------------------------------------- which variables are free
+
+    def _differing(self, start: Sequence[float]) -> Iterator[int]:
+        """Free what the relaxation has otherwise."""
+        if self._relaxed:
+            yield from (v for v, value in enumerate(start) if abs(self._relaxed[v] - value) > 1e-6)
+
+    def _stretch(self, _: Sequence[float]) -> Iterator[int]:
+        """Free the values made in a stretch of the forward."""
+        count = len(self._search.model.graph.forward)
+        length = int(self._share * count)
+        first = self._draw.randrange(-length // 2, count - length // 2)
+        return self._made_in(range(first, first + length))
+
+    def _pieces(self, _: Sequence[float]) -> Iterator[int]:
+        """Free the values made in pieces of the forward drawn at random."""
+        count = len(self._search.model.graph.forward)
+        length = max(1, count // PIECES)
+        chosen = (first for first in range(0, count, length) if self._draw.random() < self._share)
+        return self._made_in({p for first in chosen for p in range(first, first + length)})
+
+    def _made_in(self, positions: Container[int]) -> Iterator[int]:
+        model, phased = self._search.model, self._phased
+        yield from (v for (_, storage), v in phased.held.items() if model.made_at[storage] in positions)
+        yield from (v for (_, k), v in phased.run.items() if model.made_at[model.makes[k][0]] in positions)
+
+    def _phases(self, _: Sequence[float]) -> Iterator[int]:
+        """Free a few phases in a row."""
+        phased = self._phased
+        first = self._draw.randrange(phased.phases)
+        last = first + max(1, int(self._share * phased.phases))
+        yield from (v for (t, _), v in (*phased.held.items(), *phased.run.items()) if first <= t < last)
