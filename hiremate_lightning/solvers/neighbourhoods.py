@@ -14,7 +14,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
-from itertools import cycle
 
 from .base import Status
 from .greedy import Found
@@ -22,50 +21,60 @@ from .incumbent import Search
 from .mip_backend import Result, solve
 from .phases import Checks, PhasedProgram, add_checks
 
-TURN_S = 0.5  # the most that one neighbourhood may take
+TURN_S = 0.5  # the most that one neighbourhood may take; more where nothing is found
 SHARE, LEAST_SHARE, GROWTH = 0.2, 0.05, 1.2  # of the values that are free; it grows where they were solved for in time
 REPAIRED_EXCESS, REPAIR_S = 0.05, 0.3  # a solution that passes the limit by so little is repaired
 PIECES = 40  # of the forward
+PATIENCE = 4  # rounds of all kinds without more gain than the gap at which solving stops
 
 
-def search_neighbourhoods(search: Search, checks: Checks, deadline: float) -> Checks:
-    """Improve the best schedule until a deadline.
+class Neighbourhoods:
+    """The neighbourhoods of the best schedule, in a program that grows with the places where memory is checked."""
 
-    Args:
-        search: Has a schedule, and takes better ones.
-        checks: Where memory is checked.
-        deadline: Stop at this `time.monotonic`.
+    def __init__(self, search: Search) -> None:
+        """Begin with nothing.
 
-    Returns:
-        The checks, with those that solutions needed.
-    """
-    return _Neighbourhoods(search, checks).improve(deadline)
-
-
-class _Neighbourhoods:
-    """The neighbourhoods of the best schedule in a program that grows with the places that are checked."""
-
-    def __init__(self, search: Search, checks: Checks) -> None:
+        Args:
+            search: Takes what is found.
+        """
         self._search, self._draw, self._share = search, random.Random(0), SHARE
-        self._check(checks)
+        self._checks: Checks | None = None
+        self._turn_s = TURN_S
+
+    def improve(self, checks: Checks, deadline: float) -> None:
+        """Improve the best schedule, of which there is one, until a deadline or until nothing much is gained.
+
+        Args:
+            checks: Where memory is checked the first time; what else is found to be needed is added and stays.
+            deadline: Stop at this `time.monotonic`.
+        """
+        if self._checks is None:
+            self._check(checks)
+        kinds = (self._differing, self._stretch, self._pieces, self._phases)
+        before, idle = self._best_ms, 0
+        while idle < PATIENCE:
+            for find in kinds:
+                left = deadline - time.monotonic()
+                if left <= 0 or self._search.is_done or self._share >= 1.0:
+                    return
+                result = self._solve(find, min(left, self._turn_s))
+                if find != self._differing:
+                    self._share *= GROWTH if result.status is Status.OPTIMAL else 1 / GROWTH
+                    self._share = max(LEAST_SHARE, self._share)
+            idle = 0 if before - self._best_ms > self._search.gap_ms else idle + 1
+            self._turn_s *= GROWTH**2 if idle else 1.0
+            before = self._best_ms
+
+    @property
+    def _best_ms(self) -> float:
+        assert self._search.best is not None
+        return self._search.best.replay.recompute_ms
 
     def _check(self, checks: Checks) -> None:
         search = self._search
         self._checks, self._phased = checks, PhasedProgram(search.model, search.limit, checks, small_share=0.0)
         relaxed = solve(self._phased.program, search.problem.options, search.left_s(), relax=True)
         self._relaxed = relaxed.values
-
-    def improve(self, deadline: float) -> Checks:
-        """Take the kinds of neighbourhoods in turn, until a deadline or until one of them is the whole program."""
-        for find in cycle((self._differing, self._stretch, self._pieces, self._phases)):
-            left = deadline - time.monotonic()
-            if left <= 0 or self._search.is_done or self._share >= 1.0:
-                break
-            result = self._solve(find, min(left, TURN_S))
-            if find != self._differing:
-                self._share *= GROWTH if result.status is Status.OPTIMAL else 1 / GROWTH
-                self._share = max(LEAST_SHARE, self._share)
-        return self._checks
 
     def _solve(self, find: Callable[[Sequence[float]], Iterator[int]], seconds: float) -> Result:
         """Solve for one neighbourhood and take what it gives."""
@@ -74,7 +83,7 @@ class _Neighbourhoods:
         start = self._phased.start(search.best.replay.rows)
         part = self._phased.program.with_fixed(start, set(find(start)))
         result = solve(part, search.problem.options, seconds, absolute_gap=search.gap_ms / 4, start=start)
-        if result.values and result.objective < search.best.replay.recompute_ms:
+        if result.values and result.objective < self._best_ms:
             self._take(result.values)
         return result
 
@@ -87,7 +96,7 @@ class _Neighbourhoods:
             return
         if replay.peak_bytes <= (1 + REPAIRED_EXCESS) * search.limit:
             search.repair(policy, time.monotonic() + REPAIR_S)
-        checks = add_checks(self._checks, search.model, replay, search.limit)
+        checks = add_checks(self._phased.checks, search.model, replay, search.limit)
         if checks != self._checks:
             self._check(checks)
 

@@ -16,7 +16,7 @@ from .crossover import try_crossovers
 from .greedy import Found, keep_more
 from .incumbent import Search, begin, keep_everything
 from .least_memory import find_smallest
-from .neighbourhoods import search_neighbourhoods
+from .neighbourhoods import Neighbourhoods
 from .refine import QUICK_SHARE, polish, refine
 from .selections import knapsack_policies, try_walks
 from .turn_point import prove, roundings, segment_policies, try_evictions, try_limits, try_segments
@@ -86,7 +86,7 @@ def portfolio(problem: Problem) -> Solution:
     for attempt in OTHERS:
         if search.best is None and search.left_s() > 0:
             attempt(search)
-    refine(search, improve=search_neighbourhoods, reserve_s=(1 - REFINE_SHARE) * problem.options.time_limit_s)
+    refine(search, improve=Neighbourhoods(search).improve, reserve_s=(1 - REFINE_SHARE) * problem.options.time_limit_s)
     for attempt in OTHERS:
         if not search.is_done and search.left_s() > 0:
             attempt(search)

@@ -25,12 +25,14 @@ from .turn_point import prove, try_segments
 log = logging.getLogger("hiremate_lightning")
 ROUNDS = 40
 SHARE_OF_ROUND = 0.3  # of the time left: the most that one solve may take
-SHARE_BEFORE_IMPROVING = 0.1  # the same, where other means are at hand
-QUICK_SHARE = 0.15  # of the time limit: for the schedules to start from
+SHARE_BESIDE_IMPROVING = 0.15  # the same, where other means take turns with the rounds
 ALONE_SHARE = 0.7  # of the time limit: with less left, rounds alone take too long
+IMPROVING_SHARE = 0.6  # of the time left
+QUICK_SHARE = 0.15  # of the time limit: for the schedules to start from
+ALONE_SHARE = 0.45  # of the time limit: with less left, rounds alone take too long
 IMPROVING_SHARE = 0.8  # of the time left
 Restriction = Callable[[PhasedProgram], None]
-Improvement = Callable[[Search, Checks, float], Checks]
+Improvement = Callable[[Checks, float], None]
 
 
 def refine(
@@ -46,11 +48,11 @@ def refine(
         search: Takes what is found.
         checks: Where memory is checked in the first round; few places by default.
         restrict: Adds rows to each program; the bounds of a restricted program are not taken.
-        improve: Improves the best schedule by other means, once, where rounds take long; gives checks to go on with.
+        improve: Improves the best schedule by other means until a deadline, between rounds that take long.
         reserve_s: Seconds of the time limit to leave for others.
     """
     checks = checks or first_checks(search.model)
-    share = SHARE_OF_ROUND if improve is None else SHARE_BEFORE_IMPROVING
+    share = SHARE_OF_ROUND if improve is None else SHARE_BESIDE_IMPROVING
     for number in range(ROUNDS):
         left = search.left_s() - reserve_s
         if search.is_done or left <= 0:
@@ -58,20 +60,22 @@ def refine(
         result, replay = _round(search, checks, number, restrict, min(left, max(1.0, share * left)))
         if replay is None:
             return
-        left = search.left_s() - reserve_s
-        is_long = result.status is not Status.OPTIMAL or left < ALONE_SHARE * search.problem.options.time_limit_s
-        if improve is not None and is_long and search.best is not None:
-            checks, improve = improve(search, checks, time.monotonic() + IMPROVING_SHARE * left), None
-            share = SHARE_OF_ROUND
-        elif replay.peak_bytes > search.limit:
+        is_cut = result.status is not Status.OPTIMAL
+        if replay.peak_bytes > search.limit:
             more = add_checks(checks, search.model, replay, search.limit)
             if more == checks:
                 return
             checks = more
         elif share == 1.0:
             return
+        elif is_cut and improve is not None:
+            share = min(1.0, 2 * share)
         else:
             share = 1.0  # enough is checked: where the solve was cut short, the rest of the time is for its proof
+        left = search.left_s() - reserve_s
+        is_late = left < ALONE_SHARE * search.problem.options.time_limit_s
+        if improve is not None and search.best is not None and (is_cut or is_late):
+            improve(checks, time.monotonic() + IMPROVING_SHARE * left)
 
 
 def _round(
