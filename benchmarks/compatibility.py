@@ -377,6 +377,7 @@ def check_all(entries: dict[str, Entry], timeout_s: float, jobs: int) -> Iterato
 def _send(sender: Any, name: str) -> None:
     """Check one model, and send the result."""
     import torch
+    import zoo
 
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
     warnings.simplefilter("ignore")
@@ -385,6 +386,9 @@ def _send(sender: Any, name: str) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # other packages say much
     try:
         result = check(name)
+    except zoo.UntrainableError as error:  # a plain step took too long the second time
+        entry = entry_of(name)
+        result = Result(name, entry.package, entry.about, untrained=str(error))
     except Exception as error:  # whatever goes wrong with a model is its result
         entry = entry_of(name)
         text = " ".join(f"{type(error).__name__}: {error}".split())

@@ -149,8 +149,7 @@ def _first_that_trains(attempts: Iterable[Callable[[], Case]]) -> Case:
             if (seconds := time.perf_counter() - start) > LONGEST_S:
                 raise UntrainableError(f"a plain step takes {seconds:.0f} s")
         except Exception as error:  # whatever a configuration says to sizes that it was not made for
-            if str(error):
-                reasons[_first_line(error)] = None
+            reasons[_first_line(error)] = None
         else:
             return attempt()
     raise UntrainableError("; ".join(reasons)[:300])
