@@ -3,7 +3,7 @@
 The phased model of a large step takes a solver many seconds to get anywhere; with most variables fixed it takes tenths
 of one. Which are free changes from turn to turn: those on which the best schedule and the relaxation differ, those of
 values made in a stretch of the forward, of values drawn at random, and those of a few phases. A solution that doesn't
-fit says where memory is to be checked from then on, so that those places are known when the whole is solved again.
+fit says where memory is to be checked from then on. The best schedule is where the rounds of `refine` start from.
 Sources: Shaw, "Using Constraint Programming and Local Search Methods to Solve Vehicle Routing Problems", CP 1998;
 Danna, Rothberg, Le Pape, "Exploring relaxation induced neighborhoods to improve MIP solutions", Mathematical
 Programming 102, 2005.
