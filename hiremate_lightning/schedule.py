@@ -141,16 +141,16 @@ def recompute_lazily(graph: Graph, kept: Iterable[int]) -> tuple[tuple[int, ...]
     for index in graph.backward:
         before: list[int] = []
         for tensor in graph.nodes[index].inputs:
-            _ensure(graph, tensor, available, before)
+            ensure(graph, tensor, available, before)
         available.update(graph.nodes[index].outputs)
         decisions.append(tuple(before))
     last: list[int] = []
     for tensor in graph.gradients:
-        _ensure(graph, tensor, available, last)
+        ensure(graph, tensor, available, last)
     return (*decisions, tuple(last))
 
 
-def _ensure(graph: Graph, tensor: int, available: set[int], before: list[int]) -> None:
+def ensure(graph: Graph, tensor: int, available: set[int], before: list[int]) -> None:
     """Append what must run for a tensor to be there; without recursion, since chains are thousands of nodes long."""
     stack = [tensor]
     while stack:

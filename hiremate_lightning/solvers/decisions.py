@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..graph import Phase
+from ..schedule import ensure
 from .model import Model, Rows
 
 
@@ -75,19 +76,5 @@ class _Lowering:
 
     def _bring(self, tensors: Iterable[int], before: list[int]) -> None:
         """Run the views, and what else costs nothing, that make tensors available."""
-        graph, available = self._model.graph, self._available
-        stack = list(reversed(list(tensors)))
-        while stack:
-            top = stack[-1]
-            if top in available:
-                stack.pop()
-                continue
-            node = graph.recomputers[top]
-            assert node is not None, f"{graph.tensors[top].name} can't be recomputed"
-            missing = [t for t in graph.nodes[node].inputs if t not in available]
-            if missing:
-                stack.extend(reversed(missing))
-                continue
-            before.append(node)
-            available.update(graph.nodes[node].outputs)
-            stack.pop()
+        for tensor in tensors:
+            ensure(self._model.graph, tensor, self._available, before)

@@ -26,11 +26,9 @@ log = logging.getLogger("hiremate_lightning")
 ROUNDS = 40
 SHARE_OF_ROUND = 0.3  # of the time left: the most that one solve may take
 SHARE_BESIDE_IMPROVING = 0.15  # the same, where other means take turns with the rounds
-ALONE_SHARE = 0.7  # of the time limit: with less left, rounds alone take too long
-IMPROVING_SHARE = 0.6  # of the time left
-QUICK_SHARE = 0.15  # of the time limit: for the schedules to start from
 ALONE_SHARE = 0.45  # of the time limit: with less left, rounds alone take too long
 IMPROVING_SHARE = 0.8  # of the time left
+QUICK_SHARE = 0.15  # of the time limit: for the schedules to start from
 Restriction = Callable[[PhasedProgram], None]
 Improvement = Callable[[Checks, float], None]
 
