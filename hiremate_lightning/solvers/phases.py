@@ -16,17 +16,13 @@ Variables, all 0 or 1:
     runs
     (5)         sum_d m_d S[0, d] + F[f] <= B      d unused after f, for some f          bytes at position f of the
     forward
-    (6)         Z[t, k] <= 1; sum_(u >= t) R[u, k] >= Z[t, k]; S[t, d] + Z[t, p(d)] >= 1 for d read from phase t on;
-                S[t, d] + sum_(u >= t) R[u, p(d)] >= Z[t, k] for d in in(k)              a fraction of R can't serve
-                twice
 
 m_d are bytes of value d made by node p(d), c_k milliseconds of node k, G and F bytes that no decision changes. A value
 that the node at an instant reads has S = 1 there; one that can't be recomputed has no R. With every position an
 instant this is Checkmate in its reduced form (Jain et al., MLSys 2020, arXiv 1910.02653) less the rows between two
 instants. With few instants it is a relaxation, so its optimum bounds the time of every schedule with this order of the
 backward from below; and its solution is a schedule. So instants are added only where the replay of that solution
-passes the budget, until it no longer does: a handful settles graphs of thousands of nodes. (6) follows from the others
-for whole numbers and tightens the relaxation.
+passes the budget, until it no longer does: a handful settles graphs of thousands of nodes.
 
 Values so small that all of them together are a two-thousandth of the budget are kept, and counted as nothing in the
 bound. Memory while values are recomputed between two neighbouring instants is in `row_memory`.
@@ -82,14 +78,12 @@ class PhasedProgram:
         model: Model,
         limit_bytes: int,
         checks: Checks,
-        linked: bool = False,
         small_share: float = SMALL_SHARE,
     ) -> None:
         self.model, self.limit, self.checks = model, limit_bytes, checks
         self.program = Program()
         self.held: dict[tuple[int, int], int] = {}
         self.run: dict[tuple[int, int], int] = {}
-        self._z: dict[tuple[int, int], int] = {}
         self.small = _small(model, small_share * limit_bytes)
         self._starts = (-1, *checks.instants)
         self._collect_needs()
@@ -102,9 +96,6 @@ class PhasedProgram:
             self._add_memory(phase)
         self._add_forward_memory()
         self._add_row_memory()
-        if linked:
-            for phase in range(self.phases):
-                self._add_links(phase)
 
     @property
     def phases(self) -> int:
@@ -218,23 +209,6 @@ class PhasedProgram:
                     memory.add(pair[1], values, self.limit, pair in self.checks.in_order)
             self._maxima.update(memory.maxima)
 
-    def _add_links(self, phase: int) -> None:
-        """(6) Tie what later phases recompute together: Z[t, k] is whether k runs from phase t on."""
-        nodes = self._nodes(phase)
-        runs = {k: [(self.run[t, k], 1.0) for t in range(phase, self.phases) if (t, k) in self.run] for k in nodes}
-        again = {k: self.program.variable(0.0, integer=False) for k in nodes}
-        self._z.update(((phase, k), variable) for k, variable in again.items())
-        for node in nodes:
-            self.program.row(f"6a_{phase}_{node}", [*runs[node], (again[node], -1.0)], lower=0.0)
-            for storage in self._inputs(node):
-                terms = [(self.held[phase, storage], 1.0), *runs.get(self.model.producer.get(storage, -1), [])]
-                self.program.row(f"6b_{phase}_{node}_{storage}", [*terms, (again[node], -1.0)], lower=0.0)
-        for storage in dict.fromkeys(s for later in self._read[phase:] for s in later):
-            node = self.model.producer.get(storage, -1)
-            if node in again:
-                terms = [(self.held[phase, storage], 1.0), (again[node], 1.0)]
-                self.program.row(f"6c_{phase}_{storage}", terms, lower=1.0)
-
     # ---------------------------------------------------------------- from and to policies
 
     def policy(self, values: Sequence[float], threshold: float = 0.5) -> Policy:
@@ -263,9 +237,6 @@ class PhasedProgram:
             for node in {k for row in rows[start + 1 : end + 1] for k in row}:
                 if (phase, node) in self.run:
                     values[self.run[phase, node]] = 1.0
-        for (phase, node), variable in self._z.items():
-            later = (values[self.run[t, node]] for t in range(phase, self.phases) if (t, node) in self.run)
-            values[variable] = float(any(later))
         for variable, (above, less) in self._maxima.items():
             values[variable] = max(0.0, max(values[v] for v in above) - (0.0 if less is None else values[less]))
         return values
