@@ -25,6 +25,7 @@ from . import backward_pass, torch_private
 from .absent import NOTHING, Absence, find_absent
 from .accumulation import Leaves, addable, existing, find_leaves
 from .capture import Captured
+from .errors import CaptureError
 from .graph import Phase, StorageKind
 from .kernels import as_eager, needs_traced_layout, with_strides
 from .overwriting import overwriting, traced_strides
@@ -335,6 +336,11 @@ class Part:
         """Run the backward: the token and tangents in, gradients out."""
         saved: _Saved = arguments[0].hiremate
         tangents = arguments[1:]
+        if any(torch_private.is_batched(tangent) for tangent in tangents):
+            raise CaptureError(
+                "Code that torch.compile has captured can't take many gradients at once, as is_grads_batched=True "
+                "gives them. Ask for one after the other, call remove_hiremate(model), or plan other submodules only."
+            )
         arguments.clear()
         conductor = self._conductor()
         if conductor is not None:

@@ -33,7 +33,7 @@ _DROPOUT_ARGUMENT = {
 _ORDER_DEPENDENT_ON_GPU = re.compile(
     r"aten\.(scatter_add|scatter_reduce|scatter\.src|scatter\.reduce|index_add|index_copy|index_put|_unsafe_index_put|"
     r"index_reduce|put|segment_reduce|histc|bincount|cumsum|cumprod|logcumsumexp|kthvalue|median|nanmedian|mode|"
-    r"max_unpool2d|max_unpool3d|nll_loss2d_forward|_sparse_mm|_sparse_addmm)\b"
+    r"max_unpool2d|max_unpool3d|nll_loss2d_forward|_sparse_mm|_sparse_addmm|_cudnn_ctc_loss)\b"
 )
 # Talk to other processes: run as often, and in the order, that these expect.
 _COLLECTIVE = re.compile(r"(_c10d_functional|_c10d_functional_autograd|c10d)\.")
@@ -217,6 +217,11 @@ def is_order_dependent_on_gpu(op: str) -> bool:
     return bool(_ORDER_DEPENDENT_ON_GPU.match(op))
 
 
+def is_collective(op: str) -> bool:
+    """Whether an operator, by its qualified name, talks to other processes."""
+    return bool(_COLLECTIVE.match(op))
+
+
 def may_choose_anew(ops: Iterable[str], device: torch.device) -> bool:
     """Whether cuDNN may run one of these operators by another algorithm than before: it times them, for each thread."""
     return device.type == "cuda" and torch.backends.cudnn.benchmark and "aten.convolution.default" in ops
@@ -224,7 +229,7 @@ def may_choose_anew(ops: Iterable[str], device: torch.device) -> bool:
 
 def is_random(node: fx.Node, device: torch.device | None) -> bool:
     """Whether a second run may give other numbers, or hang."""
-    if isinstance(node.target, torch_private.HigherOrderOperator) or _COLLECTIVE.match(str(node.target)):
+    if isinstance(node.target, torch_private.HigherOrderOperator) or is_collective(str(node.target)):
         return True
     if node.target is draw_mask_of:
         return True

@@ -63,7 +63,7 @@ def can_normalize(node: fx.Node) -> bool:
     if layout is None:
         return False
     dtypes = (None if a is None else a.meta["val"].dtype for a in arguments[1:3])
-    return _gives_the_same(node.target, source.device.type, source.dim(), layout, source.dtype, *dtypes)
+    return _gives_the_same(node.target, source.device, source.dim(), layout, source.dtype, *dtypes)
 
 
 def _layout(source: torch.Tensor) -> torch.memory_format | None:
@@ -74,7 +74,7 @@ def _layout(source: torch.Tensor) -> torch.memory_format | None:
 @functools.cache
 def _gives_the_same(
     target: Any,
-    device: str,
+    device: torch.device,
     dims: int,
     layout: torch.memory_format,
     dtype: torch.dtype,
@@ -95,7 +95,7 @@ def _gives_the_same(
         return torch.equal(found, expected) and found.stride() == expected.stride() and found.dtype == expected.dtype
 
 
-def _numbers(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> torch.Tensor:
+def _numbers(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Make numbers of all magnitudes around one, without a generator."""
     count = torch.Size(shape).numel()
     return (

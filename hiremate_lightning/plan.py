@@ -251,3 +251,16 @@ def planning_words(plan: Plan) -> str:
     stages = zip(("tracing", "compiling", "profiling", "solving"), seconds, strict=True)
     parts = ", ".join(f"{name} {format_time(1000 * taken)}" for name, taken in stages if taken)
     return f"{format_time(1000 * sum(seconds))}{': ' if parts else ''}{parts}"
+
+
+def describe_peak(name: str, plan: Plan | None) -> str:
+    """Say which peak is planned for a model, and which was measured; None where there is no plan yet."""
+    if plan is None:
+        return f"{name} ran at the least memory found, before there was a plan."
+    text = (
+        f"{name} is planned for a peak of {format_bytes(plan.planned_peak_bytes)} within a budget of "
+        f"{format_bytes(plan.budget_bytes)}; {format_bytes(plan.resident_bytes)} of it exist before the step."
+    )
+    if plan.measured.peak_bytes is None:
+        return text
+    return f"{text} Measured before: {format_bytes(plan.measured.peak_bytes)}."

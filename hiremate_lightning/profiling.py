@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -28,6 +29,7 @@ from .capture import Captured
 from .costs import A100, Machine, Profile, estimate
 from .execution import Program
 from .graph import Graph, Phase
+from .joint import is_collective
 from .kernels import as_eager
 from .metering import MemoryMeter, measure_peak
 from .replays import call_of, generator_state
@@ -123,8 +125,9 @@ def _cuda_settings() -> str:
     """Name what decides which kernels CUDA's libraries choose."""
     cudnn = torch.backends.cudnn
     chosen = {
-        "TF32": torch.backends.cuda.matmul.allow_tf32,
-        "TF32 convolutions": cudnn.allow_tf32,
+        # `allow_tf32` can't be read once a user has set this newer name for it.
+        "TF32": torch.backends.cuda.matmul.fp32_precision == "tf32",
+        "TF32 convolutions": cudnn.conv.fp32_precision == "tf32",  # type: ignore[attr-defined]
         "benchmark": cudnn.benchmark,
         "deterministic": cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
     }
@@ -187,6 +190,8 @@ def _measure_node(captured: Captured, index: int, options: ProfileOptions) -> Co
     record = captured.graph.nodes[index]
     if not captured.graph.has_work(index):
         return Cost(_VIEW_MS, 0)
+    if is_collective(record.op):
+        return None  # other processes would wait for each run of it, or take it for one of the step's own
     try:
         run = _runner(captured, index)
         result = run()
@@ -209,7 +214,7 @@ def _runner(captured: Captured, index: int) -> Callable[[], Any]:
     def argument(source: fx.Node) -> Any:
         if source not in made:
             is_state = source.target is generator_state
-            made[source] = generator_state(captured.device) if is_state else _made_up(source.meta.get("val"))
+            made[source] = generator_state(captured.device) if is_state else _stand_in(source)
         return made[source]
 
     if record.replays is not None:
@@ -224,20 +229,37 @@ def _runner(captured: Captured, index: int) -> Callable[[], Any]:
     return lambda: target(*args, **kwargs)
 
 
-def _made_up(value: Any) -> Any:
-    """Make an input of the same shape, strides, dtype and device: numbers from 0 to 1, zeros for integers.
+# Seed and offset of the mask of dropout: the kernels return them on the host and read them there, whatever traces say.
+_PARTS_ON_HOST = {
+    "aten._scaled_dot_product_efficient_attention.default": (2, 3),
+    "aten._efficient_attention_forward.default": (2, 3),
+}
+
+
+def _stand_in(source: fx.Node) -> Any:
+    """Make what a node gives: the same shapes, strides, dtypes and devices, in which kernels have their results."""
+    value = source.meta.get("val")
+    if source.target is operator.getitem:
+        whole, part = source.args
+        if isinstance(whole, fx.Node) and part in _PARTS_ON_HOST.get(str(whole.target), ()):
+            return _made_up(value, torch.device("cpu"))
+    return _made_up(value)
+
+
+def _made_up(value: Any, device: torch.device | None = None) -> Any:
+    """Make a value of the same kind, on its own device or another: numbers from 0 to 1, zeros for integers.
 
     Probabilities are within their range so: a CUDA kernel that asserts this would take the whole process with it.
     """
     if isinstance(value, torch.Tensor):
         size = [torch_private.int_hint(s) for s in value.shape]
         stride = [torch_private.int_hint(s) for s in value.stride()]
-        made = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+        made = torch.empty_strided(size, stride, dtype=value.dtype, device=device or value.device)
         if value.dtype.is_floating_point and 0 not in stride:
             return made.uniform_() if value.dtype.itemsize >= 2 else made.zero_()
         return made.fill_(1) if value.dtype.is_floating_point or value.dtype == torch.bool else made.zero_()
     if isinstance(value, (list, tuple)):
-        return type(value)(_made_up(v) for v in value)
+        return type(value)(_made_up(v, device) for v in value)
     return torch_private.int_hint(value) if isinstance(value, torch.SymInt) else value
 
 

@@ -38,7 +38,7 @@ from .kinds import Kind, Kinds, Known
 from .metering import free_bytes
 from .out_of_memory import InfeasibleBudgetError, explain
 from .parts import Parts, uses_all_parameters
-from .plan import Plan
+from .plan import Plan, describe_peak
 from .planner import PlanOptions, first_solution, make_plan, resolve, unplanned
 from .profiling import TimedRun
 from .recording import Run, StepRecord
@@ -100,6 +100,7 @@ class Session:
         self.parts = Parts(self.stages, options.cache_dir, self.kernels)
         self._known: dict[Kind, Known] = {}
         self._unfit: set[Kind] = set()  # whose plans were made with gradients dying that do not
+        self._searching: set[Kind] = set()  # whose next step is the first in which cuDNN chooses algorithms
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
         self._auto_bytes: int | None = None
         self._saw_unplanned = False  # whether a kind of step without a plan ran unrecorded
@@ -247,16 +248,7 @@ class Session:
 
     def ran_out(self, error: torch.OutOfMemoryError) -> None:
         """Note on an error what was planned and what is allocated."""
-        plan = self.plan
-        text = f"{self._name} ran at the least memory found, before there was a plan."
-        if plan is not None:
-            text = (
-                f"{self._name} is planned for a peak of {format_bytes(plan.planned_peak_bytes)} within a budget of "
-                f"{format_bytes(plan.budget_bytes)}; {format_bytes(plan.resident_bytes)} of it exist before the step."
-            )
-            if plan.measured.peak_bytes is not None:
-                text += f" Measured before: {format_bytes(plan.measured.peak_bytes)}."
-        explain(error, f"hiremate: {text}{self._memory.describe()}")
+        explain(error, f"hiremate: {describe_peak(self._name, self.plan)}{self._memory.describe()}")
 
     def _first_program(self, captured: Captured, profile: Profile) -> Program:
         """Build the program of least memory; stop before the first step where not even the captured part alone fits.
@@ -402,6 +394,7 @@ class Session:
         self.stages.reporter.planned(plan)
         again = {plan.graph.nodes[node].op for node in plan.schedule.recomputed(plan.graph)}
         if may_choose_anew(again, self._memory.device):
+            self._searching.add(kind)
             self.say(
                 "torch.backends.cudnn.benchmark is on: convolutions that are computed again may take another algorithm "
                 "than before, and differ in the last bits. Turn it off for the same numbers bit for bit."
@@ -439,6 +432,9 @@ class Session:
 
     def _measured(self, kind: Kind, peak_bytes: int) -> None:
         """Compare a measured peak with the budget; where it is over, plan once more with less."""
+        if kind in self._searching:
+            self._searching.remove(kind)
+            return  # cuDNN tried its algorithms, with all the memory that these may take: the next step counts
         plan, known = self.plans[kind], self._known[kind]
         self._update(kind, peak_bytes=peak_bytes)
         excess = peak_bytes - plan.budget_bytes

@@ -275,6 +275,14 @@ def version_of(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def is_batched(value: Any) -> bool:
+    """Whether a tensor stands for many, inside of a vmap."""
+    functorch = torch._C._functorch
+    return isinstance(value, torch.Tensor) and any(
+        is_batched(value) for is_batched in (functorch.is_batchedtensor, functorch.is_legacy_batchedtensor)
+    )
+
+
 def let_gradients_be_absent(token: torch.Tensor) -> None:
     """Ask that the backward that gets this token be called with None for gradients that never came, not with zeros.
 

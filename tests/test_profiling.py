@@ -5,12 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed._functional_collectives as functional_collectives
+from torch import fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hiremate_lightning import hiremate, page_faults, profiling
 from hiremate_lightning.capture import Captured
@@ -49,6 +56,50 @@ def captured(model) -> Captured:
     return targets_of(model).session.parts.all[0].captured
 
 
+@contextmanager
+def counting_calls() -> Iterator[list[str]]:
+    """List the operators that run."""
+    calls: list[str] = []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            calls.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Counting():
+        yield calls
+
+
+@pytest.mark.parametrize("part", [2, 3])
+def test_the_seed_and_offset_of_attention_are_made_on_the_host(part):
+    """Its CUDA kernels read both there, which traces do not say: memory of the device would crash the process."""
+    graph = fx.Graph()
+    attention = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        query = torch.empty(2, 4, 8, 16, device="cuda")
+        values = attention(query, query, query, None, True, 0.1)
+    node = graph.call_function(attention, (None, None, None))
+    got = graph.call_function(operator.getitem, (node, part))
+    got.meta["val"] = values[part]
+    assert values[part].device.type == "cuda"
+    made = profiling._stand_in(got)
+    assert (made.device.type, made.dtype, made.shape) == ("cpu", torch.int64, ())
+
+
+@pytest.mark.parametrize("name", ["cuda.matmul", "cudnn", "cudnn.conv"])
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+def test_settings_of_a_gpu_can_be_read_whatever_sets_them(name, precision):
+    """`allow_tf32` can't, once the newer name has been used."""
+    setting = attrgetter(name)(torch.backends)
+    before = setting.fp32_precision
+    setting.fp32_precision = precision
+    try:
+        products = profiling._cuda_settings().split(", ")
+        assert name != "cuda.matmul" or ("TF32" in products) is (precision == "tf32")
+    finally:
+        setting.fp32_precision = before
+
+
 @pytest.fixture
 def measured_nodes(monkeypatch) -> list[int]:
     """Collect the nodes that are measured."""
@@ -69,6 +120,38 @@ def test_every_node_has_its_costs(captured):
     assert all(time_ms > 0 for time_ms in profile.time_ms)
     assert all(size >= 0 for size in profile.workspace_bytes)
     assert profile.device == describe_device(CPU)
+
+
+class NormedByAll(nn.Module):
+    """Divides by what all processes have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        total = functional_collectives.all_reduce(y.detach().square().sum(), "sum", torch.distributed.group.WORLD)
+        return torch.tanh(y / total)
+
+
+def test_what_talks_to_other_processes_is_not_run_to_be_measured(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1
+    )
+    try:
+        model = hiremate(NormedByAll(), "100%", verbose=False)
+        model(torch.randn(ROWS, WIDTH)).sum().backward()
+        captured = targets_of(model).session.parts.all[0].captured
+        with counting_calls() as calls:
+            profile = measure(captured, CostCache(), QUICK)
+    finally:
+        torch.distributed.destroy_process_group()
+    collectives = [i for i, node in enumerate(captured.graph.nodes) if "c10d" in node.op]
+    assert collectives
+    assert all(profile.time_ms[i] > 0 for i in collectives)
+    assert calls
+    assert not any("c10d" in call for call in calls)
 
 
 def test_random_state_gradients_and_buffers_stay_as_they_were(model, captured):

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate, session
+from hiremate_lightning.errors import CaptureError
 from hiremate_lightning.metering import MemoryMeter, measure_peak
 from hiremate_lightning.planner import make_plan
 from hiremate_lightning.profiling import TimedRun
@@ -551,6 +552,31 @@ def test_autograd_grad_gives_the_same_and_leaves_no_gradients():
 
     found, expected = run_both(act)
     assert_same(found, expected)
+
+
+def test_a_peak_in_which_algorithms_are_tried_does_not_count(monkeypatch):
+    """cuDNN takes memory for all that it tries: a plan that left room for this would be far too tight."""
+
+    def steps_until_measured() -> int:
+        model, count = planned("75%"), 0
+        while get_plan(model) is None or get_plan(model).measured.peak_bytes is None:
+            step(model, count)
+            count += 1
+        return count
+
+    usual = steps_until_measured()
+    monkeypatch.setattr(session, "may_choose_anew", lambda ops, device: True)
+    with recorded() as said:
+        assert steps_until_measured() == usual + 1
+    assert len(said) == 1
+
+
+def test_many_gradients_at_once_are_refused():
+    model = warm_up(planned("100%"))
+    model.zero_grad()
+    out = model(batch(5))
+    with pytest.raises(CaptureError, match="can't take many gradients at once, as is_grads_batched=True"):
+        torch.autograd.grad(out, list(model.parameters()), torch.stack([out, out]).detach(), is_grads_batched=True)
 
 
 def test_frozen_weights_get_no_gradients():
