@@ -14,6 +14,7 @@ from torch import fx
 
 from . import assignments, backward_pass, casts, torch_private, views
 from .capture import Captured, capture
+from .contributions import Contributions, MissingInputsError
 from .errors import CaptureError
 from .execution import Part, stub_modules
 from .fused_kernel import Kernels
@@ -46,6 +47,7 @@ class _Compilation:
         self._kernels = kernels
         self._parameters: frozenset[int] = frozenset()
         self._blocks: dict[str, int] = {}
+        self._contributions = Contributions(())
         self._captured: Captured | None = None
         self._part: Part | None = None
 
@@ -58,11 +60,20 @@ class _Compilation:
         backend = torch_private.make_backend(
             partition=self._partition, forward=self._forward, backward=self._backward, inference=self._inference
         )
+        self._contributions = given = Contributions(inputs)
         with torch_private.traced_as_eager():
-            return backend(module, inputs)
+            try:
+                with given.traced(module):
+                    return backend(module, inputs)
+            except MissingInputsError as error:
+                given.terms = error.terms
+            with given.traced(module):
+                run = backend(module, given.expand(inputs))
+        return lambda *arguments: run(*given.expand(arguments))
 
     def _partition(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
         joint.graph.eliminate_dead_code()
+        self._contributions.hand_over(joint, num_fwd_outputs)
         if self._blocks:
             casts.share(joint, num_fwd_outputs, self._parameters, self._blocks)
         assignments.gather(joint)

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from . import torch_private
+from .contributions import arrivals
 
 aten = torch.ops.aten
 _BY_HAND = {"to", "type", "type_as", "bfloat16", "half"}
@@ -84,8 +85,8 @@ def _add_up_before_casting(graph: fx.Graph, terms: Sequence[fx.Node], total: fx.
             only one runs.
         total: The gradient to which they are added up.
     """
-    arrivals = _arrivals(total)
-    if len(terms) < 2 or not set(terms) <= {term for term, _ in arrivals} or any(len(t.users) != 1 for t in terms):
+    arrived = arrivals(total)
+    if len(terms) < 2 or not set(terms) <= {term for term, _ in arrived} or any(len(t.users) != 1 for t in terms):
         return False
 
     half = terms[0].args[0]
@@ -95,29 +96,14 @@ def _add_up_before_casting(graph: fx.Graph, terms: Sequence[fx.Node], total: fx.
     with graph.inserting_before(terms[-1]):
         whole = graph.call_function(aten._to_copy.default, (half,), dict(terms[-1].kwargs))
     whole.meta = dict(terms[-1].meta)
-    (result, _), *others = [(whole if t is terms[-1] else t, at) for t, at in arrivals if t not in terms[:-1]]
+    (result, _), *others = [(whole if t is terms[-1] else t, at) for t, at in arrived if t not in terms[:-1]]
     for term, at in others:
         with graph.inserting_before(at):
             result = _add(graph, result, term, at)
     total.replace_all_uses_with(result)
-    for node in (*(at for _, at in reversed(arrivals[1:])), *terms):
+    for node in (*(at for _, at in reversed(arrived[1:])), *terms):
         graph.erase_node(node)
     return True
-
-
-def _accumulates(node: fx.Node) -> bool:
-    """Whether autograd adds up two gradients of one value there."""
-    return node.target is aten.add.Tensor and bool(node.meta.get("is_gradient_acc"))
-
-
-def _arrivals(total: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """List the terms of a sum as they arrive, each with the node that adds it; the first two have the same."""
-    found: list[tuple[Any, fx.Node]] = []
-    node: Any = total
-    while _accumulates(node) and (node is total or len(node.users) == 1):
-        found.append((node.args[1], node))
-        node = node.args[0]
-    return [(node, found[-1][1]), *reversed(found)] if found else []
 
 
 def _add(graph: fx.Graph, total: Any, term: Any, origin: fx.Node) -> fx.Node:

@@ -276,11 +276,8 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def is_batched(value: Any) -> bool:
-    """Whether a tensor stands for many, inside of a vmap."""
-    functorch = torch._C._functorch
-    return isinstance(value, torch.Tensor) and any(
-        is_batched(value) for is_batched in (functorch.is_batchedtensor, functorch.is_legacy_batchedtensor)
-    )
+    """Whether a tensor stands for the many that `torch.autograd.grad` got with is_grads_batched."""
+    return isinstance(value, torch.Tensor) and bool(torch._C._functorch.is_legacy_batchedtensor(value))
 
 
 def let_gradients_be_absent(token: torch.Tensor) -> None:
@@ -463,6 +460,14 @@ def fix_sizes(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         for value in inputs:
             if isinstance(value, torch.SymInt):
                 int(value)
+
+
+def add_input(graph: fx.Graph, last: fx.Node | None, name: str) -> fx.Node:
+    """Add an input to captured code after its last one, with what AOTAutograd asks of each: where it comes from."""
+    with graph.inserting_after(last):
+        added = graph.placeholder(name)
+    added._dynamo_source = None
+    return added
 
 
 def input_position(placeholder: fx.Node) -> int | None:

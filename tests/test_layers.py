@@ -55,6 +55,7 @@ ORDER = (
     "normalizing",
     "replays",
     "joint",
+    "contributions",
     "casts",
     "assignments",
     "views",

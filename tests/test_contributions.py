@@ -1,0 +1,158 @@
+"""Gradients of values between captured parts are added up as in eager PyTorch, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import normalize
+
+from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning.targets import targets_of
+
+ROWS, WIDTH = 64, 48
+
+
+class Read(nn.Module):
+    """Reads a value in two captured parts other than the one that computes it."""
+
+    def __init__(self, first, second) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first, self.second = first, second
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.enter(x))
+        torch._dynamo.graph_break()
+        before = self.first(h)
+        torch._dynamo.graph_break()
+        return self.leave(before + self.second(h)).square().mean()
+
+
+def once(h):
+    return torch.sin(3.0 * h)
+
+
+def many(h):
+    return h.exp() * 0.1 + h.pow(3) - h.cos() * torch.sigmoid(h)
+
+
+def twice_by_one_operator(h):
+    return h * h + h.atan() * h
+
+
+def inside_of_operators(h):
+    return normalize(h, dim=1) + torch.cosine_similarity(h, h.flip(0), dim=1)[:, None] + h.softmax(1)
+
+
+def by_a_sum(h):
+    """The sum is read by several; of the value itself there are two readers, and the sum's gradient comes first."""
+    gate = torch.sigmoid(h)
+    y = h + 1.0
+    return y.exp() * 0.1 + y.cos() + y.pow(3) + gate
+
+
+def by_a_sum_before(h):
+    y = h + 1.0
+    return torch.sigmoid(h) + y.exp() * 0.1 + y.cos() + y.pow(3)
+
+
+def in_views(h):
+    left, right = h[:, : WIDTH // 2], h[:, WIDTH // 2 :]
+    return torch.cat([right.exp(), left.cos()], 1) + h.t().contiguous().t().sin() + h.view(-1).pow(2).view_as(h)
+
+
+def without_gradients(h):
+    return h.pow(3) + (h > 0).float() * h.detach() + torch.zeros_like(h) + torch.sigmoid(h)
+
+
+def changed_in_place(h):
+    y = h * 1.0
+    y.mul_(torch.sigmoid(h)).add_(h.cos())
+    return y + h.pow(2)
+
+
+READERS = [
+    once,
+    many,
+    twice_by_one_operator,
+    inside_of_operators,
+    by_a_sum,
+    by_a_sum_before,
+    in_views,
+    without_gradients,
+    changed_in_place,
+]
+
+
+def train(model: nn.Module, steps: int = 4) -> list[torch.Tensor]:
+    optimizer, results = torch.optim.AdamW(model.parameters(), 1e-3), []
+    for index in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index)))
+        loss.backward()
+        results += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        optimizer.step()
+    return results
+
+
+@pytest.mark.parametrize("first", READERS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("second", [once, many], ids=lambda f: f.__name__)
+def test_gradients_of_a_value_that_several_parts_read_are_exact(first, second):
+    torch.manual_seed(0)
+    plain = Read(first, second)
+    model = hiremate(copy.deepcopy(plain), "100%", verbose=False)
+    expected, found = train(plain), train(model)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert targets_of(model).session.captured_count == 3
+    assert get_plan(model) is not None
+
+
+class ReadAndOverwritten(nn.Module):
+    """Overwrites a value that it reads several times, in another captured part than the one that made it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.enter(x)
+        torch._dynamo.graph_break()
+        y = h.exp() * 0.1 + h.sigmoid()
+        h.mul_(2.0)
+        y = y + h.tanh() + h.exp() * 0.1
+        torch._dynamo.graph_break()
+        return self.leave(y + h.sigmoid()).square().mean()
+
+
+class ReadAndReturned(nn.Module):
+    """Returns a view of a value that it reads several times, and overwrites it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.enter(x)
+        torch._dynamo.graph_break()
+        y, seen = h.exp() * 0.1 + h.sigmoid() + h.tanh(), h.view(WIDTH, ROWS)
+        torch._dynamo.graph_break()
+        seen.mul_(2.0)
+        return self.leave(y).square().mean() + h.square().mean()
+
+
+@pytest.mark.parametrize("kind", [ReadAndOverwritten, ReadAndReturned])
+def test_values_that_are_overwritten_are_exact(kind):
+    torch.manual_seed(0)
+    plain = kind()
+    model = hiremate(copy.deepcopy(plain), "100%", verbose=False)
+    expected, found = train(plain), train(model)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_torch_is_left_as_it_was():
+    grad = torch.autograd.grad
+    train(hiremate(Read(many, many), "100%", verbose=False), 2)
+    assert torch.autograd.grad is grad
