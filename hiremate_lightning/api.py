@@ -111,7 +111,7 @@ def hiremate(
     )
     root = _inside(model)
     known = targets_of(root) if isinstance(root, nn.Module) else None
-    if known is not None:
+    if known is not None and any(root is module for module in known.root.modules()):
         known.session.set_budget(options.budget)
         return model
     refuse(model)  # with what is around it: Fabric compiles there

@@ -95,6 +95,11 @@ def _current() -> _Running | None:
     return running if running is not None and running.roots else None
 
 
+def is_running() -> bool:
+    """Whether this thread is inside of a backward, whoever called it."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
 def will_run_again() -> bool:
     """Whether the running backward was called with `retain_graph=True`."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -19,6 +19,7 @@ from torch import fx
 from torch.autograd.graph import get_gradient_edge
 
 from . import torch_private
+from .joint import mutated_arguments
 
 Terms = Mapping[int, int]  # by position of an input: of how many terms its gradient is the sum
 
@@ -50,7 +51,7 @@ class Contributions:
         """
         self.terms: Terms = {}
         self._with_gradient = [i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and v.requires_grad]
-        self._computed = [i for i in self._with_gradient if _is_computed(inputs[i])]
+        self._computed = [i for i in self._with_gradient if not inputs[i].is_leaf and inputs[i].layout is torch.strided]
         self._readers: list[int] = []
 
     def expand(self, values: Sequence[Any]) -> list[Any]:
@@ -114,7 +115,8 @@ class Contributions:
         if len(self._readers) != len(self._with_gradient) + added:
             return  # AOTAutograd has arranged the inputs otherwise
         readers = dict(zip(self._with_gradient, self._readers, strict=False))
-        found = {p: _terms_of(results[forward_outputs + p], readers[p]) for p in self._computed}
+        kept = [position for position in self._computed if position not in _written(joint)]
+        found = {position: _terms_of(results[forward_outputs + position], readers[position]) for position in kept}
         found = {position: terms for position, terms in found.items() if len(terms) > 1}
         counts = {position: len(terms) for position, terms in found.items()}
         if counts != self.terms:
@@ -129,9 +131,13 @@ class Contributions:
         joint.graph.eliminate_dead_code()
 
 
-def _is_computed(value: torch.Tensor) -> bool:
-    """Whether a gradient goes on to the code that computed a value, which is not changed in place."""
-    return not value.is_leaf and value.layout is torch.strided and torch_private.version_of(value) == 0
+def _written(joint: fx.GraphModule) -> set[int]:
+    """List the positions of the inputs that are changed in place."""
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    descriptions = joint.graph.output_node().meta.get("desc", ())
+    written = {argument for node in joint.graph.nodes for argument in mutated_arguments(node)}
+    written.update(torch_private.overwritten_inputs(placeholders, torch_private.leaves(descriptions)))
+    return {position for position, node in enumerate(placeholders) if node in written}
 
 
 def _count_readers(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[int]:

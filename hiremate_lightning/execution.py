@@ -334,7 +334,13 @@ class Part:
 
     def backward(self, arguments: list[Any]) -> Sequence[Any]:
         """Run the backward: the token and tangents in, gradients out."""
-        saved: _Saved = arguments[0].hiremate
+        saved: _Saved | None = getattr(arguments[0], "hiremate", None)
+        if saved is None:
+            raise CaptureError(
+                "Hooks on saved tensors (torch.autograd.graph.saved_tensors_hooks, save_on_cpu) are around a planned call, "
+                "and give back other tensors than they were given. What is kept is for the plan to decide: call the "
+                "model without them."
+            )
         tangents = arguments[1:]
         if any(torch_private.is_batched(tangent) for tangent in tangents):
             raise CaptureError(

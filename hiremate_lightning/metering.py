@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch.profiler import record_function
 
-from . import host_events
+from . import backward_pass, host_events
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,12 @@ class MemoryMeter:
 
     @staticmethod
     def is_available(device: torch.device) -> bool:
-        """Whether someone else's profiler leaves the means of measurement free."""
+        """Whether memory can be measured now: not inside of a backward on a CPU, nor where a profiler of others runs."""
         ours = MemoryMeter._current() is not None
-        return device.type == "cuda" or ours or not host_events.profiler_is_running()
+        if device.type == "cuda":
+            return True
+        # A profiler that begins or ends inside of a backward does so for its time only: then autograd restores what was.
+        return not backward_pass.is_running() and (ours or not host_events.profiler_is_running())
 
     @staticmethod
     def _current() -> MemoryMeter | None:

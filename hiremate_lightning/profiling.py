@@ -156,10 +156,11 @@ def measure(
     missing = {n.key: i for i, n in enumerate(graph.nodes) if n.key not in costs and i < len(captured.fx_nodes)}
     estimates = estimate(graph, A100 if captured.device.type == "cuda" else Machine()).time_ms
     unmeasured: dict[str, Cost] = {}  # not kept: they may be measured another time
+    can_measure = MemoryMeter.is_available(captured.device)
     with undisturbed(captured.device):
         for done, (key, index) in enumerate(missing.items()):
             progress(done, len(missing))
-            measured = _measure_node(captured, index, options)
+            measured = _measure_node(captured, index, options) if can_measure else None
             (unmeasured if measured is None else costs)[key] = measured or Cost(estimates[index], 0)
     if missing:
         progress(len(missing), len(missing))

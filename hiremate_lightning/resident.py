@@ -18,6 +18,7 @@ from .allocator import allocated_bytes
 from .recording import StepRecord
 from .units import format_bytes
 
+SAMPLES = 8  # of the parameters, to see whether there are gradients
 WATCHED_STEPS = 16  # the first ones, in which it is seen whether gradients are freed before the backward
 
 
@@ -52,6 +53,9 @@ class ResidentMemory:
         self.batch: list[torch.Tensor] = []
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._left = LeftOutputs()
+        parameters = list(root.parameters())
+        self._samples = [weakref.ref(p) for p in parameters[:: max(1, len(parameters) // SAMPLES)]]
+        self._most = (0, 0)  # optimizers' states and samples' gradients when a step began
         self._is_collected = False  # whether garbage was, since the step began or a plan was made
         self._stepped = False  # whether an optimizer has used the gradients
         self._frees_gradients = True  # whether they are freed between forward and backward then
@@ -76,6 +80,14 @@ class ResidentMemory:
         self.watch(optimizer)
         self._stepped = True
         return True
+
+    def has_grown(self) -> bool:
+        """Whether there is state of an optimizer, or gradients, that there never was when a step began; takes no time."""
+        states = sum(len(optimizer.state) for optimizer in self._optimizers)
+        gradients = sum(p.grad is not None for p in (seen() for seen in self._samples) if p is not None)
+        most = (max(states, self._most[0]), max(gradients, self._most[1]))
+        has_grown, self._most = most != self._most, most
+        return has_grown
 
     def litter(self) -> None:
         """Learn that there may be garbage: a step begins, or a plan was made."""

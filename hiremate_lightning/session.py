@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import torch_private
+from . import backward_pass, torch_private
 from .accumulation import Leaves
 from .allocator import in_blocks
 from .backend import planning_backend
@@ -109,6 +109,7 @@ class Session:
         self._kinds = Kinds()
         self._memory = ResidentMemory(root)
         self._in_backward = False
+        self._is_broken = False  # to be abandoned when the next one begins
         self._record: StepRecord | None = None
         self._timed: TimedRun | None = None
         self._tracing = ExitStack()
@@ -142,7 +143,8 @@ class Session:
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Learn of an optimizer; what follows its step is no longer part of the training step."""
-        if self._memory.stepped(optimizer) and self._record is not None and self._record.backwards:
+        has_ended = self._memory.stepped(optimizer) and not backward_pass.is_running()
+        if has_ended and self._record is not None and self._record.backwards:
             self._record.close()
 
     def abandon_step(self) -> None:
@@ -153,6 +155,7 @@ class Session:
         self._record, self._finished, self._timed = None, None, None
         self._in_backward, self._began_with, self._memory.batch = False, None, []
         self._kinds.forget()
+        self._is_broken = False
 
     # ---------------------------------------------------------------- capture
 
@@ -177,7 +180,14 @@ class Session:
 
         A call after a backward begins a new step. The first call is traced, and errors of torch.compile become ours.
         """
-        if self._in_backward:
+        is_inside = backward_pass.is_running()
+        if is_inside:  # what is measured can't be ended there: autograd would restore the profiler
+            self._is_broken = True
+            self.say(
+                f"{name} was called inside of a backward, as torch.utils.checkpoint around it does: such calls get no "
+                "plan. Call it without checkpoint: what is computed again is for the plan to decide."
+            )
+        elif self._in_backward or self._is_broken:
             self.end_step(at_once=False)
         if not self._kinds.ran and self._record is None:
             self._begin_step([t for t in torch_private.leaves(arguments) if isinstance(t, torch.Tensor)])
@@ -188,13 +198,15 @@ class Session:
             with torch_private.capturing_for_plans(), eager_paths():
                 yield
         except torch_private.CompileError as error:
-            self.abandon_step()
+            if not is_inside:
+                self.abandon_step()
             raise CaptureError(
                 f"torch.compile could not capture {name}: {error}\n"
                 "Name submodules that can be captured with target=, or train without a plan."
             ) from error
         except BaseException:  # Ctrl-C too: the next step must not go on with half of this one
-            self.abandon_step()
+            if not is_inside:
+                self.abandon_step()
             raise
         finally:
             self._tracing.close()
@@ -290,7 +302,7 @@ class Session:
             resident = self._memory.count_before_step(arguments)
             before_bytes, sees_frees = resident.size_bytes + resident.stale_bytes, self._memory.sees_frees(resident)
             self._record = StepRecord(self._memory.device, before_bytes, sees_frees)
-            if not self._record.is_measured:
+            if not self._record.is_measured and not backward_pass.is_running():
                 self.say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
         if self._is_timed(plan):
             self._timed = TimedRun(self._memory.device)
@@ -303,7 +315,7 @@ class Session:
 
     def _watches_resident(self) -> bool:
         """Whether to count resident bytes now: they settle within a few steps, and counting takes time."""
-        is_due = self._steps < WATCHED_STEPS or self._steps % 64 == 0
+        is_due = self._steps < WATCHED_STEPS or self._steps % 64 == 0 or self._memory.has_grown()
         return is_due or self._finished is not None or not self._unfit.isdisjoint(self._kinds.all_likely())
 
     def end_step(self, at_once: bool = True) -> None:
@@ -312,6 +324,9 @@ class Session:
         Args:
             at_once: Whether it has ended just now, or some time before the next one.
         """
+        if self._is_broken:
+            self.abandon_step()
+            return
         if at_once:
             self._memory.batch = []
         if not self._kinds.ran and self._record is None:

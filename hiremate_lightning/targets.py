@@ -168,7 +168,7 @@ class Targets:
 
     def call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a candidate: planned where it is outermost and trains, else plainly."""
-        if self._inside or not self._trains(name, module):
+        if self._inside or not self._trains(name, module, (args, kwargs)):
             return torch_private.plain_call(module, *args, **kwargs)
         if name not in self.adopted:
             self._adopt(name, module)
@@ -211,8 +211,10 @@ class Targets:
                 torch_private.set_call(part, _Slot(self, path, part))
         return True
 
-    def _trains(self, name: str, module: nn.Module) -> bool:
-        if not torch.is_grad_enabled() or not _has_weights(module):
+    def _trains(self, name: str, module: nn.Module, arguments: Any) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        if not _has_weights(module) and not (module is self.root and _requires_gradient(arguments)):
             return False
         if not module.training and not self._warned:
             self._warned = True
@@ -235,14 +237,17 @@ class Targets:
 
     @contextmanager
     def _in_place(self, module: nn.Module) -> Iterator[None]:
-        """Let the compiled forward stand in for the module's forward during one call."""
-        found = module.__dict__.get("forward")
+        """Let the compiled forward stand in for the module's forward during one call; where it calls itself, too."""
+        found, slot = module.__dict__.get("forward"), torch_private.get_call(module)
         self._inside = True
+        torch_private.set_call(module, None)
         module.__dict__["forward"] = self._compiled_forward(module, found)
         try:
             yield
         finally:
             self._inside = False
+            if self in _attached:
+                torch_private.set_call(module, slot)
             if found is None:
                 module.__dict__.pop("forward", None)
             else:
@@ -478,6 +483,8 @@ def _reason_to_refuse(module: nn.Module) -> str | None:
         return "it is compiled already. Pass the module itself, without torch.compile or .compile()."
     if isinstance(module, nn.DataParallel):
         return "DataParallel copies modules at every step. Use DistributedDataParallel, one process for each device."
+    if any(nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
+        return "its parameters have no shape yet. Call the model once with a batch under torch.no_grad() first."
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a TorchScript module, which has no Python to capture. Pass the module that it was made from."
     return None

@@ -1,0 +1,184 @@
+"""What users put around the calls of a planned model, or inside of its backward."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hiremate_lightning import CaptureError, ConfigurationError, HiRemateWarning, get_plan, hiremate
+from hiremate_lightning.metering import measure_peak
+from hiremate_lightning.targets import targets_of
+
+ROWS, WIDTH = 256, 32
+
+
+def layers(depth: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
+
+
+def batch(seed: int, rows: int = ROWS) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def is_profiled() -> bool:
+    return torch.autograd._profiler_enabled()
+
+
+def train_in_the_backward(model: nn.Module, steps: int = 6) -> list[torch.Tensor]:
+    """Let each parameter have an optimizer of its own, which steps as soon as the gradient is there."""
+    optimizers = {p: torch.optim.SGD([p], lr=1e-2) for p in model.parameters()}
+
+    def use(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(use)
+    for index in range(steps):
+        model(batch(index)).square().mean().backward()
+    return [p.detach() for p in model.parameters()]
+
+
+def test_optimizers_that_step_in_the_backward_leave_no_profiler_running():
+    plain = layers()
+    model = hiremate(copy.deepcopy(plain), "70%", verbose=False)
+    expected, found = train_in_the_backward(plain), train_in_the_backward(model)
+    targets_of(model).session.end_step()
+    assert not is_profiled()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    plan = get_plan(model)
+    assert plan.measured.peak_bytes is not None
+    assert plan.measured.peak_bytes <= plan.budget_bytes
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_checkpoint_around_a_planned_model_is_announced(is_reentrant):
+    def train(model: nn.Module) -> list[torch.Tensor]:
+        optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+        for index in range(4):
+            optimizer.zero_grad()
+            x = batch(index).requires_grad_()
+            loss = checkpoint(model, x, use_reentrant=is_reentrant).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses += [loss.detach(), x.grad]
+        return [*losses, *(p.detach() for p in model.parameters())]
+
+    plain = layers()
+    model = hiremate(copy.deepcopy(plain), "70%", verbose=False)
+    expected = train(plain)
+    with pytest.warns(HiRemateWarning, match="was called inside of a backward, as torch.utils.checkpoint") as caught:
+        found = train(model)
+    assert len([w for w in caught if issubclass(w.category, HiRemateWarning)]) == 1
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not is_profiled()
+    for index in range(3):  # and without checkpoint it is planned
+        model(batch(index)).square().mean().backward()
+    assert get_plan(model) is not None
+
+
+def test_hooks_that_replace_saved_tensors_are_refused():
+    model = hiremate(layers(), "100%", verbose=False)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        loss = model(batch(0)).square().mean()
+    with pytest.raises(CaptureError, match="Hooks on saved tensors"):
+        loss.backward()
+
+
+class OnItself(nn.Module):
+    """Conditions itself on what it gives without a condition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = layers(4), nn.Linear(WIDTH, WIDTH // 2)
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor | None = None) -> torch.Tensor:
+        if condition is None:
+            with torch.no_grad():
+                condition = self(x, torch.zeros(len(x), WIDTH // 2))
+        return self.head(self.body(torch.cat([x[:, : WIDTH // 2], condition], 1)))
+
+
+def train(model: nn.Module, steps: int = 4) -> list[torch.Tensor]:
+    optimizer, losses = torch.optim.AdamW(model.parameters(), 1e-3), []
+    for index in range(steps):
+        optimizer.zero_grad()
+        loss = model(batch(index)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *(p.detach() for p in model.parameters())]
+
+
+def test_a_forward_may_call_its_own_module():
+    torch.manual_seed(0)
+    plain = OnItself()
+    model = hiremate(copy.deepcopy(plain), "80%", verbose=False)
+    expected, found = train(plain), train(model)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert get_plan(model) is not None
+
+
+def test_a_frozen_model_whose_input_is_trained_is_planned():
+    def train_input(model: nn.Module) -> torch.Tensor:
+        torch.manual_seed(3)
+        x = nn.Parameter(torch.randn(ROWS, WIDTH))
+        optimizer = torch.optim.Adam([x])
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return x.detach()
+
+    plain = layers().requires_grad_(False)
+    model = hiremate(copy.deepcopy(plain), "60%", verbose=False)
+    assert torch.equal(train_input(model), train_input(plain))
+    assert get_plan(model).solution.recompute_ms > 0
+
+
+def test_a_model_that_shares_a_part_with_a_planned_one_is_refused():
+    shared = layers()
+    first, second = nn.Sequential(shared, nn.Linear(WIDTH, 4)), nn.Sequential(shared, nn.Linear(WIDTH, 4))
+    hiremate(first, "90%", verbose=False)
+    with pytest.raises(ConfigurationError, match="it is planned already"):
+        hiremate(second, "60%", verbose=False)
+    assert targets_of(first).session.options.budget.share == 0.9
+
+
+def test_a_model_without_shapes_is_refused():
+    with pytest.raises(ConfigurationError, match="its parameters have no shape yet"):
+        hiremate(nn.Sequential(nn.LazyLinear(4)), "80%")
+
+
+@pytest.mark.parametrize("grows", ["gradients", "optimizer state"])
+def test_what_grows_late_is_planned_for_at_once(grows):
+    """Beyond the steps in which all is counted each time."""
+    model, rows = layers(), 1024
+    weights = sum(p.nbytes for p in model.parameters())
+    first, second = torch.optim.SGD(model.parameters(), 1e-3), torch.optim.AdamW(model.parameters(), 1e-3)
+    budget = 3 * weights + 12 * batch(0, rows).nbytes
+    hiremate(model, budget, optimizer=first, verbose=False)
+
+    def peak(index: int) -> int:
+        """Take a step, and give its peak with all that exists before it."""
+        x = batch(index, rows)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        states = [v for s in second.state.values() for v in s.values() if v.ndim]
+        resident = sum(t.nbytes for t in (x, *model.parameters(), *gradients, *states))
+        return resident + measure_peak(lambda: model(x).square().mean().backward())
+
+    for index in range(24):
+        if grows != "gradients" or index < 20:
+            first.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", HiRemateWarning)
+            used = peak(index) if index >= 20 else model(batch(index, rows)).square().mean().backward()
+        assert index < 20 or used <= budget
+        (second if grows == "optimizer state" and index >= 20 else first).step()
+    assert get_plan(model).resident_bytes > 2 * weights
