@@ -337,8 +337,8 @@ class Part:
         saved: _Saved | None = getattr(arguments[0], "hiremate", None)
         if saved is None:
             raise CaptureError(
-                "Hooks on saved tensors (torch.autograd.graph.saved_tensors_hooks, save_on_cpu) are around a planned call, "
-                "and give back other tensors than they were given. What is kept is for the plan to decide: call the "
+                "Hooks on saved tensors (torch.autograd.graph.saved_tensors_hooks, save_on_cpu) are around a planned "
+                "call, and give back other tensors than they were given. What is kept is for the plan to decide: call the "
                 "model without them."
             )
         tangents = arguments[1:]

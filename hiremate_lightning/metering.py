@@ -57,11 +57,11 @@ class MemoryMeter:
 
     @staticmethod
     def is_available(device: torch.device) -> bool:
-        """Whether memory can be measured now: not inside of a backward on a CPU, nor where a profiler of others runs."""
+        """Whether memory can be measured now: on a CPU not inside of a backward, nor while others profile."""
         ours = MemoryMeter._current() is not None
         if device.type == "cuda":
             return True
-        # A profiler that begins or ends inside of a backward does so for its time only: then autograd restores what was.
+        # A profiler that begins or ends inside of a backward does so until its end: autograd restores what was.
         return not backward_pass.is_running() and (ours or not host_events.profiler_is_running())
 
     @staticmethod

@@ -82,7 +82,7 @@ class ResidentMemory:
         return True
 
     def has_grown(self) -> bool:
-        """Whether there is state of an optimizer, or gradients, that there never was when a step began; takes no time."""
+        """Whether there is state of an optimizer, or gradients, that there never was when a step began."""
         states = sum(len(optimizer.state) for optimizer in self._optimizers)
         gradients = sum(p.grad is not None for p in (seen() for seen in self._samples) if p is not None)
         most = (max(states, self._most[0]), max(gradients, self._most[1]))
