@@ -338,8 +338,8 @@ class Part:
         if saved is None:
             raise CaptureError(
                 "Hooks on saved tensors (torch.autograd.graph.saved_tensors_hooks, save_on_cpu) are around a planned "
-                "call, and give back other tensors than they were given. What is kept is for the plan to decide: call the "
-                "model without them."
+                "call, and give back other tensors than they were given. What is kept is for the plan to decide: call "
+                "the model without them."
             )
         tangents = arguments[1:]
         if any(torch_private.is_batched(tangent) for tangent in tangents):
