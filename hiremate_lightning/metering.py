@@ -222,8 +222,10 @@ def free_bytes(device: torch.device) -> int:
     """Give the bytes of memory that a device could still hand out."""
     if device.type != "cuda":
         return free_host_bytes()
-    cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + cached_bytes
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    capped = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return max(0, min(free + reserved, capped) - allocated)
 
 
 def free_host_bytes() -> int:

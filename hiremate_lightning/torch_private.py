@@ -303,9 +303,9 @@ def _heed_tokens() -> None:
     setattr(_SavedState, "save_from_forward", save_and_look)  # noqa: B010  a method can't be assigned
 
 
-def keep_busy() -> None:
-    """Let the current CUDA device wait about half a millisecond, in which the host can launch what follows."""
-    torch.cuda._sleep(1_000_000)  # clock cycles
+def keep_busy(milliseconds: float = 0.5) -> None:
+    """Let the current CUDA device wait about so long, in which the host can launch what follows."""
+    torch.cuda._sleep(int(2_000_000 * milliseconds))  # clock cycles
 
 
 def outermost_autocasts(graph: fx.Graph) -> dict[str, int]:

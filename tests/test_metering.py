@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hiremate_lightning import host_events
-from hiremate_lightning.metering import MemoryMeter, free_host_bytes, measure_peak
+from hiremate_lightning.metering import MemoryMeter, free_bytes, free_host_bytes, measure_peak
 
 CPU = torch.device("cpu")
 KB = 1024
@@ -210,3 +210,17 @@ def test_what_another_meter_saw_stay_on_a_device_does_not_count(monkeypatch):
 
 def test_free_host_bytes_are_plausible():
     assert free_host_bytes() > 2**20
+
+
+@pytest.mark.parametrize(("fraction", "expected"), [(1.0, 70 + 8), (0.5, 50 - 12)])
+def test_what_a_gpu_could_still_hand_out_is_within_the_share_of_the_process(monkeypatch, fraction, expected):
+    """Of 100 bytes 70 are free, 20 are reserved by this process, 12 of which are allocated."""
+    answers = {
+        "memory_allocated": 12,
+        "memory_reserved": 20,
+        "mem_get_info": (70, 100),
+        "get_per_process_memory_fraction": fraction,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, answer=answer: answer)
+    assert free_bytes(torch.device("cuda")) == expected
