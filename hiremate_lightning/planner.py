@@ -6,7 +6,7 @@ No plan leaves this module unless its simulated peak is within the budget, which
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from .costs import Profile
 from .out_of_memory import InfeasibleBudgetError
 from .plan import Plan, PlanningTime
 from .plan_files import PlanFiles
+from .scaling import difference
 from .schedule import keep_all, lower
 from .simulation import Simulation, simulate
 from .solvers import smallest_budget
@@ -27,6 +28,7 @@ TIGHTENINGS = 4  # of the budget, where a strategy's own memory model was too co
 GUARD_BYTES = 2**16  # left free for scalars that come and go outside of the planned modules,
 GUARD_PARTS = 200  # and at most this part of the budget
 ANY_GAP = 1e6  # where any schedule that fits will do
+SAVES_AS_MUCH = 0.02  # saved shares of the peak up to this difference are taken for the same
 AUTO_MARGIN = 0.08  # share of the free bytes that "auto" leaves for fragmentation and for what runs outside
 
 
@@ -167,6 +169,27 @@ def _solve_until_it_fits(problem: Problem, strategy: Strategy) -> Solution:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class FirstSolution:
+    """How a captured part was run for the first time."""
+
+    step: Step
+    solution: Solution
+
+
+def _serves_as_well(first: FirstSolution, problem: Problem, budget_bytes: int) -> bool:
+    """Whether what was found at one size fits at another, or where no budget is known yet, saves as much there."""
+    if budget_bytes:
+        return replay(problem, first.solution.recompute).peak_bytes <= problem.budget_bytes
+    before = Problem(first.step.graph, first.step.profile, 0)
+    return _saved_share(problem, first.solution) + SAVES_AS_MUCH >= _saved_share(before, first.solution)
+
+
+def _saved_share(problem: Problem, solution: Solution) -> float:
+    planned, kept = replay(problem, solution.recompute), replay(problem, keep_all(problem.graph))
+    return 1 - planned.peak_bytes / max(1, kept.peak_bytes)
+
+
 def first_solution(
     step: Step,
     budget: Budget,
@@ -175,13 +198,14 @@ def first_solution(
     options: PlanOptions,
     target: str,
     progress: Callable[[float, float], None] | None = None,
+    known: Iterable[FirstSolution] = (),
 ) -> Solution:
     """Find how to run a captured part for the first time, or stop early where not even that part fits.
 
-    It is the schedule of least memory that is found at once; a solve is spent only where that passes the budget, and
-    ends with the first schedule that fits. What runs outside is not known yet. It raises the peak of every schedule; a
-    budget that is a share of the unplanned peak rises with it, so for one the outside is given the benefit of the
-    doubt: four times the bytes of the outputs.
+    It is the schedule of least memory that is found at once, or was found for the same part at another size; a solve is
+    spent only where that passes the budget, and ends with the first schedule that fits. What runs outside is not known
+    yet. It raises the peak of every schedule; a budget that is a share of the unplanned peak rises with it, so for one
+    the outside is given the benefit of the doubt: four times the bytes of the outputs.
 
     Args:
         step: The part.
@@ -191,6 +215,7 @@ def first_solution(
         options: How to plan.
         target: Path of the planned module, for reports.
         progress: Told of what is found while solving, see `SolveOptions`.
+        known: What was found for other parts.
 
     Raises:
         InfeasibleBudgetError: If no schedule of the captured part was found that fits.
@@ -201,6 +226,9 @@ def first_solution(
         max(0, budget_bytes - resident_bytes),
         SolveOptions(time_limit_s=options.time_limit_s, gap=ANY_GAP, progress=progress),
     )
+    at_other_size = next((first for first in known if difference(first.step.graph, step.graph) is None), None)
+    if at_other_size is not None and _serves_as_well(at_other_size, problem, budget_bytes):
+        return at_other_size.solution
     smallest = smallest_budget(problem)
     if not budget_bytes or replay(problem, smallest.recompute).peak_bytes <= problem.budget_bytes:
         return smallest

@@ -39,7 +39,7 @@ from .metering import free_bytes
 from .out_of_memory import InfeasibleBudgetError, explain
 from .parts import Parts, uses_all_parameters
 from .plan import Plan, describe_peak
-from .planner import PlanOptions, first_solution, make_plan, resolve, unplanned
+from .planner import FirstSolution, PlanOptions, first_solution, make_plan, resolve, unplanned
 from .profiling import TimedRun
 from .recording import Run, StepRecord
 from .report import Reporter, Stages
@@ -99,6 +99,7 @@ class Session:
         self.stages = Stages(Reporter(options.verbose))
         self.parts = Parts(self.stages, options.cache_dir, self.kernels)
         self._known: dict[Kind, Known] = {}
+        self._firsts: list[FirstSolution] = []
         self._unfit: set[Kind] = set()  # whose plans were made with gradients dying that do not
         self._searching: set[Kind] = set()  # whose next step is the first in which cuDNN chooses algorithms
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
@@ -275,8 +276,16 @@ class Session:
         budget_bytes = self._budget_bytes(step, resident_bytes) if is_checked else 0
         progress = self.stages.reporter.solving(step_time_ms(captured.graph, profile))
         least = first_solution(
-            step, self.options.budget, budget_bytes, resident_bytes, self.options.plan, self._name, progress
+            step,
+            self.options.budget,
+            budget_bytes,
+            resident_bytes,
+            self.options.plan,
+            self._name,
+            progress,
+            known=self._firsts,
         )
+        self._firsts.append(FirstSolution(step, least))
         program = build(captured, lower(captured.graph, step.split(least.recompute)[0]))
         return replace(program, protects=True)  # what becomes of the values outside was not seen yet
 

@@ -8,7 +8,15 @@ import pytest
 
 from hiremate_lightning import planner
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
-from hiremate_lightning.planner import AUTO_MARGIN, PlanOptions, first_solution, make_plan, resolve, unplanned
+from hiremate_lightning.planner import (
+    AUTO_MARGIN,
+    FirstSolution,
+    PlanOptions,
+    first_solution,
+    make_plan,
+    resolve,
+    unplanned,
+)
 from hiremate_lightning.solvers import base, smallest_budget
 from hiremate_lightning.solvers.base import Problem, Solution, Status, get_strategy, strategy
 from hiremate_lightning.step import Call, Gap, merge
@@ -168,6 +176,39 @@ def test_a_solver_is_asked_before_the_first_step_is_refused(monkeypatch):
     step = step_of(*transformer(2))
     budget = unplanned(step).peak_bytes * 7 // 10
     assert first_of(step, Budget(size_bytes=budget), budget).peak_bytes <= budget
+
+
+def test_a_part_at_another_size_runs_as_it_did_before(monkeypatch):
+    before, larger = step_of(*transformer(2)), step_of(*transformer(2, size=96 * KB))
+    known = (FirstSolution(step_of(*chain()), solution_of(chain())), FirstSolution(before, solution_of(transformer(2))))
+    monkeypatch.setattr(planner, "smallest_budget", no_search)
+    found = first_solution(larger, Budget(share=0.9), 0, 0, PlanOptions(), "Net", known=known)
+    assert found is known[1].solution
+    peak = planner.simulate(larger.graph, larger.profile, planner.lower(larger.graph, found.recompute)).peak_bytes
+    assert first_solution(larger, Budget(size_bytes=peak), peak, 0, PlanOptions(), "Net", known=known) is found
+    with pytest.raises(SearchedError):
+        first_solution(larger, Budget(size_bytes=peak - 1), peak - 1, 0, PlanOptions(), "Net", known=known)
+
+
+def test_a_part_at_another_size_is_searched_where_the_schedule_saves_less_there(monkeypatch):
+    before, larger = step_of(*transformer(2), held=KB), step_of(*transformer(2, size=96 * KB), held=MANY)
+    known = FirstSolution(before, smallest_budget(Problem(before.graph, before.profile, 0)))
+    monkeypatch.setattr(planner, "smallest_budget", no_search)
+    with pytest.raises(SearchedError):
+        first_solution(larger, Budget(share=0.9), 0, 0, PlanOptions(), "Net", known=(known,))
+
+
+class SearchedError(Exception):
+    pass
+
+
+def no_search(_):
+    raise SearchedError
+
+
+def solution_of(drawn):
+    step = step_of(*drawn)
+    return smallest_budget(Problem(step.graph, step.profile, 0))
 
 
 def test_a_share_is_given_the_benefit_of_the_doubt_before_the_step_ran():
