@@ -11,11 +11,11 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from hiremate_lightning.api import make_options
 from hiremate_lightning.metrics import plan_metrics
+from hiremate_lightning.options import SessionOptions, make_options
 from hiremate_lightning.plan import Plan
 from hiremate_lightning.planner import DEFAULT_SOLVER
-from hiremate_lightning.session import Session, SessionOptions
+from hiremate_lightning.session import Session
 from hiremate_lightning.targets import StepTarget, Target, Targets
 
 UNSUPPORTED_STRATEGIES = {

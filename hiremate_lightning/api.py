@@ -7,52 +7,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .errors import ConfigurationError
+from .options import make_options
 from .plan import Plan
-from .planner import DEFAULT_SOLVER, PlanOptions
-from .session import Session, SessionOptions
-from .solvers.base import get_strategy
+from .planner import DEFAULT_SOLVER
+from .session import Session
 from .targets import Target, Targets, refuse, targets_of
-from .units import Budget, parse_budget
 
 FABRIC_WRAPPER = "_FabricModule"  # by its name: this module loads without Lightning
-
-
-def make_options(
-    budget: int | float | str | Budget,
-    *,
-    time_limit_s: float = 30.0,
-    max_plans: int = 8,
-    on_infeasible: str = "raise",
-    cache_dir: str | Path | None = None,
-    solver: str = DEFAULT_SOLVER,
-    compile: str | None = None,
-    verbose: bool = True,
-) -> SessionOptions:
-    """Check the arguments that all ways to plan share.
-
-    Raises:
-        BudgetError: If the budget can't be read.
-        ConfigurationError: If another argument is out of its range; the text names it.
-    """
-    get_strategy(solver)
-    if on_infeasible not in ("raise", "warn"):
-        raise ConfigurationError(f"on_infeasible must be 'raise' or 'warn', found {on_infeasible!r}")
-    if not time_limit_s > 0:
-        raise ConfigurationError(f"time_limit_s must be above 0 seconds, found {time_limit_s!r}")
-    if compile not in (None, "inductor"):
-        raise ConfigurationError(f"compile must be 'inductor' or None, found {compile!r}")
-    if max_plans < 1:
-        raise ConfigurationError(f"max_plans must be at least 1, found {max_plans!r}")
-    folder = None if cache_dir is None else Path(cache_dir)
-    return SessionOptions(
-        budget=parse_budget(budget),
-        plan=PlanOptions(solver, time_limit_s, on_infeasible, folder),
-        max_plans=max_plans,
-        cache_dir=folder,
-        verbose=verbose,
-        compile=compile,
-    )
 
 
 def hiremate(

@@ -23,15 +23,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .api import make_options
 from .errors import BudgetError, ConfigurationError, HiRemateWarning
 from .graph import OUTSIDE, Graph
 from .metering import MemoryMeter
+from .options import SessionOptions, make_options
 from .out_of_memory import InfeasibleBudgetError
 from .planner import DEFAULT_SOLVER
 from .report import Reporter
 from .scaling import Scaling, difference
-from .session import SessionOptions
 from .size_result import BatchSizeResult, result_lines, result_table
 from .size_search import Forecast, Found, Limit, Objective, Trial, search, trial_of
 from .size_trials import SizeRunner, SizeTask, TrialSession

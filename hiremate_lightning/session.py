@@ -16,8 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,10 +35,11 @@ from .fused_kernel import Kernels
 from .joint import may_choose_anew
 from .kinds import Kind, Kinds, Known
 from .metering import free_bytes
+from .options import SessionOptions
 from .out_of_memory import InfeasibleBudgetError, explain
 from .parts import Parts, uses_all_parameters
 from .plan import Plan, describe_peak
-from .planner import FirstSolution, PlanOptions, first_solution, make_plan, resolve, unplanned
+from .planner import FirstSolution, first_solution, make_plan, resolve, unplanned
 from .profiling import TimedRun
 from .recording import Run, StepRecord
 from .report import Reporter, Stages
@@ -52,27 +52,6 @@ from .step import Call, Step, merge
 from .units import Budget, format_bytes
 
 log = logging.getLogger("hiremate_lightning")
-
-
-@dataclass(frozen=True, slots=True)
-class SessionOptions:
-    """What a session was asked for.
-
-    Attributes:
-        budget: Bytes allowed at any moment of a step.
-        plan: How to plan.
-        max_plans: Most plans to keep; beyond it, a step of another kind runs at the least memory.
-        cache_dir: Where to keep profiles between runs, None for nowhere.
-        verbose: Whether to report.
-        compile: "inductor" to fuse operations into kernels that Inductor makes, None for PyTorch's own.
-    """
-
-    budget: Budget
-    plan: PlanOptions = PlanOptions()
-    max_plans: int = 8
-    cache_dir: Path | None = None
-    verbose: bool = True
-    compile: str | None = None
 
 
 class Session:

@@ -16,10 +16,11 @@ from . import torch_private
 from .allocator import allocated_bytes
 from .errors import ConfigurationError
 from .metering import free_bytes, measure_peak
+from .options import SessionOptions
 from .plan import Plan
 from .planner import resolve
 from .scaling import Line, Sample
-from .session import Session, SessionOptions
+from .session import Session
 from .step import Call, merge
 from .targets import StepTarget, Targets
 from .training_state import TrainingState

@@ -78,6 +78,7 @@ ORDER = (
     "parts",
     "scaling",
     "planner",
+    "options",
     "size_search",
     "session",
     "targets",

@@ -14,9 +14,10 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 
-from ..api import hiremate, make_options, remove_hiremate
+from ..api import hiremate, remove_hiremate
 from ..errors import BudgetError, ConfigurationError
 from ..metrics import plan_metrics
+from ..options import make_options
 from ..plan import Plan
 from ..session import Session
 from ..targets import Target, targets_of

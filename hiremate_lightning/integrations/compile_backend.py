@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..api import make_options
 from ..backend import planning_backend
 from ..capture import Captured
 from ..errors import ConfigurationError
 from ..execution import Part
+from ..options import make_options
 from ..plan import Plan
 from ..session import Session
 from ..targets import WITH_COMPILE, listen_to_optimizers, planned_module_with

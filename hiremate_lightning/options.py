@@ -1,0 +1,69 @@
+"""What training was asked for: a budget, and how to plan within it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import ConfigurationError
+from .planner import DEFAULT_SOLVER, PlanOptions
+from .solvers.base import get_strategy
+from .units import Budget, parse_budget
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """What a session was asked for.
+
+    Attributes:
+        budget: Bytes allowed at any moment of a step.
+        plan: How to plan.
+        max_plans: Most plans to keep; beyond it, a step of another kind runs at the least memory.
+        cache_dir: Where to keep profiles between runs, None for nowhere.
+        verbose: Whether to report.
+        compile: "inductor" to fuse operations into kernels that Inductor makes, None for PyTorch's own.
+    """
+
+    budget: Budget
+    plan: PlanOptions = PlanOptions()
+    max_plans: int = 8
+    cache_dir: Path | None = None
+    verbose: bool = True
+    compile: str | None = None
+
+
+def make_options(
+    budget: int | float | str | Budget,
+    *,
+    time_limit_s: float = 30.0,
+    max_plans: int = 8,
+    on_infeasible: str = "raise",
+    cache_dir: str | Path | None = None,
+    solver: str = DEFAULT_SOLVER,
+    compile: str | None = None,
+    verbose: bool = True,
+) -> SessionOptions:
+    """Check the arguments that all ways to plan share.
+
+    Raises:
+        BudgetError: If the budget can't be read.
+        ConfigurationError: If another argument is out of its range; the text names it.
+    """
+    get_strategy(solver)
+    if on_infeasible not in ("raise", "warn"):
+        raise ConfigurationError(f"on_infeasible must be 'raise' or 'warn', found {on_infeasible!r}")
+    if not time_limit_s > 0:
+        raise ConfigurationError(f"time_limit_s must be above 0 seconds, found {time_limit_s!r}")
+    if compile not in (None, "inductor"):
+        raise ConfigurationError(f"compile must be 'inductor' or None, found {compile!r}")
+    if max_plans < 1:
+        raise ConfigurationError(f"max_plans must be at least 1, found {max_plans!r}")
+    folder = None if cache_dir is None else Path(cache_dir)
+    return SessionOptions(
+        budget=parse_budget(budget),
+        plan=PlanOptions(solver, time_limit_s, on_infeasible, folder),
+        max_plans=max_plans,
+        cache_dir=folder,
+        verbose=verbose,
+        compile=compile,
+    )
