@@ -15,6 +15,7 @@ from torch import fx
 from . import assignments, backward_pass, casts, torch_private, views
 from .capture import Captured, capture
 from .contributions import Contributions, MissingInputsError
+from .eager_tracing import traced_as_eager
 from .errors import CaptureError
 from .execution import Part, stub_modules
 from .fused_kernel import Kernels
@@ -61,7 +62,7 @@ class _Compilation:
             partition=self._partition, forward=self._forward, backward=self._backward, inference=self._inference
         )
         self._contributions = given = Contributions(inputs)
-        with torch_private.traced_as_eager():
+        with traced_as_eager():
             try:
                 with given.traced(module):
                     return backend(module, inputs)

@@ -1,4 +1,4 @@
-"""Every private torch API that the project uses but for `backward_pass` and `inductor`, and nothing else.
+"""Every private torch API that has no module of its own, and nothing else.
 
 Checked on the torch versions in `CHECKED_VERSIONS`; `tests/test_torch_private.py` fails loudly when one of them moves.
 What they are for:
@@ -7,8 +7,7 @@ What they are for:
 * the slot that `nn.Module.compile` uses: the only way to take over a call that keeps state_dict, deepcopy and pickle as
   they are;
 * boxed code generation of FX graphs, so that arguments die as they are used;
-* a tensor's version and storage, which Python does not tell;
-* tracing of the very operators that eager PyTorch runs, with the strides that they give.
+* a tensor's version and storage, which Python does not tell.
 """
 
 from __future__ import annotations
@@ -21,15 +20,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._C import DispatchKey
-from torch._decomp import decomposition_table
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import TorchDynamoException as CompileError
 from torch._dynamo.utils import TensorStaticReason
 from torch._dynamo.variables import builder
-from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
     PlainAOTInput,
@@ -39,9 +35,7 @@ from torch._functorch._aot_autograd.runtime_wrappers import _AutogradSavedState 
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, OutputType, PlainTensorMeta
 from torch._functorch.partitioners import _extract_fwd_bwd_outputs, _has_tag_is_backward, _is_tangent
 from torch._guards import TracingContext, detect_fake_mode
-from torch._inductor import config as inductor_config
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentError
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -68,107 +62,6 @@ def make_backend(partition: Callable[..., Any], forward: Compiler, backward: Com
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
-
-
-@contextmanager
-def traced_as_eager() -> Iterator[None]:
-    """Trace what eager PyTorch would run, where torch's tracing departs from it, for a while.
-
-    Departures: Python decompositions that round otherwise than the kernels that they stand for, or draw random numbers
-    where eager doesn't; random operations whose result nobody uses are dropped, and with them their draws; strides of
-    some results are not those that the CPU's kernels give; and the backward is taken to run under the forward's
-    autocast, which training ends before it: products in single precision would lose theirs.
-    """
-    with (
-        inductor_config.patch(fallback_random=True),
-        functorch_config.patch(backward_pass_autocast="off"),
-        _eager_kernels(),
-        _eager_strides(),
-    ):
-        yield
-
-
-_IMPLICIT = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
-
-
-@contextmanager
-def _eager_kernels() -> Iterator[None]:
-    """Take the Python decompositions of some operators out of the dispatcher."""
-    operators = _decomposed_unlike_eager()
-    found: dict[OpOverload, dict[Any, Any]] = {op: dict(op.py_kernels) for op in operators}
-    for op in operators:
-        for key in _IMPLICIT:
-            op.py_kernels.pop(key, None)
-        op._dispatch_cache.clear()
-    dropout = torch.ops.aten.dropout.default
-    for key in _IMPLICIT:
-        dropout.py_kernels[key] = _eager_dropout
-    try:
-        yield
-    finally:
-        for op, kernels in found.items():
-            op.py_kernels.clear()
-            op.py_kernels.update(kernels)
-            op._dispatch_cache.clear()
-
-
-def _decomposed_unlike_eager() -> list[OpOverload]:
-    """List the operators whose Python decomposition gives other numbers: products fold otherwise, resizing rounds."""
-    aten = torch.ops.aten
-    packets = [aten.dropout, aten.matmul, aten.hardshrink, aten.softshrink, aten.stft, aten.istft]
-    packets += [getattr(aten, name) for name in dir(aten) if name.startswith(("upsample_", "_upsample_"))]
-    overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
-    return [op for op in overloads if any(key in op.py_kernels for key in _IMPLICIT)]
-
-
-def _eager_dropout(input: torch.Tensor, p: float, train: bool | None) -> torch.Tensor:
-    """Draw as eager does: nothing for a probability of 0 or 1."""
-    if p == 0 or not train or input.numel() == 0:
-        return input
-    if p == 1:
-        return input.mul(torch.zeros((), dtype=input.dtype, device=input.device))
-    dropped: torch.Tensor = torch.ops.aten.native_dropout.default(input, p, train)[0]
-    return dropped
-
-
-@contextmanager
-def _eager_strides() -> Iterator[None]:
-    """Correct the strides of results that torch takes for those of an input, on the CPU."""
-    aten = torch.ops.aten
-    sources = {  # the argument whose memory format the first result has
-        aten._native_batch_norm_legit_functional.default: 0,
-        aten._native_batch_norm_legit.default: 0,
-        aten._native_batch_norm_legit.no_stats: 0,
-        aten._native_batch_norm_legit_no_training.default: 0,
-        aten.native_batch_norm_backward.default: 1,
-        aten._log_softmax_backward_data.default: None,
-    }
-    found = {op: decomposition_table[op] for op in sources}
-    for op, position in sources.items():
-        decomposition_table[op] = _with_strides(found[op], position)
-    FakeTensorMode.cache_clear()  # it holds results by arguments, whoever computed them
-    try:
-        yield
-    finally:
-        for op, decomposition in found.items():
-            decomposition_table[op] = decomposition
-        FakeTensorMode.cache_clear()
-
-
-def _with_strides(decomposition: Callable[..., Any], position: int | None) -> Callable[..., Any]:
-    """Give the first result of a decomposition the memory format of an argument, None for a contiguous one."""
-
-    @functools.wraps(decomposition)  # torch looks at its name and module
-    def corrected(*args: Any, **kwargs: Any) -> Any:
-        results = decomposition(*args, **kwargs)
-        first, *others = results if isinstance(results, tuple) else (results,)
-        if first is None or first.device.type != "cpu":
-            return results
-        wanted = torch.contiguous_format if position is None else suggest_memory_format(args[position])
-        made = torch.empty_like(first, memory_format=wanted)
-        return (made, *others) if isinstance(results, tuple) else made
-
-    return corrected
 
 
 def joint_outputs(joint: fx.GraphModule, num_forward: int) -> tuple[list[Any], list[Any], list[Any], list[Any]]:

@@ -44,6 +44,7 @@ ORDER = (
     "metrics",
     "eager_paths",
     "torch_private",
+    "eager_tracing",
     "backward_pass",
     "allocator",
     "host_events",
@@ -122,7 +123,7 @@ TORCH_FREE = (
 )
 FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
 MAY_USE_FRAMEWORKS = ("integrations", "callbacks")
-MAY_USE_PRIVATE_TORCH = ("torch_private", "backward_pass", "calls", "host_events", "inductor")
+MAY_USE_PRIVATE_TORCH = ("torch_private", "backward_pass", "calls", "eager_tracing", "host_events", "inductor")
 # Private state of modules and tensors, where no name in the source says that it is torch's.
 PRIVATE_ATTRIBUTES = ("_call_impl", "_cdata", "_compiled_call_impl", "_version")
 
