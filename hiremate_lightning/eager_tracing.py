@@ -1,0 +1,121 @@
+"""Tracing of the very operators that eager PyTorch runs, with the strides that they give.
+
+PyTorch's tables of decompositions are private; `tests/test_torch_private.py` says on which versions this was checked.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+from torch._decomp import decomposition_table
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+@contextmanager
+def traced_as_eager() -> Iterator[None]:
+    """Trace what eager PyTorch would run, where torch's tracing departs from it, for a while.
+
+    Departures: Python decompositions that round otherwise than the kernels that they stand for, or draw random numbers
+    where eager doesn't; random operations whose result nobody uses are dropped, and with them their draws; strides of
+    some results are not those that the CPU's kernels give; and the backward is taken to run under the forward's
+    autocast, which training ends before it: products in single precision would lose theirs.
+    """
+    with (
+        inductor_config.patch(fallback_random=True),
+        functorch_config.patch(backward_pass_autocast="off"),
+        _eager_kernels(),
+        _eager_strides(),
+    ):
+        yield
+
+
+_IMPLICIT = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
+
+
+@contextmanager
+def _eager_kernels() -> Iterator[None]:
+    """Take the Python decompositions of some operators out of the dispatcher."""
+    operators = _decomposed_unlike_eager()
+    found: dict[OpOverload, dict[Any, Any]] = {op: dict(op.py_kernels) for op in operators}
+    for op in operators:
+        for key in _IMPLICIT:
+            op.py_kernels.pop(key, None)
+        op._dispatch_cache.clear()
+    dropout = torch.ops.aten.dropout.default
+    for key in _IMPLICIT:
+        dropout.py_kernels[key] = _eager_dropout
+    try:
+        yield
+    finally:
+        for op, kernels in found.items():
+            op.py_kernels.clear()
+            op.py_kernels.update(kernels)
+            op._dispatch_cache.clear()
+
+
+def _decomposed_unlike_eager() -> list[OpOverload]:
+    """List the operators whose Python decomposition gives other numbers: products fold otherwise, resizing rounds."""
+    aten = torch.ops.aten
+    packets = [aten.dropout, aten.matmul, aten.hardshrink, aten.softshrink, aten.stft, aten.istft]
+    packets += [getattr(aten, name) for name in dir(aten) if name.startswith(("upsample_", "_upsample_"))]
+    overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    return [op for op in overloads if any(key in op.py_kernels for key in _IMPLICIT)]
+
+
+def _eager_dropout(input: torch.Tensor, p: float, train: bool | None) -> torch.Tensor:
+    """Draw as eager does: nothing for a probability of 0 or 1."""
+    if p == 0 or not train or input.numel() == 0:
+        return input
+    if p == 1:
+        return input.mul(torch.zeros((), dtype=input.dtype, device=input.device))
+    dropped: torch.Tensor = torch.ops.aten.native_dropout.default(input, p, train)[0]
+    return dropped
+
+
+@contextmanager
+def _eager_strides() -> Iterator[None]:
+    """Correct the strides of results that torch takes for those of an input, on the CPU."""
+    aten = torch.ops.aten
+    sources = {  # the argument whose memory format the first result has
+        aten._native_batch_norm_legit_functional.default: 0,
+        aten._native_batch_norm_legit.default: 0,
+        aten._native_batch_norm_legit.no_stats: 0,
+        aten._native_batch_norm_legit_no_training.default: 0,
+        aten.native_batch_norm_backward.default: 1,
+        aten._log_softmax_backward_data.default: None,
+    }
+    found = {op: decomposition_table[op] for op in sources}
+    for op, position in sources.items():
+        decomposition_table[op] = _with_strides(found[op], position)
+    FakeTensorMode.cache_clear()  # it holds results by arguments, whoever computed them
+    try:
+        yield
+    finally:
+        for op, decomposition in found.items():
+            decomposition_table[op] = decomposition
+        FakeTensorMode.cache_clear()
+
+
+def _with_strides(decomposition: Callable[..., Any], position: int | None) -> Callable[..., Any]:
+    """Give the first result of a decomposition the memory format of an argument, None for a contiguous one."""
+
+    @functools.wraps(decomposition)  # torch looks at its name and module
+    def corrected(*args: Any, **kwargs: Any) -> Any:
+        results = decomposition(*args, **kwargs)
+        first, *others = results if isinstance(results, tuple) else (results,)
+        if first is None or first.device.type != "cpu":
+            return results
+        wanted = torch.contiguous_format if position is None else suggest_memory_format(args[position])
+        made = torch.empty_like(first, memory_format=wanted)
+        return (made, *others) if isinstance(results, tuple) else made
+
+    return corrected
