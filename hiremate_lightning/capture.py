@@ -108,6 +108,10 @@ class Captured:
         graph, allocating = self.graph.reading_once(storages), self.allocating.reading_once(storages)
         return replace(self, graph=graph, allocating=allocating)
 
+    def running_once(self, nodes: Collection[int]) -> Captured:
+        """Give the same where some nodes of the graph are never run twice."""
+        return replace(self, graph=self.graph.running_once(nodes), allocating=self.allocating.running_once(nodes))
+
     @property
     def placeholders(self) -> tuple[fx.Node, ...]:
         """The inputs of the forward, in order."""

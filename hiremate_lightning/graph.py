@@ -154,6 +154,11 @@ class Graph:
         )
         return replace(self, nodes=nodes)
 
+    def running_once(self, nodes: Collection[int]) -> Graph:
+        """Give the graph in which some nodes are never run twice: they would give other numbers."""
+        once = tuple(replace(n, is_random=True) if i in nodes else n for i, n in enumerate(self.nodes))
+        return replace(self, nodes=once)
+
     @cached_property
     def recomputers(self) -> tuple[int | None, ...]:
         """For each tensor, the node that can compute it again during the backward, or None."""

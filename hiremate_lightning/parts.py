@@ -10,6 +10,7 @@ from torch import nn
 from . import torch_private
 from .capture import Captured
 from .costs import Profile
+from .custom_operators import without_unsteady
 from .execution import Conductor, Part, Program
 from .fused_kernel import Kernels
 from .graph import StorageKind
@@ -54,7 +55,8 @@ class Parts:
         """
         number = next(i for i, known in enumerate(self.all) if known is part)
         while len(self.profiles) <= number:
-            captured = self.all[len(self.profiles)].captured
+            next_one = self.all[len(self.profiles)]
+            captured = next_one.captured = without_unsteady(next_one.captured)
             profile = self._measure(captured)
             with self._stages.stage("solve_s", "solving"):
                 least = build_least(captured, profile)

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import operator
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,6 +21,7 @@ from pathlib import Path
 from statistics import median, median_low
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -181,10 +183,22 @@ def undisturbed(device: torch.device) -> Iterator[None]:
         unmeasured,
         torch_private.real_mode(),
         torch.random.fork_rng(devices=devices),
+        _same_draws_on_host(),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
     ):
         yield
+
+
+@contextmanager
+def _same_draws_on_host() -> Iterator[None]:
+    """Leave the random state of Python and NumPy as it is found: custom operators may draw from these."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  what users may draw from
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
 
 
 def _measure_node(captured: Captured, index: int, options: ProfileOptions) -> Cost | None:
@@ -194,7 +208,7 @@ def _measure_node(captured: Captured, index: int, options: ProfileOptions) -> Co
     if is_collective(record.op):
         return None  # other processes would wait for each run of it, or take it for one of the step's own
     try:
-        run = _runner(captured, index)
+        run = runner(captured, index)
         result = run()
         output_bytes = _storage_bytes(result, captured.device)
         del result
@@ -208,7 +222,8 @@ def _measure_node(captured: Captured, index: int, options: ProfileOptions) -> Co
 _VIEW_MS = 0.002  # what a view costs the interpreter; kernels on top of it are what matters
 
 
-def _runner(captured: Captured, index: int) -> Callable[[], Any]:
+def runner(captured: Captured, index: int) -> Callable[[], Any]:
+    """Give what runs one operation of a captured graph on made-up inputs."""
     record, node = captured.graph.nodes[index], captured.fx_nodes[index]
     made: dict[fx.Node, Any] = {}
 

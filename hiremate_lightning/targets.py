@@ -45,14 +45,17 @@ UNPLANNED = (
 
 
 def _call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    torch_private.hooks_of_all_modules()
     return type(module).forward(module, *args, **kwargs)
 
 
 def _call_found(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    torch_private.hooks_of_all_modules()
     return forward(*args, **kwargs)
 
 
 def _call_training_step(module: Any, *args: Any, **kwargs: Any) -> Any:
+    torch_private.hooks_of_all_modules()
     return type(module).training_step(module, *args, **kwargs)
 
 
@@ -216,9 +219,15 @@ class Targets:
             return False
         if not _has_weights(module) and not (module is self.root and _requires_gradient(arguments)):
             return False
+        where = name or type(module).__name__
+        if torch_private.is_transforming():
+            self.session.say(
+                f"{type(self.root).__name__} was called inside of a transform of torch.func, or of forward-mode "
+                "differentiation: such calls are not planned."
+            )
+            return False
         if not module.training and not self._warned:
             self._warned = True
-            where = name or type(module).__name__
             warnings.warn(
                 f"{where} was called with gradients but in eval mode: such calls are not planned. "
                 "Call .train() to plan them.",

@@ -38,7 +38,9 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentError
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as nn_module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves as leaves
@@ -171,6 +173,11 @@ def version_of(tensor: torch.Tensor) -> int:
 def is_batched(value: Any) -> bool:
     """Whether a tensor stands for the many that `torch.autograd.grad` got with is_grads_batched."""
     return isinstance(value, torch.Tensor) and bool(torch._C._functorch.is_legacy_batchedtensor(value))
+
+
+def is_transforming() -> bool:
+    """Whether a transform of torch.func (grad, vmap) or forward-mode differentiation is under way."""
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 def let_gradients_be_absent(token: torch.Tensor) -> None:
@@ -313,6 +320,7 @@ def capturing_for_plans() -> Iterator[None]:
       A size that depends on such a number is fixed again by `fix_sizes`.
     * A function is compiled as often as it takes: beyond its limits Dynamo would run it uncaptured in silence.
     * NumPy draws its own random numbers, or Dynamo would let torch draw them.
+    * A hook that a module gets later, or loses, is seen: its call is captured anew.
     """
     static, builder.tensor_always_has_static_shape = builder.tensor_always_has_static_shape, _always_static
     settings = _unused_settings.pop() if _unused_settings else _settings_for_plans()
@@ -328,11 +336,22 @@ def capturing_for_plans() -> Iterator[None]:
 _unused_settings: list[Any] = []
 
 
+def hooks_of_all_modules() -> tuple[Any, ...]:
+    """Name the hooks that run for each module; captured code that asks for them is captured anew where they change."""
+    return (
+        tuple(nn_module._global_forward_pre_hooks),
+        tuple(nn_module._global_forward_hooks),
+        tuple(nn_module._global_backward_pre_hooks),
+        tuple(nn_module._global_backward_hooks),
+    )
+
+
 def _settings_for_plans() -> Any:
     return dynamo_config.patch(
         recompile_limit=256,
         accumulated_recompile_limit=4096,
         use_numpy_random_stream=True,
+        skip_nnmodule_hook_guards=False,
         allow_unspec_int_on_nn_module=True,
         specialize_float=True,
     )

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from hiremate_lightning import CaptureError, ConfigurationError, HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.metering import measure_peak
@@ -182,3 +187,64 @@ def test_what_grows_late_is_planned_for_at_once(grows):
         assert index < 20 or used <= budget
         (second if grows == "optimizer state" and index >= 20 else first).step()
     assert get_plan(model).resident_bytes > 2 * weights
+
+
+def halve_later(model: nn.Module, add: Callable[[nn.Module], RemovableHandle]) -> list[torch.Tensor]:
+    """Train with a hook that comes after three steps and goes after six."""
+    seen, handle = [], None
+    for index in range(9):
+        if index == 3:
+            handle = add(model)
+        if index == 6:
+            handle.remove()
+        model.zero_grad()
+        model(batch(index)).square().mean().backward()
+        seen += [p.grad.clone() for p in model.parameters()]
+    return seen
+
+
+def halve_output(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+    return output / 2
+
+
+LATE_HOOKS = {
+    "forward": lambda model: model[2].register_forward_hook(halve_output),
+    "forward pre": lambda model: model[2].register_forward_pre_hook(lambda _, inputs: (inputs[0] / 2,)),
+    "backward": lambda model: model[2].register_full_backward_hook(lambda _, given, __: (given[0] / 2,)),
+    "of all modules": lambda _: register_module_forward_hook(halve_output),
+    "before all modules": lambda _: register_module_forward_pre_hook(lambda _, inputs: (inputs[0] / 2,)),
+}
+
+
+@pytest.mark.parametrize("add", LATE_HOOKS.values(), ids=LATE_HOOKS)
+@pytest.mark.filterwarnings("ignore:A call of Sequential could not be captured")
+def test_hooks_that_come_later_and_go_are_heard(add):
+    plain = layers()
+    model = hiremate(copy.deepcopy(plain), "70%", verbose=False)
+    expected, found = halve_later(plain, add), halve_later(model, add)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert get_plan(model) is not None
+
+
+def gradient_by_transform(model: nn.Module) -> torch.Tensor:
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    gradient = torch.func.grad(lambda w: torch.func.functional_call(model, w, (batch(0),)).square().mean())
+    return gradient(weights)["0.weight"]
+
+
+def slope_forwards(model: nn.Module) -> torch.Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(batch(0), batch(1)))).tangent.detach()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # used by torch's forward mode
+@pytest.mark.parametrize("transform", [gradient_by_transform, slope_forwards])
+def test_transforms_run_a_planned_model_as_it_is(transform):
+    plain = layers()
+    model = hiremate(copy.deepcopy(plain), "70%", verbose=False)
+    with pytest.warns(HiRemateWarning, match="inside of a transform of torch.func"):
+        assert torch.equal(transform(model), transform(plain))
+    assert torch.equal(transform(model), transform(plain))  # said once
+    for index in range(2):
+        model(batch(index)).square().mean().backward()
+    assert get_plan(model) is not None

@@ -70,6 +70,7 @@ ORDER = (
     "straight_line",
     "execution",
     "profiling",
+    "custom_operators",
     "recording",
     "resident",
     "kinds",

@@ -272,7 +272,7 @@ def test_an_operation_that_cannot_run_alone_gets_its_estimate(captured, monkeypa
     def refuse(captured, index):
         raise RuntimeError("not alone")
 
-    monkeypatch.setattr(profiling, "_runner", refuse)
+    monkeypatch.setattr(profiling, "runner", refuse)
     profile = measure(captured, CostCache(), QUICK)
     expected = estimate(captured.graph)
     product = next(i for i, n in enumerate(captured.graph.nodes) if n.op == "aten.addmm.default")
@@ -282,13 +282,13 @@ def test_an_operation_that_cannot_run_alone_gets_its_estimate(captured, monkeypa
 
 
 def test_estimates_are_not_kept_for_later_runs(captured, monkeypatch, tmp_path):
-    runner = profiling._runner
+    runner = profiling.runner
 
     def refuse_once(captured, index):
-        monkeypatch.setattr(profiling, "_runner", runner)
+        monkeypatch.setattr(profiling, "runner", runner)
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(profiling, "_runner", refuse_once)
+    monkeypatch.setattr(profiling, "runner", refuse_once)
     measure(captured, CostCache(tmp_path), QUICK)
     (path,) = tmp_path.iterdir()
     missing = {node.key for node in captured.graph.nodes} - json.loads(path.read_text())["costs"].keys()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from torch.nn.utils import parametrizations
 from hiremate_lightning import CaptureError, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.targets import targets_of
 
-from .exact import simple_loop, train_both
+from .exact import quiet, simple_loop, train_both
 
 ROWS, WIDTH = 256, 16
 
@@ -90,6 +92,71 @@ def draws_in_vain(self, x):
 
 def test_numbers_that_nobody_uses_are_drawn_all_the_same():
     train_both(lambda: Between(draws_in_vain), simple_loop(rows))
+
+
+def custom(name: str, function: Any) -> Any:
+    """Make an operator that torch knows nothing of but its shape, with the gradient that goes straight through."""
+    operator = torch.library.custom_op(f"hiremate_tests::{name}", function, mutates_args=())
+    operator.register_fake(torch.empty_like)
+    operator.register_autograd(lambda _, gradient: gradient)
+    return operator
+
+
+def add_noise(x: Tensor) -> Tensor:
+    return x + torch.randn_like(x)
+
+
+def scale_by_python(x: Tensor) -> Tensor:
+    return x * random.random()
+
+
+def scale_by_numpy(x: Tensor) -> Tensor:
+    return x * float(np.random.rand())  # noqa: NPY002
+
+
+def scale_by_another(x: Tensor) -> Tensor:
+    return x * torch.rand((), generator=OWN).item()
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+OWN = torch.Generator()
+CUSTOM = {
+    f.__name__: custom(f.__name__, f) for f in (add_noise, scale_by_python, scale_by_numpy, scale_by_another, double)
+}
+
+
+def wide(index: int) -> Tensor:
+    return torch.randn(4 * ROWS, WIDTH, generator=torch.Generator().manual_seed(index))
+
+
+@pytest.mark.parametrize("name", ["add_noise", "scale_by_python", "scale_by_numpy"])
+def test_a_custom_operator_without_a_tag_draws_once(name):
+    train = simple_loop(wide)
+
+    def loop(module):
+        random.seed(1)
+        np.random.seed(1)  # noqa: NPY002
+        log = train(module)
+        return [*log, torch.tensor([random.random(), np.random.rand()])]  # noqa: NPY002
+
+    train_both(lambda: Between(lambda _, x: F.gelu(CUSTOM[name](F.gelu(x)))), loop, "40%")
+
+
+def test_a_custom_operator_that_gives_other_numbers_runs_once_and_any_other_may_run_twice():
+    def repeatable(name):
+        module = Between(lambda _, x: F.gelu(CUSTOM[name](F.gelu(x))))
+        hiremate(module, "70%", verbose=False, on_infeasible="warn")
+        with quiet():
+            simple_loop(wide, steps=2)(module)
+        nodes = get_plan(module).graph.nodes
+        (node,) = (n for n in nodes if n.op == f"hiremate_tests.{name}.default")
+        return node.is_repeatable
+
+    assert repeatable("double")
+    assert not repeatable("scale_by_another")
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.2])
