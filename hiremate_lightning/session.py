@@ -424,9 +424,10 @@ class Session:
             resident_bytes=resident.size_bytes,
             resident_parts=resident.kinds,
         )
+        if (plan.measured.peak_bytes or 0) > budget_bytes:
+            adapted = adapted.with_measured(peak_bytes=None)  # it was of more resident bytes: measured again
         self._known[kind] = known
-        fits = adapted.planned_peak_bytes + known.margin_bytes <= budget_bytes
-        if fits or is_least:  # the least memory for the same step stays what it is
+        if is_least or adapted.planned_peak_bytes + known.margin_bytes <= budget_bytes:  # the least stays the least
             self.plans[kind] = adapted
             self._tell(adapted)
         else:

@@ -309,6 +309,25 @@ def test_a_share_grows_with_what_is_resident():
     assert after.solution == before.solution
 
 
+def test_a_peak_that_was_measured_with_more_resident_bytes_is_measured_again():
+    model = planned("75%")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for seed in range(5):
+        step(model, seed)
+        optimizer.step()
+    before = get_plan(model)
+    for state in optimizer.state.values():
+        state.clear()
+    step(model)
+    assert get_plan(model).budget_bytes < before.measured.peak_bytes
+    assert get_plan(model).measured == replace(before.measured, peak_bytes=None)
+    step(model)
+    after = get_plan(model)
+    assert after.solution == before.solution
+    freed = before.resident_bytes - after.resident_bytes
+    assert before.measured.peak_bytes - after.measured.peak_bytes == pytest.approx(freed, abs=1024)
+
+
 def test_with_warn_a_budget_too_small_is_announced_once_and_trains():
     def act(model):
         return [step(model, index) for index in range(3)]
