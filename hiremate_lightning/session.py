@@ -174,8 +174,9 @@ class Session:
         if not self.parts.all:
             worker.warm_up()
             self._tracing.enter_context(self.stages.stage("capture_s", "tracing"))
+        unplanned = f"torch.compile could not capture a part of {name}, which runs without a plan:"
         try:
-            with torch_private.capturing_for_plans(), eager_paths():
+            with torch_private.capturing_for_plans(lambda reason: self.say(f"{unplanned} {reason}")), eager_paths():
                 yield
         except torch_private.CompileError as error:
             if not is_inside:

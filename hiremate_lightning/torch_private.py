@@ -13,6 +13,7 @@ What they are for:
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import TorchDynamoException as CompileError
+from torch._dynamo.exc import TorchRuntimeError
 from torch._dynamo.utils import TensorStaticReason
 from torch._dynamo.variables import builder
 from torch._functorch._aot_autograd.descriptors import (
@@ -312,7 +314,7 @@ def plain_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def capturing_for_plans() -> Iterator[None]:
+def capturing_for_plans(tell: Callable[[str], None] | None = None) -> Iterator[None]:
     """Let Dynamo capture as plans need it.
 
     * Tensors have the sizes that they have: a plan is of bytes. But a number that changes from call to call (a module
@@ -321,16 +323,37 @@ def capturing_for_plans() -> Iterator[None]:
     * A function is compiled as often as it takes: beyond its limits Dynamo would run it uncaptured in silence.
     * NumPy draws its own random numbers, or Dynamo would let torch draw them.
     * A hook that a module gets later, or loses, is seen: its call is captured anew.
+    * Code that Dynamo or AOTAutograd fail on runs as it is, and what it calls is captured on its own. The error is told
+      or, where there is no one to tell, raised. So are errors of the code itself, which are seen as it is traced.
     """
     static, builder.tensor_always_has_static_shape = builder.tensor_always_has_static_shape, _always_static
     settings = _unused_settings.pop() if _unused_settings else _settings_for_plans()
+
+    def heed(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None or record.levelno < logging.WARNING:
+            return True
+        if tell is None or isinstance(error, TorchRuntimeError):
+            raise error
+        tell(_in_brief(getattr(error, "inner_exception", error)))
+        return False
+
+    _suppressed_errors.addFilter(heed)
     try:
         with settings:
             yield
     finally:
+        _suppressed_errors.removeFilter(heed)
         builder.tensor_always_has_static_shape = static
         _unused_settings.append(settings)
 
+
+def _in_brief(error: BaseException) -> str:
+    kind = "" if isinstance(error, CompileError) else f"{type(error).__name__}: "  # Dynamo's name it themselves
+    return kind + str(error).strip().split("\n\n")[0]
+
+
+_suppressed_errors = logging.getLogger("torch._dynamo.convert_frame")  # where Dynamo tells what it goes on without
 
 # Kept, since making one takes longer than using it; not shared, since several calls may be under way.
 _unused_settings: list[Any] = []
@@ -352,6 +375,7 @@ def _settings_for_plans() -> Any:
         accumulated_recompile_limit=4096,
         use_numpy_random_stream=True,
         skip_nnmodule_hook_guards=False,
+        suppress_errors=True,
         allow_unspec_int_on_nn_module=True,
         specialize_float=True,
     )

@@ -15,7 +15,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from hiremate_lightning import CaptureError, ConfigurationError, HiRemateWarning, get_plan, hiremate
+from hiremate_lightning import CaptureError, ConfigurationError, HiRemateWarning, backend, get_plan, hiremate
+from hiremate_lightning.capture import capture
 from hiremate_lightning.metering import measure_peak
 from hiremate_lightning.targets import targets_of
 
@@ -248,3 +249,62 @@ def test_transforms_run_a_planned_model_as_it_is(transform):
     for index in range(2):
         model(batch(index)).square().mean().backward()
     assert get_plan(model) is not None
+
+
+class Nested(nn.Module):
+    """Blocks in a loop over lists, which is captured as one graph where nothing fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(*layers(2), nn.Dropout(0.1)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def gradients_of(model: nn.Module, steps: int = 5) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    seen = []
+    for index in range(steps):
+        model.zero_grad()
+        model(batch(index)).square().mean().backward()
+        seen += [p.grad.clone() for p in model.parameters()]
+    return [*seen, torch.get_rng_state()]
+
+
+def test_what_torch_compile_fails_on_runs_as_it_is_and_what_it_calls_is_planned(monkeypatch):
+    def fail_on_large_graphs(joint, *arguments):
+        if len(joint.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default)) > 2:
+            raise AssertionError("too large")
+        return capture(joint, *arguments)
+
+    monkeypatch.setattr(backend, "capture", fail_on_large_graphs)
+    plain = Nested()
+    model = hiremate(copy.deepcopy(plain), "80%", verbose=False)
+    expected = gradients_of(plain)
+    with pytest.warns(HiRemateWarning) as said:
+        found = gradients_of(model)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    texts = [str(warning.message) for warning in said]
+    assert texts == [
+        "torch.compile could not capture a part of Nested, which runs without a plan: AssertionError: too large",
+        "Nothing of Nested was captured as a whole; from the next step on its parts are planned.",
+    ]
+    plan = get_plan(model)
+    assert plan.schedule.recomputed(plan.graph)
+    assert plan.measured.peak_bytes <= plan.budget_bytes
+
+
+def test_an_error_of_the_model_is_raised_and_the_plan_stays():
+    model = hiremate(layers(), "70%", verbose=False)
+    gradients_of(model, steps=3)
+    plan = get_plan(model)
+    with pytest.raises(CaptureError, match="could not capture Sequential"):
+        model(torch.randn(8, WIDTH + 1))
+    runs = targets_of(model).session.runs
+    gradients_of(model, steps=1)
+    assert targets_of(model).session.runs == runs + 1
+    assert get_plan(model).solution is plan.solution
