@@ -86,6 +86,8 @@ def run(seed: int, longest: int) -> Trial:
         return Trial("refused, with an error that says what to change")
     except Exception as error:  # whatever it is, it is a finding
         return Trial("CRASHED", f"{seed}: {type(error).__name__}: {str(error).splitlines()[0]}; {recipe}")
+    if any("torch.compile could not capture" in text for text in outcome.warnings) and not outcome.is_wrong:
+        return Trial("exact; torch.compile fails on a part, which runs without a plan")
     result, plan = describe(outcome), outcome.plan
     finding = f"{seed}: {outcome.differences[:3]}, {outcome.deviation:.0e}, peaks {outcome.peaks}; {recipe}"
     return Trial(

@@ -328,35 +328,48 @@ def capturing_for_plans(tell: Callable[[str], None] | None = None) -> Iterator[N
     """
     static, builder.tensor_always_has_static_shape = builder.tensor_always_has_static_shape, _always_static
     settings = _unused_settings.pop() if _unused_settings else _settings_for_plans()
+    try:
+        with settings, _told_of_failures(tell):
+            yield
+    finally:
+        builder.tensor_always_has_static_shape = static
+        _unused_settings.append(settings)
+
+
+# Kept, since making one takes longer than using it; not shared, since several calls may be under way.
+_unused_settings: list[Any] = []
+
+
+@contextmanager
+def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
+    """Let Dynamo go on without what it fails on, and hear of it from its log, however quiet a user has made that."""
+    log = logging.getLogger("torch._dynamo.convert_frame")
+    level, was_quiet = log.level, not log.isEnabledFor(logging.WARNING)
 
     def heed(record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if error is None or record.levelno < logging.WARNING:
-            return True
+            return not was_quiet or record.levelno > logging.WARNING
         if tell is None or isinstance(error, TorchRuntimeError):
             raise error
         tell(_in_brief(getattr(error, "inner_exception", error)))
         return False
 
-    _suppressed_errors.addFilter(heed)
+    if was_quiet:
+        log.setLevel(logging.WARNING)
+    dynamo_config.suppress_errors = log.isEnabledFor(logging.WARNING)  # not where all logging is disabled
+    log.addFilter(heed)
     try:
-        with settings:
-            yield
+        yield
     finally:
-        _suppressed_errors.removeFilter(heed)
-        builder.tensor_always_has_static_shape = static
-        _unused_settings.append(settings)
+        log.removeFilter(heed)
+        if was_quiet:
+            log.setLevel(level)
 
 
 def _in_brief(error: BaseException) -> str:
     kind = "" if isinstance(error, CompileError) else f"{type(error).__name__}: "  # Dynamo's name it themselves
     return kind + str(error).strip().split("\n\n")[0]
-
-
-_suppressed_errors = logging.getLogger("torch._dynamo.convert_frame")  # where Dynamo tells what it goes on without
-
-# Kept, since making one takes longer than using it; not shared, since several calls may be under way.
-_unused_settings: list[Any] = []
 
 
 def hooks_of_all_modules() -> tuple[Any, ...]:
@@ -375,7 +388,7 @@ def _settings_for_plans() -> Any:
         accumulated_recompile_limit=4096,
         use_numpy_random_stream=True,
         skip_nnmodule_hook_guards=False,
-        suppress_errors=True,
+        suppress_errors=False,
         allow_unspec_int_on_nn_module=True,
         specialize_float=True,
     )

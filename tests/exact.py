@@ -49,9 +49,13 @@ def simple_loop(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Don't show warnings of the package: where a budget can't be met, the least memory does as well here."""
+    """Don't show warnings of the package: where a budget can't be met, the least memory does as well here.
+
+    What could not be captured is an error all the same: it would be compared with itself.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HiRemateWarning)
+        warnings.filterwarnings("error", "torch.compile could not capture", HiRemateWarning)
         yield
 
 

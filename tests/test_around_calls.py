@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -275,13 +277,17 @@ def gradients_of(model: nn.Module, steps: int = 5) -> list[torch.Tensor]:
     return [*seen, torch.get_rng_state()]
 
 
-def test_what_torch_compile_fails_on_runs_as_it_is_and_what_it_calls_is_planned(monkeypatch):
+@pytest.mark.parametrize("level", [logging.WARNING, logging.ERROR])
+def test_what_torch_compile_fails_on_runs_as_it_is_and_what_it_calls_is_planned(monkeypatch, request, level):
     def fail_on_large_graphs(joint, *arguments):
         if len(joint.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default)) > 2:
             raise AssertionError("too large")
         return capture(joint, *arguments)
 
     monkeypatch.setattr(backend, "capture", fail_on_large_graphs)
+    log = logging.getLogger("torch._dynamo.convert_frame")
+    request.addfinalizer(partial(log.setLevel, log.level))
+    log.setLevel(level)
     plain = Nested()
     model = hiremate(copy.deepcopy(plain), "80%", verbose=False)
     expected = gradients_of(plain)
@@ -293,6 +299,7 @@ def test_what_torch_compile_fails_on_runs_as_it_is_and_what_it_calls_is_planned(
         "torch.compile could not capture a part of Nested, which runs without a plan: AssertionError: too large",
         "Nothing of Nested was captured as a whole; from the next step on its parts are planned.",
     ]
+    assert (log.level, log.filters) == (level, [])
     plan = get_plan(model)
     assert plan.schedule.recomputed(plan.graph)
     assert plan.measured.peak_bytes <= plan.budget_bytes

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.targets import targets_of
 
-from .exact import quiet, simple_loop, train_both
+from .exact import differing, quiet, simple_loop, train_both
 
 ROWS, WIDTH = 256, 16
 
@@ -365,12 +365,20 @@ def test_what_a_fault_of_the_capture_concerns_runs_as_it_is():
         torch._dynamo.graph_break()
         return self.normed(x.add_(1.0))
 
+    def plain(model):
+        torch.manual_seed(4)
+        return model
+
+    def planned(model):
+        return hiremate(plain(model), "90%", verbose=False, on_infeasible="warn")
+
     def make():
+        torch.manual_seed(3)
         return Between(overwritten, normed=parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)))
 
     with pytest.warns(HiRemateWarning, match=r"(?s)without a plan.*Write such a change out of place"):
-        simple_loop(rows, steps=2)(hiremate(make(), "90%", verbose=False, on_infeasible="warn"))
-    train_both(make, simple_loop(rows))
+        logs = [simple_loop(rows)(prepare(make())) for prepare in (plain, planned)]
+    assert not differing(*logs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
