@@ -178,11 +178,11 @@ class FirstSolution:
 
 
 def _serves_as_well(first: FirstSolution, problem: Problem, budget_bytes: int) -> bool:
-    """Whether what was found at one size fits at another, or where no budget is known yet, saves as much there."""
-    if budget_bytes:
-        return replay(problem, first.solution.recompute).peak_bytes <= problem.budget_bytes
+    """Whether what was found at one size saves as much at another, and fits where a budget is known."""
     before = Problem(first.step.graph, first.step.profile, 0)
-    return _saved_share(problem, first.solution) + SAVES_AS_MUCH >= _saved_share(before, first.solution)
+    if _saved_share(problem, first.solution) + SAVES_AS_MUCH < _saved_share(before, first.solution):
+        return False
+    return not budget_bytes or replay(problem, first.solution.recompute).peak_bytes <= problem.budget_bytes
 
 
 def _saved_share(problem: Problem, solution: Solution) -> float:
