@@ -7,6 +7,7 @@ caching allocator's statistics are read and reset at each mark.
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,6 +34,11 @@ class Interval:
     peak_bytes: int
 
 
+def _measured_thread(device: torch.device) -> int:
+    """Name the thread whose memory is measured: on a CPU the current one, on CUDA all of them are."""
+    return 0 if device.type == "cuda" else threading.get_ident()
+
+
 class MemoryMeter:
     """Measures from `start` to `stop`.
 
@@ -45,9 +51,10 @@ class MemoryMeter:
         lost_marks: Whether a mark came while the meter was paused: then its intervals don't say what they seem to.
     """
 
-    _running: ClassVar[list[weakref.ref[MemoryMeter]]] = []  # the last one counts, the others are paused
+    _running: ClassVar[list[weakref.ref[MemoryMeter]]] = []  # the last one of a thread counts, the others are paused
 
     def __init__(self, device: torch.device) -> None:
+        self._thread = _measured_thread(device)
         self.intervals: list[Interval] = []
         self.was_interrupted = False
         self.lost_marks = False
@@ -58,21 +65,17 @@ class MemoryMeter:
     @staticmethod
     def is_available(device: torch.device) -> bool:
         """Whether memory can be measured now: on a CPU not inside of a backward, nor while others profile."""
-        ours = MemoryMeter._current() is not None
+        ours = MemoryMeter._current(_measured_thread(device)) is not None
         if device.type == "cuda":
             return True
         # A profiler that begins or ends inside of a backward does so until its end: autograd restores what was.
         return not backward_pass.is_running() and (ours or not host_events.profiler_is_running())
 
     @staticmethod
-    def _current() -> MemoryMeter | None:
-        """Give the meter that counts now; those that were dropped are forgotten."""
-        while MemoryMeter._running:
-            current = MemoryMeter._running[-1]()
-            if current is not None:
-                return current
-            MemoryMeter._running.pop()
-        return None
+    def _current(thread: int) -> MemoryMeter | None:
+        """Give the meter of a thread that counts now."""
+        meters = (reference() for reference in reversed(MemoryMeter._running))
+        return next((meter for meter in meters if meter is not None and meter._thread == thread), None)
 
     def __enter__(self) -> MemoryMeter:
         self.start()
@@ -83,18 +86,18 @@ class MemoryMeter:
 
     def start(self) -> None:
         """Begin to measure; the first mark is called "start"."""
-        outer = MemoryMeter._current()
+        outer = MemoryMeter._current(self._thread)
         if outer is not None:
             outer.was_interrupted = True
             outer._pause()
-        MemoryMeter._running.append(weakref.ref(self))
+        MemoryMeter._running.append(weakref.ref(self, MemoryMeter._running.remove))
         self._resume()
         self.mark("start")
 
     @property
     def _is_counting(self) -> bool:
         """Whether it runs, and no other meter within it."""
-        return MemoryMeter._current() is self
+        return MemoryMeter._current(self._thread) is self
 
     def mark(self, label: str) -> None:
         """Begin a new interval."""
@@ -113,12 +116,13 @@ class MemoryMeter:
 
     def stop(self) -> None:
         """End the measurement; a meter that has ended already is left alone."""
-        counts = MemoryMeter._current() is self
+        counts = self._is_counting
         if counts:
             self._pause()
-        MemoryMeter._running[:] = [r for r in MemoryMeter._running if r() not in (self, None)]
+        for reference in [r for r in MemoryMeter._running if r() is self]:
+            MemoryMeter._running.remove(reference)
         self.intervals = self._means.intervals
-        outer = MemoryMeter._current()
+        outer = MemoryMeter._current(self._thread)
         if counts and outer is not None:
             outer._resume()
 

@@ -183,7 +183,8 @@ class Session:
                 self.abandon_step()
             raise CaptureError(
                 f"torch.compile could not capture {name}: {error}\n"
-                "Name submodules that can be captured with target=, or train without a plan."
+                "Where plain PyTorch fails too, on a wrong shape for example, mend that. Else name submodules that can be "
+                "captured with target=, or train without a plan."
             ) from error
         except BaseException:  # Ctrl-C too: the next step must not go on with half of this one
             if not is_inside:

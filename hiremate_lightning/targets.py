@@ -135,6 +135,7 @@ class Targets:
         self._compiled: dict[nn.Module, tuple[Any, Callable[..., Any]]] = {}
         self._captured: set[str] = set()  # modules of which something was captured
         self._passed_by: set[str] = set()  # modules of which nothing was
+        self._uncaptured = 0  # calls in a row of which nothing was captured, though something was before
         self._inside = False
         self._warned = False
         self._hook: Any = None
@@ -175,12 +176,22 @@ class Targets:
             return torch_private.plain_call(module, *args, **kwargs)
         if name not in self.adopted:
             self._adopt(name, module)
-        with self.session.calling(name or type(self.root).__name__, (args, kwargs)), self._in_place(module):
-            before = self.session.runs
+        before = self.session.runs
+        with (
+            _leaving_no_trace(),
+            self.session.calling(name or type(self.root).__name__, (args, kwargs)),
+            self._in_place(module),
+        ):
             result = torch_private.plain_call(module, *args, **kwargs)
         if self.session.runs != before:
             self._captured.add(name)
-        elif name in self._captured or not self._plan_parts_of(name, module, result):
+            self._uncaptured = 0
+        elif name in self._captured:
+            self._uncaptured += 1
+            if self._uncaptured.bit_count() == 1:  # after 1, 2, 4, 8 such calls: what is in the way may be gone
+                self._compiled.pop(module, None)
+            check_captured(self.session, name or type(module).__name__, result)
+        elif not self._plan_parts_of(name, module, result):
             check_captured(self.session, name or type(module).__name__, result)
         return result
 
@@ -311,10 +322,11 @@ class StepTarget:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         before = self.session.runs
-        with self.session.calling(f"{type(self.root).__name__}.{self.METHOD}", (args, kwargs)), self._log_untraced():
+        name = f"{type(self.root).__name__}.{self.METHOD}"
+        with _leaving_no_trace(), self.session.calling(name, (args, kwargs)), self._log_untraced():
             result = self._compiled(*args, **kwargs)
         if self.session.runs == before:
-            check_captured(self.session, f"{type(self.root).__name__}.{self.METHOD}", result)
+            check_captured(self.session, name, result)
         return result
 
     @contextmanager
@@ -358,6 +370,16 @@ def _has_gradients_of(root: nn.Module, optimizer: torch.optim.Optimizer) -> bool
     return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
+@contextmanager
+def _leaving_no_trace() -> Iterator[None]:
+    """Let a call in which something is raised have no say in how later ones are captured."""
+    try:
+        yield
+    except BaseException:  # Ctrl-C too
+        torch_private.try_again()
+        raise
+
+
 def check_captured(session: Session, name: str, result: Any) -> None:
     """Refuse a call that trains but ran none of our graphs: it must not pass in silence.
 
@@ -369,7 +391,10 @@ def check_captured(session: Session, name: str, result: Any) -> None:
     if _requires_gradient(result):
         if session.captured_count:
             _announced.add(session)
-            session.say(f"A call of {name} could not be captured and ran without a plan; earlier ones were planned.")
+            session.say(
+                f"A call of {name} could not be captured and ran without a plan; earlier ones were planned, and later "
+                "ones are tried."
+            )
             return
         raise CaptureError(
             f"Nothing of {name} was captured: torch.compile ran it as it is. "

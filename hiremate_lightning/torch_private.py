@@ -23,9 +23,11 @@ import torch
 from torch import fx
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.eval_frame import reset_code
+from torch._dynamo.convert_frame import input_codes
+from torch._dynamo.eval_frame import reset_code, set_code_exec_strategy
 from torch._dynamo.exc import TorchDynamoException as CompileError
 from torch._dynamo.exc import TorchRuntimeError
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import TensorStaticReason
 from torch._dynamo.variables import builder
 from torch._functorch._aot_autograd.descriptors import (
@@ -434,6 +436,17 @@ def has_expandable_segments() -> bool:
 def forget_compiled(function: Callable[..., Any]) -> None:
     """Drop what Dynamo compiled for a function."""
     reset_code(function.__code__)
+
+
+def try_again() -> None:
+    """Let Dynamo capture what it gave up for good, as it does with code in which something is raised while it traces.
+
+    What it captured before stays. Code that it gives up again costs the time to trace it.
+    """
+    for seen in tuple(input_codes.seen):
+        code = seen()
+        if code is not None:
+            set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
 
 
 def on_optimizer_step(hook: Callable[[torch.optim.Optimizer], None]) -> Any:

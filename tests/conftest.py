@@ -39,8 +39,10 @@ def _quick_garbage_collection() -> None:
 def _no_meter_left() -> Iterator[None]:
     """Stop the measurement of a step that a test began and never ended."""
     yield
-    while (meter := MemoryMeter._current()) is not None:
-        meter.stop()
+    for reference in reversed(MemoryMeter._running):
+        meter = reference()
+        if meter is not None:
+            meter.stop()
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -315,3 +317,87 @@ def test_an_error_of_the_model_is_raised_and_the_plan_stays():
     gradients_of(model, steps=1)
     assert targets_of(model).session.runs == runs + 1
     assert get_plan(model).solution is plan.solution
+
+
+def runs_by_step(model: nn.Module, steps: int) -> list[int]:
+    """Count the captured graphs that run in each step; what a step raises is passed over."""
+    session, counts = targets_of(model).session, []
+    for index in range(steps):
+        before = session.runs
+        with suppress(ArithmeticError, KeyboardInterrupt):
+            model(batch(index)).square().mean().backward()
+        counts.append(session.runs - before)
+    return counts
+
+
+@pytest.mark.parametrize("raised", [ArithmeticError("not finite"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
+def test_what_a_forward_raises_leaves_the_plan(raised):
+    def stop(*_: Any) -> None:
+        raise raised
+
+    model = hiremate(layers(), "70%", verbose=False)
+    assert runs_by_step(model, 3) == [1, 1, 1]
+    solution = get_plan(model).solution
+    handle = model[3].register_forward_hook(stop)
+    assert runs_by_step(model, 1) == [0]
+    handle.remove()
+    assert runs_by_step(model, 3) == [1, 1, 1]
+    assert get_plan(model).solution == solution
+
+
+class RefusesLarge(nn.Module):
+    """Checks its input, as user code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.max() > 10:
+            raise ArithmeticError("too large")
+        return self.layers(x)
+
+
+def test_a_first_batch_that_the_model_refuses_leaves_no_trace():
+    model = hiremate(RefusesLarge(), "70%", verbose=False)
+    with pytest.raises(ArithmeticError, match="too large"):
+        model(batch(0) + 100)
+    counts = runs_by_step(model, 4)
+    fresh = hiremate(RefusesLarge(), "70%", verbose=False)
+    assert counts == runs_by_step(fresh, 4)
+
+
+@pytest.mark.filterwarnings("ignore:A call of Sequential could not be captured")
+def test_planning_comes_back_when_a_backward_hook_goes():
+    model = hiremate(layers(), "70%", verbose=False)
+    assert runs_by_step(model, 3) == [1, 1, 1]
+    handle = model[2].register_full_backward_hook(lambda *_: None)
+    assert runs_by_step(model, 5) == [0] * 5
+    handle.remove()
+    assert runs_by_step(model, 6)[-2:] == [1, 1]
+
+
+def test_models_are_planned_in_threads_one_after_another_and_beside_each_other():
+    """Both are in the middle of a measured step at once; calls take turns, as the limits ask for."""
+    models = [hiremate(layers(), "70%", verbose=False) for _ in range(2)]
+    expected, turns, found = gradients_of(layers()), threading.Lock(), {}
+
+    def work(number: int) -> None:
+        seen = []
+        for index in range(5):
+            with turns:
+                models[number].zero_grad()
+                loss = models[number](batch(index)).square().mean()
+            with turns:
+                loss.backward()
+                seen += [p.grad.clone() for p in models[number].parameters()]
+        found[number] = seen
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, model in enumerate(models):
+        assert all(torch.equal(a, b) for a, b in zip(found[number], expected[:-1], strict=True))
+        assert get_plan(model).measured.peak_bytes <= get_plan(model).budget_bytes
