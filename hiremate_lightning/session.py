@@ -174,17 +174,17 @@ class Session:
         if not self.parts.all:
             worker.warm_up()
             self._tracing.enter_context(self.stages.stage("capture_s", "tracing"))
-        unplanned = f"torch.compile could not capture a part of {name}, which runs without a plan:"
+        said = f"torch.compile could not capture a part of {name}, which runs without a plan: "
         try:
-            with torch_private.capturing_for_plans(lambda reason: self.say(f"{unplanned} {reason}")), eager_paths():
+            with torch_private.capturing_for_plans(lambda reason: self.say(said + reason)), eager_paths():
                 yield
         except torch_private.CompileError as error:
             if not is_inside:
                 self.abandon_step()
             raise CaptureError(
                 f"torch.compile could not capture {name}: {error}\n"
-                "Where plain PyTorch fails too, on a wrong shape for example, mend that. Else name submodules that can be "
-                "captured with target=, or train without a plan."
+                "Where plain PyTorch fails too, on a wrong shape for example, mend that. Else name submodules that can "
+                "be captured with target=, or train without a plan."
             ) from error
         except BaseException:  # Ctrl-C too: the next step must not go on with half of this one
             if not is_inside:
