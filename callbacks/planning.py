@@ -39,11 +39,12 @@ class HiRemateCallback(Callback):
     Args:
         budget: Bytes ("12 GiB", "800 MB", an int) that must not be passed at any moment of a training step, all that is
             allocated on the device included; or a share ("60%", a float in (0, 1]) of what the unplanned step adds to
-            what exists before it; or "auto" for what the device has free.
+            what exists before it, the largest so far; or "auto" for what the device has free.
         target: Paths of the submodules to plan; "training_step" for the whole step, loss included; None for the
             module's `forward` where `training_step` calls it, else for the outermost submodules that it calls.
         time_limit_s: Seconds for solving one plan.
-        max_plans: Most plans to keep, one for each kind of step (input shapes, for example).
+        max_plans: Most plans to make, one for each kind of step (input shapes, for example). Beyond it, a step runs as
+            was planned for another input shape, where that fits, or else at the least memory.
         on_infeasible: "raise" where nothing fits the budget, or "warn" to train on with the least memory found.
         cache_dir: Folder for measured costs and plans, reused by later runs; None for no files.
         solver: Name of the strategy, see `solvers`.

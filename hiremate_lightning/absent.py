@@ -76,6 +76,19 @@ def _other_term(node: fx.Node, absent: set[fx.Node]) -> fx.Node | None:
     return there[0] if (total.shape, total.dtype) == (term.shape, term.dtype) else None
 
 
+def without_missing(captured: Captured, missing: frozenset[int], profile: Profile) -> tuple[Graph, Profile]:
+    """Give the graph of captured code, and its costs, without what some gradients of outputs would have brought.
+
+    Args:
+        captured: The code.
+        missing: Positions of the gradients that did not arrive.
+        profile: Costs of all of it.
+    """
+    if not missing:
+        return captured.graph, profile
+    return without(captured, find_absent(captured, missing), profile)
+
+
 def without(captured: Captured, absence: Absence, profile: Profile) -> tuple[Graph, Profile]:
     """Give the graph and its costs as they are without what is absent.
 

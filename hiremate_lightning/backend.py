@@ -15,6 +15,7 @@ from torch import fx
 from . import assignments, backward_pass, casts, torch_private, views
 from .capture import Captured, capture
 from .contributions import Contributions, MissingInputsError
+from .each_size import EachSize, sizes_among
 from .eager_tracing import traced_as_eager
 from .errors import CaptureError
 from .execution import Part, stub_modules
@@ -34,8 +35,12 @@ def planning_backend(make_part: Callable[[Captured], Part], kernels: Kernels | N
         A backend for `torch.compile(..., backend=...)`.
     """
 
-    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    def trace(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return _Compilation(make_part, kernels).compile(module, inputs)
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        sizes = sizes_among(module, inputs)
+        return EachSize(module, sizes, trace).run if sizes else trace(module, inputs)
 
     return backend
 
@@ -52,9 +57,8 @@ class _Compilation:
         self._captured: Captured | None = None
         self._part: Part | None = None
 
-    def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         backward_pass.watch()
-        torch_private.fix_sizes(module, inputs)
         self._parameters = frozenset(i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
         for device_type in {inputs[i].device.type for i in self._parameters}:
             self._blocks |= casts.remembering_blocks(module, device_type)
@@ -65,7 +69,8 @@ class _Compilation:
         with traced_as_eager():
             try:
                 with given.traced(module):
-                    return backend(module, inputs)
+                    run: Callable[..., Any] = backend(module, inputs)
+                    return run
             except MissingInputsError as error:
                 given.terms = error.terms
             with given.traced(module):

@@ -14,10 +14,14 @@ import torch
 from torch._C import DispatchKey
 from torch._decomp import decomposition_table
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import runtime_wrappers
+from torch._guards import StorageOverlap, TracingContext
 from torch._inductor import config as inductor_config
 from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from . import torch_private
 
 
 @contextmanager
@@ -26,16 +30,34 @@ def traced_as_eager() -> Iterator[None]:
 
     Departures: Python decompositions that round otherwise than the kernels that they stand for, or draw random numbers
     where eager doesn't; random operations whose result nobody uses are dropped, and with them their draws; strides of
-    some results are not those that the CPU's kernels give; and the backward is taken to run under the forward's
-    autocast, which training ends before it: products in single precision would lose theirs.
+    some results are not those that the CPU's kernels give; the backward is taken to run under the forward's autocast,
+    which training ends before it: products in single precision would lose theirs; and an input that is written to is
+    taken to overlap for ever with the inputs that it overlapped with.
     """
     with (
         inductor_config.patch(fallback_random=True),
         functorch_config.patch(backward_pass_autocast="off"),
         _eager_kernels(),
         _eager_strides(),
+        _guarded_overlaps(),
     ):
         yield
+
+
+def _guarded_overlaps() -> Any:
+    """Guard on which inputs of a storage overlap, where some are written to; torch does so only for symbolic sizes."""
+    find = runtime_wrappers.compute_overlapping_inputs
+
+    def find_and_guard(config: Any, inputs: list[Any], of_one_storage: list[int]) -> set[int]:
+        overlapping: set[int] = find(config, inputs, of_one_storage)
+        sources, context = config.aot_autograd_arg_pos_to_source, TracingContext.try_get()
+        if sources and context is not None and len(of_one_storage) > 1:
+            apart = [sources[i] for i in of_one_storage if i not in overlapping]
+            guard = StorageOverlap([sources[i] for i in sorted(overlapping)], apart)
+            context.guards_context.aotautograd_guards.append(guard)
+        return overlapping
+
+    return torch_private.replaced(runtime_wrappers, "compute_overlapping_inputs", find_and_guard)
 
 
 _IMPLICIT = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)

@@ -7,13 +7,17 @@ told apart: what was measured in it says nothing about a plan.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from .allocator import in_blocks
 from .capture import Captured
+from .costs import Profile
 from .execution import Part, Program
+from .graph import Graph
 from .resident import Resident
+from .scaling import at_size
 from .solvers.base import Strategy
 from .step import Call, Step, merge
 
@@ -30,6 +34,7 @@ class Known:
         parts: The part of each call.
         captured: What of it each call runs.
         places: For each call, its place among all forwards of the step.
+        missing: For each call, positions of the gradients of outputs that don't arrive.
         added: For each call, gradients that are only added to those of parameters, with the parameters' storages.
         resident: What existed when it began, as planned.
         solve: What solves it, and remembers.
@@ -41,6 +46,7 @@ class Known:
     parts: tuple[Part, ...]
     captured: tuple[Captured, ...]
     places: tuple[int, ...]
+    missing: tuple[frozenset[int], ...]
     added: tuple[Mapping[int, frozenset[int]], ...]
     resident: Resident
     solve: Strategy
@@ -54,6 +60,18 @@ class Known:
         ]
         step = merge(calls, self.order, self.resident.stale_bytes)
         return replace(step, graph=in_blocks(step.graph, self.captured[0].device))
+
+    def at_size(self, captured: Captured, graph: Graph, profile: Profile, resident: Resident) -> Known | None:
+        """Foresee the step with its only call captured at another size, None where it is another step.
+
+        Args:
+            captured: The code at that size.
+            graph: Its graph, without what is missing here.
+            profile: Costs of that.
+            resident: What exists before the step.
+        """
+        call = at_size(self.calls[0], graph, profile) if len(self.calls) == 1 else None
+        return None if call is None else replace(self, calls=(call,), captured=(captured,), resident=resident)
 
     def returning(self, part: Part, positions: Collection[int]) -> Known:
         """Know that gradients of a part are not only added; the same where that was known."""
@@ -73,6 +91,7 @@ class Kinds:
         latest: The planned kind that ran last, None before there is one.
         expected: The planned kind that the step under way is likely to be of, None where unknown.
         ran: Numbers of the captured graphs that have run in this step.
+        sights: How often each kind has run.
     """
 
     def __init__(self) -> None:
@@ -80,6 +99,7 @@ class Kinds:
         self.latest: Kind | None = None
         self.expected: Kind | None = None
         self.ran: list[int] = []
+        self.sights: Counter[Kind] = Counter()
         self._chosen: set[Kind | None] = set()  # whose programs ran in this step
         self._followers: dict[Kind, Kind] = {}  # what came after each kind the last time
         self._confused: dict[Kind, frozenset[Kind]] = {}  # the kinds that were taken for each other, by kind
@@ -121,6 +141,7 @@ class Kinds:
     def end(self) -> tuple[Kind, bool]:
         """End the step; give its kind, and whether only programs of that kind, or of kinds alike, ran in it."""
         kind = tuple(self.ran)
+        self.sights[kind] += 1
         is_own = bool(self._chosen) and self._chosen <= self.alike(kind)
         if kind in self.programs:
             if self.latest is not None:

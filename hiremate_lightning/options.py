@@ -18,7 +18,7 @@ class SessionOptions:
     Attributes:
         budget: Bytes allowed at any moment of a step.
         plan: How to plan.
-        max_plans: Most plans to keep; beyond it, a step of another kind runs at the least memory.
+        max_plans: Most plans to make; beyond it, a step of another kind runs as was planned for another input shape.
         cache_dir: Where to keep profiles between runs, None for nowhere.
         verbose: Whether to report.
         compile: "inductor" to fuse operations into kernels that Inductor makes, None for PyTorch's own.

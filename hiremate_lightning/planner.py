@@ -20,7 +20,7 @@ from .simulation import Simulation, simulate
 from .solvers import smallest_budget
 from .solvers.base import Problem, Solution, SolveOptions, Status, Strategy, get_strategy, replay
 from .solvers.worker import apart
-from .step import Step
+from .step import Decisions, Step
 from .units import Budget, format_bytes
 
 DEFAULT_SOLVER = "portfolio"
@@ -118,8 +118,7 @@ def make_plan(
     if unplanned_bytes <= problem.budget_bytes:
         solution = get_strategy("none")(problem)
     else:
-        guard = min(GUARD_BYTES, problem.budget_bytes // GUARD_PARTS)
-        guarded = replace(problem, budget_bytes=problem.budget_bytes - guard)
+        guarded = replace(problem, budget_bytes=problem.budget_bytes - _guard_bytes(problem.budget_bytes))
         solution, profile = _solve(guarded, options, solve or apart(options.solver))
     if not _fits(problem, solution):
         solution = _least_memory(problem, solution)
@@ -167,6 +166,24 @@ def _solve_until_it_fits(problem: Problem, strategy: Strategy) -> Solution:
         stopped_by="proof" if proven else "end of the search",
         solve_s=first.solve_s + solution.solve_s,
     )
+
+
+def fastest_that_fits(step: Step, budget_bytes: int, candidates: Iterable[Decisions]) -> Decisions | None:
+    """Choose among decisions for a step, None where none fit.
+
+    Args:
+        step: The merged step.
+        budget_bytes: Bytes that it may add to what is resident.
+        candidates: Decisions, made for the same step at other sizes.
+    """
+    problem = Problem(step.graph, step.profile, budget_bytes - _guard_bytes(budget_bytes))
+    found = [(d, replay(problem, d)) for d in candidates]
+    fitting = [(simulation.recompute_ms, d) for d, simulation in found if simulation.peak_bytes <= problem.budget_bytes]
+    return min(fitting, default=(0.0, None))[1]
+
+
+def _guard_bytes(budget_bytes: int) -> int:
+    return min(GUARD_BYTES, budget_bytes // GUARD_PARTS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from . import backward_pass, torch_private
-from .absent import find_absent, without
+from .absent import without_missing
 from .accumulation import Leaves, addable
 from .allocator import allocated_bytes
 from .capture import Captured
@@ -68,9 +68,7 @@ class Run:
 
     def as_run(self, profile: Profile) -> tuple[Graph, Profile]:
         """Give the graph and its costs without what the gradients that are missing would have brought."""
-        graph = self.graph
-        if self.missing:
-            graph, profile = without(self.part.captured, find_absent(self.part.captured, self.missing), profile)
+        graph, profile = without_missing(self.part.captured, self.missing, profile)
         storages, roots = list(graph.storages), []
         for tensor, size_bytes in zip(graph.tangents, self.tangent_bytes, strict=False):
             storage = graph.tensors[tensor].storage

@@ -18,6 +18,7 @@ from functools import cached_property
 
 from .costs import Profile
 from .graph import OUTSIDE, Graph, Storage, Tensor
+from .step import Call, Gap, Stage
 
 MAX_POWER = 2.0  # of the size, that anything measured is taken to grow by
 
@@ -69,6 +70,40 @@ def _orders(graph: Graph) -> tuple[object, ...]:
     counts = (len(graph.nodes), len(graph.tensors))
     ends = (graph.inputs, graph.tangents, graph.outputs, graph.gradients, graph.held)
     return (counts, graph.forward, graph.backward, ends)
+
+
+def are_same(graphs: Sequence[Graph], others: Sequence[Graph]) -> bool:
+    """Whether the same code at the same sizes was captured twice."""
+    return len(graphs) == len(others) and all(
+        [t.shape for t in one.tensors] == [t.shape for t in other.tensors] and difference(one, other) is None
+        for one, other in zip(graphs, others, strict=True)
+    )
+
+
+def at_size(call: Call, graph: Graph, profile: Profile) -> Call | None:
+    """Foresee a call of the same code captured at another size, None where that is other code.
+
+    What runs outside is taken to grow as the input or output does that grows most, and never to shrink.
+    """
+    graph = replace(graph, held=call.graph.held)
+    if difference(call.graph, graph) is not None:
+        return None
+    counts = [[math.prod(g.tensors[t].shape) for t in (*g.inputs, *g.outputs)] for g in (call.graph, graph)]
+    growth = max([1.0, *(new / max(1, old) for old, new in zip(*counts, strict=True))])
+
+    def grown(gap: Gap) -> Gap:
+        return Gap(math.ceil(growth * gap.held_bytes), math.ceil(growth * gap.peak_bytes))
+
+    return replace(
+        call,
+        graph=graph,
+        profile=profile,
+        before_deaths=tuple(Stage(s.alive, math.ceil(growth * s.peak_bytes)) for s in call.before_deaths),
+        before_forward=grown(call.before_forward),
+        after_forward=grown(call.after_forward),
+        before_backward=grown(call.before_backward),
+        after_backward=grown(call.after_backward),
+    )
 
 
 class Line:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -23,6 +24,7 @@ import torch
 from torch import nn
 
 from . import backward_pass, torch_private
+from .absent import without_missing
 from .accumulation import Leaves
 from .allocator import in_blocks
 from .backend import planning_backend
@@ -39,16 +41,18 @@ from .options import SessionOptions
 from .out_of_memory import InfeasibleBudgetError, explain
 from .parts import Parts, uses_all_parameters
 from .plan import Plan, describe_peak
-from .planner import FirstSolution, first_solution, make_plan, resolve, unplanned
+from .planner import FirstSolution, fastest_that_fits, first_solution, make_plan, resolve, unplanned
 from .profiling import TimedRun
 from .recording import Run, StepRecord
 from .report import Reporter, Stages
 from .resident import WATCHED_STEPS, Resident, ResidentMemory
-from .schedule import lower
+from .scaling import are_same
+from .schedule import keep_all, lower
 from .shared_solving import shared
 from .solvers import worker
+from .solvers.base import Strategy
 from .solvers.curve import Remembering
-from .step import Call, Step, merge
+from .step import Call, Decisions, Step, merge
 from .units import Budget, format_bytes
 
 log = logging.getLogger("hiremate_lightning")
@@ -79,10 +83,13 @@ class Session:
         self.parts = Parts(self.stages, options.cache_dir, self.kernels)
         self._known: dict[Kind, Known] = {}
         self._firsts: list[FirstSolution] = []
+        self._awaited: Counter[Kind] = Counter()  # steps that began while the peak of a plan was not measured
+        self._from_other_sizes: list[Program] = []
         self._unfit: set[Kind] = set()  # whose plans were made with gradients dying that do not
         self._searching: set[Kind] = set()  # whose next step is the first in which cuDNN chooses algorithms
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
         self._auto_bytes: int | None = None
+        self._largest_bytes = 0  # that a step was found to take unplanned
         self._saw_unplanned = False  # whether a kind of step without a plan ran unrecorded
         self._began_with: Resident | None = None  # when the step began, where that was counted
         self._steps = 0
@@ -174,9 +181,12 @@ class Session:
         if not self.parts.all:
             worker.warm_up()
             self._tracing.enter_context(self.stages.stage("capture_s", "tracing"))
-        said = f"torch.compile could not capture a part of {name}, which runs without a plan: "
+
+        def tell(reason: str) -> None:
+            self.say(f"torch.compile could not capture a part of {name}, which runs without a plan: {reason}")
+
         try:
-            with torch_private.capturing_for_plans(lambda reason: self.say(said + reason)), eager_paths():
+            with torch_private.capturing_for_plans(tell, sizes_vary=bool(self.parts.all)), eager_paths():
                 yield
         except torch_private.CompileError as error:
             if not is_inside:
@@ -245,11 +255,16 @@ class Session:
         explain(error, f"hiremate: {describe_peak(self._name, self.plan)}{self._memory.describe()}")
 
     def _first_program(self, captured: Captured, profile: Profile) -> Program:
-        """Build the program of least memory; stop before the first step where not even the captured part alone fits.
+        """Build the program of a part for its first step, which is not known as a whole.
 
-        A share of the whole step is not known from a part of it: it is checked where a part uses all parameters, else
-        once the step is known.
+        It is what was planned for another size, where that fits; else that of least memory. Where not even the captured
+        part alone fits, training stops before the step. A share of the whole step is not known from a part of it: it is
+        checked where a part uses all parameters, else once the step is known.
         """
+        decisions = self._decided_at_other_sizes(captured, profile)
+        if decisions is not None:
+            self._from_other_sizes.append(_build_first(captured, decisions))
+            return self._from_other_sizes[-1]
         step = merge([Call(in_blocks(captured.graph, captured.device), profile)], [0])
         is_known = self.options.budget.share is None or uses_all_parameters(captured, self.root)
         resident_bytes = (self._began_with or self._memory.count(())).size_bytes
@@ -267,8 +282,24 @@ class Session:
             known=self._firsts,
         )
         self._firsts.append(FirstSolution(step, least))
-        program = build(captured, lower(captured.graph, step.split(least.recompute)[0]))
-        return replace(program, protects=True)  # what becomes of the values outside was not seen yet
+        return _build_first(captured, step.split(least.recompute)[0])
+
+    def _decided_at_other_sizes(self, captured: Captured, profile: Profile) -> Decisions | None:
+        """Find the fastest decisions that fit, of those that were made for the same step at other sizes."""
+        resident = self._began_with or self._memory.count(())
+        absences = {known.missing[0] for known in self._known.values()}
+        costs = {missing: without_missing(captured, missing, profile) for missing in absences}
+        known = {kind: self._known[kind] for kind in self.plans}
+        foreseen = {kind: each.at_size(captured, *costs[each.missing[0]], resident) for kind, each in known.items()}
+        steps = {kind: known.merge() for kind, known in foreseen.items() if known is not None}
+        if not steps:
+            return None
+        step = max(steps.values(), key=lambda step: unplanned(step).peak_bytes)
+        taken_bytes = resident.size_bytes + max(self._known[kind].margin_bytes for kind in steps)
+        budget_bytes = self._budget_bytes(step, resident.size_bytes) - taken_bytes
+        candidates = [keep_all(step.graph), *(self.plans[kind].solution.recompute for kind in steps)]
+        decisions = fastest_that_fits(step, budget_bytes, candidates)
+        return None if decisions is None else step.split(decisions)[0]
 
     # ---------------------------------------------------------------- steps
 
@@ -287,7 +318,7 @@ class Session:
         likely, all_likely = self._kinds.likely(), self._kinds.all_likely()
         plan = None if likely is None else self.plans[likely]
         self._kinds.expected = max(all_likely, key=lambda kind: self.plans[kind].unplanned_peak_bytes, default=None)
-        if plan is None or plan.measured.peak_bytes is None or self._saw_unplanned:
+        if likely is None or self._saw_unplanned or self._is_to_be_measured(likely):
             self._memory.collect_garbage()
             resident = self._memory.count_before_step(arguments)
             before_bytes, sees_frees = resident.size_bytes + resident.stale_bytes, self._memory.sees_frees(resident)
@@ -296,6 +327,13 @@ class Session:
                 self.say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
         if self._is_timed(plan):
             self._timed = TimedRun(self._memory.device)
+
+    def _is_to_be_measured(self, kind: Kind) -> bool:
+        """Whether to measure the step that begins, for the peak of a planned kind: less often while others come."""
+        if self.plans[kind].measured.peak_bytes is not None:
+            return False
+        self._awaited[kind] += 1
+        return self._awaited[kind] < 4 or self._awaited[kind].bit_count() == 1
 
     def _is_timed(self, plan: Plan | None) -> bool:
         """Whether to time each operation of the step that begins: for its plan to come, or to see how its plan does."""
@@ -341,36 +379,57 @@ class Session:
         elif timed is not None and is_own and self.plans[kind].measured.peak_bytes is not None:
             self._update(kind, step_ms=timed.total_ms, recompute_ms=timed.recompute_ms)
         if record is None and kind not in self.plans:
-            self._saw_unplanned = self._may_plan_more()
+            is_worth_it = self._is_worth_a_plan(kind)
+            self._saw_unplanned = is_worth_it and (self._captured_before(kind) is not None or self._may_plan_more())
+
+    def _is_worth_a_plan(self, kind: Kind) -> bool:
+        """Whether a kind of step has come again, or has to run at the least memory."""
+        program = self.parts.least(kind[0])
+        is_served = len(kind) == 1 and any(program is served for served in self._from_other_sizes)
+        return not is_served or self._kinds.sights[kind] > 1
+
+    def _captured_before(self, kind: Kind) -> Known | None:
+        """Find the same step at the same sizes: Dynamo captures a size anew once it has symbols for it."""
+        graphs = [self.parts.all[number].captured.graph for number in kind]
+        return next((k for k in self._known.values() if are_same([c.graph for c in k.captured], graphs)), None)
 
     def _may_plan_more(self) -> bool:
         """Whether there are fewer plans than allowed; if not, that is announced."""
-        if len(self.plans) < self.options.max_plans:
+        count = len({id(known.solve) for known in self._known.values()})
+        if count < self.options.max_plans:
             return True
         self.say(
-            f"There are {len(self.plans)} plans already (max_plans): other steps run at the least memory. Each new "
-            "input shape is captured as it first appears, which takes seconds: pad to a few shapes or raise max_plans."
+            f"There are {count} plans already (max_plans): other steps run as was planned for another input "
+            "shape, where that fits, or else at the least memory. Each new shape takes seconds as it first appears: "
+            "pad to a few shapes, or raise max_plans."
         )
         return False
 
     def _learn(self, record: StepRecord, resident: Resident) -> None:
         """Plan a kind of step that was not seen before."""
         kind = record.signature
-        if not self._may_plan_more():
+        if not self._is_worth_a_plan(kind):
+            return
+        twin = self._captured_before(kind)
+        if twin is None and not self._may_plan_more():
             return
         calls, order = record.calls(self.parts.profiles)
         runs = [run for run in record.runs if run.index in record.backwards]
         self._known[kind] = Known(
-            calls=tuple(calls),
+            calls=tuple(calls) if twin is None else twin.calls,
             order=tuple(order),
             parts=tuple(run.part for run in runs),
             captured=tuple(run.part.captured for run in runs),
             places=tuple(run.index for run in runs),
+            missing=tuple(run.missing for run in runs),
             added=tuple(run.added for run in runs),
             resident=resident,
-            solve=shared(Remembering(worker.apart(self.options.plan.solver)), torch_private.process_group_store()),
+            solve=self._new_solver() if twin is None else twin.solve,
         )
         self._make_plan(kind)
+
+    def _new_solver(self) -> Strategy:
+        return shared(Remembering(worker.apart(self.options.plan.solver)), torch_private.process_group_store())
 
     def _make_plan(self, kind: Kind) -> None:
         """Plan a known step and let its programs take over."""
@@ -498,4 +557,10 @@ class Session:
             self._auto_bytes = resolve(Budget(), resident_bytes, 0, free_bytes(self._memory.device))
         if self.options.budget.is_auto:
             return self._auto_bytes
-        return resolve(self.options.budget, resident_bytes, unplanned(step).peak_bytes, 0)
+        self._largest_bytes = max(self._largest_bytes, unplanned(step).peak_bytes)
+        return resolve(self.options.budget, resident_bytes, self._largest_bytes, 0)
+
+
+def _build_first(captured: Captured, decisions: Decisions) -> Program:
+    """Build a program for a first step: what becomes of the values outside was not seen yet."""
+    return replace(build(captured, lower(captured.graph, decisions)), protects=True)

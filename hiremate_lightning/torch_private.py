@@ -22,14 +22,18 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo import config as dynamo_config
+from torch._dynamo import convert_frame
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.convert_frame import input_codes
 from torch._dynamo.eval_frame import reset_code, set_code_exec_strategy
 from torch._dynamo.exc import TorchDynamoException as CompileError
 from torch._dynamo.exc import TorchRuntimeError
+from torch._dynamo.pgo import CodeId, get_code_state
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import TensorStaticReason
-from torch._dynamo.variables import builder
+from torch._dynamo.utils import tensor_always_has_static_shape as _has_static_shape
+from torch._dynamo.variables import ConstantVariable, builder
+from torch._dynamo.variables.misc import LoggingLoggerVariable
 from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
     PlainAOTInput,
@@ -316,30 +320,81 @@ def plain_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def capturing_for_plans(tell: Callable[[str], None] | None = None) -> Iterator[None]:
+def capturing_for_plans(tell: Callable[[str], None] | None = None, sizes_vary: bool = False) -> Iterator[None]:
     """Let Dynamo capture as plans need it.
 
-    * Tensors have the sizes that they have: a plan is of bytes. But a number that changes from call to call (a module
-      that counts its steps) is an input of the graph from its second value on, or each step would be captured anew.
-      A size that depends on such a number is fixed again by `fix_sizes`.
+    * Tensors have the sizes that they have, or where these vary, symbols for those that are found to: see `EachSize`.
+      A number that changes from call to call (a module that counts its steps) is an input of the graph from its second
+      value on, or each step would be captured anew.
     * A function is compiled as often as it takes: beyond its limits Dynamo would run it uncaptured in silence.
     * NumPy draws its own random numbers, or Dynamo would let torch draw them.
     * A hook that a module gets later, or loses, is seen: its call is captured anew.
+    * A log's message does not end a graph if it is said only once, or not at all.
     * Code that Dynamo or AOTAutograd fail on runs as it is, and what it calls is captured on its own. The error is told
       or, where there is no one to tell, raised. So are errors of the code itself, which are seen as it is traced.
     """
-    static, builder.tensor_always_has_static_shape = builder.tensor_always_has_static_shape, _always_static
     settings = _unused_settings.pop() if _unused_settings else _settings_for_plans()
+    sizes = _sizes_as_symbols() if sizes_vary else _sizes_as_numbers()
     try:
-        with settings, _told_of_failures(tell):
+        with settings, sizes, _logging_early(), _told_of_failures(tell):
             yield
     finally:
-        builder.tensor_always_has_static_shape = static
         _unused_settings.append(settings)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
+    """Put something in the place of an attribute, for a while."""
+    original = getattr(owner, name)
+    setattr(owner, name, stand_in)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _sizes_as_numbers() -> Any:
+    return replaced(builder, "tensor_always_has_static_shape", _always_static)
+
+
+@contextmanager
+def _sizes_as_symbols() -> Iterator[None]:
+    """Let sizes be symbols that are found to vary, and numbers where Dynamo fails on those."""
+    capture = convert_frame._compile
+
+    def capture_or_try_again(*arguments: Any, **options: Any) -> Any:
+        try:
+            return capture(*arguments, **options)
+        except Exception:  # whatever Dynamo fails on: if it is not the symbols it fails again
+            with _sizes_as_numbers():
+                return capture(*arguments, **options)
+
+    with (
+        replaced(builder, "tensor_always_has_static_shape", _has_static_shape),
+        replaced(convert_frame, "_compile", capture_or_try_again),
+    ):
+        yield
 
 
 # Kept, since making one takes longer than using it; not shared, since several calls may be under way.
 _unused_settings: list[Any] = []
+
+
+def _logging_early() -> Any:
+    """Log what is logged once, as transformers does by `logger.warning_once`, when it is captured; so is what isn't."""
+    break_graph = LoggingLoggerVariable.call_method
+
+    def log(variable: Any, tracer: Any, name: str, values: list[Any], named: dict[str, Any]) -> Any:
+        level = getattr(logging, name.upper(), None)
+        is_constant = all(value.is_python_constant() for value in (*values, *named.values()))
+        if name.endswith("_once") and is_constant:
+            constants = {key: value.as_python_constant() for key, value in named.items()}
+            getattr(variable.value, name)(*(value.as_python_constant() for value in values), **constants)
+        elif level is None or variable.value.isEnabledFor(level):
+            return break_graph(variable, tracer, name, values, named)
+        return ConstantVariable.create(None)
+
+    return replaced(LoggingLoggerVariable, "call_method", log)
 
 
 @contextmanager
@@ -369,6 +424,12 @@ def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
             log.setLevel(level)
 
 
+def tell_of_failure(error: Exception) -> None:
+    """Tell of what could not be captured as Dynamo tells of its own failures: see `capturing_for_plans`."""
+    log = logging.getLogger("torch._dynamo.convert_frame")
+    log.log(logging.WARNING, "a graph runs uncaptured", exc_info=error)
+
+
 def _in_brief(error: BaseException) -> str:
     kind = "" if isinstance(error, CompileError) else f"{type(error).__name__}: "  # Dynamo's name it themselves
     return kind + str(error).strip().split("\n\n")[0]
@@ -393,24 +454,13 @@ def _settings_for_plans() -> Any:
         suppress_errors=False,
         allow_unspec_int_on_nn_module=True,
         specialize_float=True,
+        assume_static_by_default=True,
+        automatic_dynamic_shapes=True,
     )
 
 
 def _always_static(*_: Any, **__: Any) -> tuple[bool, TensorStaticReason]:
     return True, TensorStaticReason.NOT_TENSOR
-
-
-def fix_sizes(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Fix the numbers that are inputs of a captured graph, where any of its tensors has a size that depends on them.
-
-    Another number is then captured anew, as another shape is. To be called before the graph is traced further.
-    """
-    values = [node.meta.get("example_value") for node in module.graph.nodes]
-    tensors = [value for value in leaves(values) if isinstance(value, torch.Tensor)]
-    if any(is_symbolic(tensor) for tensor in tensors):
-        for value in inputs:
-            if isinstance(value, torch.SymInt):
-                int(value)
 
 
 def add_input(graph: fx.Graph, last: fx.Node | None, name: str) -> fx.Node:
@@ -434,8 +484,9 @@ def has_expandable_segments() -> bool:
 
 
 def forget_compiled(function: Callable[..., Any]) -> None:
-    """Drop what Dynamo compiled for a function."""
+    """Drop what Dynamo compiled for a function, and the sizes that it saw there."""
     reset_code(function.__code__)
+    get_code_state().pop(CodeId.make(function.__code__), None)
 
 
 def try_again() -> None:

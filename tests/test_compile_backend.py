@@ -160,7 +160,7 @@ def test_models_compiled_with_other_options_have_their_own_session():
 
 
 def test_another_size_gets_its_own_plan_though_torch_makes_sizes_dynamic():
-    rows = (ROWS,) * 3 + (160,) * 4 + (224,) * 4
+    rows = (ROWS,) * 3 + (400,) * 5 + (480,) * 5
 
     model = assert_trains_the_same(chain, rows=rows)
 

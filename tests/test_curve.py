@@ -98,6 +98,22 @@ def test_what_was_found_before_is_remembered():
     assert (second.stopped_by == "proof") == (second.status is Status.OPTIMAL)
 
 
+def test_the_same_problem_is_solved_once_and_again_where_there_is_more_time():
+    step = transformer(3)
+    budget = replay(problem_of(step, 0), keep_all(step[0])).peak_bytes * 80 // 100
+    asked = []
+
+    def solve(problem: Problem) -> Solution:
+        asked.append(problem.options.time_limit_s)
+        return get_strategy("twremat")(problem)
+
+    remembering = Remembering(solve)
+    found = [remembering(problem_of(step, budget, time_limit_s=limit)) for limit in (2.0, 2.0, 1.0, 3.0)]
+    assert found[0].status is Status.FEASIBLE
+    assert len({solution.recompute for solution in found}) == 1
+    assert asked == [2.0, 3.0]
+
+
 def test_another_step_is_solved_anew():
     remembering = Remembering(get_strategy("portfolio"))
     for blocks in (3, 2):

@@ -30,6 +30,7 @@ ORDER = (
     "costs",
     "simulation",
     "step",
+    "scaling",
     "grouping",
     "partition",
     "solvers",
@@ -74,11 +75,11 @@ ORDER = (
     "recording",
     "resident",
     "kinds",
+    "each_size",
     "backend",
     "terminal",
     "report",
     "parts",
-    "scaling",
     "planner",
     "options",
     "size_search",
@@ -106,6 +107,7 @@ TORCH_FREE = (
     "costs",
     "simulation",
     "step",
+    "scaling",
     "grouping",
     "partition",
     "solvers",
@@ -124,7 +126,15 @@ TORCH_FREE = (
 )
 FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
 MAY_USE_FRAMEWORKS = ("integrations", "callbacks")
-MAY_USE_PRIVATE_TORCH = ("torch_private", "backward_pass", "calls", "eager_tracing", "host_events", "inductor")
+MAY_USE_PRIVATE_TORCH = (
+    "torch_private",
+    "backward_pass",
+    "calls",
+    "each_size",
+    "eager_tracing",
+    "host_events",
+    "inductor",
+)
 # Private state of modules and tensors, where no name in the source says that it is torch's.
 PRIVATE_ATTRIBUTES = ("_call_impl", "_cdata", "_compiled_call_impl", "_version")
 

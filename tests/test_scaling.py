@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from hiremate_lightning.costs import Profile
 from hiremate_lightning.graph import Graph, Storage, StorageKind
-from hiremate_lightning.scaling import Line, Sample, Scaling, difference
+from hiremate_lightning.scaling import Line, Sample, Scaling, are_same, at_size, difference
 from hiremate_lightning.schedule import keep_all, lower
 from hiremate_lightning.simulation import simulate
+from hiremate_lightning.step import Call, Gap, Stage
 
 from .tiny import Builder, chain, transformer
 
@@ -51,6 +52,30 @@ def test_the_step_at_a_sampled_size_is_the_sample():
 
     assert scaling.sizes == (2, 4, 9)
     assert [scaling.at(n) for n in (2, 9, 4)] == samples
+
+
+def test_a_step_is_foreseen_at_another_size_with_the_outside_as_it_grows():
+    graph, profile = chain(3)
+    gap, stage = Gap(10, 101), Stage((), 7)
+    call = Call(shaped(graph, (6, 10)), profile, before_deaths=(stage,), after_forward=gap, before_backward=gap)
+
+    larger = at_size(call, shaped(graph, (6, 15)), profile)
+    assert larger.graph == shaped(graph, (6, 15))
+    assert (larger.after_forward, larger.before_backward, larger.before_forward) == (Gap(15, 152), Gap(15, 152), Gap())
+    assert larger.before_deaths == (Stage((), 11),)
+
+    smaller = at_size(call, shaped(graph, (6, 5)), profile)
+    assert (smaller.after_forward, smaller.before_deaths) == (gap, (stage,))
+
+    assert at_size(call, *chain(4)) is None
+
+
+def test_code_is_the_same_where_operations_and_sizes_are():
+    graph, _ = chain(3)
+    assert are_same([shaped(graph, (6, 10))], [shaped(graph, (6, 10))])
+    assert not are_same([shaped(graph, (6, 10))], [shaped(graph, (6, 11))])
+    assert not are_same([graph], [graph, graph])
+    assert not are_same([graph], [chain(4)[0]])
 
 
 def test_bytes_that_grow_with_the_square_of_a_length_are_exact():

@@ -25,7 +25,7 @@ from hiremate_lightning.solvers.model import Model
 from hiremate_lightning.solvers.turn_point import segment_policies
 from hiremate_lightning.targets import targets_of
 
-WIDTH, ROWS = 16, 256
+WIDTH, ROWS, MANY = 16, 256, 4096
 
 
 class Net(nn.Module):
@@ -144,6 +144,60 @@ def test_more_kinds_of_steps_than_max_plans_are_announced_once(steps_before):
             step(model, index, rows=2 * ROWS)
     assert len(session_of(model).plans) == 1
     assert len([text for text in said if "max_plans" in text]) == 1
+
+
+def test_another_size_runs_as_was_planned_where_that_fits_and_else_at_the_least_memory(monkeypatch):
+    model = warm_up(planned(), steps=3, rows=MANY)
+    first, searched = get_plan(model), []
+    model = warm_up(planned(first.budget_bytes), steps=3, rows=MANY)
+    search = session.first_solution
+    monkeypatch.setattr(session, "first_solution", lambda *a, **k: (searched.append(1), search(*a, **k))[1])
+    for index, rows in enumerate((MANY - 3, MANY - 9, MANY // 2, MANY - 5)):
+        step(model, index, rows)
+    assert not searched
+    assert len(session_of(model).plans) == 1, "sizes that don't come again are not solved for"
+    step(model, 5, MANY + 512)
+    assert searched
+
+
+def test_what_runs_as_was_planned_for_another_size_stays_within_the_budget_and_exact():
+    budget = get_plan(warm_up(planned(), steps=3, rows=MANY)).budget_bytes
+    rows = (MANY, MANY, MANY, MANY - 3, MANY - 9, MANY // 2, *[MANY - 3] * 6)
+
+    def act(model):
+        losses = [step(model, index, count) for index, count in enumerate(rows)]
+        if get_plan(model) is not None:
+            peaks = [plan.measured.peak_bytes for plan in session_of(model).plans.values()]
+            assert len(peaks) == 2
+            assert all(peak <= budget for peak in peaks), peaks
+        return [*losses, *gradients(model)]
+
+    assert_same(*run_both(act, budget, warm=0))
+
+
+def test_a_share_is_of_the_largest_step_so_far():
+    model = warm_up(planned("80%"), steps=4, rows=2 * ROWS)
+    large = get_plan(model)
+    warm_up(model, steps=5)
+    small = get_plan(model)
+    assert small is not large
+    assert small.solution.recompute_ms == 0
+    assert small.budget_bytes - small.resident_bytes == large.budget_bytes - large.resident_bytes
+    warm_up(model, steps=6, rows=3 * ROWS)
+    assert get_plan(model).budget_bytes > large.budget_bytes
+
+
+def test_a_size_that_is_captured_twice_keeps_its_plan():
+    """Dynamo captures the first sizes as they are, and once more where it has symbols for them."""
+    model = planned("90%", max_plans=3)
+    with recorded() as said:
+        for rows in (ROWS, 200, 160, ROWS):
+            warm_up(model, steps=6, rows=rows)
+    session = session_of(model)
+    assert not said
+    assert session.captured_count == 4
+    assert get_plan(model).measured.peak_bytes is not None
+    assert len({plan.solution.recompute for plan in session.plans.values()}) <= 3
 
 
 def test_a_changed_budget_plans_anew_without_capturing():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 
 import pytest
@@ -97,7 +98,6 @@ def captured_inputs(function, calls):
     seen = []
 
     def backend(module, inputs):
-        torch_private.fix_sizes(module, inputs)
         seen.append([i if isinstance(i, torch.Tensor) else type(i) for i in inputs])
         return module
 
@@ -115,6 +115,46 @@ def test_a_number_becomes_an_input_at_its_second_value_and_sizes_stay_numbers():
     seen = captured_inputs(lambda x: x * 2, [(torch.ones(4),), (torch.ones(5),), (torch.ones(6),)])
     assert [inputs[0].shape for inputs in seen] == [(4,), (5,), (6,)]
     assert not any(torch_private.is_symbolic(inputs[0]) for inputs in seen)
+
+
+def test_where_sizes_vary_they_are_symbols_and_numbers_where_dynamo_fails_on_those():
+    """A size is a symbol from its third value on: the first two are only seen."""
+    seen = []
+
+    def backend(module, inputs):
+        if fails and any(isinstance(value, torch.SymInt) for value in inputs):
+            raise AssertionError("no symbols")
+        seen.append(any(isinstance(value, torch.SymInt) for value in inputs))
+        return module
+
+    for fails in (False, True):
+        seen.clear()
+        compiled = torch.compile(lambda x: x * 2, backend=backend)
+        for rows in (4, 5, 6, 7):
+            with torch_private.capturing_for_plans(sizes_vary=rows > 4):
+                compiled(torch.ones(rows))
+        assert seen == ([False, False, False, False] if fails else [False, False, True])
+        torch.compiler.reset()
+
+
+def test_a_log_ends_a_graph_only_where_it_may_be_heard_at_each_call(caplog):
+    class Logger(logging.Logger):
+        def warning_once(self, text):
+            self.warning(text)
+
+    log = Logger("a model's")
+    log.addHandler(caplog.handler)
+    log.setLevel(logging.INFO)
+
+    def forward(x, method):
+        x = x + 1
+        getattr(log, method)("heard")
+        return x + 2
+
+    for method, graphs, heard in (("warning_once", 1, 1), ("debug", 1, 0), ("info", 2, 3)):
+        caplog.clear()
+        seen = captured_inputs(forward, [(torch.ones(4), method)] * 3)
+        assert (method, len(seen), [record.message for record in caplog.records]) == (method, graphs, ["heard"] * heard)
 
 
 @pytest.mark.parametrize("limit", [3, 5])
@@ -135,9 +175,9 @@ def test_settings_of_torch_compile_are_the_users_again_after_nested_and_failed_c
             assert config.recompile_limit == limit
 
 
-def test_a_number_that_makes_a_size_is_fixed():
+def test_a_number_that_makes_a_size_is_an_input_from_its_second_value_on():
     seen = captured_inputs(lambda x, n: x[:n] * 2, [(torch.ones(9), n) for n in (2, 3, 4, 3)])
-    assert len(seen) == 3
+    assert [torch.SymInt in inputs for inputs in seen] == [False, True]
 
 
 def test_what_the_user_called_is_known_of_a_captured_node():

@@ -202,14 +202,10 @@ class _Graph:
         self._session = session
         self._name = type(session.root).__name__
         self._buffers = [i for i, name in enumerate(_placeholders(module)) if "_buffers_" in name]
-        self._trains = False
-        if any(isinstance(value, torch.SymInt) for value in inputs):
-            # A plan holds for one size: the graph is captured once more for each that it is called with.
-            self._run = torch.compile(module, backend=planning_backend(self._take_in, session.kernels), dynamic=False)
-            self._trains = torch.is_grad_enabled()
-        else:
-            with session.stages.stage("capture_s", "tracing"):
-                self._run = planning_backend(self._take_in, session.kernels)(module, inputs)
+        # Where sizes are symbols, it is traced when it runs.
+        self._trains = torch.is_grad_enabled() and any(isinstance(value, torch.SymInt) for value in inputs)
+        with session.stages.stage("capture_s", "tracing"):
+            self._run = planning_backend(self._take_in, session.kernels)(module, inputs)
 
     def _take_in(self, captured: Captured) -> Part:
         self._trains = True
