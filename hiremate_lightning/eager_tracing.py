@@ -11,14 +11,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._dynamo  # before AOTAutograd, which imports it in a circle
 from torch._C import DispatchKey
 from torch._decomp import decomposition_table
+from torch._dispatch.python import no_python_dispatcher
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch._guards import StorageOverlap, TracingContext
 from torch._inductor import config as inductor_config
 from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import torch_private
@@ -38,6 +41,7 @@ def traced_as_eager() -> Iterator[None]:
         inductor_config.patch(fallback_random=True),
         functorch_config.patch(backward_pass_autocast="off"),
         _eager_kernels(),
+        _eager_strides_of_one(),
         _eager_strides(),
         _guarded_overlaps(),
     ):
@@ -125,6 +129,58 @@ def _eager_strides() -> Iterator[None]:
         for op, decomposition in found.items():
             decomposition_table[op] = decomposition
         FakeTensorMode.cache_clear()
+
+
+@contextmanager
+def _eager_strides_of_one() -> Iterator[None]:
+    """Give dimensions of size 1 the strides that kernels give them.
+
+    No element is found by them, but kernels tell by them whether images are channels-last: for a batch of one.
+    """
+    aten = torch.ops.aten
+    views = {op: op_implementations_dict[op] for op in (aten.view.default, aten._unsafe_view.default)}
+    with_numbers = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
+    kernels = {op: op.py_kernels[DispatchKey.Meta] for op in with_numbers}
+    op_implementations_dict.update((op, _view_as_kernels_do(implementation)) for op, implementation in views.items())
+    for op, kernel in kernels.items():
+        op.py_kernels[DispatchKey.Meta] = _with_numbers_as_kernels_do(kernel)
+        op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        op_implementations_dict.update(views)
+        for op, kernel in kernels.items():
+            op.py_kernels[DispatchKey.Meta] = kernel
+            op._dispatch_cache.clear()
+
+
+def _view_as_kernels_do(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    def view(mode: Any, op: OpOverload, tensor: torch.Tensor, *shape: Any) -> Any:
+        result = implementation(mode, op, tensor, *shape)
+        if 1 not in result.shape or torch_private.is_symbolic(tensor) or torch_private.is_symbolic(result):
+            return result
+        seen = _without_memory(tensor, lambda like: like.view(result.shape))
+        return torch.as_strided(tensor, seen.shape, seen.stride(), tensor.storage_offset())
+
+    return view
+
+
+def _with_numbers_as_kernels_do(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def compute(tensor: Any, number: Any, **options: Any) -> Any:
+        result = kernel(tensor, number, **options)
+        is_one = isinstance(tensor, torch.Tensor) and 1 in tensor.shape and not torch_private.is_symbolic(tensor)
+        if not is_one or isinstance(number, torch.Tensor):
+            return result
+        seen = _without_memory(tensor, lambda like: like + like.new_empty(()))  # of another shape, as numbers are
+        return torch.as_strided(result, seen.shape, seen.stride())
+
+    return compute
+
+
+def _without_memory(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Run a function on a tensor that has nothing but sizes and strides, by the kernels' own rules for these."""
+    with torch_private.real_mode(), no_python_dispatcher():
+        return function(torch.empty_strided(tensor.shape, tensor.stride(), device="meta"))
 
 
 def _with_strides(decomposition: Callable[..., Any], position: int | None) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,6 +56,9 @@ from torch.utils._pytree import tree_leaves as leaves
 from torch.utils._pytree import tree_map as map_leaves
 
 __all__ = ["CompileError", "DataDependentError", "HigherOrderOperator", "OpOverload", "leaves", "map_leaves"]
+
+log = logging.getLogger("hiremate_lightning")
+_DYNAMO_LOG = logging.getLogger("torch._dynamo.convert_frame")
 
 CHECKED_VERSIONS = ("2.13",)
 
@@ -362,12 +366,16 @@ def _sizes_as_symbols() -> Iterator[None]:
     """Let sizes be symbols that are found to vary, and numbers where Dynamo fails on those."""
     capture = convert_frame._compile
 
-    def capture_or_try_again(*arguments: Any, **options: Any) -> Any:
-        try:
-            return capture(*arguments, **options)
-        except Exception:  # whatever Dynamo fails on: if it is not the symbols it fails again
-            with _sizes_as_numbers():
-                return capture(*arguments, **options)
+    def capture_or_try_again(code: types.CodeType, *arguments: Any, **options: Any) -> Any:
+        if code not in _without_symbols:
+            try:
+                return capture(code, *arguments, **options)
+            except Exception:  # whatever Dynamo fails on: if it is not the symbols it fails again
+                log.debug("%s is captured again, with numbers for its sizes", code.co_name, exc_info=True)
+        with _sizes_as_numbers():
+            result = capture(code, *arguments, **options)
+        _without_symbols.add(code)
+        return result
 
     with (
         replaced(builder, "tensor_always_has_static_shape", _has_static_shape),
@@ -375,6 +383,8 @@ def _sizes_as_symbols() -> Iterator[None]:
     ):
         yield
 
+
+_without_symbols: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that Dynamo failed on with symbols
 
 # Kept, since making one takes longer than using it; not shared, since several calls may be under way.
 _unused_settings: list[Any] = []
@@ -400,8 +410,7 @@ def _logging_early() -> Any:
 @contextmanager
 def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
     """Let Dynamo go on without what it fails on, and hear of it from its log, however quiet a user has made that."""
-    log = logging.getLogger("torch._dynamo.convert_frame")
-    level, was_quiet = log.level, not log.isEnabledFor(logging.WARNING)
+    level, was_quiet = _DYNAMO_LOG.level, not _DYNAMO_LOG.isEnabledFor(logging.WARNING)
 
     def heed(record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -413,21 +422,20 @@ def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
         return False
 
     if was_quiet:
-        log.setLevel(logging.WARNING)
-    dynamo_config.suppress_errors = log.isEnabledFor(logging.WARNING)  # not where all logging is disabled
-    log.addFilter(heed)
+        _DYNAMO_LOG.setLevel(logging.WARNING)
+    dynamo_config.suppress_errors = _DYNAMO_LOG.isEnabledFor(logging.WARNING)  # not where all logging is disabled
+    _DYNAMO_LOG.addFilter(heed)
     try:
         yield
     finally:
-        log.removeFilter(heed)
+        _DYNAMO_LOG.removeFilter(heed)
         if was_quiet:
-            log.setLevel(level)
+            _DYNAMO_LOG.setLevel(level)
 
 
 def tell_of_failure(error: Exception) -> None:
     """Tell of what could not be captured as Dynamo tells of its own failures: see `capturing_for_plans`."""
-    log = logging.getLogger("torch._dynamo.convert_frame")
-    log.log(logging.WARNING, "a graph runs uncaptured", exc_info=error)
+    _DYNAMO_LOG.log(logging.WARNING, "a graph runs uncaptured", exc_info=error)
 
 
 def _in_brief(error: BaseException) -> str:
@@ -486,6 +494,7 @@ def has_expandable_segments() -> bool:
 def forget_compiled(function: Callable[..., Any]) -> None:
     """Drop what Dynamo compiled for a function, and the sizes that it saw there."""
     reset_code(function.__code__)
+    _without_symbols.discard(function.__code__)
     get_code_state().pop(CodeId.make(function.__code__), None)
 
 
