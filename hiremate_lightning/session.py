@@ -24,15 +24,14 @@ import torch
 from torch import nn
 
 from . import backward_pass, torch_private
-from .absent import without_missing
 from .accumulation import Leaves
-from .allocator import in_blocks
 from .backend import planning_backend
 from .capture import Captured
 from .costs import Profile, step_time_ms
 from .eager_paths import eager_paths
 from .errors import CaptureError, HiRemateWarning
 from .execution import Part, Program, build
+from .first_steps import FirstSteps
 from .fused_kernel import Kernels
 from .joint import may_choose_anew
 from .kinds import Kind, Kinds, Known
@@ -41,18 +40,18 @@ from .options import SessionOptions
 from .out_of_memory import InfeasibleBudgetError, explain
 from .parts import Parts, uses_all_parameters
 from .plan import Plan, describe_peak
-from .planner import FirstSolution, fastest_that_fits, first_solution, make_plan, resolve, unplanned
+from .planner import make_plan, resolve, unplanned
 from .profiling import TimedRun
 from .recording import Run, StepRecord
 from .report import Reporter, Stages
 from .resident import WATCHED_STEPS, Resident, ResidentMemory
 from .scaling import are_same
-from .schedule import keep_all, lower
+from .schedule import lower
 from .shared_solving import shared
 from .solvers import worker
 from .solvers.base import Strategy
 from .solvers.curve import Remembering
-from .step import Call, Decisions, Step, merge
+from .step import Step
 from .units import Budget, format_bytes
 
 log = logging.getLogger("hiremate_lightning")
@@ -82,9 +81,8 @@ class Session:
         self.stages = Stages(Reporter(options.verbose))
         self.parts = Parts(self.stages, options.cache_dir, self.kernels)
         self._known: dict[Kind, Known] = {}
-        self._firsts: list[FirstSolution] = []
+        self._first_steps = FirstSteps()
         self._awaited: Counter[Kind] = Counter()  # steps that began while the peak of a plan was not measured
-        self._from_other_sizes: list[Program] = []
         self._unfit: set[Kind] = set()  # whose plans were made with gradients dying that do not
         self._searching: set[Kind] = set()  # whose next step is the first in which cuDNN chooses algorithms
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
@@ -255,51 +253,28 @@ class Session:
         explain(error, f"hiremate: {describe_peak(self._name, self.plan)}{self._memory.describe()}")
 
     def _first_program(self, captured: Captured, profile: Profile) -> Program:
-        """Build the program of a part for its first step, which is not known as a whole.
+        """Build the program of a part for its first step.
 
-        It is what was planned for another size, where that fits; else that of least memory. Where not even the captured
-        part alone fits, training stops before the step. A share of the whole step is not known from a part of it: it is
-        checked where a part uses all parameters, else once the step is known.
+        Where not even the captured part alone fits, training stops before that. A share of the whole step is not known
+        from a part of it: it is checked where a part uses all parameters, else once the step is known.
         """
-        decisions = self._decided_at_other_sizes(captured, profile)
-        if decisions is not None:
-            self._from_other_sizes.append(_build_first(captured, decisions))
-            return self._from_other_sizes[-1]
-        step = merge([Call(in_blocks(captured.graph, captured.device), profile)], [0])
+        resident = self._began_with or self._memory.count(())
+        planned = [(self._known[kind], plan.solution.recompute) for kind, plan in self.plans.items()]
+        program = self._first_steps.take_over(captured, profile, resident, planned, self._budget_bytes)
+        if program is not None:
+            return program
         is_known = self.options.budget.share is None or uses_all_parameters(captured, self.root)
-        resident_bytes = (self._began_with or self._memory.count(())).size_bytes
         is_checked = is_known and self.options.plan.on_infeasible == "raise"
-        budget_bytes = self._budget_bytes(step, resident_bytes) if is_checked else 0
-        progress = self.stages.reporter.solving(step_time_ms(captured.graph, profile))
-        least = first_solution(
-            step,
+        return self._first_steps.search(
+            captured,
+            profile,
+            resident.size_bytes,
             self.options.budget,
-            budget_bytes,
-            resident_bytes,
+            self._budget_bytes if is_checked else None,
             self.options.plan,
             self._name,
-            progress,
-            known=self._firsts,
+            progress=self.stages.reporter.solving(step_time_ms(captured.graph, profile)),
         )
-        self._firsts.append(FirstSolution(step, least))
-        return _build_first(captured, step.split(least.recompute)[0])
-
-    def _decided_at_other_sizes(self, captured: Captured, profile: Profile) -> Decisions | None:
-        """Find the fastest decisions that fit, of those that were made for the same step at other sizes."""
-        resident = self._began_with or self._memory.count(())
-        absences = {known.missing[0] for known in self._known.values()}
-        costs = {missing: without_missing(captured, missing, profile) for missing in absences}
-        known = {kind: self._known[kind] for kind in self.plans}
-        foreseen = {kind: each.at_size(captured, *costs[each.missing[0]], resident) for kind, each in known.items()}
-        steps = {kind: known.merge() for kind, known in foreseen.items() if known is not None}
-        if not steps:
-            return None
-        step = max(steps.values(), key=lambda step: unplanned(step).peak_bytes)
-        taken_bytes = resident.size_bytes + max(self._known[kind].margin_bytes for kind in steps)
-        budget_bytes = self._budget_bytes(step, resident.size_bytes) - taken_bytes
-        candidates = [keep_all(step.graph), *(self.plans[kind].solution.recompute for kind in steps)]
-        decisions = fastest_that_fits(step, budget_bytes, candidates)
-        return None if decisions is None else step.split(decisions)[0]
 
     # ---------------------------------------------------------------- steps
 
@@ -384,9 +359,8 @@ class Session:
 
     def _is_worth_a_plan(self, kind: Kind) -> bool:
         """Whether a kind of step has come again, or has to run at the least memory."""
-        program = self.parts.least(kind[0])
-        is_served = len(kind) == 1 and any(program is served for served in self._from_other_sizes)
-        return not is_served or self._kinds.sights[kind] > 1
+        runs_as_planned = len(kind) == 1 and self._first_steps.was_taken_over(self.parts.least(kind[0]))
+        return not runs_as_planned or self._kinds.sights[kind] > 1
 
     def _captured_before(self, kind: Kind) -> Known | None:
         """Find the same step at the same sizes: Dynamo captures a size anew once it has symbols for it."""
@@ -559,8 +533,3 @@ class Session:
             return self._auto_bytes
         self._largest_bytes = max(self._largest_bytes, unplanned(step).peak_bytes)
         return resolve(self.options.budget, resident_bytes, self._largest_bytes, 0)
-
-
-def _build_first(captured: Captured, decisions: Decisions) -> Program:
-    """Build a program for a first step: what becomes of the values outside was not seen yet."""
-    return replace(build(captured, lower(captured.graph, decisions)), protects=True)

@@ -83,6 +83,7 @@ ORDER = (
     "planner",
     "options",
     "size_search",
+    "first_steps",
     "session",
     "targets",
     "training_state",

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate, session
+from hiremate_lightning import HiRemateWarning, first_steps, get_plan, hiremate, remove_hiremate, session
 from hiremate_lightning.errors import CaptureError
 from hiremate_lightning.metering import MemoryMeter, measure_peak
 from hiremate_lightning.planner import make_plan
@@ -150,8 +150,8 @@ def test_another_size_runs_as_was_planned_where_that_fits_and_else_at_the_least_
     model = warm_up(planned(), steps=3, rows=MANY)
     first, searched = get_plan(model), []
     model = warm_up(planned(first.budget_bytes), steps=3, rows=MANY)
-    search = session.first_solution
-    monkeypatch.setattr(session, "first_solution", lambda *a, **k: (searched.append(1), search(*a, **k))[1])
+    search = first_steps.first_solution
+    monkeypatch.setattr(first_steps, "first_solution", lambda *a, **k: (searched.append(1), search(*a, **k))[1])
     for index, rows in enumerate((MANY - 3, MANY - 9, MANY // 2, MANY - 5)):
         step(model, index, rows)
     assert not searched
