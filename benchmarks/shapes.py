@@ -3,7 +3,8 @@
     python benchmarks/shapes.py [--model gpt2_12] [--budget 60%] [--lengths 128,96,112,128,96,112] [--max-plans 8]
 
 The model reads tokens; its batch is cut to each length in turn, three steps each. The first step of a new length
-captures it and runs at the least memory, the second plans it. Prints a Markdown table of wall-clock seconds.
+captures it, from the fourth length on only traces it, and runs as was planned for another length where that fits, else
+at the least memory. Prints a Markdown table of wall-clock seconds.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The session: all state of one planned model, and the life of its plans.
 
-Its first training step runs at the least memory while torch.compile captures every graph of the step and the code
-outside of them is measured. At the start of the next step all of it is planned as one problem, and the plan takes over
-without capturing anything again. The step after that is measured: its peak against the prediction, and in one more step
-its time.
+Its first training step runs at the least memory, or as was planned for another input shape, while torch.compile
+captures every graph of the step and the code outside of them is measured. At the start of the next step all of it is
+planned as one problem, and the plan takes over without capturing anything again. The step after that is measured: its
+peak against the prediction, and in one more step its time.
 
 What makes a step: a forward after a backward begins a new one. Programs are chosen by the captured graphs that have run
 so far in the step, so several kinds of steps (a GAN's two, another input shape) have their own plans side by side.
@@ -82,7 +82,7 @@ class Session:
         self.parts = Parts(self.stages, options.cache_dir, self.kernels)
         self._known: dict[Kind, Known] = {}
         self._first_steps = FirstSteps()
-        self._awaited: Counter[Kind] = Counter()  # steps that began while the peak of a plan was not measured
+        self._awaited: Counter[Kind] = Counter()  # steps foreseen of each kind since its plan was to be measured
         self._unfit: set[Kind] = set()  # whose plans were made with gradients dying that do not
         self._searching: set[Kind] = set()  # whose next step is the first in which cuDNN chooses algorithms
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
@@ -291,6 +291,8 @@ class Session:
             for kind in self._kinds.all_likely():
                 self._adapt(kind, resident)
         likely, all_likely = self._kinds.likely(), self._kinds.all_likely()
+        if likely is not None:
+            self._awaited[likely] += 1
         plan = None if likely is None else self.plans[likely]
         self._kinds.expected = max(all_likely, key=lambda kind: self.plans[kind].unplanned_peak_bytes, default=None)
         if likely is None or self._saw_unplanned or self._is_to_be_measured(likely):
@@ -305,10 +307,8 @@ class Session:
 
     def _is_to_be_measured(self, kind: Kind) -> bool:
         """Whether to measure the step that begins, for the peak of a planned kind: less often while others come."""
-        if self.plans[kind].measured.peak_bytes is not None:
-            return False
-        self._awaited[kind] += 1
-        return self._awaited[kind] < 4 or self._awaited[kind].bit_count() == 1
+        count = self._awaited[kind]
+        return self.plans[kind].measured.peak_bytes is None and (count < 4 or count.bit_count() == 1)
 
     def _is_timed(self, plan: Plan | None) -> bool:
         """Whether to time each operation of the step that begins: for its plan to come, or to see how its plan does."""
@@ -427,6 +427,7 @@ class Session:
         decided = zip(known.captured, known.places, step.split(plan.solution.recompute), strict=True)
         programs = {place: build(captured, lower(captured.graph, decisions)) for captured, place, decisions in decided}
         self.plans[kind] = plan
+        self._awaited[kind] = 0
         self._kinds.install(kind, programs)
         self._memory.litter()
         self.stages.reporter.planned(plan)
@@ -461,6 +462,7 @@ class Session:
         )
         if (plan.measured.peak_bytes or 0) > budget_bytes:
             adapted = adapted.with_measured(peak_bytes=None)  # it was of more resident bytes: measured again
+            self._awaited[kind] = 0
         self._known[kind] = known
         if is_least or adapted.planned_peak_bytes + known.margin_bytes <= budget_bytes:  # the least stays the least
             self.plans[kind] = adapted

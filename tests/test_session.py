@@ -187,6 +187,27 @@ def test_a_share_is_of_the_largest_step_so_far():
     assert get_plan(model).budget_bytes > large.budget_bytes
 
 
+def test_a_plan_is_measured_less_and_less_often_while_steps_of_other_sizes_come(monkeypatch):
+    model = warm_up(planned(), steps=4, rows=MANY)
+    budget = get_plan(model).budget_bytes
+    model, measured = planned(budget), []
+    measure = session.StepRecord
+    monkeypatch.setattr(session, "StepRecord", lambda *a: (measured.append(session_of(model)._steps), measure(*a))[1])
+    warm_up(model, steps=2, rows=MANY)
+    for index in range(20):
+        step(model, index, MANY - 2 - index)
+    assert get_plan(model).measured.peak_bytes is not None
+    model = planned(budget)
+    step(model, 0, MANY)
+    measured.clear()
+    for index in range(20):
+        step(model, index, MANY - 2 - index)
+    assert get_plan(model).measured.peak_bytes is None, "no step of that size came again"
+    assert 4 <= len(measured) <= 7
+    warm_up(model, steps=20, rows=MANY)
+    assert get_plan(model).measured.peak_bytes <= budget
+
+
 def test_a_size_that_is_captured_twice_keeps_its_plan():
     """Dynamo captures the first sizes as they are, and once more where it has symbols for them."""
     model = planned("90%", max_plans=3)
