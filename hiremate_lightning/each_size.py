@@ -9,6 +9,7 @@ What tells symbols apart is private; `tests/test_each_size.py` says on which ver
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from . import torch_private
 
+KEPT = 128  # traces of one graph, the latest used ones: each takes megabytes of the host's memory
 Run = Callable[..., Any]
 Trace = Callable[[fx.GraphModule, Sequence[Any]], Run]
 
@@ -55,13 +57,16 @@ class EachSize:
         self._others = tuple(position for position in range(count) if position not in self._sizes)
         self._trace = trace
         self._is_particular = False
-        self._traced: dict[tuple[Any, ...], Run] = {}
+        self._traced: OrderedDict[tuple[Any, ...], Run] = OrderedDict()
 
     def run(self, *arguments: Any) -> Any:
         """Run what was traced for the sizes among the arguments; where that fails, the code as it was captured."""
         sizes = tuple(arguments[position] for position in self._sizes)
         others = [arguments[position] for position in self._others]
-        run = self._traced.get((sizes, self._particulars(others))) or self._trace_for(sizes, others)
+        key = sizes, self._particulars(others)
+        run = self._traced.get(key) or self._trace_for(sizes, others)
+        if key in self._traced:
+            self._traced.move_to_end(key)
         return run(*others)
 
     def _trace_for(self, sizes: tuple[int, ...], others: Sequence[Any]) -> Run:
@@ -75,6 +80,8 @@ class EachSize:
                 run, is_general = module, True
         self._is_particular = self._is_particular or not is_general
         self._traced[sizes, self._particulars(others)] = run
+        if len(self._traced) > KEPT:
+            self._traced.popitem(last=False)
         return run
 
     def _particulars(self, others: Sequence[Any]) -> tuple[Any, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
@@ -17,6 +19,7 @@ from .schedule import keep_all, lower
 from .step import Call, Decisions, Step, merge
 from .units import Budget
 
+REMEMBERED = 8  # searches, whose result may serve at another size
 BudgetOf = Callable[[Step, int], int]  # of a step, with so many resident bytes
 
 
@@ -24,12 +27,12 @@ class FirstSteps:
     """The programs of first steps: what was planned for another size, or that of least memory."""
 
     def __init__(self) -> None:
-        self._found: list[FirstSolution] = []
-        self._taken_over: list[Program] = []
+        self._found: deque[FirstSolution] = deque(maxlen=REMEMBERED)
+        self._taken_over: weakref.WeakValueDictionary[int, Program] = weakref.WeakValueDictionary()  # by identity
 
     def was_taken_over(self, program: Program) -> bool:
         """Whether a program is by a plan for another size."""
-        return any(program is one for one in self._taken_over)
+        return self._taken_over.get(id(program)) is program
 
     def take_over(
         self,
@@ -60,8 +63,9 @@ class FirstSteps:
         decisions = fastest_that_fits(step, budget_bytes, candidates)
         if decisions is None:
             return None
-        self._taken_over.append(_build(captured, step, decisions))
-        return self._taken_over[-1]
+        program = _build(captured, step, decisions)
+        self._taken_over[id(program)] = program
+        return program
 
     def search(
         self,

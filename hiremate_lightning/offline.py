@@ -180,7 +180,7 @@ class OfflineStep:
         return self._merge([measure(captured, cache, progress=progress) for captured in self.captured])
 
     def _merge(self, profiles: Sequence[Profile]) -> Step:
-        calls, order = self.record.calls(profiles)
+        calls, order = self.record.calls(dict(enumerate(profiles)))
         step = merge(calls, order, self.stale_bytes)
         return replace(step, graph=_on_gpu(step.graph, self.options.device)) if self.options.is_stand_in else step
 

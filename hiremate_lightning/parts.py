@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -26,24 +27,43 @@ class Parts:
         cache_dir: Where to keep profiles between runs, None for nowhere.
         kernels: What compiles fused operations before they are profiled, None where nothing is fused.
 
+    What belongs to a part goes with it: of sizes that have not come for long, what was traced is dropped.
+
     Attributes:
-        all: The parts so far.
-        profiles: Costs of the operations of those that have run.
+        count: How many parts were captured so far.
     """
 
     def __init__(self, stages: Stages, cache_dir: Path | None, kernels: Kernels | None) -> None:
         self._stages = stages
         self._costs = CostCache(cache_dir)
         self._kernels = kernels
-        self.all: list[Part] = []
-        self.profiles: list[Profile] = []
-        self._least: list[Program] = []
-        self._changed: set[Part] = set()  # whose program of least memory is of an earlier captured graph
+        self.count = 0
+        self._parts: dict[int, weakref.ref[Part]] = {}
+        self._numbers: weakref.WeakKeyDictionary[Part, int] = weakref.WeakKeyDictionary()
+        self._profiles: weakref.WeakKeyDictionary[Part, Profile] = weakref.WeakKeyDictionary()
+        self._least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
+        self._changed: weakref.WeakSet[Part] = weakref.WeakSet()  # least memory is that of an earlier captured graph
+
+    @property
+    def all(self) -> list[Part]:
+        """The parts that still exist, in the order of their capture."""
+        return sorted(self._numbers, key=self._numbers.__getitem__)
+
+    @property
+    def profiles(self) -> dict[int, Profile]:
+        """Costs of the operations of the parts that have run, by number."""
+        return {self._numbers[part]: self._profiles[part] for part in self.all if part in self._profiles}
+
+    def find(self, number: int) -> Part | None:
+        """Give the part with a number, None where it was dropped."""
+        return self._parts[number]()
 
     def add(self, captured: Captured, conductor: Conductor) -> Part:
         """Make a part of a captured graph."""
         part = Part(captured, conductor)
-        self.all.append(part)
+        self._numbers[part] = self.count
+        self._parts[self.count] = weakref.ref(part)
+        self.count += 1
         return part
 
     def prepare(self, part: Part, build_least: Callable[[Captured, Profile], Program]) -> int:
@@ -53,23 +73,22 @@ class Parts:
             part: What is about to run.
             build_least: Builds that program for a captured graph with these costs.
         """
-        number = next(i for i, known in enumerate(self.all) if known is part)
-        while len(self.profiles) <= number:
-            next_one = self.all[len(self.profiles)]
-            captured = next_one.captured = without_unsteady(next_one.captured)
+        if part not in self._profiles:
+            captured = part.captured = without_unsteady(part.captured)
             profile = self._measure(captured)
             with self._stages.stage("solve_s", "solving"):
-                least = build_least(captured, profile)
-            self.profiles.append(profile)
-            self._least.append(least)
+                self._least[part] = build_least(captured, profile)
+            self._profiles[part] = profile
         if part in self._changed:
             self._changed.remove(part)
-            self._least[number] = build_least(part.captured, self.profiles[number])
-        return number
+            self._least[part] = build_least(part.captured, self._profiles[part])
+        return self._numbers[part]
 
     def least(self, number: int) -> Program:
-        """Give the program of least memory of a part that is prepared."""
-        return self._least[number]
+        """Give the program of least memory of a part that runs."""
+        part = self.find(number)
+        assert part is not None, "it was prepared for this run"
+        return self._least[part]
 
     def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
         """Learn of values that other code overwrites before the backward: nothing can be computed from them then."""

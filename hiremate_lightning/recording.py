@@ -224,7 +224,7 @@ class StepRecord:
                     total += _bytes_of(run.graph, (tensor,))
         return total
 
-    def calls(self, profiles: Sequence[Profile]) -> tuple[list[Call], list[int]]:
+    def calls(self, profiles: Mapping[int, Profile]) -> tuple[list[Call], list[int]]:
         """Describe the step for `step.merge`: its calls, and the order of their backwards.
 
         A run without a backward is part of the outside.

@@ -110,7 +110,7 @@ class Session:
     @property
     def captured_count(self) -> int:
         """Number of graphs captured so far."""
-        return len(self.parts.all)
+        return self.parts.count
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count an optimizer's state as resident."""
@@ -176,7 +176,7 @@ class Session:
             self.end_step(at_once=False)
         if not self._kinds.ran and self._record is None:
             self._begin_step([t for t in torch_private.leaves(arguments) if isinstance(t, torch.Tensor)])
-        if not self.parts.all:
+        if not self.parts.count:
             worker.warm_up()
             self._tracing.enter_context(self.stages.stage("capture_s", "tracing"))
 
@@ -184,7 +184,7 @@ class Session:
             self.say(f"torch.compile could not capture a part of {name}, which runs without a plan: {reason}")
 
         try:
-            with torch_private.capturing_for_plans(tell, sizes_vary=bool(self.parts.all)), eager_paths():
+            with torch_private.capturing_for_plans(tell, sizes_vary=self.parts.count > 0), eager_paths():
                 yield
         except torch_private.CompileError as error:
             if not is_inside:
@@ -364,7 +364,10 @@ class Session:
 
     def _captured_before(self, kind: Kind) -> Known | None:
         """Find the same step at the same sizes: Dynamo captures a size anew once it has symbols for it."""
-        graphs = [self.parts.all[number].captured.graph for number in kind]
+        parts = [part for number in kind if (part := self.parts.find(number)) is not None]
+        graphs = [part.captured.graph for part in parts]
+        if len(graphs) < len(kind):
+            return None
         return next((k for k in self._known.values() if are_same([c.graph for c in k.captured], graphs)), None)
 
     def _may_plan_more(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch._dynamo import convert_frame
 
-from hiremate_lightning import backend, hiremate, remove_hiremate
+from hiremate_lightning import backend, each_size, hiremate, remove_hiremate
 from hiremate_lightning.each_size import EachSize
 from hiremate_lightning.targets import targets_of
 
@@ -102,6 +103,26 @@ def test_sizes_seen_with_one_model_are_forgotten_with_it(captures, traced):
         assert (len(captures), session.captured_count) == (2, 2)
         assert not traced, "two sizes are captured as they are"
         remove_hiremate(model)
+
+
+def test_what_was_traced_for_sizes_that_do_not_come_any_more_is_dropped(monkeypatch, traced):
+    monkeypatch.setattr(each_size, "KEPT", 2)
+    lengths = [9, 8, 7, 6, 5, 4, 3, 2, 7, 7]
+    model = hiremate(Mixing(), "100 MiB", verbose=False)
+    plain = Mixing()
+    plain.load_state_dict(model.state_dict())
+    for step, length in enumerate(lengths):
+        x = torch.randn(4, length, WIDTH)
+        for module in (plain, model):
+            torch.manual_seed(step)
+            module(x).sum().backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+    gc.collect()
+    session = targets_of(model).session
+    assert session.captured_count == 9
+    assert len(traced) == 7, "7 came again when it had been dropped"
+    assert len(session.parts.all) <= 2 + 2 + len(session.plans), "the first two, the last two, and what is planned"
+    remove_hiremate(model)
 
 
 class Counting(nn.Module):
