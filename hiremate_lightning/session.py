@@ -87,7 +87,6 @@ class Session:
         self._searching: set[Kind] = set()  # whose next step is the first in which cuDNN chooses algorithms
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
         self._auto_bytes: int | None = None
-        self._largest_bytes = 0  # that a step was found to take unplanned
         self._saw_unplanned = False  # whether a kind of step without a plan ran unrecorded
         self._began_with: Resident | None = None  # when the step began, where that was counted
         self._steps = 0
@@ -412,7 +411,7 @@ class Session:
         """Plan a known step and let its programs take over."""
         known = self._known[kind]
         step, resident_bytes = known.merge(), known.resident.size_bytes
-        budget_bytes = self._budget_bytes(step, resident_bytes)
+        budget_bytes = self._budget_bytes(step, resident_bytes, kind)
         with self.stages.reporter.stage("solving"):
             plan = make_plan(
                 step,
@@ -455,7 +454,7 @@ class Session:
         self._unfit.discard(kind)
         known = replace(known, resident=resident)
         step = known.merge()
-        budget_bytes = self._budget_bytes(step, resident.size_bytes)
+        budget_bytes = self._budget_bytes(step, resident.size_bytes, kind)
         adapted = replace(
             plan,
             graph=step.graph,
@@ -531,10 +530,17 @@ class Session:
     def _name(self) -> str:
         return type(self.root).__name__
 
-    def _budget_bytes(self, step: Step, resident_bytes: int) -> int:
+    def _budget_bytes(self, step: Step, resident_bytes: int, kind: Kind | None = None) -> int:
+        """Give the budget of a step, resident bytes included; a share is of the largest step that is known.
+
+        Args:
+            step: The step.
+            resident_bytes: Bytes that exist before it.
+            kind: Its kind, None where that is not known yet.
+        """
         if self._auto_bytes is None:
             self._auto_bytes = resolve(Budget(), resident_bytes, 0, free_bytes(self._memory.device))
         if self.options.budget.is_auto:
             return self._auto_bytes
-        self._largest_bytes = max(self._largest_bytes, unplanned(step).peak_bytes)
-        return resolve(self.options.budget, resident_bytes, self._largest_bytes, 0)
+        others = (plan.unplanned.peak_bytes for planned, plan in self.plans.items() if planned != kind)
+        return resolve(self.options.budget, resident_bytes, max(unplanned(step).peak_bytes, *others, 0), 0)

@@ -187,6 +187,22 @@ def test_a_share_is_of_the_largest_step_so_far():
     assert get_plan(model).budget_bytes > large.budget_bytes
 
 
+def test_a_share_is_of_the_step_and_not_of_what_a_part_of_it_might_take():
+    """Before the first step is known, gradients of all outputs are expected."""
+
+    class TwoOutputs(Net):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = self.body(x)
+            return self.head(hidden), torch.cat([hidden] * 20, 1)
+
+    model = hiremate(TwoOutputs(), "95%", verbose=False)
+    for index in range(4):
+        model.zero_grad()
+        model(batch(index))[0].square().mean().backward()
+    plan = get_plan(model)
+    assert plan.budget_bytes == plan.resident_bytes + int(0.95 * plan.unplanned.peak_bytes)
+
+
 def test_a_plan_is_measured_less_and_less_often_while_steps_of_other_sizes_come(monkeypatch):
     model = warm_up(planned(), steps=4, rows=MANY)
     budget = get_plan(model).budget_bytes
