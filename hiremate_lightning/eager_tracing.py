@@ -61,7 +61,7 @@ def _guarded_overlaps() -> Any:
             context.guards_context.aotautograd_guards.append(guard)
         return overlapping
 
-    return torch_private.replaced(runtime_wrappers, "compute_overlapping_inputs", find_and_guard)
+    return torch_private.replaced((runtime_wrappers, "compute_overlapping_inputs", find_and_guard))
 
 
 _IMPLICIT = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)

@@ -338,73 +338,68 @@ def capturing_for_plans(tell: Callable[[str], None] | None = None, sizes_vary: b
       or, where there is no one to tell, raised. So are errors of the code itself, which are seen as it is traced.
     """
     settings = _unused_settings.pop() if _unused_settings else _settings_for_plans()
-    sizes = _sizes_as_symbols() if sizes_vary else _sizes_as_numbers()
+    capture = _capture_with_symbols if sizes_vary else _capture_with_numbers
     try:
-        with settings, sizes, _logging_early(), _told_of_failures(tell):
+        with settings, replaced((convert_frame, "_compile", capture)), _told_of_failures(tell):
             yield
     finally:
         _unused_settings.append(settings)
 
 
 @contextmanager
-def replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
-    """Put something in the place of an attribute, for a while."""
-    original = getattr(owner, name)
-    setattr(owner, name, stand_in)
+def replaced(*stand_ins: tuple[Any, str, Any]) -> Iterator[None]:
+    """Put something in the place of attributes, each given by its owner and its name, for a while."""
+    originals = [getattr(owner, name) for owner, name, _ in stand_ins]
+    for owner, name, stand_in in stand_ins:
+        setattr(owner, name, stand_in)
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        for (owner, name, _), original in zip(stand_ins, originals, strict=True):
+            setattr(owner, name, original)
 
 
-def _sizes_as_numbers() -> Any:
-    return replaced(builder, "tensor_always_has_static_shape", _always_static)
+def _always_static(*_: Any, **__: Any) -> tuple[bool, TensorStaticReason]:
+    return True, TensorStaticReason.NOT_TENSOR
 
 
-@contextmanager
-def _sizes_as_symbols() -> Iterator[None]:
-    """Let sizes be symbols that are found to vary, and numbers where Dynamo fails on those."""
-    capture = convert_frame._compile
-
-    def capture_or_try_again(code: types.CodeType, *arguments: Any, **options: Any) -> Any:
-        if code not in _without_symbols:
-            try:
-                return capture(code, *arguments, **options)
-            except Exception:  # whatever Dynamo fails on: if it is not the symbols it fails again
-                log.debug("%s is captured again, with numbers for its sizes", code.co_name, exc_info=True)
-        with _sizes_as_numbers():
-            result = capture(code, *arguments, **options)
-        _without_symbols.add(code)
-        return result
-
-    with (
-        replaced(builder, "tensor_always_has_static_shape", _has_static_shape),
-        replaced(convert_frame, "_compile", capture_or_try_again),
-    ):
-        yield
+def _capture_with_numbers(*arguments: Any, **options: Any) -> Any:
+    """Capture code with numbers for all sizes."""
+    with replaced((builder, "tensor_always_has_static_shape", _always_static), *_LOGGED_EARLY):
+        return _capture(*arguments, **options)
 
 
+def _capture_with_symbols(code: types.CodeType, *arguments: Any, **options: Any) -> Any:
+    """Capture code with symbols for sizes that vary, or with numbers where Dynamo fails on those."""
+    if code not in _without_symbols:
+        try:
+            with replaced((builder, "tensor_always_has_static_shape", _has_static_shape), *_LOGGED_EARLY):
+                return _capture(code, *arguments, **options)
+        except Exception:  # whatever Dynamo fails on: if it is not the symbols it fails again
+            log.debug("%s is captured again, with numbers for its sizes", code.co_name, exc_info=True)
+    result = _capture_with_numbers(code, *arguments, **options)
+    _without_symbols.add(code)
+    return result
+
+
+def _log_early(variable: Any, tracer: Any, name: str, values: list[Any], named: dict[str, Any]) -> Any:
+    """Log what is logged once, as transformers does by `logger.warning_once`, when it is captured; so is what isn't."""
+    level = getattr(logging, name.upper(), None)
+    is_constant = all(value.is_python_constant() for value in (*values, *named.values()))
+    if name.endswith("_once") and is_constant:
+        constants = {key: value.as_python_constant() for key, value in named.items()}
+        getattr(variable.value, name)(*(value.as_python_constant() for value in values), **constants)
+    elif level is None or variable.value.isEnabledFor(level):
+        return _break_graph(variable, tracer, name, values, named)
+    return ConstantVariable.create(None)
+
+
+_capture, _break_graph = convert_frame._compile, LoggingLoggerVariable.call_method
+_LOGGED_EARLY = ((LoggingLoggerVariable, "call_method", _log_early),)
 _without_symbols: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that Dynamo failed on with symbols
 
 # Kept, since making one takes longer than using it; not shared, since several calls may be under way.
 _unused_settings: list[Any] = []
-
-
-def _logging_early() -> Any:
-    """Log what is logged once, as transformers does by `logger.warning_once`, when it is captured; so is what isn't."""
-    break_graph = LoggingLoggerVariable.call_method
-
-    def log(variable: Any, tracer: Any, name: str, values: list[Any], named: dict[str, Any]) -> Any:
-        level = getattr(logging, name.upper(), None)
-        is_constant = all(value.is_python_constant() for value in (*values, *named.values()))
-        if name.endswith("_once") and is_constant:
-            constants = {key: value.as_python_constant() for key, value in named.items()}
-            getattr(variable.value, name)(*(value.as_python_constant() for value in values), **constants)
-        elif level is None or variable.value.isEnabledFor(level):
-            return break_graph(variable, tracer, name, values, named)
-        return ConstantVariable.create(None)
-
-    return replaced(LoggingLoggerVariable, "call_method", log)
 
 
 @contextmanager
@@ -462,13 +457,7 @@ def _settings_for_plans() -> Any:
         suppress_errors=False,
         allow_unspec_int_on_nn_module=True,
         specialize_float=True,
-        assume_static_by_default=True,
-        automatic_dynamic_shapes=True,
     )
-
-
-def _always_static(*_: Any, **__: Any) -> tuple[bool, TensorStaticReason]:
-    return True, TensorStaticReason.NOT_TENSOR
 
 
 def add_input(graph: fx.Graph, last: fx.Node | None, name: str) -> fx.Node:

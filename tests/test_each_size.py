@@ -10,9 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch._dynamo import convert_frame
 
-from hiremate_lightning import backend, each_size, hiremate, remove_hiremate
+from hiremate_lightning import backend, each_size, hiremate, remove_hiremate, torch_private
 from hiremate_lightning.each_size import EachSize
 from hiremate_lightning.targets import targets_of
 
@@ -25,13 +24,13 @@ WIDTH = 24
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """List the code that Dynamo captures."""
     captured: list[str] = []
-    compile_code = convert_frame._compile
+    capture = torch_private._capture
 
     def note(code, *arguments, **options):
         captured.append(code.co_name)
-        return compile_code(code, *arguments, **options)
+        return capture(code, *arguments, **options)
 
-    monkeypatch.setattr(convert_frame, "_compile", note)
+    monkeypatch.setattr(torch_private, "_capture", note)
     return captured
 
 
