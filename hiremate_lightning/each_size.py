@@ -4,7 +4,7 @@ A plan is of bytes, so the joint graph that it is made of has numbers for sizes.
 Dynamo, which reads the user's code. Where sizes vary its graph has symbols for them, and is kept: only AOTAutograd's
 trace is made for each size that comes.
 
-What tells symbols apart is private; `tests/test_each_size.py` says on which versions of torch this was checked.
+What tells symbols apart is private; `tests/test_torch_private.py` says on which versions of torch this was checked.
 """
 
 from __future__ import annotations

@@ -51,8 +51,9 @@ class FirstSteps:
             planned: Steps, and what was decided for them.
             budget_of: Gives the budget of a step, resident bytes included.
         """
-        costs = {m: without_missing(captured, m, profile) for m in {known.missing[0] for known, _ in planned}}
-        sized = [(known.at_size(captured, *costs[known.missing[0]], resident), d) for known, d in planned]
+        alike = [(known, decisions) for known, decisions in planned if known.is_one_call_of(captured)]
+        costs = {m: without_missing(captured, m, profile) for m in {known.missing[0] for known, _ in alike}}
+        sized = [(known.at_size(captured, *costs[known.missing[0]], resident), d) for known, d in alike]
         foreseen = [(known, known.merge(), decisions) for known, decisions in sized if known is not None]
         if not foreseen:
             return None

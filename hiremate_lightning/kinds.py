@@ -17,7 +17,7 @@ from .costs import Profile
 from .execution import Part, Program
 from .graph import Graph
 from .resident import Resident
-from .scaling import at_size
+from .scaling import at_size, difference
 from .solvers.base import Strategy
 from .step import Call, Step, merge
 
@@ -61,8 +61,12 @@ class Known:
         step = merge(calls, self.order, self.resident.stale_bytes)
         return replace(step, graph=in_blocks(step.graph, self.captured[0].device))
 
+    def is_one_call_of(self, captured: Captured) -> bool:
+        """Whether the step is a single call of the same code, at whatever size."""
+        return len(self.calls) == 1 and difference(self.captured[0].graph, captured.graph) is None
+
     def at_size(self, captured: Captured, graph: Graph, profile: Profile, resident: Resident) -> Known | None:
-        """Foresee the step with its only call captured at another size, None where it is another step.
+        """Foresee a step of a single call with that captured at another size, None where what remains is other code.
 
         Args:
             captured: The code at that size.
@@ -70,7 +74,7 @@ class Known:
             profile: Costs of that.
             resident: What exists before the step.
         """
-        call = at_size(self.calls[0], graph, profile) if len(self.calls) == 1 else None
+        call = at_size(self.calls[0], graph, profile)
         return None if call is None else replace(self, calls=(call,), captured=(captured,), resident=resident)
 
     def returning(self, part: Part, positions: Collection[int]) -> Known:

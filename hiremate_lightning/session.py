@@ -358,8 +358,9 @@ class Session:
 
     def _is_worth_a_plan(self, kind: Kind) -> bool:
         """Whether a kind of step has come again, or has to run at the least memory."""
-        runs_as_planned = len(kind) == 1 and self._first_steps.was_taken_over(self.parts.least(kind[0]))
-        return not runs_as_planned or self._kinds.sights[kind] > 1
+        if len(kind) > 1 or self._kinds.sights[kind] > 1 or self.parts.find(kind[0]) is None:
+            return True
+        return not self._first_steps.was_taken_over(self.parts.least(kind[0]))
 
     def _captured_before(self, kind: Kind) -> Known | None:
         """Find the same step at the same sizes: Dynamo captures a size anew once it has symbols for it."""

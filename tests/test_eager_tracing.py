@@ -32,13 +32,10 @@ def test_a_batch_of_one_trains():
     train_both(Image, simple_loop(lambda step: torch.randn(1, 8, 6, 6)), "1 MiB")
 
 
-def test_a_group_norm_that_kernels_refuse_as_torch_traces_it_runs():
-    """In eager PyTorch it runs too; without the strides of kernels it would not."""
-    model, x = Image(), torch.randn(1, 8, 6, 6)
-    expected = model(x)
+def test_torch_still_traces_it_otherwise():
+    """Where this fails torch was mended, and our strides for dimensions of size one can go."""
     with pytest.raises(RuntimeError, match="is_contiguous"):
-        torch.compile(model, backend="aot_eager")(x)
-    assert expected.isfinite().all()
+        torch.compile(Image(), backend="aot_eager")(torch.randn(1, 8, 6, 6))
 
 
 VIEWS = {

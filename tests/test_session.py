@@ -160,6 +160,37 @@ def test_another_size_runs_as_was_planned_where_that_fits_and_else_at_the_least_
     assert searched
 
 
+def test_a_step_of_other_code_is_not_taken_for_another_size():
+    """Of one kind of step three outputs get no gradients; the other kind has a single output."""
+
+    class TwoKinds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = Net(), Net()
+
+        def forward(self, x: torch.Tensor, first: bool) -> tuple[torch.Tensor, ...]:
+            y = self.one(x) if first else self.other(x)
+            return (y.relu(), y * 2, y.sigmoid(), y.tanh()) if first else (y,)
+
+    model = hiremate(TwoKinds(), "90%", verbose=False)
+    for index in range(8):
+        model.zero_grad()
+        model(batch(index), index < 4)[0].square().mean().backward()
+    assert len(session_of(model).plans) == 2
+
+
+def test_training_goes_on_when_torch_has_dropped_what_it_compiled():
+    def act(model):
+        losses = []
+        for index, rows in enumerate((200, 190, 190, 180, 180, 200)):
+            losses.append(step(model, index, rows))
+            torch.compiler.reset()
+            gc.collect()
+        return [*losses, *gradients(model)]
+
+    assert_same(*run_both(act))
+
+
 def test_what_runs_as_was_planned_for_another_size_stays_within_the_budget_and_exact():
     budget = get_plan(warm_up(planned(), steps=3, rows=MANY)).budget_bytes
     rows = (MANY, MANY, MANY, MANY - 3, MANY - 9, MANY // 2, *[MANY - 3] * 6)
