@@ -14,7 +14,7 @@ from torch import fx
 
 from . import assignments, backward_pass, casts, torch_private, views
 from .capture import Captured, capture
-from .contributions import Contributions, MissingInputsError
+from .contributions import Contributions, OtherTermsError, Terms
 from .each_size import EachSize, sizes_among
 from .eager_tracing import traced_as_eager
 from .errors import CaptureError
@@ -35,10 +35,15 @@ def planning_backend(make_part: Callable[[Captured], Part], kernels: Kernels | N
         A backend for `torch.compile(..., backend=...)`.
     """
 
-    def trace(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return _Compilation(make_part, kernels).compile(module, inputs)
-
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        terms: Terms = {}  # at the size traced last
+
+        def trace(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            nonlocal terms
+            compilation = _Compilation(make_part, kernels)
+            run, terms = compilation.compile(module, inputs, terms)
+            return run
+
         sizes = sizes_among(module, inputs)
         return EachSize(module, sizes, trace).run if sizes else trace(module, inputs)
 
@@ -53,11 +58,15 @@ class _Compilation:
         self._kernels = kernels
         self._parameters: frozenset[int] = frozenset()
         self._blocks: dict[str, int] = {}
-        self._contributions = Contributions(())
+        self._contributions = Contributions((), {})
         self._captured: Captured | None = None
         self._part: Part | None = None
 
-    def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def compile(self, module: fx.GraphModule, inputs: Sequence[Any], terms: Terms) -> tuple[Callable[..., Any], Terms]:
+        """Trace captured code; where gradients turn out to be of other terms than expected, once more with those.
+
+        Gives what runs in its place, and the terms that it has.
+        """
         backward_pass.watch()
         self._parameters = frozenset(i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
         for device_type in {inputs[i].device.type for i in self._parameters}:
@@ -65,17 +74,18 @@ class _Compilation:
         backend = torch_private.make_backend(
             partition=self._partition, forward=self._forward, backward=self._backward, inference=self._inference
         )
-        self._contributions = given = Contributions(inputs)
+        self._contributions = given = Contributions(inputs, terms)
         with traced_as_eager():
             try:
                 with given.traced(module):
-                    run: Callable[..., Any] = backend(module, inputs)
-                    return run
-            except MissingInputsError as error:
-                given.terms = error.terms
-            with given.traced(module):
-                run = backend(module, given.expand(inputs))
-        return lambda *arguments: run(*given.expand(arguments))
+                    run = backend(module, given.expand(inputs))
+            except OtherTermsError as error:
+                given.settle(error.terms)
+                with given.traced(module):
+                    run = backend(module, given.expand(inputs))
+        if not given.terms:
+            return run, given.terms
+        return lambda *arguments: run(*given.expand(arguments)), given.terms
 
     def _partition(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
         joint.graph.eliminate_dead_code()

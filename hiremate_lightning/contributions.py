@@ -24,8 +24,8 @@ from .joint import mutated_arguments
 Terms = Mapping[int, int]  # by position of an input: of how many terms its gradient is the sum
 
 
-class MissingInputsError(Exception):
-    """A captured graph was traced without the inputs to which the terms of its gradients belong.
+class OtherTermsError(Exception):
+    """A captured graph was traced with other inputs than those to which the terms of its gradients belong.
 
     Attributes:
         terms: Of how many terms gradients are.
@@ -40,19 +40,25 @@ class Contributions:
     """The gradients of one captured graph's inputs that are handed over term by term.
 
     Attributes:
-        terms: For how many terms there are inputs, by position; to be set to what is needed for another trace.
+        terms: For how many terms there are inputs, by position.
     """
 
-    def __init__(self, inputs: Sequence[Any]) -> None:
-        """Begin with one term for each input.
+    def __init__(self, inputs: Sequence[Any], terms: Terms) -> None:
+        """Begin with what is expected.
 
         Args:
             inputs: Of the captured graph, without memory.
+            terms: Of how many terms gradients are, by position: those at another size, nothing where unknown.
         """
-        self.terms: Terms = {}
+        self._is_settled = False
         self._with_gradient = [i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and v.requires_grad]
         self._computed = [i for i in self._with_gradient if not inputs[i].is_leaf and inputs[i].layout is torch.strided]
         self._readers: list[int] = []
+        self.terms: Terms = {position: count for position, count in terms.items() if position in self._computed}
+
+    def settle(self, terms: Terms) -> None:
+        """Take the terms that a trace has found, for another one, which is the last."""
+        self.terms, self._is_settled = terms, True
 
     def expand(self, values: Sequence[Any]) -> list[Any]:
         """Add to the inputs those to which all terms of a gradient but the first belong.
@@ -107,7 +113,7 @@ class Contributions:
             forward_outputs: Number of outputs that belong to the forward.
 
         Raises:
-            MissingInputsError: There are more terms than inputs for them.
+            OtherTermsError: There are other terms than inputs for them.
         """
         output = joint.graph.output_node()
         results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
@@ -120,9 +126,9 @@ class Contributions:
         found = {position: terms for position, terms in found.items() if len(terms) > 1}
         counts = {position: len(terms) for position, terms in found.items()}
         if counts != self.terms:
-            if self.terms:
+            if self._is_settled:
                 return  # another trace gave other terms: the sums stay
-            raise MissingInputsError(counts)
+            raise OtherTermsError(counts)
         others: list[fx.Node] = []
         for position, (first, *rest) in found.items():
             results[forward_outputs + position] = first

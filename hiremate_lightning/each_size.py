@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from . import torch_private
+from .garbage import collecting_what_it_leaves
 
 KEPT = 128  # traces of one graph, the latest used ones: each takes megabytes of the host's memory
 Run = Callable[..., Any]
@@ -72,7 +73,8 @@ class EachSize:
     def _trace_for(self, sizes: tuple[int, ...], others: Sequence[Any]) -> Run:
         module = _with_numbers(self._module, dict(zip(self._sizes, sizes, strict=True)))
         devices = {value.device for value in others if isinstance(value, torch.Tensor)}
-        with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
+        generators = torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"])
+        with generators, collecting_what_it_leaves():
             try:
                 run, is_general = _trace_apart(module, others, self._trace)
             except Exception as error:  # whatever AOTAutograd fails on

@@ -1,106 +1,219 @@
-"""How a captured part runs in its first step, before that is known as a whole and planned."""
+"""Steps that have no plan: they run as was planned for the same code at other sizes, or else at the least memory."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
-from .absent import without_missing
 from .allocator import in_blocks
 from .capture import Captured
-from .costs import Profile
-from .execution import Program, build
-from .kinds import Known
+from .costs import Profile, step_time_ms
+from .execution import Part, Program, build
+from .kinds import Kind, Known
 from .planner import FirstSolution, PlanOptions, fastest_that_fits, first_solution, unplanned
+from .report import Stages
 from .resident import Resident
+from .scaling import is_no_larger
 from .schedule import keep_all, lower
 from .step import Call, Decisions, Step, merge
 from .units import Budget
 
 REMEMBERED = 8  # searches, whose result may serve at another size
 BudgetOf = Callable[[Step, int], int]  # of a step, with so many resident bytes
+Planned = tuple[Known, Decisions]  # a step, and what was decided for it
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A forward of the step under way.
+
+    Attributes:
+        captured: What runs.
+        profile: Its costs.
+        program: The program that runs it.
+        is_planned: Whether that is by a plan, be it of another step.
+    """
+
+    captured: Captured
+    profile: Profile
+    program: Program
+    is_planned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """What was taken over for the rest of a step.
+
+    Attributes:
+        known: The step that it was planned for, at least as large.
+        decisions: For each call.
+    """
+
+    known: Known
+    decisions: tuple[Decisions, ...]
 
 
 class FirstSteps:
-    """The programs of first steps: what was planned for another size, or that of least memory."""
+    """The programs of steps that have no plan.
 
-    def __init__(self) -> None:
+    Args:
+        stages: Shows solving, and adds up its seconds.
+    """
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
         self._found: deque[FirstSolution] = deque(maxlen=REMEMBERED)
-        self._taken_over: weakref.WeakValueDictionary[int, Program] = weakref.WeakValueDictionary()  # by identity
+        self._least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
+        self._taken_over: weakref.WeakKeyDictionary[Part, dict[Kind, Program | None]] = weakref.WeakKeyDictionary()
+        self._begun: list[Begun] = []
+        self._alike: list[Planned] = []  # steps that are the same code as the one under way so far
+        self._compared = 0  # how many of its forwards were compared with theirs
+        self._followed: Followed | None = None
 
-    def was_taken_over(self, program: Program) -> bool:
-        """Whether a program is by a plan for another size."""
-        return self._taken_over.get(id(program)) is program
+    def forget_plans(self) -> None:
+        """Take nothing over from before: there is another plan, or something else is resident."""
+        self._taken_over.clear()
+        self._followed = None
+
+    def forget_least(self, part: Part) -> None:
+        """Learn that a part can't run any more as it did."""
+        self._least.pop(part, None)
+        self._taken_over.pop(part, None)
+
+    def begin(self, forward: Begun) -> None:
+        """Learn of a forward that runs, after its program was chosen."""
+        self._begun.append(forward)
+
+    def end_step(self) -> bool:
+        """Learn that the step under way has ended; say whether all of it was by plans."""
+        is_planned = all(forward.is_planned for forward in self._begun)
+        self._begun.clear()
+        self._alike.clear()
+        self._compared, self._followed = 0, None
+        return is_planned
 
     def take_over(
         self,
-        captured: Captured,
+        part: Part,
         profile: Profile,
-        resident: Resident,
-        planned: Collection[tuple[Known, Decisions]],
+        ran: Kind,
+        resident: Callable[[], Resident],
+        planned: Callable[[], Iterable[Planned]],
         budget_of: BudgetOf,
     ) -> Program | None:
-        """Build the fastest program that fits, of those planned for the same step at other sizes; None where none does.
+        """Give the program of a part by a plan for the same step at other sizes; None where none fits.
 
         Args:
-            captured: The part.
+            part: The part, about to run.
             profile: Costs of its operations.
-            resident: What exists before the step.
-            planned: Steps, and what was decided for them.
+            ran: Numbers of the captured graphs that have run in the step, this one included.
+            resident: Counts what existed before the step.
+            planned: Lists steps, and what was decided for them.
             budget_of: Gives the budget of a step, resident bytes included.
         """
-        alike = [(known, decisions) for known, decisions in planned if known.is_one_call_of(captured)]
-        costs = {m: without_missing(captured, m, profile) for m in {known.missing[0] for known, _ in alike}}
-        sized = [(known.at_size(captured, *costs[known.missing[0]], resident), d) for known, d in alike]
-        foreseen = [(known, known.merge(), decisions) for known, decisions in sized if known is not None]
-        if not foreseen:
-            return None
-        step = max((step for _, step, _ in foreseen), key=lambda step: unplanned(step).peak_bytes)
-        margin_bytes = max(known.margin_bytes for known, _, _ in foreseen)
-        budget_bytes = budget_of(step, resident.size_bytes) - resident.size_bytes - margin_bytes
-        candidates = [keep_all(step.graph), *(decisions for _, _, decisions in foreseen)]
-        decisions = fastest_that_fits(step, budget_bytes, candidates)
-        if decisions is None:
-            return None
-        program = _build(captured, step, decisions)
-        self._taken_over[id(program)] = program
-        return program
+        programs = self._taken_over.setdefault(part, {})
+        if ran not in programs:
+            with self._stages.stage("solve_s", "solving"):
+                decisions = self._take_over(part.captured, profile, resident, planned, budget_of)
+                programs[ran] = None if decisions is None else _build(part.captured, decisions)
+        return programs[ran]
 
-    def search(
+    def _take_over(
         self,
         captured: Captured,
         profile: Profile,
-        resident_bytes: int,
+        resident: Callable[[], Resident],
+        planned: Callable[[], Iterable[Planned]],
+        budget_of: BudgetOf,
+    ) -> Decisions | None:
+        """Decide for the next forward of the step under way."""
+        place = len(self._begun)
+        self._compare(planned)
+        self._alike = [(known, decided) for known, decided in self._alike if known.runs_at(place, captured)]
+        self._compared = place + 1
+        if not self._alike:
+            return None
+        first = self._alike[0][0]
+        if place not in first.places or not all(known.goes_on_as(first, place) for known, _ in self._alike):
+            return None  # nobody knows how the step goes on
+        call = first.places.index(place)
+        followed, is_last = self._followed, call + 1 == len(first.calls)  # all sizes are known then
+        if followed is None or is_last or not is_no_larger(captured.graph, followed.known.captured[call].graph):
+            followed = self._followed = self._follow(captured, profile, call, resident(), budget_of)
+        return None if followed is None else followed.decisions[call]
+
+    def _compare(self, planned: Callable[[], Iterable[Planned]]) -> None:
+        """Find the planned steps that are the same code so far."""
+        if not self._compared:
+            self._alike = list(planned())
+        for place in range(self._compared, len(self._begun)):
+            captured = self._begun[place].captured
+            self._alike = [(known, decided) for known, decided in self._alike if known.runs_at(place, captured)]
+
+    def _follow(
+        self, captured: Captured, profile: Profile, call: int, resident: Resident, budget_of: BudgetOf
+    ) -> Followed | None:
+        """Choose, of what was decided for steps of the same code, the fastest that fits; None where none does.
+
+        Where calls are still to come, the step is foreseen as the smallest one that is not smaller.
+        """
+        places = self._alike[0][0].places[:call]
+        calls = [(self._begun[place].captured, self._begun[place].profile) for place in places]
+        sized = [(known, known.at_sizes([*calls, (captured, profile)], resident)) for known, _ in self._alike]
+        foreseen = [(known, step) for known, step in sized if step is not None]
+        if not foreseen:
+            return None
+        least_bytes = min(step.bytes_from(call + 1) for _, step in foreseen)
+        steps = [(known, step, step.merge()) for known, step in foreseen if step.bytes_from(call + 1) == least_bytes]
+        known, _, step = max(steps, key=lambda found: unplanned(found[2]).peak_bytes)
+        margin_bytes = max(known.margin_bytes for known, _ in self._alike)
+        budget_bytes = budget_of(step, resident.size_bytes) - resident.size_bytes - margin_bytes
+        begun = [self._begun[place] for place in places]
+        before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]
+        decided = [keep_all(step.graph), *(decisions for _, decisions in self._alike)]
+        candidates = [step.join([*before, *step.split(decisions)[call:]]) for decisions in decided]
+        decisions = fastest_that_fits(step, budget_bytes, candidates)
+        return None if decisions is None else Followed(known, step.split(decisions))
+
+    def least(
+        self,
+        part: Part,
+        profile: Profile,
+        resident: Callable[[], Resident],
         budget: Budget,
         budget_of: BudgetOf | None,
         options: PlanOptions,
         name: str,
-        progress: Callable[[float, float], None],
     ) -> Program:
-        """Build the program of least memory.
+        """Give the program of least memory of a part.
 
         Args:
-            captured: The part.
+            part: The part.
             profile: Costs of its operations.
-            resident_bytes: Bytes that exist before the step.
+            resident: Counts what existed before the step.
             budget: The budget as asked for.
             budget_of: Gives the budget of a step, resident bytes included; None where it is not to be checked.
             options: How to plan.
             name: What is planned, for reports.
-            progress: Told of what is found while solving.
 
         Raises:
             InfeasibleBudgetError: If not even the part alone fits.
         """
-        step = merge([Call(in_blocks(captured.graph, captured.device), profile)], [0])
-        budget_bytes = 0 if budget_of is None else budget_of(step, resident_bytes)
-        least = first_solution(step, budget, budget_bytes, resident_bytes, options, name, progress, self._found)
-        self._found.append(FirstSolution(step, least))
-        return _build(captured, step, least.recompute)
+        program = self._least.get(part)
+        if program is None:
+            with self._stages.stage("solve_s", "solving"):
+                captured, resident_bytes = part.captured, resident().size_bytes
+                step = merge([Call(in_blocks(captured.graph, captured.device), profile)], [0])
+                budget_bytes = 0 if budget_of is None else budget_of(step, resident_bytes)
+                progress = self._stages.reporter.solving(step_time_ms(captured.graph, profile))
+                least = first_solution(step, budget, budget_bytes, resident_bytes, options, name, progress, self._found)
+                self._found.append(FirstSolution(step, least))
+                program = self._least[part] = _build(captured, step.split(least.recompute)[0])
+        return program
 
 
-def _build(captured: Captured, step: Step, decisions: Decisions) -> Program:
-    program = build(captured, lower(captured.graph, step.split(decisions)[0]))
+def _build(captured: Captured, decisions: Decisions) -> Program:
+    program = build(captured, lower(captured.graph, decisions))
     return replace(program, protects=True)  # what becomes of the values outside was not seen yet

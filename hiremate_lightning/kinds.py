@@ -8,16 +8,16 @@ told apart: what was measured in it says nothing about a plan.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from .absent import without_missing
 from .allocator import in_blocks
 from .capture import Captured
 from .costs import Profile
 from .execution import Part, Program
-from .graph import Graph
 from .resident import Resident
-from .scaling import at_size, difference
+from .scaling import at_size, difference, is_no_larger
 from .solvers.base import Strategy
 from .step import Call, Step, merge
 
@@ -61,21 +61,49 @@ class Known:
         step = merge(calls, self.order, self.resident.stale_bytes)
         return replace(step, graph=in_blocks(step.graph, self.captured[0].device))
 
-    def is_one_call_of(self, captured: Captured) -> bool:
-        """Whether the step is a single call of the same code, at whatever size."""
-        return len(self.calls) == 1 and difference(self.captured[0].graph, captured.graph) is None
+    def runs_at(self, place: int, captured: Captured) -> bool:
+        """Whether the code of its forward at a place is that captured, at whatever size.
 
-    def at_size(self, captured: Captured, graph: Graph, profile: Profile, resident: Resident) -> Known | None:
-        """Foresee a step of a single call with that captured at another size, None where what remains is other code.
+        Of forwards without a backward nothing is known.
+        """
+        if place not in self.places:
+            return place < self.places[-1]
+        own = self.captured[self.places.index(place)]
+        return own is captured or difference(own.graph, captured.graph) is None
+
+    def goes_on_as(self, other: Known, place: int) -> bool:
+        """Whether it is the same code as another step from a place on."""
+        pairs = zip(self.places, other.captured, strict=False)
+        return (self.places, self.order) == (other.places, other.order) and all(
+            self.runs_at(at, captured) for at, captured in pairs if at >= place
+        )
+
+    def at_sizes(self, begun: Sequence[tuple[Captured, Profile]], resident: Resident) -> Known | None:
+        """Foresee the step from its first calls at other sizes; the others take at most what they take here.
 
         Args:
-            captured: The code at that size.
-            graph: Its graph, without what is missing here.
-            profile: Costs of that.
+            begun: What these calls run, of the same code as here, and its costs.
             resident: What exists before the step.
+
+        Returns:
+            The step; None where what remains of a call without what is missing is other code, or a call is larger
+            than here while others are still to come: they may be larger too.
         """
-        call = at_size(self.calls[0], graph, profile)
-        return None if call is None else replace(self, calls=(call,), captured=(captured,), resident=resident)
+        calls, captured = list(self.calls), tuple(captured for captured, _ in begun)
+        others = self.captured[len(begun) :]
+        pairs = zip(captured, self.captured, strict=False)
+        if others and not all(is_no_larger(one.graph, own.graph) for one, own in pairs):
+            return None
+        for index, (own, profile) in enumerate(begun):
+            call = at_size(calls[index], *without_missing(own, self.missing[index], profile))
+            if call is None:
+                return None
+            calls[index] = call
+        return replace(self, calls=tuple(calls), captured=captured + others, resident=resident)
+
+    def bytes_from(self, call: int) -> int:
+        """Add up the bytes of all values of a call and those after it."""
+        return sum(sum(later.graph.sizes) for later in self.calls[call:])
 
     def returning(self, part: Part, positions: Collection[int]) -> Known:
         """Know that gradients of a part are not only added; the same where that was known."""
@@ -96,6 +124,7 @@ class Kinds:
         expected: The planned kind that the step under way is likely to be of, None where unknown.
         ran: Numbers of the captured graphs that have run in this step.
         sights: How often each kind has run.
+        by_plans: Kinds that ran by plans throughout, be they of other kinds.
     """
 
     def __init__(self) -> None:
@@ -104,6 +133,7 @@ class Kinds:
         self.expected: Kind | None = None
         self.ran: list[int] = []
         self.sights: Counter[Kind] = Counter()
+        self.by_plans: set[Kind] = set()
         self._chosen: set[Kind | None] = set()  # whose programs ran in this step
         self._followers: dict[Kind, Kind] = {}  # what came after each kind the last time
         self._confused: dict[Kind, frozenset[Kind]] = {}  # the kinds that were taken for each other, by kind

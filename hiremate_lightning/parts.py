@@ -1,9 +1,8 @@
-"""The captured graphs of a session: each is profiled before its first run, and planned alone for the least memory."""
+"""The captured graphs of a session: each is profiled before its first run."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
 from pathlib import Path
 
 from torch import nn
@@ -12,7 +11,7 @@ from . import torch_private
 from .capture import Captured
 from .costs import Profile
 from .custom_operators import without_unsteady
-from .execution import Conductor, Part, Program
+from .execution import Conductor, Part
 from .fused_kernel import Kernels
 from .graph import StorageKind
 from .profiling import CostCache, measure, undisturbed
@@ -23,7 +22,7 @@ class Parts:
     """Numbers the captured graphs of a session, in the order of their capture.
 
     Args:
-        stages: Shows profiling and solving, and adds up their seconds.
+        stages: Shows profiling, and adds up its seconds.
         cache_dir: Where to keep profiles between runs, None for nowhere.
         kernels: What compiles fused operations before they are profiled, None where nothing is fused.
 
@@ -41,8 +40,6 @@ class Parts:
         self._parts: dict[int, weakref.ref[Part]] = {}
         self._numbers: weakref.WeakKeyDictionary[Part, int] = weakref.WeakKeyDictionary()
         self._profiles: weakref.WeakKeyDictionary[Part, Profile] = weakref.WeakKeyDictionary()
-        self._least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
-        self._changed: weakref.WeakSet[Part] = weakref.WeakSet()  # least memory is that of an earlier captured graph
 
     @property
     def all(self) -> list[Part]:
@@ -66,34 +63,12 @@ class Parts:
         self.count += 1
         return part
 
-    def prepare(self, part: Part, build_least: Callable[[Captured, Profile], Program]) -> int:
-        """Give a part's number; at its first run measure its operations and build its program of least memory.
-
-        Args:
-            part: What is about to run.
-            build_least: Builds that program for a captured graph with these costs.
-        """
+    def prepare(self, part: Part) -> tuple[int, Profile]:
+        """Give the number of a part that is about to run, and the costs of its operations: measured the first time."""
         if part not in self._profiles:
-            captured = part.captured = without_unsteady(part.captured)
-            profile = self._measure(captured)
-            with self._stages.stage("solve_s", "solving"):
-                self._least[part] = build_least(captured, profile)
-            self._profiles[part] = profile
-        if part in self._changed:
-            self._changed.remove(part)
-            self._least[part] = build_least(part.captured, self._profiles[part])
-        return self._numbers[part]
-
-    def least(self, number: int) -> Program:
-        """Give the program of least memory of a part that runs."""
-        part = self.find(number)
-        assert part is not None, "it was prepared for this run"
-        return self._least[part]
-
-    def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
-        """Learn of values that other code overwrites before the backward: nothing can be computed from them then."""
-        part.captured = part.captured.reading_once(storages)
-        self._changed.add(part)
+            part.captured = without_unsteady(part.captured)
+            self._profiles[part] = self._measure(part.captured)
+        return self._numbers[part], self._profiles[part]
 
     def _measure(self, captured: Captured) -> Profile:
         """Compile what is fused, then measure each operation."""

@@ -7,7 +7,6 @@ starts. `calls` turns that into the records that `step.merge` puts together.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -151,8 +150,6 @@ class StepRecord:
 
     def backward_starts(self, run: Run, tangents: Sequence[Any], leaves: Leaves) -> None:
         """Note that a backward starts, which gradients arrived, and to which inputs its own belong."""
-        if not self.backwards and any(r.program.protects for r in self.runs):
-            gc.collect()  # tracing leaves cycles that hold what it saw, and what they hold would pass for the user's
         run.added = _added(run.part.captured, leaves)
         run.missing = missing_gradients(tangents)
         run.tangent_bytes = _storage_bytes(tangents)

@@ -19,6 +19,7 @@ from .recording import StepRecord
 from .units import format_bytes
 
 SAMPLES = 8  # of the parameters, to see whether there are gradients
+LITTERED_STEPS = 16  # that may pass before another one is measured, with the garbage that they left
 WATCHED_STEPS = 16  # the first ones, in which it is seen whether gradients are freed before the backward
 
 
@@ -56,7 +57,7 @@ class ResidentMemory:
         parameters = list(root.parameters())
         self._samples = [weakref.ref(p) for p in parameters[:: max(1, len(parameters) // SAMPLES)]]
         self._most = (0, 0)  # optimizers' states and samples' gradients when a step began
-        self._is_collected = False  # whether garbage was, since the step began or a plan was made
+        self._uncollected_steps = LITTERED_STEPS  # begun since garbage was collected
         self._stepped = False  # whether an optimizer has used the gradients
         self._frees_gradients = True  # whether they are freed between forward and backward then
 
@@ -89,18 +90,18 @@ class ResidentMemory:
         has_grown, self._most = most != self._most, most
         return has_grown
 
-    def litter(self) -> None:
-        """Learn that there may be garbage: a step begins, or a plan was made."""
-        self._is_collected = False
+    def step_begins(self) -> None:
+        """Learn that a step begins."""
+        self._uncollected_steps += 1
 
-    def collect_garbage(self) -> None:
-        """Collect it before a measured step: it would pass for what stays, and dying in the step for what that frees.
+    def collect_garbage(self, steps: int = 1) -> None:
+        """Collect garbage of so many steps or more: it would pass for what stays, or in a step for what that frees.
 
-        Takes 0.2 to 0.5 s, so only once, and again where a plan was made.
+        Takes 0.2 to 0.5 s. What is traced and planned is collected as it ends.
         """
-        if not self._is_collected:
+        if self._uncollected_steps >= steps:
             gc.collect()
-            self._is_collected = True
+            self._uncollected_steps = 0
 
     def step_ended(self, record: StepRecord | None) -> None:
         """Learn of the step that has ended, None for one that was not recorded."""
@@ -115,7 +116,7 @@ class ResidentMemory:
 
     def count_before_step(self, arguments: Sequence[torch.Tensor]) -> Resident:
         """Count what exists before a step that begins now, outputs of the one before included."""
-        if self._left.are_known:
+        if self._left.are_some(arguments):
             self.collect_garbage()
         resident = self.count(arguments)
         is_counted = self.device.type == "cuda"  # there all that is allocated is
@@ -186,6 +187,10 @@ class LeftOutputs:
     def are_known(self) -> bool:
         """Whether the step that ended last was measured."""
         return self._record is not None
+
+    def are_some(self, arguments: Sequence[torch.Tensor]) -> bool:
+        """Whether something still holds outputs, be it garbage, before a step with these arguments."""
+        return self._record is not None and self._record.left_bytes(arguments) > 0
 
     def step_ended(self, record: StepRecord | None) -> None:
         """Learn of the step whose outputs may be left, None for one that was not recorded."""

@@ -80,6 +80,12 @@ def are_same(graphs: Sequence[Graph], others: Sequence[Graph]) -> bool:
     )
 
 
+def is_no_larger(graph: Graph, than: Graph) -> bool:
+    """Whether no tensor of a graph is larger in any dimension than in another graph of the same code."""
+    pairs = zip(graph.tensors, than.tensors, strict=True)
+    return all(size <= most for one, other in pairs for size, most in zip(one.shape, other.shape, strict=True))
+
+
 def at_size(call: Call, graph: Graph, profile: Profile) -> Call | None:
     """Foresee a call of the same code captured at another size, None where that is other code.
 

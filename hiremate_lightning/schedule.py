@@ -50,6 +50,18 @@ class Schedule:
         nodes = (op.node for op in self.backward if isinstance(op, Compute))
         return tuple(node for node in nodes if graph.nodes[node].phase is Phase.FORWARD)
 
+    def decisions(self, graph: Graph) -> tuple[tuple[int, ...], ...]:
+        """Give the decisions that were lowered to it."""
+        rows: list[list[int]] = [[]]
+        for operation in self.backward:
+            if not isinstance(operation, Compute):
+                continue
+            if graph.nodes[operation.node].phase is Phase.FORWARD:
+                rows[-1].append(operation.node)
+            else:
+                rows.append([])
+        return tuple(tuple(row) for row in rows)
+
 
 def lower(graph: Graph, recompute: Sequence[Sequence[int]]) -> Schedule:
     """Turn decisions into a schedule.

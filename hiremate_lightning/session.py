@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -31,8 +30,9 @@ from .costs import Profile, step_time_ms
 from .eager_paths import eager_paths
 from .errors import CaptureError, HiRemateWarning
 from .execution import Part, Program, build
-from .first_steps import FirstSteps
+from .first_steps import Begun, FirstSteps, Planned
 from .fused_kernel import Kernels
+from .garbage import collecting_what_it_leaves
 from .joint import may_choose_anew
 from .kinds import Kind, Kinds, Known
 from .metering import free_bytes
@@ -44,7 +44,7 @@ from .planner import make_plan, resolve, unplanned
 from .profiling import TimedRun
 from .recording import Run, StepRecord
 from .report import Reporter, Stages
-from .resident import WATCHED_STEPS, Resident, ResidentMemory
+from .resident import LITTERED_STEPS, WATCHED_STEPS, Resident, ResidentMemory
 from .scaling import are_same
 from .schedule import lower
 from .shared_solving import shared
@@ -81,8 +81,9 @@ class Session:
         self.stages = Stages(Reporter(options.verbose))
         self.parts = Parts(self.stages, options.cache_dir, self.kernels)
         self._known: dict[Kind, Known] = {}
-        self._first_steps = FirstSteps()
-        self._awaited: Counter[Kind] = Counter()  # steps foreseen of each kind since its plan was to be measured
+        self._first_steps = FirstSteps(self.stages)
+        self._awaited = 0  # steps foreseen as of a kind to be measured, since one was
+        self._largest_bytes = 0  # of what a step was called with
         self._unfit: set[Kind] = set()  # whose plans were made with gradients dying that do not
         self._searching: set[Kind] = set()  # whose next step is the first in which cuDNN chooses algorithms
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
@@ -139,6 +140,7 @@ class Session:
         self._record, self._finished, self._timed = None, None, None
         self._in_backward, self._began_with, self._memory.batch = False, None, []
         self._kinds.forget()
+        self._first_steps.end_step()
         self._is_broken = False
 
     # ---------------------------------------------------------------- capture
@@ -206,8 +208,10 @@ class Session:
         """Choose the program of a forward."""
         self.runs += 1
         self._tracing.close()
-        number = self.parts.prepare(part, self._first_program)
-        program = self._kinds.choose(number) or self.parts.least(number)
+        number, profile = self.parts.prepare(part)
+        planned = self._kinds.choose(number) or self._taken_over(part, profile)
+        program = planned or self._least(part, profile)
+        self._first_steps.begin(Begun(part.captured, profile, program, planned is not None))
         if self._timed is not None:
             program = self._timed.wrap(program)
         run = None if self._record is None else self._record.begin(part, number, program, arguments)
@@ -228,7 +232,8 @@ class Session:
 
     def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
         """Learn of values that other code overwrites before the backward: nothing can be computed from them then."""
-        self.parts.was_overwritten(part, storages)
+        part.captured = part.captured.reading_once(storages)
+        self._first_steps.forget_least(part)
 
     def must_return(self, part: Part, positions: Collection[int]) -> None:
         """Learn that gradients were handed to autograd beside those that exist, where a plan may count on adding."""
@@ -251,51 +256,50 @@ class Session:
         """Note on an error what was planned and what is allocated."""
         explain(error, f"hiremate: {describe_peak(self._name, self.plan)}{self._memory.describe()}")
 
-    def _first_program(self, captured: Captured, profile: Profile) -> Program:
-        """Build the program of a part for its first step.
+    def _taken_over(self, part: Part, profile: Profile) -> Program | None:
+        """Give the program of a part by a plan for other sizes, None where there is none that fits."""
+
+        def planned() -> Iterator[Planned]:
+            return ((self._known[kind], plan.solution.recompute) for kind, plan in self.plans.items())
+
+        ran = tuple(self._kinds.ran)
+        return self._first_steps.take_over(part, profile, ran, self._resident, planned, self._budget_bytes)
+
+    def _least(self, part: Part, profile: Profile) -> Program:
+        """Give the program of least memory of a part.
 
         Where not even the captured part alone fits, training stops before that. A share of the whole step is not known
         from a part of it: it is checked where a part uses all parameters, else once the step is known.
         """
-        resident = self._began_with or self._memory.count(())
-        planned = [(self._known[kind], plan.solution.recompute) for kind, plan in self.plans.items()]
-        program = self._first_steps.take_over(captured, profile, resident, planned, self._budget_bytes)
-        if program is not None:
-            return program
-        is_known = self.options.budget.share is None or uses_all_parameters(captured, self.root)
+        is_known = self.options.budget.share is None or uses_all_parameters(part.captured, self.root)
         is_checked = is_known and self.options.plan.on_infeasible == "raise"
-        return self._first_steps.search(
-            captured,
-            profile,
-            resident.size_bytes,
-            self.options.budget,
-            self._budget_bytes if is_checked else None,
-            self.options.plan,
-            self._name,
-            progress=self.stages.reporter.solving(step_time_ms(captured.graph, profile)),
-        )
+        budget, budget_of = self.options.budget, self._budget_bytes if is_checked else None
+        return self._first_steps.least(part, profile, self._resident, budget, budget_of, self.options.plan, self._name)
+
+    def _resident(self) -> Resident:
+        """Give what existed when the step began; where that was not counted, what exists now."""
+        return self._began_with or self._memory.count(())
 
     # ---------------------------------------------------------------- steps
 
     def _begin_step(self, arguments: list[torch.Tensor]) -> None:
         self._steps += 1
-        self._memory.litter()
+        self._memory.step_begins()
         if self._finished is not None:
             self._memory.collect_garbage()
         if self._watches_resident():
             resident = self._began_with = self._memory.count_before_step(arguments)
             if self._finished is not None:
                 record, self._finished = self._finished, None
-                self._learn(record, resident)
+                with collecting_what_it_leaves():
+                    self._learn(record, resident)
             for kind in self._kinds.all_likely():
                 self._adapt(kind, resident)
         likely, all_likely = self._kinds.likely(), self._kinds.all_likely()
-        if likely is not None:
-            self._awaited[likely] += 1
         plan = None if likely is None else self.plans[likely]
         self._kinds.expected = max(all_likely, key=lambda kind: self.plans[kind].unplanned_peak_bytes, default=None)
-        if likely is None or self._saw_unplanned or self._is_to_be_measured(likely):
-            self._memory.collect_garbage()
+        if self._is_to_be_measured(plan, arguments):
+            self._memory.collect_garbage(LITTERED_STEPS)
             resident = self._memory.count_before_step(arguments)
             before_bytes, sees_frees = resident.size_bytes + resident.stale_bytes, self._memory.sees_frees(resident)
             self._record = StepRecord(self._memory.device, before_bytes, sees_frees)
@@ -304,16 +308,30 @@ class Session:
         if self._is_timed(plan):
             self._timed = TimedRun(self._memory.device)
 
-    def _is_to_be_measured(self, kind: Kind) -> bool:
-        """Whether to measure the step that begins, for the peak of a planned kind: less often while others come."""
-        count = self._awaited[kind]
-        return self.plans[kind].measured.peak_bytes is None and (count < 4 or count.bit_count() == 1)
+    def _is_to_be_measured(self, plan: Plan | None, arguments: list[torch.Tensor]) -> bool:
+        """Whether to measure the step that begins.
+
+        That is where it seems to be of a new kind; or for the peak of its plan, less and less often while other kinds
+        come. What is called with more than ever before will not fit into the plans there are.
+
+        Args:
+            plan: Its plan as foreseen.
+            arguments: What it is called with.
+        """
+        size_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in arguments)
+        is_larger, self._largest_bytes = size_bytes > self._largest_bytes, max(size_bytes, self._largest_bytes)
+        if plan is None or self._saw_unplanned or is_larger:
+            return True
+        if plan.measured.peak_bytes is not None:
+            return False
+        self._awaited += 1
+        return self._awaited < 4 or self._awaited.bit_count() == 1
 
     def _is_timed(self, plan: Plan | None) -> bool:
         """Whether to time each operation of the step that begins: for its plan to come, or to see how its plan does."""
         if plan is None:
             return self._memory.device.type == "cpu"  # a GPU's events would count how long it waits for the host
-        return self._record is None and plan.measured.step_ms is None
+        return self._record is None and plan.measured.peak_bytes is not None and plan.measured.step_ms is None
 
     def _watches_resident(self) -> bool:
         """Whether to count resident bytes now: they settle within a few steps, and counting takes time."""
@@ -334,6 +352,8 @@ class Session:
         if not self._kinds.ran and self._record is None:
             return
         kind, is_own = self._kinds.end()  # else programs of another kind ran in it, and its plan was not seen
+        if self._first_steps.end_step():
+            self._kinds.by_plans.add(kind)
         expected = self._kinds.expected
         if not is_own and expected is not None and kind in self.plans and expected != kind:
             self._confused(expected, kind)
@@ -348,7 +368,7 @@ class Session:
                     self._measured(kind, record.peak_bytes)
             elif record.backwards:
                 record.timed = timed
-                self._finished = record
+                self._finished = record if self._is_worth_a_plan(kind) else None
                 self._saw_unplanned = False
         elif timed is not None and is_own and self.plans[kind].measured.peak_bytes is not None:
             self._update(kind, step_ms=timed.total_ms, recompute_ms=timed.recompute_ms)
@@ -357,10 +377,8 @@ class Session:
             self._saw_unplanned = is_worth_it and (self._captured_before(kind) is not None or self._may_plan_more())
 
     def _is_worth_a_plan(self, kind: Kind) -> bool:
-        """Whether a kind of step has come again, or has to run at the least memory."""
-        if len(kind) > 1 or self._kinds.sights[kind] > 1 or self.parts.find(kind[0]) is None:
-            return True
-        return not self._first_steps.was_taken_over(self.parts.least(kind[0]))
+        """Whether a kind of step has come again, or some of it had to run at the least memory."""
+        return self._kinds.sights[kind] > 1 or kind not in self._kinds.by_plans
 
     def _captured_before(self, kind: Kind) -> Known | None:
         """Find the same step at the same sizes: Dynamo captures a size anew once it has symbols for it."""
@@ -385,8 +403,6 @@ class Session:
     def _learn(self, record: StepRecord, resident: Resident) -> None:
         """Plan a kind of step that was not seen before."""
         kind = record.signature
-        if not self._is_worth_a_plan(kind):
-            return
         twin = self._captured_before(kind)
         if twin is None and not self._may_plan_more():
             return
@@ -430,9 +446,9 @@ class Session:
         decided = zip(known.captured, known.places, step.split(plan.solution.recompute), strict=True)
         programs = {place: build(captured, lower(captured.graph, decisions)) for captured, place, decisions in decided}
         self.plans[kind] = plan
-        self._awaited[kind] = 0
+        self._awaited = min(self._awaited, 3)
+        self._first_steps.forget_plans()
         self._kinds.install(kind, programs)
-        self._memory.litter()
         self.stages.reporter.planned(plan)
         again = {plan.graph.nodes[node].op for node in plan.schedule.recomputed(plan.graph)}
         if may_choose_anew(again, self._memory.device):
@@ -465,8 +481,8 @@ class Session:
         )
         if (plan.measured.peak_bytes or 0) > budget_bytes:
             adapted = adapted.with_measured(peak_bytes=None)  # it was of more resident bytes: measured again
-            self._awaited[kind] = 0
         self._known[kind] = known
+        self._first_steps.forget_plans()
         if is_least or adapted.planned_peak_bytes + known.margin_bytes <= budget_bytes:  # the least stays the least
             self.plans[kind] = adapted
             self._tell(adapted)
@@ -480,6 +496,7 @@ class Session:
             self._searching.remove(kind)
             return  # cuDNN tried its algorithms, with all the memory that these may take: the next step counts
         plan, known = self.plans[kind], self._known[kind]
+        self._awaited = 0
         self._update(kind, peak_bytes=peak_bytes)
         excess = peak_bytes - plan.budget_bytes
         if excess <= 0 or plan.planned_peak_bytes > plan.budget_bytes:

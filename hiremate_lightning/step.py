@@ -118,6 +118,15 @@ class Step:
                 rows[call][min(max(0, position - first), count)].append(index)
         return tuple(tuple(tuple(row) for row in call) for call in rows)
 
+    def join(self, decisions: Sequence[Decisions]) -> Decisions:
+        """Put the decisions of each call together, as `split` gives them."""
+        number = {owner: node for node, owner in enumerate(self.owners) if owner is not None}
+        rows: list[list[int]] = [[] for _ in range(len(self.graph.backward) + 1)]
+        for call, ((first, _), own) in enumerate(zip(self.spans, decisions, strict=True)):
+            for position, before in enumerate(own, start=first):
+                rows[position].extend(number[call, index] for index in before)
+        return tuple(tuple(row) for row in rows)
+
 
 def merge(calls: Sequence[Call], backward_order: Sequence[int], stale_bytes: int = 0) -> Step:
     """Put the calls of a step into one graph.

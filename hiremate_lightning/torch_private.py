@@ -55,6 +55,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves as leaves
 from torch.utils._pytree import tree_map as map_leaves
 
+from .garbage import collecting_what_it_leaves
+
 __all__ = ["CompileError", "DataDependentError", "HigherOrderOperator", "OpOverload", "leaves", "map_leaves"]
 
 log = logging.getLogger("hiremate_lightning")
@@ -365,7 +367,8 @@ def _always_static(*_: Any, **__: Any) -> tuple[bool, TensorStaticReason]:
 
 def _capture_with_numbers(*arguments: Any, **options: Any) -> Any:
     """Capture code with numbers for all sizes."""
-    with replaced((builder, "tensor_always_has_static_shape", _always_static), *_LOGGED_EARLY):
+    is_static = builder, "tensor_always_has_static_shape", _always_static
+    with replaced(is_static, *_LOGGED_EARLY), collecting_what_it_leaves():
         return _capture(*arguments, **options)
 
 
@@ -373,7 +376,8 @@ def _capture_with_symbols(code: types.CodeType, *arguments: Any, **options: Any)
     """Capture code with symbols for sizes that vary, or with numbers where Dynamo fails on those."""
     if code not in _without_symbols:
         try:
-            with replaced((builder, "tensor_always_has_static_shape", _has_static_shape), *_LOGGED_EARLY):
+            is_static = builder, "tensor_always_has_static_shape", _has_static_shape
+            with replaced(is_static, *_LOGGED_EARLY), collecting_what_it_leaves():
                 return _capture(code, *arguments, **options)
         except Exception:  # whatever Dynamo fails on: if it is not the symbols it fails again
             log.debug("%s is captured again, with numbers for its sizes", code.co_name, exc_info=True)

@@ -44,6 +44,7 @@ ORDER = (
     "svg_report",
     "metrics",
     "eager_paths",
+    "garbage",
     "torch_private",
     "eager_tracing",
     "backward_pass",
