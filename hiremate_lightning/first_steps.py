@@ -21,6 +21,7 @@ from .step import Call, Decisions, Step, merge
 from .units import Budget
 
 REMEMBERED = 8  # searches, whose result may serve at another size
+KEPT = 64  # decisions for a part, by what ran before it in its step
 BudgetOf = Callable[[Step, int], int]  # of a step, with so many resident bytes
 Planned = tuple[Known, Decisions]  # a step, and what was decided for it
 
@@ -66,7 +67,8 @@ class FirstSteps:
         self._stages = stages
         self._found: deque[FirstSolution] = deque(maxlen=REMEMBERED)
         self._least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
-        self._taken_over: weakref.WeakKeyDictionary[Part, dict[Kind, Program | None]] = weakref.WeakKeyDictionary()
+        self._taken_over: weakref.WeakKeyDictionary[Part, dict[Kind, Decisions | None]] = weakref.WeakKeyDictionary()
+        self._programs: weakref.WeakKeyDictionary[Part, dict[Decisions, Program]] = weakref.WeakKeyDictionary()
         self._begun: list[Begun] = []
         self._alike: list[Planned] = []  # steps that are the same code as the one under way so far
         self._compared = 0  # how many of its forwards were compared with theirs
@@ -75,12 +77,14 @@ class FirstSteps:
     def forget_plans(self) -> None:
         """Take nothing over from before: there is another plan, or something else is resident."""
         self._taken_over.clear()
+        self._programs.clear()
         self._followed = None
 
     def forget_least(self, part: Part) -> None:
         """Learn that a part can't run any more as it did."""
         self._least.pop(part, None)
         self._taken_over.pop(part, None)
+        self._programs.pop(part, None)
 
     def begin(self, forward: Begun) -> None:
         """Learn of a forward that runs, after its program was chosen."""
@@ -113,12 +117,17 @@ class FirstSteps:
             planned: Lists steps, and what was decided for them.
             budget_of: Gives the budget of a step, resident bytes included.
         """
-        programs = self._taken_over.setdefault(part, {})
-        if ran not in programs:
+        found = self._taken_over.setdefault(part, {})
+        if ran not in found:
             with self._stages.stage("solve_s", "solving"):
-                decisions = self._take_over(part.captured, profile, resident, planned, budget_of)
-                programs[ran] = None if decisions is None else _build(part.captured, decisions)
-        return programs[ran]
+                if len(found) == KEPT:
+                    found.clear()
+                found[ran] = decisions = self._take_over(part.captured, profile, resident, planned, budget_of)
+                programs = self._programs.setdefault(part, {})
+                if decisions is not None and decisions not in programs:
+                    programs[decisions] = _build(part.captured, decisions)
+        decisions = found[ran]
+        return None if decisions is None else self._programs[part][decisions]
 
     def _take_over(
         self,

@@ -298,34 +298,37 @@ class Session:
         likely, all_likely = self._kinds.likely(), self._kinds.all_likely()
         plan = None if likely is None else self.plans[likely]
         self._kinds.expected = max(all_likely, key=lambda kind: self.plans[kind].unplanned_peak_bytes, default=None)
-        if self._is_to_be_measured(plan, arguments):
-            self._memory.collect_garbage(LITTERED_STEPS)
-            resident = self._memory.count_before_step(arguments)
-            before_bytes, sees_frees = resident.size_bytes + resident.stale_bytes, self._memory.sees_frees(resident)
-            self._record = StepRecord(self._memory.device, before_bytes, sees_frees)
-            if not self._record.is_measured and not backward_pass.is_running():
-                self.say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
+        if plan is not None and plan.measured.peak_bytes is None:
+            self._awaited += 1
+        size_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in arguments)
+        is_measured = self._is_to_be_measured(plan, size_bytes)
+        self._largest_bytes = max(size_bytes, self._largest_bytes)
+        if is_measured:
+            self._record = self._begin_record(arguments)
         if self._is_timed(plan):
             self._timed = TimedRun(self._memory.device)
 
-    def _is_to_be_measured(self, plan: Plan | None, arguments: list[torch.Tensor]) -> bool:
-        """Whether to measure the step that begins.
+    def _begin_record(self, arguments: list[torch.Tensor]) -> StepRecord:
+        """Begin to measure a step."""
+        self._memory.collect_garbage(LITTERED_STEPS)
+        resident = self._memory.count_before_step(arguments)
+        before_bytes, sees_frees = resident.size_bytes + resident.stale_bytes, self._memory.sees_frees(resident)
+        record = StepRecord(self._memory.device, before_bytes, sees_frees)
+        if not record.is_measured and not backward_pass.is_running():
+            self.say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
+        return record
 
-        That is where it seems to be of a new kind; or for the peak of its plan, less and less often while other kinds
-        come. What is called with more than ever before will not fit into the plans there are.
+    def _is_to_be_measured(self, plan: Plan | None, size_bytes: int) -> bool:
+        """Whether to measure the step that begins: it may be of a new kind, or its plan was not measured yet.
 
         Args:
-            plan: Its plan as foreseen.
-            arguments: What it is called with.
+            plan: Its plan as foreseen; it is awaited less and less often while other kinds come.
+            size_bytes: Of what it is called with: what is larger than ever before will not fit into the plans there
+                are, and gets one of its own.
         """
-        size_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in arguments)
-        is_larger, self._largest_bytes = size_bytes > self._largest_bytes, max(size_bytes, self._largest_bytes)
-        if plan is None or self._saw_unplanned or is_larger:
+        if plan is None or self._saw_unplanned or size_bytes > self._largest_bytes:
             return True
-        if plan.measured.peak_bytes is not None:
-            return False
-        self._awaited += 1
-        return self._awaited < 4 or self._awaited.bit_count() == 1
+        return plan.measured.peak_bytes is None and (self._awaited < 4 or self._awaited.bit_count() == 1)
 
     def _is_timed(self, plan: Plan | None) -> bool:
         """Whether to time each operation of the step that begins: for its plan to come, or to see how its plan does."""
