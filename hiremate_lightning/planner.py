@@ -177,9 +177,9 @@ def fastest_that_fits(step: Step, budget_bytes: int, candidates: Iterable[Decisi
         candidates: Decisions, made for the same step at other sizes.
     """
     problem = Problem(step.graph, step.profile, budget_bytes - _guard_bytes(budget_bytes))
-    found = [(d, replay(problem, d)) for d in candidates]
-    fitting = [(simulation.recompute_ms, d) for d, simulation in found if simulation.peak_bytes <= problem.budget_bytes]
-    return min(fitting, default=(0.0, None))[1]
+    times = step.profile.time_ms
+    fastest_first = sorted(dict.fromkeys(candidates), key=lambda d: sum(times[node] for before in d for node in before))
+    return next((d for d in fastest_first if replay(problem, d).peak_bytes <= problem.budget_bytes), None)
 
 
 def _guard_bytes(budget_bytes: int) -> int:

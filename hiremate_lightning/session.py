@@ -371,17 +371,17 @@ class Session:
                     self._measured(kind, record.peak_bytes)
             elif record.backwards:
                 record.timed = timed
-                self._finished = record if self._is_worth_a_plan(kind) else None
+                self._finished = record if self._gets_a_plan(kind) else None
                 self._saw_unplanned = False
         elif timed is not None and is_own and self.plans[kind].measured.peak_bytes is not None:
             self._update(kind, step_ms=timed.total_ms, recompute_ms=timed.recompute_ms)
         if record is None and kind not in self.plans:
-            is_worth_it = self._is_worth_a_plan(kind)
-            self._saw_unplanned = is_worth_it and (self._captured_before(kind) is not None or self._may_plan_more())
+            self._saw_unplanned = self._gets_a_plan(kind)
 
-    def _is_worth_a_plan(self, kind: Kind) -> bool:
-        """Whether a kind of step has come again, or some of it had to run at the least memory."""
-        return self._kinds.sights[kind] > 1 or kind not in self._kinds.by_plans
+    def _gets_a_plan(self, kind: Kind) -> bool:
+        """Whether to plan a kind of step: it has come again, or some of it had to run at the least memory."""
+        is_worth_it = self._kinds.sights[kind] > 1 or kind not in self._kinds.by_plans
+        return is_worth_it and (self._captured_before(kind) is not None or self._may_plan_more())
 
     def _captured_before(self, kind: Kind) -> Known | None:
         """Find the same step at the same sizes: Dynamo captures a size anew once it has symbols for it."""
@@ -407,8 +407,6 @@ class Session:
         """Plan a kind of step that was not seen before."""
         kind = record.signature
         twin = self._captured_before(kind)
-        if twin is None and not self._may_plan_more():
-            return
         calls, order = record.calls(self.parts.profiles)
         runs = [run for run in record.runs if run.index in record.backwards]
         self._known[kind] = Known(

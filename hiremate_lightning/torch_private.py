@@ -368,7 +368,7 @@ def _always_static(*_: Any, **__: Any) -> tuple[bool, TensorStaticReason]:
 def _capture_with_numbers(*arguments: Any, **options: Any) -> Any:
     """Capture code with numbers for all sizes."""
     is_static = builder, "tensor_always_has_static_shape", _always_static
-    with replaced(is_static, *_LOGGED_EARLY), collecting_what_it_leaves():
+    with replaced(is_static, *_WHILE_CAPTURING), collecting_what_it_leaves():
         return _capture(*arguments, **options)
 
 
@@ -377,7 +377,7 @@ def _capture_with_symbols(code: types.CodeType, *arguments: Any, **options: Any)
     if code not in _without_symbols:
         try:
             is_static = builder, "tensor_always_has_static_shape", _has_static_shape
-            with replaced(is_static, *_LOGGED_EARLY), collecting_what_it_leaves():
+            with replaced(is_static, *_WHILE_CAPTURING), collecting_what_it_leaves():
                 return _capture(code, *arguments, **options)
         except Exception:  # whatever Dynamo fails on: if it is not the symbols it fails again
             log.debug("%s is captured again, with numbers for its sizes", code.co_name, exc_info=True)
@@ -399,7 +399,10 @@ def _log_early(variable: Any, tracer: Any, name: str, values: list[Any], named: 
 
 
 _capture, _break_graph = convert_frame._compile, LoggingLoggerVariable.call_method
-_LOGGED_EARLY = ((LoggingLoggerVariable, "call_method", _log_early),)
+_WHILE_CAPTURING = (
+    (LoggingLoggerVariable, "call_method", _log_early),
+    (dynamo_config, "run_gc_after_compile", False),  # it would take what the capture still holds for old
+)
 _without_symbols: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that Dynamo failed on with symbols
 
 # Kept, since making one takes longer than using it; not shared, since several calls may be under way.
