@@ -69,16 +69,23 @@ class FirstSteps:
         self._least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
         self._taken_over: weakref.WeakKeyDictionary[Part, dict[Kind, Decisions | None]] = weakref.WeakKeyDictionary()
         self._programs: weakref.WeakKeyDictionary[Part, dict[Decisions, Program]] = weakref.WeakKeyDictionary()
+        self._most_bytes = 0  # that were resident
         self._begun: list[Begun] = []
         self._alike: list[Planned] = []  # steps that are the same code as the one under way so far
         self._compared = 0  # how many of its forwards were compared with theirs
         self._followed: Followed | None = None
 
     def forget_plans(self) -> None:
-        """Take nothing over from before: there is another plan, or something else is resident."""
+        """Decide anew what to take over: there is another plan, or more is resident."""
         self._taken_over.clear()
         self._programs.clear()
         self._followed = None
+
+    def count(self, resident: Resident) -> None:
+        """Learn of what exists before a step: where that is more than ever, what was taken over may not fit."""
+        if resident.size_bytes > self._most_bytes:
+            self._most_bytes = resident.size_bytes
+            self.forget_plans()
 
     def forget_least(self, part: Part) -> None:
         """Learn that a part can't run any more as it did."""

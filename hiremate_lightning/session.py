@@ -289,6 +289,7 @@ class Session:
             self._memory.collect_garbage()
         if self._watches_resident():
             resident = self._began_with = self._memory.count_before_step(arguments)
+            self._first_steps.count(resident)
             if self._finished is not None:
                 record, self._finished = self._finished, None
                 with collecting_what_it_leaves():
@@ -483,7 +484,6 @@ class Session:
         if (plan.measured.peak_bytes or 0) > budget_bytes:
             adapted = adapted.with_measured(peak_bytes=None)  # it was of more resident bytes: measured again
         self._known[kind] = known
-        self._first_steps.forget_plans()
         if is_least or adapted.planned_peak_bytes + known.margin_bytes <= budget_bytes:  # the least stays the least
             self.plans[kind] = adapted
             self._tell(adapted)
