@@ -22,6 +22,7 @@ from .units import Budget
 
 REMEMBERED = 8  # searches, whose result may serve at another size
 KEPT = 64  # decisions for a part, by what ran before it in its step
+TRACING_BYTES = 2**14  # that tracing takes for itself: states of the random generator, three deep
 BudgetOf = Callable[[Step, int], int]  # of a step, with so many resident bytes
 Planned = tuple[Known, Decisions]  # a step, and what was decided for it
 
@@ -185,7 +186,8 @@ class FirstSteps:
         steps = [(known, step, step.merge()) for known, step in foreseen if step.bytes_from(call + 1) == least_bytes]
         known, _, step = max(steps, key=lambda found: unplanned(found[2]).peak_bytes)
         margin_bytes = max(known.margin_bytes for known, _ in self._alike)
-        budget_bytes = budget_of(step, resident.size_bytes) - resident.size_bytes - margin_bytes
+        traced_bytes = TRACING_BYTES if len(known.calls) > 1 else 0  # graphs are traced while values of others live
+        budget_bytes = budget_of(step, resident.size_bytes) - resident.size_bytes - margin_bytes - traced_bytes
         begun = [self._begun[place] for place in places]
         before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]
         decided = [keep_all(step.graph), *(decisions for _, decisions in self._alike)]

@@ -56,6 +56,18 @@ def test_drawn_networks_train_as_without_a_plan_and_within_the_budget(data):
         return
 
 
+def test_what_tracing_takes_is_within_the_budget_where_graphs_come_again():
+    """States of the random generator, 5 KB each, while a graph is traced anew in each step of 77 KB."""
+    between = [("code between graphs", *places) for places in ((1, 1, 6), (1, 2, 4), (7, 3, 3))]
+    first, *others = between
+    operations = (first, ("copy", 6, 3, 7), ("embedding", 3, 3, 2), ("softmax", 3, 1, 7))
+    ends = (("gated activation", 5, 4, 0), *others, ("attention of the library", 0, 5, 3))
+    recipe = Recipe((*operations, *ends), structure="several", share=2, optimizer=1, seed=598, accumulates=True)
+    outcome = compare(recipe)
+    assert not outcome.is_wrong
+    assert not outcome.is_over_budget, outcome.peaks
+
+
 @pytest.mark.parametrize("name", sorted(OPERATIONS))
 def test_each_operation_trains_as_without_a_plan_and_within_the_budget(name):
     setting = random.Random(name).randrange(8)
