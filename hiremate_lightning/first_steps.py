@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from .absent import without_missing
 from .allocator import in_blocks
 from .capture import Captured
 from .costs import Profile, step_time_ms
 from .execution import Part, Program, build
+from .graph import Graph
 from .kinds import Kind, Known
 from .planner import FirstSolution, PlanOptions, fastest_that_fits, first_solution, unplanned
 from .report import Stages
@@ -25,6 +28,21 @@ KEPT = 64  # decisions for a part, by what ran before it in its step
 TRACING_BYTES = 2**14  # that tracing takes for itself: states of the random generator, three deep
 BudgetOf = Callable[[Step, int], int]  # of a step, with so many resident bytes
 Planned = tuple[Known, Decisions]  # a step, and what was decided for it
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the programs of first steps are decided by, found out where it is needed.
+
+    Attributes:
+        resident: Counts what existed before the step.
+        planned: Lists steps, and what was decided for them.
+        budget_of: Gives the budget of a step, resident bytes included.
+    """
+
+    resident: Callable[[], Resident]
+    planned: Callable[[], Iterable[Planned]]
+    budget_of: BudgetOf
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,48 +124,31 @@ class FirstSteps:
         self._compared, self._followed = 0, None
         return is_planned
 
-    def take_over(
-        self,
-        part: Part,
-        profile: Profile,
-        ran: Kind,
-        resident: Callable[[], Resident],
-        planned: Callable[[], Iterable[Planned]],
-        budget_of: BudgetOf,
-    ) -> Program | None:
+    def take_over(self, part: Part, profile: Profile, ran: Kind, given: Given) -> Program | None:
         """Give the program of a part by a plan for the same step at other sizes; None where none fits.
 
         Args:
             part: The part, about to run.
             profile: Costs of its operations.
             ran: Numbers of the captured graphs that have run in the step, this one included.
-            resident: Counts what existed before the step.
-            planned: Lists steps, and what was decided for them.
-            budget_of: Gives the budget of a step, resident bytes included.
+            given: What there is to decide by.
         """
         found = self._taken_over.setdefault(part, {})
         if ran not in found:
             with self._stages.stage("solve_s", "solving"):
                 if len(found) == KEPT:
                     found.clear()
-                found[ran] = decisions = self._take_over(part.captured, profile, resident, planned, budget_of)
+                found[ran] = decisions = self._take_over(part.captured, profile, given)
                 programs = self._programs.setdefault(part, {})
                 if decisions is not None and decisions not in programs:
                     programs[decisions] = _build(part.captured, decisions)
         decisions = found[ran]
         return None if decisions is None else self._programs[part][decisions]
 
-    def _take_over(
-        self,
-        captured: Captured,
-        profile: Profile,
-        resident: Callable[[], Resident],
-        planned: Callable[[], Iterable[Planned]],
-        budget_of: BudgetOf,
-    ) -> Decisions | None:
+    def _take_over(self, captured: Captured, profile: Profile, given: Given) -> Decisions | None:
         """Decide for the next forward of the step under way."""
         place = len(self._begun)
-        self._compare(planned)
+        self._compare(given)
         self._alike = [(known, decided) for known, decided in self._alike if known.runs_at(place, captured)]
         self._compared = place + 1
         if not self._alike:
@@ -158,37 +159,41 @@ class FirstSteps:
         call = first.places.index(place)
         followed, is_last = self._followed, call + 1 == len(first.calls)  # all sizes are known then
         if followed is None or is_last or not is_no_larger(captured.graph, followed.known.captured[call].graph):
-            followed = self._followed = self._follow(captured, profile, call, resident(), budget_of)
+            followed = self._followed = self._follow(captured, profile, call, given)
         return None if followed is None else followed.decisions[call]
 
-    def _compare(self, planned: Callable[[], Iterable[Planned]]) -> None:
+    def _compare(self, given: Given) -> None:
         """Find the planned steps that are the same code so far."""
         if not self._compared:
-            self._alike = list(planned())
+            self._alike = list(given.planned())
         for place in range(self._compared, len(self._begun)):
             captured = self._begun[place].captured
             self._alike = [(known, decided) for known, decided in self._alike if known.runs_at(place, captured)]
 
-    def _follow(
-        self, captured: Captured, profile: Profile, call: int, resident: Resident, budget_of: BudgetOf
-    ) -> Followed | None:
+    def _follow(self, captured: Captured, profile: Profile, call: int, given: Given) -> Followed | None:
         """Choose, of what was decided for steps of the same code, the fastest that fits; None where none does.
 
         Where calls are still to come, the step is foreseen as the smallest one that is not smaller.
         """
-        places = self._alike[0][0].places[:call]
-        calls = [(self._begun[place].captured, self._begun[place].profile) for place in places]
-        sized = [(known, known.at_sizes([*calls, (captured, profile)], resident)) for known, _ in self._alike]
+        begun = [self._begun[place] for place in self._alike[0][0].places[:call]]
+        calls = [*((forward.captured, forward.profile) for forward in begun), (captured, profile)]
+
+        @functools.cache
+        def as_run(index: int, missing: frozenset[int]) -> tuple[Graph, Profile]:
+            own, costs = calls[index]
+            return without_missing(own, missing, costs)
+
+        resident, codes = given.resident(), [own for own, _ in calls]
+        sized = [(known, known.at_sizes(codes, as_run, resident)) for known, _ in self._alike]
         foreseen = [(known, step) for known, step in sized if step is not None]
         if not foreseen:
             return None
         least_bytes = min(step.bytes_from(call + 1) for _, step in foreseen)
-        steps = [(known, step, step.merge()) for known, step in foreseen if step.bytes_from(call + 1) == least_bytes]
-        known, _, step = max(steps, key=lambda found: unplanned(found[2]).peak_bytes)
+        steps = [(known, step.merge()) for known, step in foreseen if step.bytes_from(call + 1) == least_bytes]
+        known, step = max(steps, key=lambda found: unplanned(found[1]).peak_bytes)
         margin_bytes = max(known.margin_bytes for known, _ in self._alike)
         traced_bytes = TRACING_BYTES if len(known.calls) > 1 else 0  # graphs are traced while values of others live
-        budget_bytes = budget_of(step, resident.size_bytes) - resident.size_bytes - margin_bytes - traced_bytes
-        begun = [self._begun[place] for place in places]
+        budget_bytes = given.budget_of(step, resident.size_bytes) - resident.size_bytes - margin_bytes - traced_bytes
         before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]
         decided = [keep_all(step.graph), *(decisions for _, decisions in self._alike)]
         candidates = [step.join([*before, *step.split(decisions)[call:]]) for decisions in decided]

@@ -1,7 +1,7 @@
 """Garbage collection around tracing and planning, which leave many cycles.
 
-A full collection looks at all objects, a million where PyTorch's compiler and a package of models are imported, and
-takes 0.2 to 1 s. What is made in a known span can be collected without that.
+A full collection looks at all objects, a million where PyTorch's compiler and a package of models are imported. What is
+made in a known span can be collected without that.
 """
 
 from __future__ import annotations

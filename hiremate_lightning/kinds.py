@@ -8,14 +8,14 @@ told apart: what was measured in it says nothing about a plan.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .absent import without_missing
 from .allocator import in_blocks
 from .capture import Captured
 from .costs import Profile
 from .execution import Part, Program
+from .graph import Graph
 from .resident import Resident
 from .scaling import at_size, difference, is_no_larger
 from .solvers.base import Strategy
@@ -78,28 +78,33 @@ class Known:
             self.runs_at(at, captured) for at, captured in pairs if at >= place
         )
 
-    def at_sizes(self, begun: Sequence[tuple[Captured, Profile]], resident: Resident) -> Known | None:
+    def at_sizes(
+        self,
+        begun: Sequence[Captured],
+        as_run: Callable[[int, frozenset[int]], tuple[Graph, Profile]],
+        resident: Resident,
+    ) -> Known | None:
         """Foresee the step from its first calls at other sizes; the others take at most what they take here.
 
         Args:
-            begun: What these calls run, of the same code as here, and its costs.
+            begun: What these calls run, of the same code as here.
+            as_run: Gives the graph of one of them, and its costs, without what these missing gradients would bring.
             resident: What exists before the step.
 
         Returns:
             The step; None where what remains of a call without what is missing is other code, or a call is larger
             than here while others are still to come: they may be larger too.
         """
-        calls, captured = list(self.calls), tuple(captured for captured, _ in begun)
-        others = self.captured[len(begun) :]
-        pairs = zip(captured, self.captured, strict=False)
+        calls, others = list(self.calls), self.captured[len(begun) :]
+        pairs = zip(begun, self.captured, strict=False)
         if others and not all(is_no_larger(one.graph, own.graph) for one, own in pairs):
             return None
-        for index, (own, profile) in enumerate(begun):
-            call = at_size(calls[index], *without_missing(own, self.missing[index], profile))
+        for index in range(len(begun)):
+            call = at_size(calls[index], *as_run(index, self.missing[index]))
             if call is None:
                 return None
             calls[index] = call
-        return replace(self, calls=tuple(calls), captured=captured + others, resident=resident)
+        return replace(self, calls=tuple(calls), captured=(*begun, *others), resident=resident)
 
     def bytes_from(self, call: int) -> int:
         """Add up the bytes of all values of a call and those after it."""

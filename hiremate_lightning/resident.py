@@ -97,7 +97,7 @@ class ResidentMemory:
     def collect_garbage(self, steps: int = 1) -> None:
         """Collect garbage of so many steps or more: it would pass for what stays, or in a step for what that frees.
 
-        Takes 0.2 to 0.5 s. What is traced and planned is collected as it ends.
+        It looks at all objects of the process; what is traced and planned is collected as it ends, see `garbage`.
         """
         if self._uncollected_steps >= steps:
             gc.collect()

@@ -30,7 +30,7 @@ from .costs import Profile, step_time_ms
 from .eager_paths import eager_paths
 from .errors import CaptureError, HiRemateWarning
 from .execution import Part, Program, build
-from .first_steps import Begun, FirstSteps, Planned
+from .first_steps import Begun, FirstSteps, Given, Planned
 from .fused_kernel import Kernels
 from .garbage import collecting_what_it_leaves
 from .joint import may_choose_anew
@@ -262,8 +262,8 @@ class Session:
         def planned() -> Iterator[Planned]:
             return ((self._known[kind], plan.solution.recompute) for kind, plan in self.plans.items())
 
-        ran = tuple(self._kinds.ran)
-        return self._first_steps.take_over(part, profile, ran, self._resident, planned, self._budget_bytes)
+        given = Given(self._resident, planned, self._budget_bytes)
+        return self._first_steps.take_over(part, profile, tuple(self._kinds.ran), given)
 
     def _least(self, part: Part, profile: Profile) -> Program:
         """Give the program of least memory of a part.

@@ -365,20 +365,22 @@ def _always_static(*_: Any, **__: Any) -> tuple[bool, TensorStaticReason]:
     return True, TensorStaticReason.NOT_TENSOR
 
 
-def _capture_with_numbers(*arguments: Any, **options: Any) -> Any:
-    """Capture code with numbers for all sizes."""
-    is_static = builder, "tensor_always_has_static_shape", _always_static
+def _capture_with(has_static_shape: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    is_static = builder, "tensor_always_has_static_shape", has_static_shape
     with replaced(is_static, *_WHILE_CAPTURING), collecting_what_it_leaves():
         return _capture(*arguments, **options)
+
+
+def _capture_with_numbers(*arguments: Any, **options: Any) -> Any:
+    """Capture code with numbers for all sizes."""
+    return _capture_with(_always_static, *arguments, **options)
 
 
 def _capture_with_symbols(code: types.CodeType, *arguments: Any, **options: Any) -> Any:
     """Capture code with symbols for sizes that vary, or with numbers where Dynamo fails on those."""
     if code not in _without_symbols:
         try:
-            is_static = builder, "tensor_always_has_static_shape", _has_static_shape
-            with replaced(is_static, *_WHILE_CAPTURING), collecting_what_it_leaves():
-                return _capture(code, *arguments, **options)
+            return _capture_with(_has_static_shape, code, *arguments, **options)
         except Exception:  # whatever Dynamo fails on: if it is not the symbols it fails again
             log.debug("%s is captured again, with numbers for its sizes", code.co_name, exc_info=True)
     result = _capture_with_numbers(code, *arguments, **options)

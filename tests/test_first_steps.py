@@ -144,12 +144,14 @@ def test_where_nobody_knows_how_a_step_goes_on_it_begins_at_the_least_memory(sea
     assert not searched, "the same graphs, and one that goes on as was planned"
 
 
-def test_what_was_taken_over_is_not_taken_over_by_a_smaller_budget(monkeypatch):
-    model = planned("100%", (LONG,) * 4)
-    step(model, LONG - 2)
+def test_what_was_taken_over_is_not_taken_over_by_a_smaller_budget(searched, monkeypatch):
     budget = tight_budget()
+    model = planned("100%", (LONG,) * 4)
+    searched.clear()
+    step(model, LONG - 20)
+    assert not searched
     hiremate(model, budget, verbose=False)
-    assert all(peak <= budget for peak in peaks_of(model, (LONG - 2,), monkeypatch))
+    assert all(peak <= budget for peak in peaks_of(model, (LONG - 20,), monkeypatch))
 
 
 @pytest.mark.parametrize("budget", ["55%", "75%"])
