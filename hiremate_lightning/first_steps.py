@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from .absent import without_missing
@@ -15,7 +15,7 @@ from .costs import Profile, step_time_ms
 from .execution import Part, Program, build
 from .graph import Graph
 from .kinds import Kind, Known
-from .planner import FirstSolution, PlanOptions, fastest_that_fits, first_solution, unplanned
+from .planner import FirstSolution, PlanOptions, fastest_that_fits, first_solution
 from .report import Stages
 from .resident import Resident
 from .scaling import is_no_larger
@@ -171,34 +171,47 @@ class FirstSteps:
             self._alike = [(known, decided) for known, decided in self._alike if known.runs_at(place, captured)]
 
     def _follow(self, captured: Captured, profile: Profile, call: int, given: Given) -> Followed | None:
-        """Choose, of what was decided for steps of the same code, the fastest that fits; None where none does.
-
-        Where calls are still to come, the step is foreseen as the smallest one that is not smaller.
-        """
+        """Choose, of what was decided for steps of the same code, the fastest that fits; None where none does."""
         begun = [self._begun[place] for place in self._alike[0][0].places[:call]]
         calls = [*((forward.captured, forward.profile) for forward in begun), (captured, profile)]
+        resident = given.resident()
+        known = self._foresee(calls, resident)
+        if known is None:
+            return None
+        step = known.merge()
+        margin_bytes = max(known.margin_bytes for known, _ in self._alike)
+        traced_bytes = TRACING_BYTES if len(known.calls) > 1 else 0  # graphs are traced while values of others live
+        budget_bytes = given.budget_of(step, resident.size_bytes) - resident.size_bytes - margin_bytes - traced_bytes
+        before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]
+        decided = dict.fromkeys([keep_all(step.graph), *(decisions for _, decisions in self._alike)])
+        candidates = [step.join([*before, *step.split(decisions)[call:]]) for decisions in decided]
+        decisions = fastest_that_fits(step, budget_bytes, candidates)
+        return None if decisions is None else Followed(known, step.split(decisions))
+
+    def _foresee(self, calls: Sequence[tuple[Captured, Profile]], resident: Resident) -> Known | None:
+        """Foresee the step under way: what is still to come as in the smallest known step that is not smaller so far.
+
+        Args:
+            calls: What has run of it, and is about to run, with the costs.
+            resident: What exists before it.
+
+        Returns:
+            The step; None where it is larger than all that is known: what is still to come may be larger too.
+        """
+        codes = [own for own, _ in calls]
 
         @functools.cache
         def as_run(index: int, missing: frozenset[int]) -> tuple[Graph, Profile]:
             own, costs = calls[index]
             return without_missing(own, missing, costs)
 
-        resident, codes = given.resident(), [own for own, _ in calls]
-        sized = [(known, known.at_sizes(codes, as_run, resident)) for known, _ in self._alike]
-        foreseen = [(known, step) for known, step in sized if step is not None]
-        if not foreseen:
-            return None
-        least_bytes = min(step.bytes_from(call + 1) for _, step in foreseen)
-        steps = [(known, step.merge()) for known, step in foreseen if step.bytes_from(call + 1) == least_bytes]
-        known, step = max(steps, key=lambda found: unplanned(found[1]).peak_bytes)
-        margin_bytes = max(known.margin_bytes for known, _ in self._alike)
-        traced_bytes = TRACING_BYTES if len(known.calls) > 1 else 0  # graphs are traced while values of others live
-        budget_bytes = given.budget_of(step, resident.size_bytes) - resident.size_bytes - margin_bytes - traced_bytes
-        before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]
-        decided = [keep_all(step.graph), *(decisions for _, decisions in self._alike)]
-        candidates = [step.join([*before, *step.split(decisions)[call:]]) for decisions in decided]
-        decisions = fastest_that_fits(step, budget_bytes, candidates)
-        return None if decisions is None else Followed(known, step.split(decisions))
+        steps, count = [known for known, _ in self._alike], len(calls)
+        if count < len(steps[0].calls):
+            steps = [known for known in steps if known.is_no_smaller(codes)]
+            least_bytes = min((known.bytes_from(count) for known in steps), default=0)
+            steps = [known for known in steps if known.bytes_from(count) == least_bytes]
+        foreseen = [step for known in steps if (step := known.at_sizes(codes, as_run, resident)) is not None]
+        return max(foreseen, key=lambda step: step.outside_bytes, default=None)
 
     def least(
         self,

@@ -84,7 +84,7 @@ class Known:
         as_run: Callable[[int, frozenset[int]], tuple[Graph, Profile]],
         resident: Resident,
     ) -> Known | None:
-        """Foresee the step from its first calls at other sizes; the others take at most what they take here.
+        """Foresee the step from its first calls at other sizes; the others take what they take here.
 
         Args:
             begun: What these calls run, of the same code as here.
@@ -92,13 +92,9 @@ class Known:
             resident: What exists before the step.
 
         Returns:
-            The step; None where what remains of a call without what is missing is other code, or a call is larger
-            than here while others are still to come: they may be larger too.
+            The step; None where what remains of a call without what is missing is other code.
         """
         calls, others = list(self.calls), self.captured[len(begun) :]
-        pairs = zip(begun, self.captured, strict=False)
-        if others and not all(is_no_larger(one.graph, own.graph) for one, own in pairs):
-            return None
         for index in range(len(begun)):
             call = at_size(calls[index], *as_run(index, self.missing[index]))
             if call is None:
@@ -106,9 +102,18 @@ class Known:
             calls[index] = call
         return replace(self, calls=tuple(calls), captured=(*begun, *others), resident=resident)
 
+    def is_no_smaller(self, begun: Sequence[Captured]) -> bool:
+        """Whether its first calls are nowhere smaller than these, of the same code."""
+        return all(is_no_larger(one.graph, own.graph) for one, own in zip(begun, self.captured, strict=False))
+
     def bytes_from(self, call: int) -> int:
         """Add up the bytes of all values of a call and those after it."""
         return sum(sum(later.graph.sizes) for later in self.calls[call:])
+
+    @property
+    def outside_bytes(self) -> int:
+        """Add up what runs outside of its calls, each at its peak."""
+        return sum(call.outside_bytes for call in self.calls)
 
     def returning(self, part: Part, positions: Collection[int]) -> Known:
         """Know that gradients of a part are not only added; the same where that was known."""

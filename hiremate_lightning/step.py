@@ -83,6 +83,12 @@ class Call:
     before_backward: Gap = Gap()
     after_backward: Gap = Gap()
 
+    @property
+    def outside_bytes(self) -> int:
+        """What runs outside beside it, each at its peak, added up."""
+        gaps = (self.before_forward, self.after_forward, self.before_backward, self.after_backward)
+        return sum(part.peak_bytes for part in (*gaps, *self.before_deaths))
+
     def without_gradients(self, tensors: Collection[int]) -> Call:
         """Give the call as it is where some gradients die as soon as nothing reads them."""
         stay = tuple(t for t in self.graph.gradients if t not in tensors)
