@@ -87,7 +87,7 @@ class Call:
     def outside_bytes(self) -> int:
         """What runs outside beside it, each at its peak, added up."""
         gaps = (self.before_forward, self.after_forward, self.before_backward, self.after_backward)
-        return sum(part.peak_bytes for part in (*gaps, *self.before_deaths))
+        return sum(gap.peak_bytes for gap in gaps) + sum(stage.peak_bytes for stage in self.before_deaths)
 
     def without_gradients(self, tensors: Collection[int]) -> Call:
         """Give the call as it is where some gradients die as soon as nothing reads them."""

@@ -466,6 +466,7 @@ def _settings_for_plans() -> Any:
         suppress_errors=False,
         allow_unspec_int_on_nn_module=True,
         specialize_float=True,
+        trace_autograd_ops=True,
     )
 
 
