@@ -23,11 +23,13 @@ class _Running:
 
     Attributes:
         roots: What it begins with; nothing any more when it has ended.
+        creates_graph: Whether it was called with `create_graph=True`.
         edges: How many edges lead to each node, None before they were counted.
     """
 
-    def __init__(self, roots: Sequence[torch.Tensor | GradientEdge]) -> None:
+    def __init__(self, roots: Sequence[torch.Tensor | GradientEdge], creates_graph: bool) -> None:
         self.roots = tuple(roots)
+        self.creates_graph = creates_graph
         self.edges: Counter[Node] | None = None
 
     def count_edges(self) -> Counter[Node]:
@@ -57,11 +59,18 @@ def watch() -> None:
         return
 
     @functools.wraps(original)
-    def run(roots: Sequence[torch.Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
-        running = _Running(roots)
+    def run(
+        roots: Sequence[torch.Tensor | GradientEdge],
+        tangents: Sequence[torch.Tensor | None],
+        retain_graph: bool,
+        create_graph: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        running = _Running(roots, create_graph)
         token = _running.set(running)  # autograd hands this context on to its threads
         try:
-            return original(roots, *args, **kwargs)
+            return original(roots, tangents, retain_graph, create_graph, *args, **kwargs)
         finally:
             _running.reset(token)
             running.end()
@@ -103,6 +112,12 @@ def is_running() -> bool:
 def will_run_again() -> bool:
     """Whether the running backward was called with `retain_graph=True`."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def creates_graph() -> bool:
+    """Whether the running backward was called with `create_graph=True`; False where that is not known."""
+    running = _current()
+    return running is not None and running.creates_graph
 
 
 def at_end(function: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
 from .breakdown import plan_lines
-from .plan import Plan, PlanningTime, measured_line
+from .plan import Plan, PlanningTime, measured_line, planned_lines
 from .terminal import FAINT, plan_table
 from .units import format_ratio
 
@@ -41,6 +41,7 @@ class Reporter:
         self._console = console
         self._progress: Progress | None = None
         self._tasks: list[TaskID] = []
+        self._largest_bytes = 0  # peak of the largest step whose plan was shown, without it
 
     @property
     def is_silent(self) -> bool:
@@ -113,7 +114,11 @@ class Reporter:
         return tell
 
     def planned(self, plan: Plan) -> None:
-        """Show a new plan."""
+        """Show a new plan: in full, or in two lines where one of a larger step was shown."""
+        if plan.unplanned_peak_bytes < self._largest_bytes:
+            self.note(*planned_lines(plan))
+            return
+        self._largest_bytes = plan.unplanned_peak_bytes
         self.show(lambda: plan_table(plan), lambda: plan_lines(plan))
 
     def show(self, draw: Callable[[], RenderableType], write: Callable[[], Iterable[str]]) -> None:
@@ -129,10 +134,10 @@ class Reporter:
         """Show what was measured of a plan beside what it predicted."""
         self.note(measured_line(plan))
 
-    def note(self, text: str) -> None:
-        """Show a line."""
+    def note(self, *lines: str) -> None:
+        """Show plain lines."""
         if not self.is_silent:
-            self._write([text])
+            self._write(lines)
 
     @property
     def _draws(self) -> bool:

@@ -33,6 +33,18 @@ def test_a_backward_knows_whether_it_will_run_again():
     assert heard == [True, False]
 
 
+def test_a_backward_knows_whether_it_can_be_differentiated():
+    backward_pass.watch()
+    heard = []
+    x = torch.ones(1, requires_grad=True)
+    y = Calling.apply(x * 1, lambda: heard.append(backward_pass.creates_graph()))
+    torch.autograd.grad(y, x, create_graph=True)
+    torch.autograd.grad(y, x, retain_graph=True)
+    y.backward()
+    assert heard == [True, False, False]
+    assert not backward_pass.creates_graph()
+
+
 def test_the_end_of_a_backward_is_told():
     heard = []
 

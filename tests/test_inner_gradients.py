@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import grad
 
-from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.targets import targets_of
 
 from .exact import leave_behind, simple_loop, train_both
@@ -171,5 +171,8 @@ def test_a_gradient_of_what_a_planned_model_returned_is_an_error_of_pytorch():
     """As docs/troubleshooting.md says."""
     model = hiremate(network(3), "100%", verbose=False)
     x = torch.randn(ROWS, 3, requires_grad=True)
-    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+    with (
+        pytest.warns(HiRemateWarning, match="with create_graph=True. Training on them is PyTorch's error"),
+        pytest.raises(RuntimeError, match="does not currently support double backward"),
+    ):
         grad(model(x).sum(), x, create_graph=True)[0].square().mean().backward()

@@ -13,7 +13,7 @@ import torch.distributed
 from rich.console import Console
 
 from hiremate_lightning.breakdown import plan_lines
-from hiremate_lightning.plan import measured_line
+from hiremate_lightning.plan import measured_line, planned_lines
 from hiremate_lightning.report import Reporter, is_rank_zero
 
 from .tiny import blocks_plan, mixed_plan
@@ -68,6 +68,17 @@ def test_a_terminal_gets_progress_then_the_table_then_lines():
     places = [text.index(words) for words in shown]
     assert places == sorted(places)
     assert text.endswith("a note\n")
+
+
+def test_plans_of_smaller_steps_than_one_that_was_shown_get_two_lines():
+    console = terminal()
+    reporter = Reporter(console=console)
+    small, large = blocks_plan(2), blocks_plan(4)
+    assert small.unplanned_peak_bytes < large.unplanned_peak_bytes
+    for plan in (small, large, small, large):
+        reporter.planned(plan)
+    assert written(console).count("╭─") == 3
+    assert written(console).count("\n".join(planned_lines(small))) == 1
 
 
 def test_a_console_that_is_no_terminal_gets_plain_lines_and_no_progress():
