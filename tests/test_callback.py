@@ -75,6 +75,16 @@ class CallsNet(CallsItself):
         return self.net(x).square().mean()
 
 
+class TrainsOnItsSlope(CallsItself):
+    """A module with a penalty on the gradient of its loss with respect to its input."""
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        loss = super().loss(x)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.square().sum()
+
+
 class Validates(CallsItself):
     """A module with validation, which calls the same forward."""
 
@@ -174,6 +184,7 @@ def assert_left_alone(module: nn.Module) -> None:
         (CallsSubmodules, None),
         (CallsItself, "training_step"),
         (CallsSubmodules, "training_step"),
+        (TrainsOnItsSlope, "training_step"),
         (CallsNet, "net"),
         (CallsItself, ["net"]),
     ],
