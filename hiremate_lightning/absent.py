@@ -158,9 +158,10 @@ def _overwritten(captured: Captured, absence: Absence) -> tuple[Graph, dict[fx.N
         if into is not None and of is not None:
             merged[of] = merged.get(into, into)
     tensors = tuple(t if t.storage not in merged else replace(t, storage=merged[t.storage]) for t in graph.tensors)
-    absent = {graph.tensors[tensor_of[value]].storage for value in absence.values if value in tensor_of}
-    spared = {s for s in (*merged.values(), *absent) if s is not None}
-    return overwrite(replace(graph, tensors=tensors), captured.fx_nodes, captured.fx_values, spared)
+    unmade = (graph.tensors[tensor_of[value]].storage for value in absence.values if value in tensor_of)
+    terms = set(merged.values())
+    absent = {storage for storage in unmade if storage is not None}
+    return overwrite(replace(graph, tensors=tensors), captured.fx_nodes, captured.fx_values, terms, absent)
 
 
 def _zeros_bytes(node: fx.Node, absence: Absence, device: torch.device) -> int:

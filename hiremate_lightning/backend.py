@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import assignments, backward_pass, casts, torch_private, views
+from . import assignments, backward_pass, casts, softmaxes, torch_private, views
 from .capture import Captured, capture
 from .contributions import Contributions, OtherTermsError, Terms
 from .each_size import EachSize, sizes_among
@@ -94,7 +94,9 @@ class _Compilation:
             casts.share(joint, num_fwd_outputs, self._parameters, self._blocks)
         assignments.gather(joint)
         views.leave_out(joint)
-        if self._kernels is not None:
+        if self._kernels is None:
+            softmaxes.join_copies(joint)
+        else:
             fuse(joint, num_fwd_outputs, self._kernels)
         joint.recompile()
         self._captured = capture(joint, num_fwd_outputs, self._parameters)

@@ -109,9 +109,9 @@ def _eager_dropout(input: torch.Tensor, p: float, train: bool | None) -> torch.T
 
 @contextmanager
 def _eager_strides() -> Iterator[None]:
-    """Correct the strides of results that torch takes for those of an input, on the CPU."""
+    """Correct the strides of results that torch takes for those of an input."""
     aten = torch.ops.aten
-    sources = {  # the argument whose memory format the first result has
+    sources = {  # the argument whose memory format the first result has on the CPU; None: contiguous, on all devices
         aten._native_batch_norm_legit_functional.default: 0,
         aten._native_batch_norm_legit.default: 0,
         aten._native_batch_norm_legit.no_stats: 0,
@@ -190,7 +190,7 @@ def _with_strides(decomposition: Callable[..., Any], position: int | None) -> Ca
     def corrected(*args: Any, **kwargs: Any) -> Any:
         results = decomposition(*args, **kwargs)
         first, *others = results if isinstance(results, tuple) else (results,)
-        if first is None or first.device.type != "cpu":
+        if first is None or (position is not None and first.device.type != "cpu"):
             return results
         wanted = torch.contiguous_format if position is None else suggest_memory_format(args[position])
         made = torch.empty_like(first, memory_format=wanted)

@@ -70,12 +70,22 @@ _INTO_FIRST: dict[Any, tuple[Any, str]] = {
     aten.masked_fill.Scalar: (_in_place(aten.masked_fill_.Scalar), "out"),
     aten.scatter_add.default: (aten.scatter_add.out, "out"),
 }
+# These read a row of it before they write the row, and take what they write to for contiguous.
+_INTO_FIRST_BY_ROWS: dict[Any, tuple[Any, str]] = {
+    aten._log_softmax_backward_data.default: (aten._log_softmax_backward_data.out, "out"),
+    aten._softmax_backward_data.default: (aten._softmax_backward_data.out, "grad_input"),
+}
+_INTO_FIRST |= _INTO_FIRST_BY_ROWS
 
 Strides = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 def overwrite(
-    graph: Graph, fx_nodes: Sequence[fx.Node], fx_values: Sequence[fx.Node], spared: Collection[int] = ()
+    graph: Graph,
+    fx_nodes: Sequence[fx.Node],
+    fx_values: Sequence[fx.Node],
+    spared: Collection[int] = (),
+    absent: Collection[int] = (),
 ) -> tuple[Graph, dict[fx.Node, int]]:
     """Let operations of the backward overwrite gradients that die there.
 
@@ -83,26 +93,32 @@ def overwrite(
         graph: A captured graph in which each operation allocates its results.
         fx_nodes: For each node of the graph, the FX node that it stands for.
         fx_values: For each tensor of the graph, the FX node whose value it is.
-        spared: Storages that are left alone.
+        spared: Storages that nothing overwrites.
+        absent: Storages that nobody makes.
 
     Returns:
         The graph in which such results share the storage of what they overwrite, and for each FX node that overwrites
         the position of that argument.
     """
-    return _Search(graph, fx_nodes, fx_values, spared).run()
+    return _Search(graph, fx_nodes, fx_values, spared, absent).run()
 
 
 class _Search:
     """Goes through the backward once; what a result takes, later operations may take over from it."""
 
     def __init__(
-        self, graph: Graph, fx_nodes: Sequence[fx.Node], fx_values: Sequence[fx.Node], spared: Collection[int]
+        self,
+        graph: Graph,
+        fx_nodes: Sequence[fx.Node],
+        fx_values: Sequence[fx.Node],
+        spared: Collection[int],
+        absent: Collection[int],
     ) -> None:
         self.graph, self.fx_nodes, self.fx_values = graph, fx_nodes, fx_values
         self.tensor_of = {value: index for index, value in enumerate(fx_values)}
         self.last = _last_reads(graph)
-        self.barred = _seen_by_others(graph, fx_nodes) | set(spared)
-        self.spared = spared
+        self.barred = _seen_by_others(graph, fx_nodes) | set(spared) | set(absent)
+        self.absent = absent
         self.unsettled = _unsettled(graph, fx_nodes)
         self.views = _views(graph)
         self.returned = {graph.tensors[t].storage for t in graph.gradients}
@@ -124,11 +140,12 @@ class _Search:
         return replace(self.graph, nodes=tuple(nodes), tensors=tensors, storages=storages), found
 
     def _may_overwrite(self, index: int) -> bool:
-        node, made = self.graph.nodes[index], self.graph.allocates[index]
-        is_one = len(node.outputs) == len(made) == 1 and made[0] not in self.spared
-        if self.fx_nodes[index].target in _INTO_FIRST:
-            return is_one and node.inputs[0] not in self.unsettled
-        return is_one and self.fx_nodes[index].target in _INTO and self.unsettled.isdisjoint(node.inputs)
+        node, made, fx_node = self.graph.nodes[index], self.graph.allocates[index], self.fx_nodes[index]
+        if not len(node.outputs) == len(made) == 1 or made[0] in self.absent or may_lie_otherwise(fx_node):
+            return False
+        if fx_node.target in _INTO_FIRST:
+            return node.inputs[0] not in self.unsettled
+        return fx_node.target in _INTO and self.unsettled.isdisjoint(node.inputs)
 
     def _arguments(self, index: int) -> list[tuple[int, int]]:
         """List the tensors among the arguments, with their positions; none where one is of an unusual kind."""
@@ -155,7 +172,9 @@ class _Search:
             return False
         if dying in self.views and self.graph.tensors[result].storage in self.returned:
             return False  # the caller would get a view, which may not be changed in place as freely
-        return _look_alike(self.fx_values[dying].meta["val"], self.fx_values[result].meta["val"])
+        before, after = self.fx_values[dying].meta["val"], self.fx_values[result].meta["val"]
+        by_rows = self.fx_nodes[index].target in _INTO_FIRST_BY_ROWS
+        return _look_alike(before, after) and (not by_rows or after.is_contiguous())
 
     def _take(self, index: int, dying: int) -> None:
         """Let the result have the memory of what dies: what was true of its own storage is now true of that."""

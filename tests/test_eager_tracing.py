@@ -64,3 +64,13 @@ def test_strides_of_dimensions_of_size_one_are_those_of_kernels(shape, strides, 
     with traced_as_eager(), enable_python_dispatcher(), FakeTensorMode():
         found = function(torch.empty_strided(shape, strides))
         assert (found.shape, found.stride()) == (expected.shape, expected.stride())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("strides", [(6, 1), (1, 4)], ids=str)
+def test_gradients_of_a_logarithmic_softmax_are_traced_as_kernels_make_them(device, strides):
+    """They are contiguous, whatever they are made of; torch's own trace takes over the strides of what it reads."""
+    with traced_as_eager(), FakeTensorMode():
+        gradient = torch.empty_strided((4, 6), strides, device=device)
+        found = torch.ops.aten._log_softmax_backward_data(gradient, gradient, 1, torch.float32)
+    assert found.is_contiguous()

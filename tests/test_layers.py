@@ -62,6 +62,7 @@ ORDER = (
     "casts",
     "assignments",
     "views",
+    "softmaxes",
     "calls",
     "overwriting",
     "capture",

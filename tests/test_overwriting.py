@@ -15,8 +15,7 @@ from hiremate_lightning import absent, capture, get_plan, hiremate, remove_hirem
 from hiremate_lightning.assignments import assign
 from hiremate_lightning.costs import estimate
 from hiremate_lightning.graph import StorageKind
-from hiremate_lightning.joint import name_of
-from hiremate_lightning.overwriting import _INTO, _INTO_FIRST, Strides, overwriting
+from hiremate_lightning.overwriting import _INTO, _INTO_FIRST, _INTO_FIRST_BY_ROWS, Strides, overwriting
 from hiremate_lightning.targets import targets_of
 
 from .exact import simple_loop, square_error, train_both
@@ -54,6 +53,8 @@ CALLS: dict[Any, tuple[Callable[..., tuple[Any, ...]], dict[str, Any]]] = {
 }
 AT = torch.arange(5).flip(0)
 WRITES: dict[Any, tuple[Callable[..., tuple[Any, ...]], dict[str, Any]]] = {
+    aten._log_softmax_backward_data.default: (lambda make: (make(), make().log_softmax(1), 1, torch.float32), {}),
+    aten._softmax_backward_data.default: (lambda make: (make(), make().softmax(-1), -1, torch.float32), {}),
     assign: (lambda make: (make(), (("slice", (0, 1, 3, 1)), ("select", (1, 2))), make()[:2, 0]), {}),
     aten.index_add.default: (lambda make: (make(), 0, AT, make()), {"alpha": 2}),
     aten.index_put.default: (lambda make: (make(), [AT], make(), True), {}),
@@ -111,11 +112,14 @@ def test_what_is_written_over_an_argument_is_what_would_be_allocated(target, lay
     assert written
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("target", WRITES, ids=name_of)
+@pytest.mark.parametrize(
+    ("target", "layout"),
+    [(target, how) for target in WRITES for how in (("contiguous",) if target in _INTO_FIRST_BY_ROWS else LAYOUTS)],
+    ids=str,
+)
 def test_what_is_written_into_a_tensor_is_what_would_be_written_into_a_copy(target, layout):
     arguments, options = WRITES[target]
-    call = arguments(lambda: layout(numbers(torch.float32)))
+    call = arguments(lambda: LAYOUTS[layout](numbers(torch.float32)))
     before = call[0].clone()
     expected = target(*call, **options)
     with torch.no_grad():
@@ -245,6 +249,12 @@ CHOICES: dict[str, tuple[Callable[..., Any], list[str]]] = {
         ["sigmoid_backward", "tanh_backward", "threshold_backward"],
     ),
     "view": (lambda f, x: f[1](F.gelu(f[0](x.view(4, -1, WIDTH)))), ["gelu_backward"]),
+    "rows": (lambda f, x: f[1](f[0](x).softmax(1)), ["_softmax_backward_data"]),
+    "rows of a loss": (
+        lambda f, x: F.cross_entropy(f[0](x), torch.arange(ROWS) % WIDTH),
+        ["_log_softmax_backward_data"],
+    ),
+    "columns": (lambda f, x: f[1](f[0](x).t().softmax(1).t().contiguous()), []),
     "given by the caller": (lambda f, x: f[0](x).relu(), []),
     "read for the last time": (lambda f, x: f[1](f[0](x).relu() + f[2](x)), ["threshold_backward"]),
     "laid out by the caller": (lambda f, x: f[0](x).tanh().clone().relu(), []),
@@ -370,6 +380,8 @@ TRAININGS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = 
     "autocast": (lambda: Autocast(dense()), rows),
     "autocast convolutions": (lambda: Autocast(convolutions()), pictures),
     "gated": (Gated, rows),
+    "rows": (lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH), nn.Softmax(1)] * 2, nn.LogSoftmax(1)), rows),
+    "channels": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.Softmax(1), nn.Conv2d(8, 8, 3), nn.Softmax(1)), pictures),
 }
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "square": square_error,
