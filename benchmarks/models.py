@@ -147,9 +147,7 @@ def t5() -> Built:
     return LanguageModel(T5ForConditionalGeneration(config)), (_tokens(4, 128, 1024),)
 
 
-@model
-def llama() -> Built:
-    """Llama-like decoder, 8 layers."""
+def _llama(vocabulary: int) -> Built:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -158,10 +156,23 @@ def llama() -> Built:
         num_hidden_layers=8,
         num_attention_heads=8,
         num_key_value_heads=4,
-        vocab_size=1024,
+        vocab_size=vocabulary,
         use_cache=False,
     )
-    return LanguageModel(LlamaForCausalLM(config)), (_tokens(4, 128, 1024),)
+    return LanguageModel(LlamaForCausalLM(config)), (_tokens(4, 128, vocabulary),)
+
+
+@model
+def llama() -> Built:
+    """Llama-like decoder, 8 layers."""
+    return _llama(1024)
+
+
+@model
+def llama_words() -> Built:
+    """Llama-like decoder, 8 layers, 32,000 words, in bfloat16: its loss needs more than its layers."""
+    net, inputs = _llama(32_000)
+    return net.bfloat16(), inputs
 
 
 def _timm(name: str, batch: int, size: int, **options: Any) -> Built:

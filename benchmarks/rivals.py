@@ -63,7 +63,7 @@ from rival_worker import Setup, serve
 from hiremate_lightning.solvers import strategy_names
 from models import MODELS
 
-ALL_MODELS = "gpt,bert,vit,resnet50,convnext,unet,t5,llama,mixer,regnet,fno,diffusion"
+ALL_MODELS = "gpt,bert,vit,resnet50,convnext,unet,t5,llama,llama_words,mixer,regnet,fno,diffusion"
 RIVALS = ("checkpoint", "checkpoint2", "library", "budget-0.8", "budget-0.5", "budget-0.2", "budget-0")
 INDUCTOR = ("inductor", "inductor-0.5", "inductor-0.2", "fused-100", "fused-70", "fused-50", "fused-30")
 OURS = ("ours-100", "ours-90", "ours-70", "ours-50", "ours-40", "ours-30", "ours-least")
