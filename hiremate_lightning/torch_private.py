@@ -380,7 +380,8 @@ def _capture_with_symbols(code: types.CodeType, *arguments: Any, **options: Any)
     """Capture code with symbols for sizes that vary, or with numbers where Dynamo fails on those."""
     if code not in _without_symbols:
         try:
-            return _capture_with(_has_static_shape, code, *arguments, **options)
+            with replaced((_GUARDS_LOG, "disabled", True)):  # it calls an error what is put right here
+                return _capture_with(_has_static_shape, code, *arguments, **options)
         except Exception:  # whatever Dynamo fails on: if it is not the symbols it fails again
             log.debug("%s is captured again, with numbers for its sizes", code.co_name, exc_info=True)
     result = _capture_with_numbers(code, *arguments, **options)
@@ -405,6 +406,7 @@ _WHILE_CAPTURING = (
     (LoggingLoggerVariable, "call_method", _log_early),
     (dynamo_config, "run_gc_after_compile", False),  # it would take what the capture still holds for old
 )
+_GUARDS_LOG = logging.getLogger("torch._guards")
 _without_symbols: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that Dynamo failed on with symbols
 
 # Kept, since making one takes longer than using it; not shared, since several calls may be under way.

@@ -201,3 +201,22 @@ def test_sparse_tensors_have_parts():
     assert torch_private.dense_parts(dense) == (dense,)
     for layout, parts in ((torch.sparse_coo, 2), (torch.sparse_csr, 3), (torch.sparse_csc, 3)):
         assert len(torch_private.storage_sizes([dense.to_sparse(layout=layout)])) == parts
+
+
+def test_guards_that_fail_with_symbols_are_not_heard_where_numbers_do(monkeypatch, caplog):
+    """As EnCodec's do: `sources must not be empty for symbol s49`."""
+    heard = torch._guards.log
+
+    def capture(code):
+        if torch_private.builder.tensor_always_has_static_shape is torch_private._always_static and code is not failing:
+            return "captured"
+        heard.error("Error while creating guard")
+        raise AssertionError
+
+    code, failing = compile("0", "one", "eval"), compile("1", "two", "eval")
+    monkeypatch.setattr(torch_private, "_capture", capture)
+    assert torch_private._capture_with_symbols(code) == "captured"
+    assert not caplog.records
+    with pytest.raises(AssertionError):
+        torch_private._capture_with_symbols(failing)
+    assert [record.name for record in caplog.records] == ["torch._guards"]
