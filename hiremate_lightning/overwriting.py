@@ -23,6 +23,7 @@ from .assignments import assign, assign_to_new
 from .calls import schema_call
 from .graph import Graph, StorageKind
 from .joint import follows_strides, may_lie_otherwise
+from .losses import cross_entropy_gradient
 
 aten = torch.ops.aten
 
@@ -211,7 +212,7 @@ def _seen_by_others(graph: Graph, fx_nodes: Sequence[fx.Node]) -> set[int | None
     for index in graph.backward:
         node = graph.nodes[index]
         target: Any = fx_nodes[index].target
-        if target in (assign, assign_to_new):
+        if target in (assign, assign_to_new, cross_entropy_gradient):
             continue
         is_own = isinstance(target, torch_private.OpOverload) and target.namespace == "aten"
         if is_own and not target._schema.is_mutable and not (target.is_view and graph.allocates[index]):

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from hiremate_lightning import find_max_batch_size, get_plan, hiremate, remove_hiremate
+from hiremate_lightning import find_max_batch_size, get_plan, hiremate, losses, remove_hiremate
 from hiremate_lightning.metering import MemoryMeter, measure_peak
+from hiremate_lightning.overwriting import overwriting
+from hiremate_lightning.softmaxes import log_softmax_of_copy, softmax_of_copy
 from hiremate_lightning.targets import targets_of
 
 from .exact import square_error
@@ -204,3 +206,39 @@ def test_norms_come_back_from_their_statistics_bit_for_bit(norm):
         x = x.detach().cuda().requires_grad_()
         found.append(results(model, x, compiled(model, decide)[0]))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("classes", [37, 1024, 4096, 50257])
+def test_softmaxes_in_the_memory_of_what_they_read_are_those_of_eager(classes, dim):
+    """The kernels are others for few classes, for many, for many in a row that is not aligned, and by columns."""
+    source = torch.randn(67, classes, device="cuda").mul(9).bfloat16()
+    gradient = torch.randn(67, classes, device="cuda")
+    for of_copy, softmax, backward in (
+        (softmax_of_copy, torch.softmax, torch.ops.aten._softmax_backward_data.default),
+        (log_softmax_of_copy, torch.log_softmax, torch.ops.aten._log_softmax_backward_data.default),
+    ):
+        expected = softmax(source.float(), dim)
+        with torch.no_grad():
+            assert torch.equal(of_copy(source, source.shape, torch.float32, dim), expected)
+            wanted = backward(gradient, expected, dim, torch.float32)
+            dying = gradient.clone()
+            strides = ((0, dying.stride()),)
+            found = overwriting(backward, 0)(strides, dying, expected, dim, torch.float32)
+        assert found is dying
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("classes", [37, 1024, 4096, 50257])
+@pytest.mark.parametrize("reduction", [0, 1], ids=["none", "mean"])
+def test_gradients_of_cross_entropies_made_by_rows_are_those_of_eager(monkeypatch, classes, reduction):
+    monkeypatch.setattr(losses, "PART_BYTES", 1)
+    aten, rows = torch.ops.aten, 333
+    logarithms = torch.randn(rows, classes, device="cuda").mul(9).log_softmax(1)
+    target = torch.arange(rows, device="cuda") % classes
+    gradient = torch.randn(rows, device="cuda") if reduction == 0 else torch.tensor(0.37, device="cuda")
+    _, total = aten.nll_loss_forward(logarithms, target, None, reduction, -100)
+    loss = gradient, logarithms, target, None, reduction, -100, total
+    single = aten._log_softmax_backward_data(aten.nll_loss_backward(*loss), logarithms, 1, torch.float32)
+    found = losses.cross_entropy_gradient(*loss, [rows, classes], torch.bfloat16)
+    assert torch.equal(found, single.bfloat16())

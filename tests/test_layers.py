@@ -63,6 +63,7 @@ ORDER = (
     "assignments",
     "views",
     "softmaxes",
+    "losses",
     "calls",
     "overwriting",
     "capture",

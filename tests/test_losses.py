@@ -1,0 +1,165 @@
+"""Gradients of cross entropies are made some rows at a time, and no number changes by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hiremate_lightning import get_plan, hiremate, losses, remove_hiremate
+from hiremate_lightning.losses import cross_entropy_gradient
+from hiremate_lightning.metering import measure_peak
+from hiremate_lightning.targets import targets_of
+
+from .exact import simple_loop, train_both
+
+aten = torch.ops.aten
+WIDTH, ROWS, CLASSES = 32, 200, 301
+
+
+@pytest.fixture(autouse=True)
+def _many_parts(monkeypatch):
+    """Take 16 rows at a time, the last time 8, where nothing says otherwise."""
+    monkeypatch.setattr(losses, "PART_BYTES", 1)
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(5)).mul(9).to(dtype)
+
+
+def targets(rows: int) -> Tensor:
+    found = torch.arange(rows) * 7 % CLASSES
+    found[::5] = -100  # do not count
+    return found
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 8, 128, 129, ROWS, 1000])
+@pytest.mark.parametrize("reduction", [0, 1, 2], ids=["none", "mean", "sum"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize(
+    ("dtype", "into"),
+    [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.float64, torch.float32)],
+    ids=str,
+)
+def test_it_is_what_three_operations_give(rows, reduction, weighted, dtype, into):
+    logarithms, target = numbers(rows, CLASSES, dtype=dtype).log_softmax(1), targets(rows)
+    weight = numbers(CLASSES, dtype=dtype).abs() if weighted else None
+    gradient = numbers(rows, dtype=dtype) if reduction == 0 else torch.tensor(0.37, dtype=dtype)
+    _, total = aten.nll_loss_forward(logarithms, target, weight, reduction, -100)
+    loss = gradient, logarithms, target, weight, reduction, -100, total
+    expected = aten._log_softmax_backward_data(aten.nll_loss_backward(*loss), logarithms, 1, dtype).to(into)
+    found = cross_entropy_gradient(*loss, [1, rows, CLASSES], into)
+    assert found.shape == (1, rows, CLASSES)
+    assert torch.equal(found[0].nan_to_num(), expected.nan_to_num())  # the mean of nothing is none
+
+
+@pytest.mark.parametrize(("part_bytes", "rows"), [(1, 16), (40 * 4 * CLASSES, 40), (2**20, ROWS)], ids=str)
+def test_beside_the_result_only_a_part_is_allocated(monkeypatch, part_bytes, rows):
+    monkeypatch.setattr(losses, "PART_BYTES", part_bytes)
+    logarithms, target = numbers(ROWS, CLASSES).log_softmax(1), targets(ROWS)
+    loss = torch.ones(()), logarithms, target, None, 2, -100, torch.ones(())
+    peak = measure_peak(lambda: cross_entropy_gradient(*loss, [ROWS, CLASSES], torch.bfloat16))
+    assert peak == 2 * ROWS * CLASSES + 4 * rows * CLASSES
+
+
+# ---------------------------------------------------------------- choice
+
+
+class Words(nn.Module):
+    """A model of words in half precision, and a loss."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Any], dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.loss = loss
+        self.words = nn.Embedding(CLASSES, WIDTH)
+        self.body = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1))
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Any:
+        words = self.words(x)
+        return self.loss(self.head(words + self.body(words)), x.roll(1, 1))
+
+
+class Autocast(Words):
+    """Single precision, half only where autocast says so."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__(loss, torch.float32)
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+def entropy(y: Tensor, x: Tensor) -> Tensor:
+    return F.cross_entropy(y.float().flatten(0, 1), x.flatten())
+
+
+def with_penalty(y: Tensor, x: Tensor) -> Tensor:
+    y = y.float().flatten(0, 1)
+    return F.cross_entropy(y, x.flatten()) + 1e-3 * y.logsumexp(1).square().mean()
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randint(CLASSES, (4, ROWS // 4), generator=torch.Generator().manual_seed(seed))
+
+
+CHOICES: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "half": (lambda: Words(entropy), 1),
+    "autocast": (lambda: Autocast(lambda y, x: F.cross_entropy(y.flatten(0, 1), x.flatten())), 1),
+    "returned logits": (lambda: Words(lambda y, x: (entropy(y, x), y)), 1),
+    "one for each row": (
+        lambda: Words(lambda y, x: F.cross_entropy(y.float().flatten(0, 1), x.flatten(), reduction="none")),
+        1,
+    ),
+    "weighted": (
+        lambda: Words(lambda y, x: F.cross_entropy(y.float().flatten(0, 1), x.flatten(), torch.ones(CLASSES))),
+        1,
+    ),
+    "single precision": (lambda: Words(entropy, torch.float32), 0),
+    "half all through": (lambda: Words(lambda y, x: F.cross_entropy(y.flatten(0, 1), x.flatten())), 0),
+    "another term": (lambda: Words(with_penalty), 0),
+    "by columns": (lambda: Words(lambda y, x: F.cross_entropy(y.float().transpose(1, 2), x)), 0),
+}
+
+
+@pytest.mark.parametrize(("make", "count"), CHOICES.values(), ids=CHOICES)
+def test_only_gradients_that_are_converted_and_nothing_else_reads_are_joined(make, count):
+    module = hiremate(make(), "100%", verbose=False)
+    module(batch(0))
+    (part,) = targets_of(module).session.parts.all
+    ops = [node.op for node in part.captured.graph.nodes]
+    assert ops.count("hiremate.cross_entropy_gradient") == count
+
+
+# ---------------------------------------------------------------- training
+
+
+def total(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output.mean()
+
+
+@pytest.mark.parametrize("budget", ["100%", "80%"])
+@pytest.mark.parametrize(("make", "count"), CHOICES.values(), ids=CHOICES)
+def test_training_is_exact(make, count, budget):
+    train_both(make, simple_loop(batch, loss_of=total), budget, on_infeasible="warn")
+
+
+@pytest.mark.parametrize("make", [CHOICES["half"][0], CHOICES["autocast"][0]], ids=["half", "autocast"])
+def test_the_peak_is_what_was_planned_and_lies_below_that_of_eager(make):
+    plain, x = make(), batch(0)
+    plain(x).backward()  # gradients exist from now on
+    eager = measure_peak(lambda: plain(x).backward())
+    module = hiremate(plain, "100%", verbose=False)
+    for _ in range(4):
+        module(x).backward()
+    plan = get_plan(module)
+    remove_hiremate(module)
+    logits = 4 * ROWS * CLASSES  # in single precision
+    assert plan.measured.peak_bytes == plan.planned_peak_bytes
+    assert plan.planned_peak_bytes - plan.resident_bytes <= eager - logits
