@@ -241,13 +241,22 @@ class FirstSteps:
         if program is None:
             with self._stages.stage("solve_s", "solving"):
                 captured, resident_bytes = part.captured, resident().size_bytes
-                step = merge([Call(in_blocks(captured.graph, captured.device), profile)], [0])
+                step = merge([Call(in_blocks(_without_doubtful(captured.graph), captured.device), profile)], [0])
                 budget_bytes = 0 if budget_of is None else budget_of(step, resident_bytes)
                 progress = self._stages.reporter.solving(step_time_ms(captured.graph, profile))
                 least = first_solution(step, budget, budget_bytes, resident_bytes, options, name, progress, self._found)
                 self._found.append(FirstSolution(step, least))
                 program = self._least[part] = _build(captured, step.split(least.recompute)[0])
         return program
+
+
+def _without_doubtful(graph: Graph) -> Graph:
+    """Count no gradients that may never come: where a loss is returned, those of other outputs, logits for example."""
+    if all(graph.tensors[t].shape for t in graph.tangents):
+        return graph
+    doubtful = {graph.tensors[t].storage for t in graph.tangents if graph.tensors[t].shape}
+    storages = tuple(replace(s, size_bytes=0) if i in doubtful else s for i, s in enumerate(graph.storages))
+    return replace(graph, storages=storages)
 
 
 def _build(captured: Captured, decisions: Decisions) -> Program:

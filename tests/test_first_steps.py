@@ -200,3 +200,30 @@ def test_only_the_cycles_of_a_span_are_collected():
         assert not gc.isenabled(), "as it was"
     finally:
         gc.enable()
+
+
+class WithLogits(nn.Module):
+    """Returns its loss, and logits that take most of its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 1000)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.head(x).bfloat16()
+        return y.float().square().mean(), y
+
+
+def test_gradients_that_may_never_come_do_not_refuse_a_budget():
+    """Where the loss is returned too, nobody may ask for those of logits."""
+
+    def train(budget: str) -> nn.Module:
+        model = hiremate(WithLogits(), budget, verbose=False)
+        for _ in range(4):
+            model.zero_grad()
+            model(batch(LONG))[0].backward()
+        return model
+
+    enough = get_plan(train("1 GiB"))
+    plan = get_plan(train(f"{enough.planned_peak_bytes + 4096} B"))
+    assert plan.measured.peak_bytes <= plan.budget_bytes
