@@ -15,6 +15,7 @@ from hiremate_lightning import absent, capture, get_plan, hiremate, remove_hirem
 from hiremate_lightning.assignments import assign
 from hiremate_lightning.costs import estimate
 from hiremate_lightning.graph import StorageKind
+from hiremate_lightning.joint import name_of
 from hiremate_lightning.overwriting import _INTO, _INTO_FIRST, _INTO_FIRST_BY_ROWS, Strides, overwriting
 from hiremate_lightning.targets import targets_of
 
@@ -115,7 +116,7 @@ def test_what_is_written_over_an_argument_is_what_would_be_allocated(target, lay
 @pytest.mark.parametrize(
     ("target", "layout"),
     [(target, how) for target in WRITES for how in (("contiguous",) if target in _INTO_FIRST_BY_ROWS else LAYOUTS)],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else name_of(value),
 )
 def test_what_is_written_into_a_tensor_is_what_would_be_written_into_a_copy(target, layout):
     arguments, options = WRITES[target]
