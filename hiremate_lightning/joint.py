@@ -64,6 +64,8 @@ _TRACED_OTHERWISE: dict[Any, tuple[torch.memory_format, ...]] = {
     aten.native_layer_norm_backward.default: _FORMATS[:1],
     aten.softplus_backward.default: _FORMATS,
 }
+# Show the same elements in the same order.
+SHAPES = (aten.view.default, aten._unsafe_view.default)
 # What tells where a node comes from.
 ORIGIN = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
 
@@ -118,6 +120,16 @@ def source_of(node: fx.Node) -> fx.Node:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     return source
+
+
+def alone_behind(node: fx.Node) -> fx.Node | None:
+    """Give what a node reads first, through other shapes of it, where nothing else reads that."""
+    before: Any = node.args[0]
+    while isinstance(before, fx.Node) and before.users.keys() == {node}:
+        if before.target not in SHAPES:
+            return before
+        node, before = before, source_of(before)
+    return None
 
 
 def is_view(target: Any) -> bool:

@@ -15,14 +15,13 @@ import torch
 from torch import fx
 
 from . import torch_private
-from .joint import source_of
+from .joint import alone_behind
 
 aten = torch.ops.aten
 
 PARTS = 16  # at most
 PART_BYTES = 2**20  # at least, of the logarithms: each part takes three launches
 _TOGETHER = 8  # rows: a part begins where memory is aligned as for the first row, since kernels add up by that
-_SHAPES = (aten.view.default, aten._unsafe_view.default)
 _OPTIONS = {"dtype", "layout", "device"}
 
 
@@ -93,10 +92,10 @@ def join_gradients(joint: fx.GraphModule) -> None:
 
 def _loss_behind(node: fx.Node) -> Any:
     """Give the derivative of a loss of which a node is nothing but the rest and a conversion to fewer bytes."""
-    before: Any = _alone_behind(node) if node.kwargs.keys() <= _OPTIONS else None
+    before: Any = alone_behind(node) if node.kwargs.keys() <= _OPTIONS else None
     if before is None or before.target is not aten._log_softmax_backward_data.default:
         return None
-    loss: Any = _alone_behind(before)
+    loss: Any = alone_behind(before)
     if loss is None or loss.target is not aten.nll_loss_backward.default or loss.kwargs:
         return None
     read, (_, logarithms, dim, dtype) = loss.args[1], before.args
@@ -106,13 +105,3 @@ def _loss_behind(node: fx.Node) -> Any:
     alike = made.dtype == dtype == read.meta["val"].dtype and made.device == converted.device
     in_order = made.is_contiguous() and read.meta["val"].is_contiguous() and converted.is_contiguous()
     return loss if alike and in_order and converted.itemsize < made.itemsize else None
-
-
-def _alone_behind(node: fx.Node) -> fx.Node | None:
-    """Give what a node reads first, through other shapes of it, where nothing else reads that."""
-    before: Any = node.args[0]
-    while isinstance(before, fx.Node) and before.users.keys() == {node}:
-        if before.target not in _SHAPES:
-            return before
-        node, before = before, source_of(before)
-    return None

@@ -15,13 +15,12 @@ import torch
 from torch import fx
 
 from . import torch_private
-from .joint import source_of
+from .joint import alone_behind, source_of
 
 aten = torch.ops.aten
 
 _COPIES = (aten._to_copy.default, aten.clone.default)
 _OPTIONS = {"dtype", "layout", "device", "memory_format"}
-_SHAPES = (aten.view.default, aten._unsafe_view.default)
 
 
 def softmax_of_copy(source: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, dim: int) -> torch.Tensor:
@@ -73,10 +72,8 @@ def join_copies(joint: fx.GraphModule) -> None:
 
 def _copied_for(node: fx.Node) -> fx.Node | None:
     """Give what is copied for a softmax, None where it reads no copy of its own that fills its memory in order."""
-    copy: Any = source_of(node)
-    while copy.users.keys() == {node} and copy.target in _SHAPES:
-        node, copy = copy, source_of(copy)
-    if copy.users.keys() != {node} or copy.target not in _COPIES or not copy.kwargs.keys() <= _OPTIONS:
+    copy = alone_behind(node)
+    if copy is None or copy.target not in _COPIES or not copy.kwargs.keys() <= _OPTIONS:
         return None
     source = source_of(copy)
     made, of = copy.meta["val"], source.meta["val"]

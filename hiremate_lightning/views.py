@@ -12,13 +12,12 @@ import torch
 from torch import fx
 
 from . import torch_private
-from .joint import has_definite_strides, source_of
+from .joint import SHAPES, has_definite_strides, source_of
 
 aten = torch.ops.aten
 
 _NOTHING = (aten.detach.default, aten.alias.default)  # without autograd
 _TO_THE_END = 2**63 - 1
-_SHAPES = (aten.view.default, aten._unsafe_view.default)
 
 
 def leave_out(joint: fx.GraphModule) -> None:
@@ -31,7 +30,7 @@ def leave_out(joint: fx.GraphModule) -> None:
     for node in joint.graph.nodes:
         if _only_shapes(node):
             before = source_of(node)
-            if before.target in _SHAPES and before.users.keys() == {node}:
+            if before.target in SHAPES and before.users.keys() == {node}:
                 node.replace_input_with(before, source_of(before))
         same = _shown_by(node)
         if same is not None and not (output in node.users and (same.op == "placeholder" or output in same.users)):
