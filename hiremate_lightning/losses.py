@@ -65,10 +65,11 @@ def cross_entropy_gradient(
 
 
 def _rows_of_a_part(logarithms: torch.Tensor) -> int:
-    """Give how many rows to take at a time."""
+    """Give how many rows to take at a time: half of them at most, or the three operations would take less memory."""
     count, classes = logarithms.shape
-    rows = max(-(-count // PARTS), -(-PART_BYTES // max(1, classes * logarithms.itemsize)))
-    return -(-max(1, min(rows, count)) // _TOGETHER) * _TOGETHER
+    enough = -(-PART_BYTES // max(1, classes * logarithms.itemsize))
+    rows = max(1, -(-count // PARTS), min(enough, -(-count // 2)))
+    return -(-rows // _TOGETHER) * _TOGETHER
 
 
 def join_gradients(joint: fx.GraphModule) -> None:
