@@ -17,7 +17,15 @@ import torch
 from torch import fx
 
 from . import torch_private
-from .joint import follows_strides, has_definite_strides, is_view, may_lie_otherwise, operation_of, source_of
+from .joint import (
+    follows_strides,
+    has_definite_strides,
+    is_view,
+    may_lie_otherwise,
+    operation_of,
+    replace_node,
+    source_of,
+)
 
 aten = torch.ops.aten
 
@@ -130,7 +138,7 @@ def _stand_alone(graph: fx.Graph, node: fx.Node) -> None:
     if not _is_plain(shown) or not _is_contiguous(node) or node.kwargs.get("pin_memory"):
         return
     options = {"dtype": shown.dtype, "device": shown.device, "pin_memory": False}
-    _replace(graph, node, aten.full.default, (list(shown.shape), value), options)
+    replace_node(node, aten.full.default, (list(shown.shape), value), options)
 
 
 def _copy_gradients_once(graph: fx.Graph) -> None:
@@ -158,9 +166,9 @@ def _copy_gradients_once(graph: fx.Graph) -> None:
             node.replace_all_uses_with(root)
             graph.erase_node(node)
         elif is_alike:
-            _replace(graph, node, aten.clone.default, (source,))
+            replace_node(node, aten.clone.default, (source,))
         elif _is_contiguous(source_of(node)):
-            _replace(graph, node, aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
+            replace_node(node, aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
 
 
 def _only_read_for(copy: fx.Node) -> fx.Node | None:
@@ -207,7 +215,7 @@ def _gather_steps(graph: fx.Graph, node: fx.Node) -> None:
         path.append(step)
         scatter, source = source, source.args[1]
     if path:
-        _replace(graph, node, assign, (base, tuple(path), _new_values(source, node.meta["val"].dtype)))
+        replace_node(node, assign, (base, tuple(path), _new_values(source, node.meta["val"].dtype)))
 
 
 def _new_values(source: Any, dtype: torch.dtype) -> Any:
@@ -259,21 +267,12 @@ def _merge_with_base(graph: fx.Graph, node: fx.Node) -> None:
         sources = (a for a in (*base.args, *parts) if isinstance(a, fx.Node) and a is not base.args[0])
         waiting = [t for t in (source.meta.get("val") for source in sources) if t is not None]
         if sum(t.numel() * t.itemsize for t in waiting) <= shown.numel() * shown.itemsize:
-            _replace(graph, node, base.target, (*base.args, *parts))
+            replace_node(node, base.target, (*base.args, *parts))
     elif base.target in _EMPTY or base.target is aten.full.default:
         value = base.args[1] if base.target is aten.full.default else None
         if _is_contiguous(base) and not base.kwargs.get("pin_memory"):
             like = (shown.dtype, shown.device)
-            _replace(graph, node, assign_to_new, (list(shown.shape), value, like, *parts))
-
-
-def _replace(graph: fx.Graph, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> None:
-    """Let another operation give a value."""
-    with graph.inserting_before(node):
-        new = graph.call_function(target, args, kwargs)
-    new.meta = dict(node.meta)
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
+            replace_node(node, assign_to_new, (list(shown.shape), value, like, *parts))
 
 
 def _is_plain(value: Any) -> bool:

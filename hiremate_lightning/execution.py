@@ -347,6 +347,13 @@ class Part:
                 "Code that torch.compile has captured can't take many gradients at once, as is_grads_batched=True "
                 "gives them. Ask for one after the other, call remove_hiremate(model), or plan other submodules only."
             )
+        if backward_pass.creates_graph():  # autograd would see no way through to weights and inputs, and say nothing
+            raise CaptureError(
+                "Gradients of what a planned module returned were asked for with create_graph=True: they can't be "
+                "differentiated once more. Take them inside of what is planned, in a forward that calls "
+                "torch.autograd.grad, or plan the whole step with HiRemateCallback(target='training_step'). Where they "
+                "are not trained on, leave create_graph out. Or call remove_hiremate(model)."
+            )
         arguments.clear()
         conductor = self._conductor()
         if conductor is not None:

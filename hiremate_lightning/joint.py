@@ -122,6 +122,15 @@ def source_of(node: fx.Node) -> fx.Node:
     return source
 
 
+def replace_node(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> None:
+    """Let another operation give a value."""
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(target, args, kwargs)
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
 def alone_behind(node: fx.Node) -> fx.Node | None:
     """Give what a node reads first, through other shapes of it, where nothing else reads that."""
     before: Any = node.args[0]

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from . import torch_private
-from .joint import alone_behind
+from .joint import alone_behind, replace_node
 
 aten = torch.ops.aten
 
@@ -78,17 +78,12 @@ def join_gradients(joint: fx.GraphModule) -> None:
     Args:
         joint: Forward and backward, dead code already removed; changed.
     """
-    graph = joint.graph
-    for node in list(graph.nodes):
+    for node in list(joint.graph.nodes):
         loss = _loss_behind(node) if node.target is aten._to_copy.default else None
-        if loss is None:
-            continue
-        value = node.meta["val"]
-        with graph.inserting_before(node):
-            joined = graph.call_function(cross_entropy_gradient, (*loss.args, list(value.shape), value.dtype))
-        joined.meta = dict(node.meta)
-        node.replace_all_uses_with(joined)
-    graph.eliminate_dead_code()
+        if loss is not None:
+            value = node.meta["val"]
+            replace_node(node, cross_entropy_gradient, (*loss.args, list(value.shape), value.dtype))
+    joint.graph.eliminate_dead_code()
 
 
 def _loss_behind(node: fx.Node) -> Any:

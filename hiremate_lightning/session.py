@@ -227,13 +227,6 @@ class Session:
         if not self._in_backward:
             self._in_backward = True
             self._memory.backward_starts(self._steps)
-        if backward_pass.creates_graph():
-            self.say(
-                f"Gradients of what {self._name} returned were asked for with create_graph=True. Training on them is "
-                "PyTorch's error of a double backward: take them inside of what is planned, in a forward that "
-                "torch.autograd.grad is called in, or plan the whole step with "
-                "HiRemateCallback(target='training_step'). Or call remove_hiremate(model)."
-            )
         if run is not None and self._record is not None and run in self._record.runs:
             self._record.backward_starts(run, tangents, leaves)
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from . import torch_private
-from .joint import alone_behind, source_of
+from .joint import alone_behind, replace_node, source_of
 
 aten = torch.ops.aten
 
@@ -43,7 +43,7 @@ def log_softmax_of_copy(source: torch.Tensor, shape: Sequence[int], dtype: torch
 def _of_copy(kernel: Any, source: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, dim: int) -> torch.Tensor:
     copy = torch.empty(shape, dtype=dtype, device=source.device)
     copy.view(source.shape).copy_(source)
-    if torch.is_grad_enabled():  # what autograd records can't be overwritten
+    if copy.requires_grad:  # what autograd records can't be overwritten
         return kernel.default(copy, dim, False)  # type: ignore[no-any-return]
     return kernel.out(copy, dim, False, out=copy)  # type: ignore[no-any-return]
 
@@ -57,17 +57,12 @@ def join_copies(joint: fx.GraphModule) -> None:
     Args:
         joint: Forward and backward, dead code already removed; changed.
     """
-    graph = joint.graph
-    for node in list(graph.nodes):
+    for node in list(joint.graph.nodes):
         copied = _copied_for(node) if node.target in _OF_COPIES and not node.args[2] else None
-        if copied is None:
-            continue
-        value, (_, dim, _) = node.meta["val"], node.args
-        with graph.inserting_before(node):
-            joined = graph.call_function(_OF_COPIES[node.target], (copied, list(value.shape), value.dtype, dim))
-        joined.meta = dict(node.meta)
-        node.replace_all_uses_with(joined)
-    graph.eliminate_dead_code()
+        if copied is not None:
+            value, dim = node.meta["val"], node.args[1]
+            replace_node(node, _OF_COPIES[node.target], (copied, list(value.shape), value.dtype, dim))
+    joint.graph.eliminate_dead_code()
 
 
 def _copied_for(node: fx.Node) -> fx.Node | None:

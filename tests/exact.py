@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
+from hiremate_lightning.metering import measure_peak
 from hiremate_lightning.plan import Plan
 
 Log = list[Tensor | None]
@@ -45,6 +46,23 @@ def simple_loop(
         return log
 
     return loop
+
+
+def added_peaks(module: nn.Module, batch: Tensor) -> tuple[int, int]:
+    """Measure what a step adds at its peak, gradients there before: plainly, and planned without recomputation.
+
+    Of the plan that is what is predicted, too.
+    """
+    module(batch).backward()
+    plainly = measure_peak(lambda: module(batch).backward())
+    hiremate(module, "100%", verbose=False)
+    for _ in range(4):
+        module(batch).backward()
+    plan = get_plan(module)
+    remove_hiremate(module)
+    assert plan is not None, "nothing was planned"
+    assert plan.measured.peak_bytes == plan.planned_peak_bytes
+    return plainly, plan.planned_peak_bytes - plan.resident_bytes
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import grad
 
-from hiremate_lightning import HiRemateWarning, get_plan, hiremate
+from hiremate_lightning import CaptureError, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.targets import targets_of
 
 from .exact import leave_behind, simple_loop, train_both
@@ -167,12 +167,26 @@ def test_they_are_captured_with_the_forward_as_one_graph(make):
     assert get_plan(model) is not None
 
 
-def test_a_gradient_of_what_a_planned_model_returned_is_an_error_of_pytorch():
-    """As docs/troubleshooting.md says."""
+def penalized(model: nn.Module, x: Tensor) -> Tensor:
+    (slope,) = grad(model(x).sum(), x, create_graph=True)
+    return model(x).mean() + slope.square().mean()
+
+
+SECOND_ORDER = {
+    "backward": lambda model, x: penalized(model, x).backward(),
+    "of some": lambda model, x: grad(penalized(model, x), list(model.parameters()), allow_unused=True),
+    "hessian": lambda model, x: torch.autograd.functional.hessian(lambda x: model(x).sum(), x.detach()),
+}
+
+
+@pytest.mark.parametrize("train", SECOND_ORDER.values(), ids=SECOND_ORDER)
+def test_a_gradient_of_what_a_planned_model_returned_is_an_error(train):
+    """Autograd would leave its part of second derivatives out, in silence where not all gradients are asked for."""
     model = hiremate(network(3), "100%", verbose=False)
-    x = torch.randn(ROWS, 3, requires_grad=True)
-    with (
-        pytest.warns(HiRemateWarning, match="with create_graph=True. Training on them is PyTorch's error"),
-        pytest.raises(RuntimeError, match="does not currently support double backward"),
-    ):
-        grad(model(x).sum(), x, create_graph=True)[0].square().mean().backward()
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.randn(ROWS, 3)).square().mean().backward()
+    with pytest.raises(CaptureError, match="with create_graph=True: they can't be differentiated once more"):
+        train(model, torch.randn(ROWS, 3, requires_grad=True))
+    remove_hiremate(model)
+    train(model, torch.randn(ROWS, 3, requires_grad=True))

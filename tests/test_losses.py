@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hiremate_lightning import get_plan, hiremate, losses, remove_hiremate
+from hiremate_lightning import hiremate, losses
 from hiremate_lightning.losses import cross_entropy_gradient
 from hiremate_lightning.metering import measure_peak
 from hiremate_lightning.targets import targets_of
 
-from .exact import simple_loop, train_both
+from .exact import added_peaks, simple_loop, train_both
 
 aten = torch.ops.aten
 WIDTH, ROWS, CLASSES = 32, 200, 301
@@ -151,15 +151,9 @@ def test_training_is_exact(make, count, budget):
 
 
 @pytest.mark.parametrize("make", [CHOICES["half"][0], CHOICES["autocast"][0]], ids=["half", "autocast"])
-def test_the_peak_is_what_was_planned_and_lies_below_that_of_eager(make):
-    plain, x = make(), batch(0)
-    plain(x).backward()  # gradients exist from now on
-    eager = measure_peak(lambda: plain(x).backward())
-    module = hiremate(plain, "100%", verbose=False)
-    for _ in range(4):
-        module(x).backward()
-    plan = get_plan(module)
-    remove_hiremate(module)
+def test_the_peak_is_what_was_planned_and_lies_below_that_of_three_operations(monkeypatch, make):
+    plainly, planned = added_peaks(make(), batch(0))
     logits = 4 * ROWS * CLASSES  # in single precision
-    assert plan.measured.peak_bytes == plan.planned_peak_bytes
-    assert plan.planned_peak_bytes - plan.resident_bytes <= eager - logits
+    assert planned <= plainly - logits
+    monkeypatch.setattr(losses, "join_gradients", lambda joint: None)
+    assert planned <= added_peaks(make(), batch(0))[1] - 0.3 * logits
