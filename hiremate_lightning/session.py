@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -35,6 +36,7 @@ from .fused_kernel import Kernels
 from .garbage import collecting_what_it_leaves
 from .joint import may_choose_anew
 from .kinds import Kind, Kinds, Known
+from .limits import Limits
 from .metering import free_bytes
 from .options import SessionOptions
 from .out_of_memory import InfeasibleBudgetError, explain
@@ -84,6 +86,7 @@ class Session:
         self._first_steps = FirstSteps(self.stages)
         self._awaited = 0  # steps foreseen as of a kind to be measured, since one was
         self._largest_bytes = 0  # of what a step was called with
+        self._limits: defaultdict[Kind, Limits] = defaultdict(Limits)
         self._unfit: set[Kind] = set()  # whose plans were made with gradients dying that do not
         self._searching: set[Kind] = set()  # whose next step is the first in which cuDNN chooses algorithms
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
@@ -123,6 +126,7 @@ class Session:
     def set_budget(self, budget: Budget) -> None:
         """Change the budget; steps already seen are planned anew, nothing is captured again."""
         self.options = replace(self.options, budget=budget)
+        self._limits.clear()
         for kind in list(self._known):
             self._make_plan(kind)
 
@@ -430,7 +434,7 @@ class Session:
         """Plan a known step and let its programs take over."""
         known = self._known[kind]
         step, resident_bytes = known.merge(), known.resident.size_bytes
-        budget_bytes = self._budget_bytes(step, resident_bytes, kind)
+        budget_bytes = self._limit_bytes(kind, step)
         with self.stages.reporter.stage("solving"):
             plan = make_plan(
                 step,
@@ -460,6 +464,7 @@ class Session:
                 "than before, and differ in the last bits. Turn it off for the same numbers bit for bit."
             )
         if plan.planned_peak_bytes > budget_bytes:
+            self._limits[kind].nothing_fits(known.resident, plan.planned_peak_bytes)
             peak, budget = format_bytes(plan.planned_peak_bytes), format_bytes(budget_bytes)
             self.say(f"Nothing fits the budget of {budget}: the step runs at the least memory found, {peak}.")
         self._tell(plan)
@@ -469,11 +474,13 @@ class Session:
         known, plan = self._known[kind], self.plans[kind]
         if resident == known.resident and kind not in self._unfit:
             return
-        is_least = plan.planned_peak_bytes > plan.budget_bytes and kind not in self._unfit
-        self._unfit.discard(kind)
-        known = replace(known, resident=resident)
+        limits, is_least = self._limits[kind], plan.planned_peak_bytes > plan.budget_bytes
+        if kind in self._unfit:
+            self._unfit.discard(kind)
+            limits.forget_least()
+        self._known[kind] = known = replace(known, resident=resident)
         step = known.merge()
-        budget_bytes = self._budget_bytes(step, resident.size_bytes, kind)
+        budget_bytes = self._limit_bytes(kind, step)
         adapted = replace(
             plan,
             graph=step.graph,
@@ -483,8 +490,7 @@ class Session:
         )
         if (plan.measured.peak_bytes or 0) > budget_bytes:
             adapted = adapted.with_measured(peak_bytes=None)  # it was of more resident bytes: measured again
-        self._known[kind] = known
-        if is_least or adapted.planned_peak_bytes + known.margin_bytes <= budget_bytes:  # the least stays the least
+        if limits.stays(resident, adapted.planned_peak_bytes + known.margin_bytes, is_least):
             self.plans[kind] = adapted
             self._tell(adapted)
         else:
@@ -548,6 +554,11 @@ class Session:
     @property
     def _name(self) -> str:
         return type(self.root).__name__
+
+    def _limit_bytes(self, kind: Kind, step: Step) -> int:
+        """Give the budget of a known kind of step with what exists before it now, resident bytes included."""
+        resident = self._known[kind].resident
+        return self._limits[kind].budget_bytes(resident, self._budget_bytes(step, resident.size_bytes, kind))
 
     def _budget_bytes(self, step: Step, resident_bytes: int, kind: Kind | None = None) -> int:
         """Give the budget of a step, resident bytes included; a share is of the largest step that is known.

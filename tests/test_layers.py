@@ -77,6 +77,7 @@ ORDER = (
     "custom_operators",
     "recording",
     "resident",
+    "limits",
     "kinds",
     "each_size",
     "backend",

@@ -431,6 +431,16 @@ def test_a_share_grows_with_what_is_resident():
     assert after.solution == before.solution
 
 
+def test_a_share_gives_the_first_of_accumulated_backwards_as_much_as_the_others():
+    model, budgets = planned("50%"), []
+    for index in range(8):
+        if index % 2 == 0:
+            model.zero_grad()
+        model(batch(index)).square().mean().backward()
+        budgets.append(get_plan(model).budget_bytes if index else None)
+    assert len(set(budgets[1:])) == 1
+
+
 def test_a_peak_that_was_measured_with_more_resident_bytes_is_measured_again():
     model = planned("75%")
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,0 +1,71 @@
+"""What a step may take in each state of its gradients."""
+
+from __future__ import annotations
+
+import pytest
+
+from hiremate_lightning.limits import Limits
+from hiremate_lightning.resident import Resident
+
+BEFORE = Resident(100, 0)  # no gradients yet
+AFTER = Resident(140, 0, frozenset({1, 2}))
+
+
+@pytest.fixture
+def limits() -> Limits:
+    """Those of a step that was seen in both states."""
+    limits = Limits()
+    limits.budget_bytes(BEFORE, 180)
+    limits.budget_bytes(AFTER, 200)
+    return limits
+
+
+def test_the_budget_is_the_most_that_any_state_of_the_step_may_take(limits):
+    assert limits.budget_bytes(BEFORE, 185) == 200
+
+
+def test_of_each_state_the_latest_budget_counts(limits):
+    assert limits.budget_bytes(AFTER, 190) == 190
+
+
+@pytest.mark.parametrize(("peak_bytes", "stays"), [(200, True), (201, False)])
+def test_a_plan_stays_where_it_fits(limits, peak_bytes, stays):
+    assert limits.stays(BEFORE, peak_bytes, is_least=False) is stays
+
+
+def test_the_least_stays_where_it_takes_as_much_as_in_the_state_it_was_made_for(limits):
+    limits.nothing_fits(BEFORE, 210)
+    assert limits.stays(AFTER, 210, is_least=True)
+
+
+def test_the_least_of_one_state_goes_where_it_takes_more_in_another(limits):
+    limits.nothing_fits(BEFORE, 210)
+    assert not limits.stays(AFTER, 211, is_least=True)
+
+
+def test_a_plan_that_fitted_goes_where_it_takes_as_much_as_the_least_of_another_state(limits):
+    limits.nothing_fits(BEFORE, 210)
+    assert not limits.stays(AFTER, 210, is_least=False)
+
+
+def test_a_step_in_which_nothing_fits_is_not_planned_again_with_more_resident(limits):
+    limits.nothing_fits(BEFORE, 210)
+    assert limits.stays(Resident(120, 0), 230, is_least=True)
+
+
+def test_a_step_in_which_nothing_fits_is_planned_again_with_less_resident(limits):
+    limits.nothing_fits(AFTER, 210)
+    assert not limits.stays(Resident(120, 0, AFTER.kept), 211, is_least=True)
+
+
+def test_a_changed_step_is_planned_again(limits):
+    limits.nothing_fits(AFTER, 210)
+    limits.forget_least()
+    assert not limits.stays(AFTER, 210, is_least=True)
+
+
+def test_a_step_of_one_state_has_its_own_budget_only():
+    limits = Limits()
+    assert limits.budget_bytes(BEFORE, 180) == 180
+    assert limits.stays(BEFORE, 180, is_least=False)
+    assert not limits.stays(BEFORE, 181, is_least=False)
