@@ -95,7 +95,7 @@ def main() -> None:
     for name in names:
         whole = load(options.folder, name)
         model = Model(whole)
-        heuristic = smallest_budget(whole).peak_bytes
+        heuristic = smallest_budget(replace(whole, budget_bytes=0)).peak_bytes
         too_small = proven_bytes(model, heuristic)
         solved = smallest_solved(whole, too_small, heuristic, options.limit)
         checkpointed = checkpoint_per_block(model, BLOCKS.get(name, FIRST_LIST))

@@ -88,7 +88,7 @@ def main() -> None:
     sys.stdout.write(f"| first s | gap < 2 s | s |\n|{'--|' * 12}\n")
     for name in names:
         whole = make_different(load(options.folder, name)) if options.different else load(options.folder, name)
-        smallest = smallest_budget(whole)
+        smallest = smallest_budget(replace(whole, budget_bytes=0))
         share = 100 * smallest.peak_bytes / whole.budget_bytes
         sys.stdout.write(f"| {name} | | {share:.1f} % | least memory | | | | | | | | {smallest.solve_s:.1f} |\n")
         for percent in map(int, options.budgets.split(",")):

@@ -34,7 +34,7 @@ from .scaling import Scaling, difference
 from .size_result import BatchSizeResult, result_lines, result_table
 from .size_search import Forecast, Found, Limit, Objective, Trial, search, trial_of
 from .size_trials import SizeRunner, SizeTask, TrialSession
-from .solvers import smallest_budget
+from .solvers import UNLIMITED, smallest_budget
 from .solvers.base import Problem
 from .targets import Target, Targets, refuse, targets_of
 from .training_state import Stateful, TrainingState
@@ -318,7 +318,7 @@ class SizeFinder:
     def _second_size(self, first: int) -> int:
         """Choose a size that is sure to fit, even if memory grows with its square; the larger, the better it tells."""
         sample = self._runner.sample(first)
-        least = smallest_budget(Problem(sample.graph, sample.profile, 0)).peak_bytes
+        least = smallest_budget(Problem(sample.graph, sample.profile, UNLIMITED)).peak_bytes
         least += self._runner.seen[first].batch_bytes
         ratio = (self._limit_bytes - self._runner.fixed_bytes) / max(1, least)
         second = int(first * math.sqrt(max(ratio, 1.0)))

@@ -192,7 +192,7 @@ def curve(asked: argparse.Namespace) -> int:
     captured, step = work.capture()
     problem = Problem(step.graph, step.profile, unplanned(step).peak_bytes, SolveOptions(asked.time_limit))
     with work.reporter.stage("solving"):
-        least, most = smallest_budget(problem).peak_bytes, problem.budget_bytes
+        least, most = smallest_budget(replace(problem, budget_bytes=0)).peak_bytes, problem.budget_bytes
         budgets = [least + (most - least) * i // asked.points for i in range(asked.points)]
         points = _points(solve_curve(problem, budgets, asked.solver), captured.resident_bytes)
     notes = work.notes(captured)

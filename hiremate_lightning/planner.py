@@ -17,7 +17,7 @@ from .plan_files import PlanFiles
 from .scaling import difference
 from .schedule import keep_all, lower
 from .simulation import Simulation, simulate
-from .solvers import smallest_budget
+from .solvers import UNLIMITED, smallest_budget
 from .solvers.base import Problem, Solution, SolveOptions, Status, Strategy, get_strategy, replay
 from .solvers.worker import apart
 from .step import Decisions, Step
@@ -194,12 +194,12 @@ class FirstSolution:
     solution: Solution
 
 
-def _serves_as_well(first: FirstSolution, problem: Problem, budget_bytes: int) -> bool:
-    """Whether what was found at one size saves as much at another, and fits where a budget is known."""
+def _serves_as_well(first: FirstSolution, problem: Problem) -> bool:
+    """Whether what was found at one size saves as much at another, and fits the budget."""
     before = Problem(first.step.graph, first.step.profile, 0)
     if _saved_share(problem, first.solution) + SAVES_AS_MUCH < _saved_share(before, first.solution):
         return False
-    return not budget_bytes or replay(problem, first.solution.recompute).peak_bytes <= problem.budget_bytes
+    return replay(problem, first.solution.recompute).peak_bytes <= problem.budget_bytes
 
 
 def _saved_share(problem: Problem, solution: Solution) -> float:
@@ -240,14 +240,14 @@ def first_solution(
     problem = Problem(
         step.graph,
         step.profile,
-        max(0, budget_bytes - resident_bytes),
+        max(0, budget_bytes - resident_bytes) if budget_bytes else UNLIMITED,
         SolveOptions(time_limit_s=options.time_limit_s, gap=ANY_GAP, progress=progress),
     )
     at_other_size = next((first for first in known if difference(first.step.graph, step.graph) is None), None)
-    if at_other_size is not None and _serves_as_well(at_other_size, problem, budget_bytes):
+    if at_other_size is not None and _serves_as_well(at_other_size, problem):
         return at_other_size.solution
     smallest = smallest_budget(problem)
-    if not budget_bytes or replay(problem, smallest.recompute).peak_bytes <= problem.budget_bytes:
+    if replay(problem, smallest.recompute).peak_bytes <= problem.budget_bytes:
         return smallest
     solved = _solve_until_it_fits(problem, apart(options.solver))
     if _fits(problem, solved):

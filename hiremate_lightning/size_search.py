@@ -16,7 +16,7 @@ from enum import Enum
 from .plan import Plan
 from .planner import PlanOptions, make_plan, unplanned
 from .scaling import Line, Scaling
-from .solvers import smallest_budget
+from .solvers import UNLIMITED, smallest_budget
 from .solvers.base import Problem
 from .step import Step
 from .units import Budget
@@ -104,7 +104,7 @@ class Forecast:
     def least_bytes(self, size: int) -> int:
         """Give the smallest peak found at a size, resident bytes included."""
         sample = self._scaling.at(size)
-        smallest = smallest_budget(Problem(sample.graph, sample.profile, 0))
+        smallest = smallest_budget(Problem(sample.graph, sample.profile, UNLIMITED))
         return self._resident.whole(size) + smallest.peak_bytes
 
     def unplanned_bytes(self, size: int) -> int:

@@ -137,7 +137,7 @@ def test_with_warn_an_infeasible_budget_gives_the_least_memory_found():
 
 
 def test_with_warn_the_least_memory_takes_as_little_time_as_is_found():
-    step = step_of(*transformer(2))
+    step = step_of(*chain(12))
     smallest = smallest_budget(Problem(step.graph, step.profile, 0))
     plan = plan_of(step, smallest.peak_bytes // 2, on_infeasible="warn")
     assert plan.planned_peak_bytes <= smallest.peak_bytes

@@ -1,6 +1,6 @@
 """Strategies: each takes a `Problem` and gives a `Solution`."""
 
-from .base import Problem, Solution, SolveOptions, Status, get_strategy, replay, strategy_names
+from .base import UNLIMITED, Problem, Solution, SolveOptions, Status, get_strategy, replay, strategy_names
 from .chains import min_memory, rotor
 from .checkmate import checkmate
 from .curve import Curve, curve
@@ -12,6 +12,7 @@ from .selections import knapsack, twremat
 from .turn_point import lower_bound, none, turn_point
 
 __all__ = [
+    "UNLIMITED",
     "Curve",
     "Problem",
     "Solution",

@@ -6,6 +6,7 @@ it where the simulated peak passes the budget, so a strategy's own memory model 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,6 +16,8 @@ from ..errors import ConfigurationError
 from ..graph import Graph
 from ..schedule import lower
 from ..simulation import Simulation, simulate
+
+UNLIMITED = sys.maxsize  # a budget in bytes that everything fits
 
 
 class Status(str, Enum):

@@ -82,20 +82,30 @@ def evict(model: Model, policy: Policy, limit_bytes: int, deadline: float, order
 
 def _evictions(model: Model, current: Found, order: Order) -> Iterator[Found]:
     """Try the candidates at the peak, in that order; give those that lower the bytes there."""
-    policy = current.policy
-    there = set(policy.kept | model.fixed)
+    there = set(current.policy.kept | model.fixed)
     ranked = sorted(_candidates(model, current.replay), key=lambda c: (order(model, c, there), c.storage))
     for candidate in ranked[:8]:
-        if candidate.last_use is None:
-            moved = replace(policy, kept=policy.kept - {candidate.storage})
-        else:
-            moved = replace(policy, drops=policy.drops | {(candidate.storage, candidate.last_use)})
-        if moved == policy:
+        moved = _without(current.policy, candidate)
+        if moved == current.policy:
             continue
         after = model.replay(moved)
         same_place = after.node == current.replay.node and after.position == current.replay.position
         if after.peak_bytes < current.replay.peak_bytes or not same_place:
             yield Found(moved, after)
+
+
+def neighbours(model: Model, current: Found) -> Iterator[Policy]:
+    """Give each policy that gives up one more value at the peak, whatever the peak is then."""
+    for candidate in _candidates(model, current.replay):
+        moved = _without(current.policy, candidate)
+        if moved != current.policy:
+            yield moved
+
+
+def _without(policy: Policy, candidate: Candidate) -> Policy:
+    if candidate.last_use is None:
+        return replace(policy, kept=policy.kept - {candidate.storage})
+    return replace(policy, drops=policy.drops | {(candidate.storage, candidate.last_use)})
 
 
 def _candidates(model: Model, replay: Replay) -> list[Candidate]:
