@@ -22,12 +22,13 @@ from .selections import knapsack_policies, try_walks
 from .turn_point import prove, roundings, segment_policies, try_evictions, try_limits, try_segments
 
 CLOSE = 0.02  # of the step's time: a start that near the bound needs no other
+SMALLEST_SHARE = 0.4  # of the time that is left: for the least memory, before other strategies are asked
 REFINE_SHARE = 0.85  # of the time limit, where no proof ends it earlier
 
 
 def _try_least_memory(search: Search) -> None:
     """Fill up the smallest schedule that is found, or evict from those that chains have."""
-    smallest = find_smallest(search.model, search.left_s())
+    smallest = find_smallest(search.model, SMALLEST_SHARE * search.left_s(), search.limit)
     if smallest.replay.peak_bytes <= search.limit:
         search.offer(keep_more(search.model, smallest, search.limit, search.within(QUICK_SHARE)))
         return
