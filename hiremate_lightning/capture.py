@@ -4,10 +4,11 @@ The joint graph holds forward and backward in one trace, functionalised: buffer 
 composite operators (layer norm, attention, convolution backward) stay whole, because no decomposition is asked for. A
 `Captured` keeps the FX nodes beside the records made of them, by the same indices.
 
-Three rewrites happen here. Backward nodes that don't depend on an incoming gradient (detaches of saved results) sink to
+Four rewrites happen here. Backward nodes that don't depend on an incoming gradient (detaches of saved results) sink to
 their first use: traced order would pin every such value from the start of the backward. And what random operations give
 can come back, see `replays`: they hand on the state of the generator that they drew from, and get replay nodes.
-At the end, results of the backward take the memory of gradients that die as they are made, see `overwriting`.
+Elementwise operations of the forward join what they finish, see `finishing`. At the end, results of the backward take
+the memory of gradients that die as they are made, see `overwriting`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from torch.utils.flop_counter import flop_registry
 
 from . import torch_private
 from .allocator import allocated_bytes
+from .finishing import Finish, find_finishes
 from .graph import Graph, Node, Phase, Storage, StorageKind, Tensor
 from .joint import (
+    COPIES_STORAGE,
     computations,
     forward_nodes,
     is_part,
@@ -52,14 +55,6 @@ aten = torch.ops.aten
 
 # Training-mode batch norm reads running statistics only to write the next ones: its output doesn't depend on them.
 _IGNORES_WHAT_IT_UPDATES = {"aten._native_batch_norm_legit_functional.default"}
-# Where these write into a copy of a view, PyTorch copies the view's whole storage; a trace counts the view alone.
-_COPIES_STORAGE = {
-    aten.copy.default,
-    aten.slice_scatter.default,
-    aten.select_scatter.default,
-    aten.diagonal_scatter.default,
-    aten.as_strided_scatter.default,
-}
 # What torch's own counter leaves out: the CPU's attention does the work of the GPU's.
 _FLOP_FORMULAS = {
     **flop_registry,
@@ -83,6 +78,7 @@ class Captured:
         overwrites: For each FX node that overwrites a gradient, the position of that argument.
         allocating: The graph as it is where nothing is overwritten.
         fx_nodes: For each node of the graph, the FX node that it stands for.
+        finishes: For FX nodes of the forward, what runs over a result of theirs as a part of the same node.
         fx_values: For each tensor of the graph, the FX node whose value it is.
         forward_outputs: What the forward returns, by position: FX nodes or constants.
         backward_outputs: What the backward returns, by position: FX nodes or None.
@@ -96,6 +92,7 @@ class Captured:
     overwrites: Mapping[fx.Node, int]
     allocating: Graph
     fx_nodes: tuple[fx.Node, ...]
+    finishes: Mapping[fx.Node, Finish]
     fx_values: tuple[fx.Node, ...]
     forward_outputs: tuple[Any, ...]
     backward_outputs: tuple[Any, ...]
@@ -150,6 +147,7 @@ class _Builder:
     fx_nodes: list[fx.Node] = field(default_factory=list)
     fx_values: list[fx.Node] = field(default_factory=list)
     tensor_of: dict[fx.Node, int] = field(default_factory=dict)
+    finishes: dict[fx.Node, Finish] = field(default_factory=dict)
     storage_of: dict[int, int] = field(default_factory=dict)  # identity of a fake storage -> index
 
     def build(self) -> Captured:
@@ -162,7 +160,10 @@ class _Builder:
         operations = computations(self.joint)
         forward_fx = [n for n in operations if n in forward_set]
         backward_fx = sink([n for n in operations if n not in forward_set], tangents)
-        forward = [self._add_node(n, Phase.FORWARD, overwritten) for n in forward_fx]
+        resident = [v for v in self.tensor_of if self.tensors[self.tensor_of[v]].storage in overwritten]
+        self.finishes = find_finishes(forward_fx, outputs, resident)
+        finishing = {step for finish in self.finishes.values() for step in finish.steps}
+        forward = [self._add_node(n, Phase.FORWARD, overwritten) for n in forward_fx if n not in finishing]
         backward = [self._add_node(n, Phase.BACKWARD, overwritten) for n in backward_fx]
         for index in forward:
             self._add_replays(index)
@@ -184,6 +185,7 @@ class _Builder:
             overwrites,
             allocating,
             tuple(self.fx_nodes),
+            self.finishes,
             tuple(self.fx_values),
             tuple(outputs),
             tuple(gradients),
@@ -251,9 +253,11 @@ class _Builder:
     def _add_node(self, node: fx.Node, phase: Phase, overwritten: frozenset[int]) -> int:
         index = len(self.nodes)
         kind = StorageKind.ACTIVATION if phase is Phase.FORWARD else StorageKind.GRADIENT
-        read = [self.tensor_of[a] for a in node.all_input_nodes]
-        outputs = [self._add_tensor(v, index, kind) for v in values_of(node)]
-        if node.target in _COPIES_STORAGE:
+        finish = self.finishes.get(node)
+        members = (node,) if finish is None else (node, *finish.steps)
+        read = [self.tensor_of[a] for a in (*node.all_input_nodes, *(finish.reads if finish else ()))]
+        outputs = [self._add_result(v, finish, index, kind) for v in values_of(node)]
+        if node.target in COPIES_STORAGE:
             self._take_size(outputs[0], read[0])
         op = name_of(node.target)
         reads_mutated = op not in _IGNORES_WHAT_IT_UPDATES and any(self.tensors[t].storage in overwritten for t in read)
@@ -264,7 +268,7 @@ class _Builder:
                 phase=phase,
                 inputs=tuple(dict.fromkeys(read)),
                 outputs=tuple(outputs),
-                key=work_key(node),
+                key=", then ".join(map(work_key, members)),
                 is_random=is_random(node, self.device),
                 is_mutating=bool(mutated_arguments(node)),
                 reads_mutated=reads_mutated,
@@ -274,6 +278,13 @@ class _Builder:
             )
         )
         self.fx_nodes.append(node)
+        return index
+
+    def _add_result(self, value: fx.Node, finish: Finish | None, producer: int, kind: StorageKind) -> int:
+        """Add what an operation hands on; where it is finished, in its place what others read."""
+        if finish is None or value is not finish.value:
+            return self._add_tensor(value, producer, kind)
+        self.tensor_of[value] = index = self._add_tensor(finish.result, producer, kind)
         return index
 
     def _add_replays(self, index: int) -> None:
@@ -308,7 +319,9 @@ class _Builder:
         return state
 
     def _add_replay(self, index: int, op: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> None:
-        node = self.nodes[index]
+        node, finish = self.nodes[index], self.finishes.get(self.fx_nodes[index])
+        if finish is not None and self.tensor_of[finish.result] in outputs:
+            inputs = tuple(dict.fromkeys((*inputs, *(self.tensor_of[v] for v in finish.reads))))
         self.nodes.append(
             Node(
                 name=f"{node.name}_replay",

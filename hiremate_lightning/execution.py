@@ -26,6 +26,7 @@ from .absent import NOTHING, Absence, find_absent
 from .accumulation import Leaves, addable, existing, find_leaves
 from .capture import Captured
 from .errors import CaptureError
+from .finishing import Finish
 from .graph import Phase, StorageKind
 from .kernels import as_eager, needs_traced_layout, with_strides
 from .overwriting import overwriting, traced_strides
@@ -239,16 +240,18 @@ def _emit(
         if not isinstance(operation, Compute) or operation.node >= len(captured.fx_nodes):
             continue
         record, node = captured.graph.nodes[operation.node], captured.fx_nodes[operation.node]
+        finish = captured.finishes.get(node)
+        outputs = [_as_made(captured.fx_values[t], finish) for t in record.outputs]
         if record.replays is not None:
             function, args, kwargs = call_of(record.op, node, [captured.fx_values[t] for t in record.inputs])
             args, kwargs = fx.node.map_arg((args, kwargs), value_of)
             copy = graph.call_function(function, args, kwargs)
             copy.meta |= {"phase": record.phase, "key": record.key}
-            outputs = [captured.fx_values[t] for t in record.outputs]
             if record.op == DRAW_AGAIN:
                 _hand_on(node, copy, outputs, graph, values)
             else:
                 values[outputs[0]] = copy
+            _finish(finish, outputs, copy, graph, values)
             continue
         if node in absence.values:
             continue
@@ -265,11 +268,11 @@ def _emit(
         if node in absence.overwrites:
             copy.target = overwriting(node.target, absence.overwrites[node])
             copy.args = (traced_strides(node), *copy.args)
-        outputs = [captured.fx_values[t] for t in record.outputs]
         for state in (v for v in outputs if v.target is generator_state):
             with graph.inserting_before(copy):
                 values[state] = graph.node_copy(state)
         _hand_on(node, copy, [v for v in outputs if v.target is not generator_state], graph, values)
+        _finish(finish, outputs, copy, graph, values)
 
 
 def _hand_on(
@@ -283,6 +286,23 @@ def _hand_on(
             part = graph.call_function(operator.getitem, (copy, value.args[1]))
             part.meta = value.meta
             values[value] = part
+
+
+def _as_made(value: fx.Node, finish: Finish | None) -> fx.Node:
+    """Give what an operation makes, where others read that or what finishes it."""
+    return finish.value if finish is not None and value is finish.result else value
+
+
+def _finish(
+    finish: Finish | None, outputs: Sequence[fx.Node], made: fx.Node, graph: fx.Graph, values: dict[fx.Node, fx.Node]
+) -> None:
+    """Append what finishes a result, if it is among those that were just computed."""
+    if finish is None or finish.value not in outputs:
+        return
+    for step, target, args in finish.calls():
+        args, kwargs = fx.node.map_arg((args, dict(step.kwargs)), values.__getitem__)
+        values[step] = copy = graph.call_function(target, args, kwargs)
+        copy.meta = {**step.meta, "phase": made.meta["phase"], "finishes": made.meta["key"]}
 
 
 def _drop_unread_states(graph: fx.Graph) -> None:

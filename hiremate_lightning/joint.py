@@ -64,6 +64,14 @@ _TRACED_OTHERWISE: dict[Any, tuple[torch.memory_format, ...]] = {
     aten.native_layer_norm_backward.default: _FORMATS[:1],
     aten.softplus_backward.default: _FORMATS,
 }
+# Where these write into a copy of a view, PyTorch copies the view's whole storage; a trace counts the view alone.
+COPIES_STORAGE = {
+    aten.copy.default,
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
+    aten.diagonal_scatter.default,
+    aten.as_strided_scatter.default,
+}
 # Show the same elements in the same order.
 SHAPES = (aten.view.default, aten._unsafe_view.default)
 # What tells where a node comes from.

@@ -60,6 +60,13 @@ _INTO: dict[Any, tuple[Any, str]] = {
     aten.softplus_backward.default: (aten.softplus_backward.grad_input, "grad_input"),
     aten.tanh_backward.default: (aten.tanh_backward.grad_input, "grad_input"),
     aten.threshold_backward.default: (aten.threshold_backward.grad_input, "grad_input"),
+    aten.exp.default: (torch.exp, "out"),
+    aten.leaky_relu.default: (aten.leaky_relu.out, "out"),
+    aten.relu.default: (_in_place(torch.relu_), "out"),
+    aten.rsqrt.default: (torch.rsqrt, "out"),
+    aten.sigmoid.default: (torch.sigmoid, "out"),
+    aten.sqrt.default: (torch.sqrt, "out"),
+    aten.tanh.default: (torch.tanh, "out"),
 }
 
 # Of these only the first argument may be overwritten, and how the others lie in memory doesn't matter: numbers are put
@@ -75,6 +82,8 @@ _INTO_FIRST: dict[Any, tuple[Any, str]] = {
 _INTO_FIRST_BY_ROWS: dict[Any, tuple[Any, str]] = {
     aten._log_softmax_backward_data.default: (aten._log_softmax_backward_data.out, "out"),
     aten._softmax_backward_data.default: (aten._softmax_backward_data.out, "grad_input"),
+    aten._log_softmax.default: (aten._log_softmax.out, "out"),
+    aten._softmax.default: (aten._softmax.out, "out"),
 }
 _INTO_FIRST |= _INTO_FIRST_BY_ROWS
 
@@ -130,7 +139,8 @@ class _Search:
         for position, index in enumerate(self.graph.backward):
             if not self._may_overwrite(index):
                 continue
-            safe = [(place, dying) for place, dying in self._arguments(index) if self._is_safe(position, index, dying)]
+            candidates = ((place, self.tensor_of[a]) for place, a in candidates_of(self.fx_nodes[index]))
+            safe = [(place, dying) for place, dying in candidates if self._is_safe(position, index, dying)]
             if safe:
                 found[self.fx_nodes[index]], dying = safe[0]
                 self._take(index, dying)
@@ -146,17 +156,7 @@ class _Search:
             return False
         if fx_node.target in _INTO_FIRST:
             return node.inputs[0] not in self.unsettled
-        return fx_node.target in _INTO and self.unsettled.isdisjoint(node.inputs)
-
-    def _arguments(self, index: int) -> list[tuple[int, int]]:
-        """List the tensors among the arguments, with their positions; none where one is of an unusual kind."""
-        node = self.fx_nodes[index]
-        values = [a.meta.get("val") for a in node.all_input_nodes]
-        is_usual = all(v.layout is torch.strided if isinstance(v, torch.Tensor) else v is not None for v in values)
-        if not is_usual or any(isinstance(value, fx.Node) for value in node.kwargs.values()):
-            return []
-        found = [(i, self.tensor_of[a]) for i, a in enumerate(node.args) if isinstance(a, fx.Node)]
-        return found[:1] if node.target in _INTO_FIRST else found
+        return self.unsettled.isdisjoint(node.inputs)
 
     def _block(self, tensor: int) -> int | None:
         storage = self.graph.tensors[tensor].storage
@@ -171,11 +171,8 @@ class _Search:
             return False
         if [self._block(self.tensor_of[a]) for a in self.fx_nodes[index].all_input_nodes].count(block) > 1:
             return False
-        if dying in self.views and self.graph.tensors[result].storage in self.returned:
-            return False  # the caller would get a view, which may not be changed in place as freely
-        before, after = self.fx_values[dying].meta["val"], self.fx_values[result].meta["val"]
-        by_rows = self.fx_nodes[index].target in _INTO_FIRST_BY_ROWS
-        return _look_alike(before, after) and (not by_rows or after.is_contiguous())
+        # The caller would get a view, which may not be changed in place as freely.
+        return dying not in self.views or self.graph.tensors[result].storage not in self.returned
 
     def _take(self, index: int, dying: int) -> None:
         """Let the result have the memory of what dies: what was true of its own storage is now true of that."""
@@ -233,6 +230,22 @@ def _unsettled(graph: Graph, fx_nodes: Sequence[fx.Node]) -> set[int]:
         if (follows and not found.isdisjoint(node.inputs)) or may_lie_otherwise(fx_nodes[index]):
             found.update(node.outputs)
     return found
+
+
+def candidates_of(node: fx.Node) -> list[tuple[int, fx.Node]]:
+    """List the arguments that an operation may compute into as far as these look, with their positions."""
+    if node.target not in _INTO and node.target not in _INTO_FIRST:
+        return []
+    values = [a.meta.get("val") for a in node.all_input_nodes]
+    is_usual = all(v.layout is torch.strided if isinstance(v, torch.Tensor) else v is not None for v in values)
+    if not is_usual or any(isinstance(value, fx.Node) for value in node.kwargs.values()):
+        return []
+    result = node.meta["val"]
+    if node.target in _INTO_FIRST_BY_ROWS and not result.is_contiguous():
+        return []
+    found = [(i, a) for i, a in enumerate(node.args) if isinstance(a, fx.Node)]
+    taken = found[:1] if node.target in _INTO_FIRST else found
+    return [(i, a) for i, a in taken if _look_alike(a.meta["val"], result)]
 
 
 def _look_alike(dying: Any, result: Any) -> bool:

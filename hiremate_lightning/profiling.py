@@ -14,7 +14,7 @@ import logging
 import operator
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from .allocator import allocated_bytes
 from .capture import Captured
 from .costs import A100, Machine, Profile, estimate
 from .execution import Program
+from .finishing import Finish
 from .graph import Graph, Phase
 from .joint import is_collective
 from .kernels import as_eager
@@ -234,15 +235,29 @@ def runner(captured: Captured, index: int) -> Callable[[], Any]:
         return made[source]
 
     if record.replays is not None:
-        function, args, kwargs = call_of(record.op, node, [captured.fx_values[t] for t in record.inputs])
-        args, kwargs = fx.node.map_arg((args, kwargs), argument)
-        return lambda: function(*args, **kwargs)
-    if not callable(node.target):
+        target, args, kwargs = call_of(record.op, node, [captured.fx_values[t] for t in record.inputs])
+    elif not callable(node.target):
         raise TypeError("its target can't be called")
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), argument)
-    target, changed = as_eager(node)
-    args = (*args[: len(args) - len(changed)], *changed)
-    return lambda: target(*args, **kwargs)
+    else:
+        target, changed = as_eager(node)
+        args, kwargs = (*node.args[: len(node.args) - len(changed)], *changed), dict(node.kwargs)
+    args, kwargs = fx.node.map_arg((args, kwargs), argument)
+    finish = captured.finishes.get(node)
+    if finish is None or finish.result not in (captured.fx_values[t] for t in record.outputs):
+        return lambda: target(*args, **kwargs)
+    for value in finish.reads:
+        argument(value)
+    return lambda: _finished(target(*args, **kwargs), finish, made)
+
+
+def _finished(result: Any, finish: Finish, made: Mapping[fx.Node, Any]) -> Any:
+    """Run what finishes one of an operation's results; gives all of them, finished."""
+    value = result if isinstance(result, torch.Tensor) else result[finish.value.args[1]]
+    there = {**made, finish.value: value}
+    for step, target, args in finish.calls():
+        args, kwargs = fx.node.map_arg((args, dict(step.kwargs)), there.__getitem__)
+        there[step] = target(*args, **kwargs)
+    return result, there[finish.result]
 
 
 # Seed and offset of the mask of dropout: the kernels return them on the host and read them there, whatever traces say.
@@ -344,9 +359,11 @@ class TimedRun:
             is_again = recomputed is not None and node.meta.get("phase") is recomputed
             if is_again:
                 self.recompute_ms += elapsed_ms
+            samples = self.samples_again if is_again else self.samples
             if "key" in node.meta:
-                samples = self.samples_again if is_again else self.samples
                 samples.setdefault(node.meta["key"], []).append(max(0.0, elapsed_ms - fault_ms))
+            elif "finishes" in node.meta:  # right after the operation that it finishes
+                samples[node.meta["finishes"]][-1] += max(0.0, elapsed_ms - fault_ms)
         return result
 
     def refine(self, profile: Profile, graph: Graph) -> Profile:

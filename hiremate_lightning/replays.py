@@ -39,16 +39,18 @@ def call_of(op: str, drawn: fx.Node, inputs: Sequence[fx.Node]) -> Call:
     Args:
         op: One of the four above.
         drawn: The captured operation, a random one or a batch norm.
-        inputs: What the replay node reads.
+        inputs: What the replay node reads; what finishes the operation may read more, which comes last.
 
     Returns:
         A function with its arguments, in which captured nodes stand for their values.
     """
     if op == APPLY_MASK:
         source, probability = cast("tuple[fx.Node, float]", drawn.args[:2])
-        return apply_dropout_mask, (*inputs, eager_scale(source, probability)), {}
+        return apply_dropout_mask, (*inputs[:2], eager_scale(source, probability)), {}
     if op == NORMALIZE:
-        return normalize, (*drawn.args[:3], *inputs[-2:]), {}
+        read = drawn.args[:3]
+        first = len({a for a in read if isinstance(a, fx.Node)})
+        return normalize, (*read, *inputs[first : first + 2]), {}
     state, device = inputs[-1], _device(drawn)
     if op == DRAW_MASK:
         drawn_as = drawn.args if drawn.target is draw_mask_of else mask_arguments(drawn)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch._dynamo
 
+from hiremate_lightning import finishing
 from hiremate_lightning.metering import MemoryMeter
 
 MODEL_PACKAGES = ("transformers", "timm")
@@ -43,6 +44,12 @@ def _no_meter_left() -> Iterator[None]:
         meter = reference()
         if meter is not None:
             meter.stop()
+
+
+@pytest.fixture(autouse=True)
+def _finish_small_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the small values of tests be finished in place, as large ones are."""
+    monkeypatch.setattr(finishing, "LEAST_BYTES", 1)
 
 
 @pytest.fixture(autouse=True)

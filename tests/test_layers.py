@@ -66,6 +66,7 @@ ORDER = (
     "losses",
     "calls",
     "overwriting",
+    "finishing",
     "capture",
     "decomposing",
     "fusion",

@@ -51,11 +51,20 @@ CALLS: dict[Any, tuple[Callable[..., tuple[Any, ...]], dict[str, Any]]] = {
     aten.softplus_backward.default: (lambda make: (*pair(make), 1.5, 0.5), {}),
     aten.tanh_backward.default: (pair, {}),
     aten.threshold_backward.default: (lambda make: (*pair(make), 0), {}),
+    aten.exp.default: (lambda make: (make(),), {}),
+    aten.leaky_relu.default: (lambda make: (make(), 0.2), {}),
+    aten.relu.default: (lambda make: (make(),), {}),
+    aten.rsqrt.default: (lambda make: (make(),), {}),
+    aten.sigmoid.default: (lambda make: (make(),), {}),
+    aten.sqrt.default: (lambda make: (make(),), {}),
+    aten.tanh.default: (lambda make: (make(),), {}),
 }
 AT = torch.arange(5).flip(0)
 WRITES: dict[Any, tuple[Callable[..., tuple[Any, ...]], dict[str, Any]]] = {
     aten._log_softmax_backward_data.default: (lambda make: (make(), make().log_softmax(1), 1, torch.float32), {}),
     aten._softmax_backward_data.default: (lambda make: (make(), make().softmax(-1), -1, torch.float32), {}),
+    aten._log_softmax.default: (lambda make: (make(), 1, False), {}),
+    aten._softmax.default: (lambda make: (make(), -1, False), {}),
     assign: (lambda make: (make(), (("slice", (0, 1, 3, 1)), ("select", (1, 2))), make()[:2, 0]), {}),
     aten.index_add.default: (lambda make: (make(), 0, AT, make()), {"alpha": 2}),
     aten.index_put.default: (lambda make: (make(), [AT], make(), True), {}),
