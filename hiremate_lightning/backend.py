@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import assignments, backward_pass, casts, losses, softmaxes, torch_private, views
+from . import assignments, backward_pass, casts, losses, torch_private, views
 from .capture import Captured, capture
 from .contributions import Contributions, OtherTermsError, Terms
 from .each_size import EachSize, sizes_among
@@ -95,8 +95,7 @@ class _Compilation:
         assignments.gather(joint)
         views.leave_out(joint)
         if self._kernels is None:
-            softmaxes.join_copies(joint)
-            losses.join_gradients(joint)
+            losses.join(joint)
         else:
             fuse(joint, num_fwd_outputs, self._kernels)
         joint.recompile()

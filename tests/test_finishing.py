@@ -34,6 +34,7 @@ CHOICES: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "the later of two": (lambda f, x: f[2](f[0](x) + f[1](x)), ["add"]),
     "view": (lambda f, x: f[1](f[0](x).view(2, -1, WIDTH).sigmoid()), ["sigmoid"]),
     "rows": (lambda f, x: f[1]((f[0](x) / 8).softmax(-1)), ["div", "softmax"]),
+    "rows of a copy": (lambda f, x: f[1](f[0](x).double().view(4, -1).softmax(1).float().view(x.shape)), ["softmax"]),
     "columns": (lambda f, x: f[1](f[0](x).t().softmax(-1).t().contiguous()), []),
     "read by its gradient": (lambda f, x: f[1](F.gelu(f[0](x))), []),
     "read twice": (lambda f, x: (lambda y: f[1](y.relu()) + y)(f[0](x)), ["add"]),
@@ -109,6 +110,24 @@ def blocks() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 1), Block(4), Block(4))
 
 
+class Attention(nn.Module):
+    """Attention in half precision with softmaxes in single precision, then the loss of a language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Linear(8, 24) for _ in range(2)), nn.Linear(8, 11)
+        self.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.bfloat16().flatten(1, 2)
+        for layer in self.layers:
+            queries, keys, values = layer(x).chunk(3, -1)
+            weights = F.softmax(queries @ keys.transpose(1, 2), dim=-1, dtype=torch.float32).to(x.dtype)
+            x = x + F.dropout(weights, 0.1) @ values
+        scores = self.head(x).float().flatten(0, 1)
+        return F.cross_entropy(scores, torch.arange(len(scores)) % 11, label_smoothing=0.1)
+
+
 class Autocast(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -123,6 +142,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "blocks": blocks,
     "channels last": lambda: blocks().to(memory_format=torch.channels_last),
     "autocast": lambda: Autocast(blocks()),
+    "attention": Attention,
 }
 
 

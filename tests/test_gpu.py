@@ -11,7 +11,6 @@ from torch import nn
 from hiremate_lightning import find_max_batch_size, get_plan, hiremate, losses, remove_hiremate
 from hiremate_lightning.metering import MemoryMeter, measure_peak
 from hiremate_lightning.overwriting import overwriting
-from hiremate_lightning.softmaxes import log_softmax_of_copy, softmax_of_copy
 from hiremate_lightning.targets import targets_of
 
 from .exact import square_error
@@ -212,33 +211,40 @@ def test_norms_come_back_from_their_statistics_bit_for_bit(norm):
 @pytest.mark.parametrize("classes", [37, 1024, 4096, 50257])
 def test_softmaxes_in_the_memory_of_what_they_read_are_those_of_eager(classes, dim):
     """The kernels are others for few classes, for many, for many in a row that is not aligned, and by columns."""
-    source = torch.randn(67, classes, device="cuda").mul(9).bfloat16()
-    gradient = torch.randn(67, classes, device="cuda")
-    for of_copy, softmax, backward in (
-        (softmax_of_copy, torch.softmax, torch.ops.aten._softmax_backward_data.default),
-        (log_softmax_of_copy, torch.log_softmax, torch.ops.aten._log_softmax_backward_data.default),
+    aten = torch.ops.aten
+    source, gradient = torch.randn(67, classes, device="cuda").mul(9), torch.randn(67, classes, device="cuda")
+    for forward, backward in (
+        (aten._softmax.default, aten._softmax_backward_data.default),
+        (aten._log_softmax.default, aten._log_softmax_backward_data.default),
     ):
-        expected = softmax(source.float(), dim)
+        expected = forward(source, dim, False)
+        wanted = backward(gradient, expected, dim, torch.float32)
         with torch.no_grad():
-            assert torch.equal(of_copy(source, source.shape, torch.float32, dim), expected)
-            wanted = backward(gradient, expected, dim, torch.float32)
-            dying = gradient.clone()
+            copy, dying = source.clone(), gradient.clone()
             strides = ((0, dying.stride()),)
+            assert torch.equal(overwriting(forward, 0)(strides, copy, dim, False), expected)
             found = overwriting(backward, 0)(strides, dying, expected, dim, torch.float32)
+        assert torch.equal(copy, expected)
         assert found is dying
         assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("classes", [37, 1024, 4096, 50257])
 @pytest.mark.parametrize("reduction", [0, 1], ids=["none", "mean"])
-def test_gradients_of_cross_entropies_made_by_rows_are_those_of_eager(monkeypatch, classes, reduction):
+def test_cross_entropies_and_gradients_made_by_rows_are_those_of_eager(monkeypatch, classes, reduction):
     monkeypatch.setattr(losses, "PART_BYTES", 1)
     aten, rows = torch.ops.aten, 333
-    logarithms = torch.randn(rows, classes, device="cuda").mul(9).log_softmax(1)
+    logits = torch.randn(rows, classes, device="cuda").mul(9).bfloat16()
+    logarithms = logits.float().log_softmax(1)
     target = torch.arange(rows, device="cuda") % classes
     gradient = torch.randn(rows, device="cuda") if reduction == 0 else torch.tensor(0.37, device="cuda")
-    _, total = aten.nll_loss_forward(logarithms, target, None, reduction, -100)
-    loss = gradient, logarithms, target, None, reduction, -100, total
-    single = aten._log_softmax_backward_data(aten.nll_loss_backward(*loss), logarithms, 1, torch.float32)
-    found = losses.cross_entropy_gradient(*loss, [rows, classes], torch.bfloat16)
+    shape, told = [rows, classes], (target, None, reduction, -100)
+    expected = aten.nll_loss_forward(logarithms, *told)
+    found = losses.cross_entropy(logits, target, reduction, -100, shape, torch.float32)
+    assert all(map(torch.equal, found, expected))
+    told = (*told, expected[1])
+    single = aten._log_softmax_backward_data(
+        aten.nll_loss_backward(gradient, logarithms, *told), logarithms, 1, torch.float32
+    )
+    found = losses.cross_entropy_gradient(gradient, logits, *told, shape, torch.float32, shape, torch.bfloat16)
     assert torch.equal(found, single.bfloat16())

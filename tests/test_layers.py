@@ -62,7 +62,6 @@ ORDER = (
     "casts",
     "assignments",
     "views",
-    "softmaxes",
     "losses",
     "calls",
     "overwriting",

@@ -1,4 +1,4 @@
-"""Gradients of cross entropies are made some rows at a time, and no number changes by it."""
+"""Cross entropies and their gradients are made some rows at a time, and no number changes by it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hiremate_lightning import hiremate, losses
-from hiremate_lightning.losses import cross_entropy_gradient
+from hiremate_lightning.losses import cross_entropy, cross_entropy_gradient
 from hiremate_lightning.metering import measure_peak
 from hiremate_lightning.targets import targets_of
 
@@ -37,33 +37,74 @@ def targets(rows: int) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("rows", [0, 1, 7, 8, 128, 129, ROWS, 1000])
-@pytest.mark.parametrize("reduction", [0, 1, 2], ids=["none", "mean", "sum"])
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize(
-    ("dtype", "into"),
-    [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.float64, torch.float32)],
+ROW_COUNTS = pytest.mark.parametrize("rows", [0, 1, 7, 8, 128, 129, ROWS, 1000])
+REDUCTIONS = pytest.mark.parametrize("reduction", [0, 1, 2], ids=["none", "mean", "sum"])
+DTYPES = pytest.mark.parametrize(
+    ("of", "dtype"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float64),
+    ],
     ids=str,
 )
-def test_it_is_what_three_operations_give(rows, reduction, weighted, dtype, into):
-    logarithms, target = numbers(rows, CLASSES, dtype=dtype).log_softmax(1), targets(rows)
+
+
+@ROW_COUNTS
+@REDUCTIONS
+@DTYPES
+def test_the_loss_is_what_operations_on_all_rows_give(rows, reduction, of, dtype):
+    logits, target = numbers(rows, CLASSES, dtype=of), targets(rows)
+    expected = aten.nll_loss_forward(logits.to(dtype).log_softmax(1), target, None, reduction, -100)
+    found = cross_entropy(logits, target, reduction, -100, [rows, CLASSES], dtype)
+    assert all(torch.equal(f.nan_to_num(), e.nan_to_num()) for f, e in zip(found, expected, strict=True))
+
+
+@ROW_COUNTS
+@REDUCTIONS
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@DTYPES
+def test_the_gradient_is_what_operations_on_all_rows_give(rows, reduction, weighted, of, dtype):
+    logits, target = numbers(rows, CLASSES, dtype=of), targets(rows)
+    logarithms = logits.to(dtype).log_softmax(1)
     weight = numbers(CLASSES, dtype=dtype).abs() if weighted else None
     gradient = numbers(rows, dtype=dtype) if reduction == 0 else torch.tensor(0.37, dtype=dtype)
     _, total = aten.nll_loss_forward(logarithms, target, weight, reduction, -100)
-    loss = gradient, logarithms, target, weight, reduction, -100, total
-    expected = aten._log_softmax_backward_data(aten.nll_loss_backward(*loss), logarithms, 1, dtype).to(into)
-    found = cross_entropy_gradient(*loss, [1, rows, CLASSES], into)
+    told = target, weight, reduction, -100, total
+    expected = aten.nll_loss_backward(gradient, logarithms, *told)
+    expected = aten._log_softmax_backward_data(expected, logarithms, 1, dtype).to(of)
+    found = cross_entropy_gradient(gradient, logits, *told, [rows, CLASSES], dtype, [1, rows, CLASSES], of)
     assert found.shape == (1, rows, CLASSES)
     assert torch.equal(found[0].nan_to_num(), expected.nan_to_num())  # the mean of nothing is none
 
 
+@pytest.mark.parametrize("shape", [(ROWS,), (10, ROWS // 10), (2, 5, ROWS // 10)], ids=str)
+def test_rows_may_lie_apart(shape):
+    logits, target = numbers(*shape[:-1], shape[-1] + 1, CLASSES, dtype=torch.bfloat16), targets(ROWS)
+    logits = logits[..., 1:, :]
+    flat = logits.reshape(-1, CLASSES).float().log_softmax(1)
+    expected = aten.nll_loss_forward(flat, target, None, 1, -100)
+    found = cross_entropy(logits, target, 1, -100, [ROWS, CLASSES], torch.float32)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_class_that_is_none_is_the_error_of_pytorch():
+    with pytest.raises(IndexError, match="Target 301 is out of bounds"):
+        cross_entropy(numbers(8, CLASSES), torch.full((8,), CLASSES), 1, -100, [8, CLASSES], torch.float32)
+
+
 @pytest.mark.parametrize(("part_bytes", "rows"), [(1, 16), (40 * 4 * CLASSES, 40), (2**20, 104)], ids=str)
-def test_beside_the_result_only_a_part_is_allocated(monkeypatch, part_bytes, rows):
+def test_beside_the_result_only_parts_are_allocated(monkeypatch, part_bytes, rows):
     monkeypatch.setattr(losses, "PART_BYTES", part_bytes)
-    logarithms, target = numbers(ROWS, CLASSES).log_softmax(1), targets(ROWS)
-    loss = torch.ones(()), logarithms, target, None, 2, -100, torch.ones(())
-    peak = measure_peak(lambda: cross_entropy_gradient(*loss, [ROWS, CLASSES], torch.bfloat16))
-    assert peak == 2 * ROWS * CLASSES + 4 * rows * CLASSES
+    logits, target, shape = numbers(ROWS, CLASSES, dtype=torch.bfloat16), targets(ROWS), [ROWS, CLASSES]
+    part = 4 * rows * CLASSES
+    peak = measure_peak(lambda: cross_entropy(logits, target, 2, -100, shape, torch.float32))
+    assert part <= peak <= part + 40 * ROWS
+    one = torch.ones(())
+    told = target, None, 2, -100, one, shape, torch.float32, shape, torch.bfloat16
+    assert measure_peak(lambda: cross_entropy_gradient(one, logits, *told)) == 2 * ROWS * CLASSES + 2 * part
 
 
 # ---------------------------------------------------------------- choice
@@ -105,36 +146,51 @@ def with_penalty(y: Tensor, x: Tensor) -> Tensor:
     return F.cross_entropy(y, x.flatten()) + 1e-3 * y.logsumexp(1).square().mean()
 
 
+def smoothed(y: Tensor, x: Tensor) -> Tensor:
+    return F.cross_entropy(y.float().flatten(0, 1), x.flatten(), label_smoothing=0.1)
+
+
+def logs(y: Tensor) -> Tensor:
+    return y.float().flatten(0, 1).log_softmax(-1)
+
+
 def batch(seed: int) -> Tensor:
     return torch.randint(CLASSES, (4, ROWS // 4), generator=torch.Generator().manual_seed(seed))
 
 
 CHOICES: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "half": (lambda: Words(entropy), 1),
-    "autocast": (lambda: Autocast(lambda y, x: F.cross_entropy(y.flatten(0, 1), x.flatten())), 1),
-    "returned logits": (lambda: Words(lambda y, x: (entropy(y, x), y)), 1),
+    "half": (lambda: Words(entropy), 2),
+    "autocast": (lambda: Autocast(lambda y, x: F.cross_entropy(y.flatten(0, 1), x.flatten())), 2),
+    "returned logits": (lambda: Words(lambda y, x: (entropy(y, x), y)), 2),
     "one for each row": (
         lambda: Words(lambda y, x: F.cross_entropy(y.float().flatten(0, 1), x.flatten(), reduction="none")),
-        1,
+        2,
     ),
     "weighted": (
         lambda: Words(lambda y, x: F.cross_entropy(y.float().flatten(0, 1), x.flatten(), torch.ones(CLASSES))),
-        1,
+        1,  # the gradient
     ),
-    "single precision": (lambda: Words(entropy, torch.float32), 0),
-    "half all through": (lambda: Words(lambda y, x: F.cross_entropy(y.flatten(0, 1), x.flatten())), 0),
-    "another term": (lambda: Words(with_penalty), 0),
+    "single precision": (lambda: Words(entropy, torch.float32), 2),
+    "half all through": (lambda: Words(lambda y, x: F.cross_entropy(y.flatten(0, 1), x.flatten())), 2),
+    "shifted": (
+        lambda: Words(lambda y, x: F.cross_entropy(y[:, :-1].float().flatten(0, 1), x[:, 1:].flatten())),
+        2,
+    ),
+    "returned converted": (lambda: Words(lambda y, x: (lambda z: (entropy(z, x), z))(y.float())), 2),
+    "another term": (lambda: Words(with_penalty), 2),
+    "smoothed": (lambda: Words(smoothed), 0),
+    "logarithms read": (lambda: Words(lambda y, x: (lambda z: F.nll_loss(z, x.flatten()) - z.mean())(logs(y))), 0),
     "by columns": (lambda: Words(lambda y, x: F.cross_entropy(y.float().transpose(1, 2), x)), 0),
 }
 
 
 @pytest.mark.parametrize(("make", "count"), CHOICES.values(), ids=CHOICES)
-def test_only_gradients_that_are_converted_and_nothing_else_reads_are_joined(make, count):
+def test_only_losses_whose_logarithms_nothing_else_reads_are_joined(make, count):
     module = hiremate(make(), "100%", verbose=False)
     module(batch(0))
     (part,) = targets_of(module).session.parts.all
     ops = [node.op for node in part.captured.graph.nodes]
-    assert ops.count("hiremate.cross_entropy_gradient") == count
+    assert sum(op.startswith("hiremate.cross_entropy") for op in ops) == count
 
 
 # ---------------------------------------------------------------- training
@@ -155,5 +211,5 @@ def test_the_peak_is_what_was_planned_and_lies_below_that_of_three_operations(mo
     plainly, planned = added_peaks(make(), batch(0))
     logits = 4 * ROWS * CLASSES  # in single precision
     assert planned <= plainly - logits
-    monkeypatch.setattr(losses, "join_gradients", lambda joint: None)
+    monkeypatch.setattr(losses, "join", lambda joint: None)
     assert planned <= added_peaks(make(), batch(0))[1] - 0.3 * logits
