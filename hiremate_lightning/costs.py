@@ -18,7 +18,8 @@ class Profile:
 
     Attributes:
         time_ms: Milliseconds of one run.
-        workspace_bytes: Bytes needed only while the node runs, beyond its outputs.
+        workspace_bytes: Bytes needed only while the node runs, beyond its outputs; less than nothing where an output
+            takes the memory of a value that dies.
         device: Where it was measured, or "estimate".
     """
 

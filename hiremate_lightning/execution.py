@@ -118,7 +118,8 @@ def build(captured: Captured, schedule: Schedule) -> Program:
     """
     saved = tuple(captured.fx_values[t] for t in schedule.saved)
     forward = _forward_module(captured, schedule, saved)
-    present = Absence(overwrites=captured.overwrites)
+    takes = _takes(captured, schedule)
+    present = Absence(overwrites={**captured.overwrites, **takes})
     backward = _backward_module(captured, schedule, saved, present)
     outputs = set(captured.forward_outputs)
     needed = {captured.graph.tensors[t].storage for t in captured.graph.needed}
@@ -127,6 +128,7 @@ def build(captured: Captured, schedule: Schedule) -> Program:
     @functools.cache
     def variant(missing: frozenset[int], added: frozenset[int]) -> Program:
         absence = find_absent(captured, missing) if missing else present
+        absence = replace(absence, overwrites={**absence.overwrites, **takes})
         module = _backward_module(captured, schedule, saved, absence, added)
         if missing:
             module.graph.eliminate_dead_code()
@@ -147,6 +149,20 @@ def build(captured: Captured, schedule: Schedule) -> Program:
         variant=variant,
     )
     return program
+
+
+def _takes(captured: Captured, schedule: Schedule) -> dict[fx.Node, int]:
+    """Give what computes into a value of the forward that nothing reads after it in a schedule, with its position."""
+    found, read = dict[fx.Node, int](), set[int | None]()
+    for operation in reversed(schedule.backward):
+        if not isinstance(operation, Compute):
+            continue
+        record = captured.graph.nodes[operation.node]
+        if record.takes is not None and captured.graph.tensors[record.takes].storage not in read:
+            node = captured.fx_nodes[operation.node]
+            found[node] = captured.takes[node]
+        read.update(captured.graph.tensors[t].storage for t in record.inputs)
+    return found
 
 
 def _unread(module: fx.GraphModule) -> tuple[int, ...]:
@@ -346,7 +362,7 @@ class Part:
         outputs, saved = results[: self._count], results[self._count :]
         del results
         token = torch.empty(0)
-        token.hiremate = _Saved(program, run, leaves, _detach_returned(program, saved))  # type: ignore[attr-defined]
+        token.hiremate = _Saved(program, run, leaves, _detach(program, saved))  # type: ignore[attr-defined]
         if self._takes_absent:
             torch_private.let_gradients_be_absent(token)
         conductor.forward_done(run, outputs)
@@ -424,13 +440,14 @@ def missing_gradients(tangents: Sequence[Any]) -> frozenset[int]:
     return frozenset(position for position, tangent in enumerate(tangents) if tangent is None)
 
 
-def _detach_returned(program: Program, saved: list[Any]) -> list[Any]:
-    """Detach what is also returned.
+def _detach(program: Program, saved: list[Any]) -> list[Any]:
+    """Detach what is also returned, and views.
 
-    A returned tensor gets a grad_fn that holds the token; the token must not hold the tensor.
+    A returned tensor gets a grad_fn that holds the token; the token must not hold the tensor. And a view holds what it
+    was taken of, which may be returned: nobody could tell any more whether others hold that too.
     """
     return [
-        v.detach() if returned and isinstance(v, torch.Tensor) else v
+        v.detach() if isinstance(v, torch.Tensor) and (returned or torch_private.is_view(v)) else v
         for v, returned in zip(saved, program.returned, strict=True)
     ]
 
@@ -467,11 +484,10 @@ class _Saved:
                 name = self.program.saved_names[index]
                 raise RuntimeError(CHANGED.format(name=name, found=found, expected=expected))
             overwritten.append(index)
-        values = list(self.values)
-        for index in overwritten:
-            values[index] = self.copies[index]
-        if not keep:
-            self.values, self.copies = None, {}
+        values = [self.copies[i] if i in overwritten else value for i, value in enumerate(self.values)]
+        if keep:  # a second tensor on a storage keeps the backward from computing into it
+            return [v.detach() if isinstance(v, torch.Tensor) else v for v in values], overwritten
+        self.values, self.copies = None, {}
         return values, overwritten
 
 

@@ -64,8 +64,10 @@ class Run:
     def bands(self) -> dict[Band, list[int]]:
         """Bytes by band and operation, workspace included."""
         nodes = [moment.node for moment in self.simulation.timeline]
-        workspace = [self.plan.profile.workspace_bytes[node] for node in nodes]
-        found = band_bytes(self.lives, len(nodes))
+        needed = [self.plan.profile.workspace_bytes[node] for node in nodes]
+        found, workspace = band_bytes(self.lives, len(nodes)), [max(0, size) for size in needed]
+        if Band.GRADIENT in found:  # one that takes the memory of what it is made of is there once
+            found[Band.GRADIENT] = [g + min(0, size) for g, size in zip(found[Band.GRADIENT], needed, strict=True)]
         return {**found, Band.WORKSPACE: workspace} if any(workspace) else found
 
     @cached_property

@@ -241,7 +241,8 @@ class FirstSteps:
         if program is None:
             with self._stages.stage("solve_s", "solving"):
                 captured, resident_bytes = part.captured, resident().size_bytes
-                step = merge([Call(in_blocks(_without_doubtful(captured.graph), captured.device), profile)], [0])
+                graph = in_blocks(_without_doubtful(captured.graph), captured.device)
+                step = merge([Call(graph, profile)], [0])
                 budget_bytes = 0 if budget_of is None else budget_of(step, resident_bytes)
                 progress = self._stages.reporter.solving(step_time_ms(captured.graph, profile))
                 least = first_solution(step, budget, budget_bytes, resident_bytes, options, name, progress, self._found)
@@ -251,7 +252,13 @@ class FirstSteps:
 
 
 def _without_doubtful(graph: Graph) -> Graph:
-    """Count no gradients that may never come: where a loss is returned, those of other outputs, logits for example."""
+    """Count no gradients that may never come: where a loss is returned, those of other outputs, logits for example.
+
+    And who holds outputs is not known yet: nothing takes their memory.
+    """
+    outputs = {graph.tensors[t].storage for t in graph.outputs}
+    taken = {i: t for i in graph.backward if (t := graph.nodes[i].takes) is not None}
+    graph = graph.taking({i: None for i, t in taken.items() if graph.tensors[t].storage in outputs})
     if all(graph.tensors[t].shape for t in graph.tangents):
         return graph
     doubtful = {graph.tensors[t].storage for t in graph.tangents if graph.tensors[t].shape}

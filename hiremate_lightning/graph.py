@@ -14,7 +14,7 @@ then the tensor can only be saved.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -96,6 +96,8 @@ class Node:
         module: Path of the module that called it, "" for none.
         source: "file:line" of the user's code, "" for none.
         replays: For a replay node, the node whose outputs it rebuilds.
+        takes: For a node of the backward, a tensor of the forward that it reads and whose memory its result takes where
+            nothing else is to read that any more.
     """
 
     name: str
@@ -111,6 +113,7 @@ class Node:
     module: str = ""
     source: str = ""
     replays: int | None = None
+    takes: int | None = None
 
     @property
     def is_repeatable(self) -> bool:
@@ -158,6 +161,11 @@ class Graph:
         """Give the graph in which some nodes are never run twice: they would give other numbers."""
         once = tuple(replace(n, is_random=True) if i in nodes else n for i, n in enumerate(self.nodes))
         return replace(self, nodes=once)
+
+    def taking(self, taken: Mapping[int, int | None]) -> Graph:
+        """Give the graph in which some nodes, by index, take the memory of other tensors than before, or of none."""
+        nodes = tuple(replace(n, takes=taken[i]) if i in taken else n for i, n in enumerate(self.nodes))
+        return replace(self, nodes=nodes)
 
     @cached_property
     def recomputers(self) -> tuple[int | None, ...]:

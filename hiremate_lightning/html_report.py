@@ -177,7 +177,9 @@ class _Page:
         workspace = self.plan.profile.workspace_bytes[timeline[at].node]
         if workspace:
             name = escape(node_words(self.plan.graph.nodes[timeline[at].node]))
-            rows.append((_swatch(COLOURS[Band.WORKSPACE], "workspace"), format_bytes(workspace), name, "", ""))
+            what = "workspace" if workspace > 0 else "result in the memory of a value"
+            size = format_bytes(workspace) if workspace > 0 else f"-{format_bytes(-workspace)}"
+            rows.append((_swatch(COLOURS[Band.WORKSPACE], what), size, name, "", ""))
         rows += [self._block_cells(life) for life in live[:MAX_BLOCKS]]
         if rest := live[MAX_BLOCKS:]:
             rows.append((f"{len(rest)} smaller ones", format_bytes(sum(life.size_bytes for life in rest)), "", "", ""))

@@ -68,6 +68,8 @@ def cross_entropy_gradient(
     dtype: torch.dtype,
     result_shape: Sequence[int],
     result_dtype: torch.dtype,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Give the gradient of a cross entropy with respect to its logits.
 
@@ -83,8 +85,9 @@ def cross_entropy_gradient(
         dtype: In which to compute.
         result_shape: Of the result.
         result_dtype: Of the result.
+        out: Where to write it, None for new memory; the logits themselves will do, where they look like the result.
     """
-    result = torch.empty(result_shape, dtype=result_dtype, device=logits.device)
+    result = torch.empty(result_shape, dtype=result_dtype, device=logits.device) if out is None else out
     by_rows = result.view(shape)
     memory = torch.empty((_rows_of_a_part(shape, dtype), shape[1]), dtype=dtype, device=logits.device)
     for part, logarithms in _parts(logits, shape, dtype):

@@ -87,6 +87,9 @@ _INTO_FIRST_BY_ROWS: dict[Any, tuple[Any, str]] = {
 }
 _INTO_FIRST |= _INTO_FIRST_BY_ROWS
 
+# What makes its result some rows after the other may write it over tensors that look like that.
+_BY_ROWS: dict[Any, tuple[Any, str]] = {cross_entropy_gradient: (cross_entropy_gradient, "out")}
+
 Strides = tuple[tuple[int, tuple[int, ...]], ...]
 
 
@@ -187,6 +190,45 @@ class _Search:
             self.views.add(result)
 
 
+def find_takes(
+    graph: Graph, fx_nodes: Sequence[fx.Node], fx_values: Sequence[fx.Node], overwrites: Collection[fx.Node]
+) -> dict[int, tuple[int, int]]:
+    """Find operations of the backward that may compute into a value of the forward which only they read there.
+
+    Args:
+        graph: A captured graph.
+        fx_nodes: For each node of the graph, the FX node that it stands for.
+        fx_values: For each tensor of the graph, the FX node whose value it is.
+        overwrites: Those that overwrite gradients.
+
+    Returns:
+        By node, the tensor and its position among the arguments. Whether that lives on is for the schedule to say, and
+        for those who hold what the forward returns.
+    """
+    tensor_of = {value: index for index, value in enumerate(fx_values)}
+    readers: dict[int | None, set[int]] = {}
+    for index in graph.backward:
+        for tensor in graph.nodes[index].inputs:
+            readers.setdefault(graph.tensors[tensor].storage, set()).add(index)
+    returned = {graph.tensors[t].storage for t in graph.gradients}
+    found: dict[int, tuple[int, int]] = {}
+    for index in graph.backward:
+        node, made = fx_nodes[index], graph.allocates[index]
+        if node in overwrites or len(made) != 1 or made[0] in returned or may_lie_otherwise(node):
+            continue
+        for position, value in candidates_of(node):
+            storage = graph.tensors[tensor_of[value]].storage
+            if (
+                storage is not None
+                and graph.storages[storage].kind is StorageKind.ACTIVATION
+                and readers[storage] == {index}
+                and [graph.tensors[tensor_of[a]].storage for a in node.all_input_nodes].count(storage) == 1
+                and storage not in returned
+            ):
+                found[index] = (tensor_of[value], position)
+    return found
+
+
 def _last_reads(graph: Graph) -> dict[int | None, int]:
     """For each storage, the last position of the backward that reads it; one past the end for what is returned."""
     last = {graph.tensors[t].storage: at for at, n in enumerate(graph.backward) for t in graph.nodes[n].inputs}
@@ -234,7 +276,7 @@ def _unsettled(graph: Graph, fx_nodes: Sequence[fx.Node]) -> set[int]:
 
 def candidates_of(node: fx.Node) -> list[tuple[int, fx.Node]]:
     """List the arguments that an operation may compute into as far as these look, with their positions."""
-    if node.target not in _INTO and node.target not in _INTO_FIRST:
+    if not any(node.target in known for known in (_INTO, _INTO_FIRST, _BY_ROWS)):
         return []
     values = [a.meta.get("val") for a in node.all_input_nodes]
     is_usual = all(v.layout is torch.strided if isinstance(v, torch.Tensor) else v is not None for v in values)
@@ -286,7 +328,7 @@ def overwriting(target: Any, position: int) -> Callable[..., torch.Tensor]:
     With other strides the result might get other ones too, or the argument might not have memory of its own for each
     element.
     """
-    into, name = _INTO.get(target) or _INTO_FIRST[target]
+    into, name = _INTO.get(target) or _INTO_FIRST.get(target) or _BY_ROWS[target]
     if isinstance(into, torch_private.OpOverload):
         into = schema_call(into)
 

@@ -162,6 +162,33 @@ def merge(calls: Sequence[Call], backward_order: Sequence[int], stale_bytes: int
     return builder.finish(tuple(backward_order), spans)
 
 
+def _taken_bytes(graph: Graph) -> dict[int, int]:
+    """Give, by node, the bytes of a result that takes the memory of a value which dies there, whatever the schedule.
+
+    Such a node needs that much less than its workspace: both the value and the result are counted while it runs.
+    """
+    found = {}
+    for position, index in enumerate(graph.backward):
+        taken = graph.nodes[index].takes
+        storage = None if taken is None else graph.tensors[taken].storage
+        if storage is not None and not _is_read_after(graph, storage, position):
+            found[index] = min(graph.sizes[storage], *(graph.sizes[s] for s in graph.allocates[index]))
+    return found
+
+
+def _is_read_after(graph: Graph, storage: int, position: int) -> bool:
+    """Whether anything may read a storage of the forward, or compute from it again, after a place in the backward."""
+    from_it = {t for t, tensor in enumerate(graph.tensors) if tensor.storage == storage}
+    stays = {*graph.held, *graph.gradients}
+    if not from_it.isdisjoint(stays):
+        return True
+    for index in graph.forward:
+        if not from_it.isdisjoint(graph.nodes[index].inputs):
+            from_it.update(graph.nodes[index].outputs)
+    later = (t for index in graph.backward[position + 1 :] for t in graph.nodes[index].inputs)
+    return not from_it.isdisjoint((*later, *graph.gradients))
+
+
 class _Merger:
     """Appends the records of each call, its indices shifted behind those before."""
 
@@ -205,6 +232,7 @@ class _Merger:
                     inputs=tuple(t + tensors for t in node.inputs),
                     outputs=tuple(t + tensors for t in node.outputs),
                     replays=None if node.replays is None else node.replays + nodes,
+                    takes=None if node.takes is None else node.takes + tensors,
                 )
             )
             self.owners.append((index, position))
@@ -284,7 +312,9 @@ class _Merger:
             gradients=tuple(dict.fromkeys(gradients)),
             held=tuple(dict.fromkeys(self.held)),
         )
-        profile = Profile(tuple(self.times), tuple(self.workspaces), self.calls[0].profile.device)
+        saved_bytes = _taken_bytes(graph)
+        workspaces = (size - saved_bytes.get(i, 0) for i, size in enumerate(self.workspaces))
+        profile = Profile(tuple(self.times), tuple(workspaces), self.calls[0].profile.device)
         return Step(graph, profile, tuple(self.owners), tuple(spans[i] for i in range(len(self.calls))))
 
     def _append_beginning(self, turn: int) -> None:

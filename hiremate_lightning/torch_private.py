@@ -253,11 +253,16 @@ def storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds another one, of which it is a view."""
+    return bool(tensor._is_view())
+
+
 def is_alone_on_storage(tensor: torch.Tensor) -> bool:
     """Whether no other tensor lies on a tensor's storage, but for the one that it is a view of."""
     storage = tensor.untyped_storage()
     count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count == 2 + tensor._is_view()  # its own, this Python object's, and that of the tensor it is a view of
+    return count == 2 + is_view(tensor)  # its own, this Python object's, and that of the tensor it is a view of
 
 
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

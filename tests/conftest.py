@@ -49,7 +49,7 @@ def _no_meter_left() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _finish_small_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the small values of tests be finished in place, as large ones are."""
-    monkeypatch.setattr(finishing, "LEAST_BYTES", 1)
+    monkeypatch.setattr(finishing, "LEAST_BYTES", 64)
 
 
 @pytest.fixture(autouse=True)

@@ -141,7 +141,7 @@ MAY_USE_PRIVATE_TORCH = (
     "inductor",
 )
 # Private state of modules and tensors, where no name in the source says that it is torch's.
-PRIVATE_ATTRIBUTES = ("_call_impl", "_cdata", "_compiled_call_impl", "_version")
+PRIVATE_ATTRIBUTES = ("_call_impl", "_cdata", "_compiled_call_impl", "_is_view", "_version")
 
 
 @dataclass(frozen=True)
