@@ -94,6 +94,7 @@ class StepRecord:
         resident_bytes: Bytes that existed when it began.
         runs: Its runs, in the order of their forwards.
         backwards: Indices of the runs, in the order of their backwards.
+        parameters: Which parameters they were given, by identity.
         timed: Times of its operations, None where they were not taken.
     """
 
@@ -102,6 +103,7 @@ class StepRecord:
         self.resident_bytes = resident_bytes
         self.runs: list[Run] = []
         self.backwards: list[int] = []
+        self.parameters = set[int]()
         self.timed: TimedRun | None = None
         self._alive_at: dict[str, list[tuple[int, ...]]] = {}  # by mark, which outputs of each run still lived
         self._meter: MemoryMeter | None = None
@@ -131,6 +133,7 @@ class StepRecord:
                 source = made.get(torch_private.storage_id(value))
                 if source is not None:
                     run.links[tensor] = source
+        self.parameters.update(id(value) for value in arguments if isinstance(value, torch.nn.Parameter))
         run.passed_on = _passed_on(part, arguments)
         self._note_alive(f"F{run.index}")
         self.runs.append(run)

@@ -115,6 +115,11 @@ class Session:
         """Number of graphs captured so far."""
         return self.parts.count
 
+    @property
+    def parameters_of_step(self) -> frozenset[int] | None:
+        """Identities of the parameters that captured graphs have got in the step under way; None where not recorded."""
+        return None if self._record is None else frozenset(self._record.parameters)
+
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count an optimizer's state as resident."""
         self._memory.watch(optimizer)

@@ -14,7 +14,7 @@ import functools
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -122,6 +122,7 @@ class Targets:
         root: The model.
         session: Plans what is called.
         adopted: Modules whose calls are planned, by path, in the order in which they were first called.
+        is_inside: Whether one of their calls is under way.
     """
 
     def __init__(self, root: nn.Module, session: Session, target: Target = None) -> None:
@@ -136,7 +137,8 @@ class Targets:
         self._captured: set[str] = set()  # modules of which something was captured
         self._passed_by: set[str] = set()  # modules of which nothing was
         self._uncaptured = 0  # calls in a row of which nothing was captured, though something was before
-        self._inside = False
+        self.is_inside = False
+        self._given_up = 0  # number of functions that Dynamo gave up, when it was last looked for their modules
         self._warned = False
         self._hook: Any = None
 
@@ -171,9 +173,11 @@ class Targets:
         return any(name == outer or name.startswith(f"{outer}." if outer else "") for outer in self.adopted)
 
     def call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a candidate: planned where it is outermost and trains, else plainly."""
-        if self._inside or not self._trains(name, module, (args, kwargs)):
+        """Call a candidate: planned where it trains and is outermost, or is called by what can't be captured."""
+        if not self._trains(name, module, (args, kwargs)):
             return torch_private.plain_call(module, *args, **kwargs)
+        if self.is_inside:
+            return self._call_inside(name, module, args, kwargs)
         if name not in self.adopted:
             self._adopt(name, module)
         before = self.session.runs
@@ -186,6 +190,7 @@ class Targets:
         if self.session.runs != before:
             self._captured.add(name)
             self._uncaptured = 0
+            self._plan_what_given_up_code_calls(module)
         elif name in self._captured:
             self._uncaptured += 1
             if self._uncaptured.bit_count() == 1:  # after 1, 2, 4, 8 such calls: what is in the way may be gone
@@ -194,6 +199,36 @@ class Targets:
         elif not self._plan_parts_of(name, module, result):
             check_captured(self.session, name or type(module).__name__, result)
         return result
+
+    def _call_inside(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a candidate inside of a planned call, where that is not captured: it becomes a graph of its own."""
+        before = self.session.runs
+        with self._in_place(module):
+            result = torch_private.plain_call(module, *args, **kwargs)
+        if self.session.runs == before and _requires_gradient(result):
+            torch_private.set_call(module, None)
+            self.session.say(f"{name} could not be captured and runs without a plan, beside what is planned.")
+        return result
+
+    def _plan_what_given_up_code_calls(self, module: nn.Module) -> None:
+        """Let what runs uncaptured below modules whose forward Dynamo gave up be graphs of their own, from now on.
+
+        Dynamo looks at what such a forward calls, but not at modules of torch itself.
+        """
+        given_up, read = torch_private.given_up_count(), self.session.parameters_of_step
+        if given_up == self._given_up or read is None:
+            return
+        self._given_up = given_up
+        paths = {m: path for path, m in self.root.named_modules()}
+        for outer in [m for m in module.modules() if torch_private.gave_up(m)]:
+            missed = [m for m in outer.modules() if m is not outer and _has_weights(m, besides=read)]
+            for inner in missed:
+                if torch_private.get_call(inner) is None:
+                    torch_private.set_call(inner, _Slot(self, paths[inner], inner))
+            if missed:
+                self.session.abandon_step()
+                where = paths[outer] or type(outer).__name__
+                self.session.say(f"{where} was not captured as a whole; from the next step on its parts are planned.")
 
     def _plan_parts_of(self, name: str, module: nn.Module, result: Any) -> bool:
         """Plan the parts of a module of which nothing was captured, from the next step on.
@@ -258,14 +293,14 @@ class Targets:
     @contextmanager
     def _in_place(self, module: nn.Module) -> Iterator[None]:
         """Let the compiled forward stand in for the module's forward during one call; where it calls itself, too."""
-        found, slot = module.__dict__.get("forward"), torch_private.get_call(module)
-        self._inside = True
+        found, slot, was_inside = module.__dict__.get("forward"), torch_private.get_call(module), self.is_inside
+        self.is_inside = True
         torch_private.set_call(module, None)
         module.__dict__["forward"] = self._compiled_forward(module, found)
         try:
             yield
         finally:
-            self._inside = False
+            self.is_inside = was_inside
             if self in _attached:
                 torch_private.set_call(module, slot)
             if found is None:
@@ -406,8 +441,8 @@ def _requires_gradient(result: Any) -> bool:
     return any(isinstance(t, torch.Tensor) and t.requires_grad for t in torch_private.leaves(result))
 
 
-def _has_weights(module: nn.Module) -> bool:
-    return any(p.requires_grad for p in module.parameters())
+def _has_weights(module: nn.Module, besides: Collection[int] = ()) -> bool:
+    return any(p.requires_grad and id(p) not in besides for p in module.parameters())
 
 
 class _Slot:
@@ -420,7 +455,9 @@ class _Slot:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            _refuse_outer_compile()
+            if not self.targets.is_inside:
+                _refuse_outer_compile()
+            return torch_private.plain_call(self._module, *args, **kwargs)
         return self.targets.call(self._name, self._module, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

@@ -30,6 +30,7 @@ from torch._dynamo.eval_frame import reset_code, set_code_exec_strategy
 from torch._dynamo.exc import TorchDynamoException as CompileError
 from torch._dynamo.exc import TorchRuntimeError
 from torch._dynamo.pgo import CodeId, get_code_state
+from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import TensorStaticReason
 from torch._dynamo.utils import tensor_always_has_static_shape as _has_static_shape
@@ -376,9 +377,32 @@ def _capture_with(has_static_shape: Callable[..., Any], *arguments: Any, **optio
         return _capture(*arguments, **options)
 
 
-def _capture_with_numbers(*arguments: Any, **options: Any) -> Any:
+def _capture_with_numbers(code: types.CodeType, *arguments: Any, **options: Any) -> Any:
     """Capture code with numbers for all sizes."""
-    return _capture_with(_always_static, *arguments, **options)
+    try:
+        return _capture_with(_always_static, code, *arguments, **options)
+    except Exception:  # Dynamo runs it as it is, or fails
+        rest_of = ContinueExecutionCache.generated_code_metadata.get(code)
+        _given_up.add(code if rest_of is None else rest_of.code)
+        raise
+
+
+def given_up_count() -> int:
+    """Count the functions that Dynamo gave up so far."""
+    return len(_given_up)
+
+
+def gave_up(module: torch.nn.Module) -> bool:
+    """Whether Dynamo gave up a module's forward, or what follows a break in it.
+
+    Of what such code calls, Dynamo captures only what is not of torch itself (`nn.Linear`, `nn.Sequential`).
+    """
+    function: Any = module.forward
+    while function is not None:
+        if getattr(function, "__code__", None) in _given_up:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
 
 
 def _capture_with_symbols(code: types.CodeType, *arguments: Any, **options: Any) -> Any:
@@ -413,6 +437,7 @@ _WHILE_CAPTURING = (
 )
 _GUARDS_LOG = logging.getLogger("torch._guards")
 _without_symbols: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that Dynamo failed on with symbols
+_given_up: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that it failed on altogether
 
 # Kept, since making one takes longer than using it; not shared, since several calls may be under way.
 _unused_settings: list[Any] = []

@@ -334,6 +334,55 @@ def test_a_part_of_which_nothing_is_captured_runs_beside_the_plan_and_is_announc
     assert get_plan(model) is not None
 
 
+class Stem(nn.Linear):
+    """A module whose forward is not of torch: Dynamo captures it wherever it is called."""
+
+    def forward(self, x):
+        return super().forward(x).tanh()
+
+
+class Within(nn.Module):
+    """A forward of which all is captured but for the modules of torch that a part of it calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.inner, self.last = Stem(32, 32), BreaksInALoop(), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.last(self.inner(self.stem(x)))
+
+
+class Beside(BreaksInALoop):
+    """A forward that Dynamo gives up, and of whose parts it captures one all the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.middle = Stem(32, 32)
+
+
+@pytest.mark.parametrize(("make", "name"), [(Within, "inner"), (Beside, "Beside")])
+def test_modules_of_torch_that_are_called_by_what_can_not_be_captured_are_planned(make, name):
+    plain, model = make(), make()
+    model.load_state_dict(plain.state_dict())
+    hiremate(model, "90%", verbose=False, on_infeasible="warn")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", HiRemateWarning)
+        for rows in (16, 16, 16, 24, 24, 24):
+            for each in (plain, model):
+                each.zero_grad()
+                each(torch.ones(rows, 32)).sum().backward()
+            assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+
+    plan = get_plan(model)
+    layers = sum(isinstance(module, nn.Linear) for module in model.modules())
+    assert sum(node.op == "aten.addmm.default" for node in plan.graph.nodes) == layers
+    said = [str(w.message) for w in caught if "captur" in str(w.message)]
+    assert said == [f"{name} was not captured as a whole; from the next step on its parts are planned."]
+    remove_hiremate(model)
+    assert all(torch_private.get_call(module) is None for module in model.modules())
+
+
 def test_hooks_run_once_and_patched_forwards_are_honoured():
     model = Net()
     seen = []
