@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hiremate_lightning.costs import Profile
 from hiremate_lightning.errors import ConfigurationError
-from hiremate_lightning.graph import Graph
+from hiremate_lightning.graph import Graph, StorageKind
 from hiremate_lightning.schedule import keep_all
 from hiremate_lightning.solvers import (
     UNLIMITED,
@@ -41,7 +41,7 @@ from hiremate_lightning.solvers.model import Model, Policy
 from hiremate_lightning.solvers.phases import Checks, PhasedProgram
 
 from .helpers import lazy_frontier, problem_of, random_graph, random_policy
-from .tiny import KB, chain, transformer
+from .tiny import KB, Builder, chain, transformer
 
 LAZY = ("least_memory", "none", "turn_point")  # strategies that recompute each value just before a use
 SEEDS = range(24)  # graphs small enough for the exhaustive search
@@ -99,6 +99,21 @@ def test_the_fast_replay_agrees_with_the_simulator_to_the_byte(seed: int, length
         simulated = replay(problem, decisions(model, fast.rows))
         assert fast.peak_bytes == simulated.peak_bytes
         assert fast.recompute_ms == pytest.approx(simulated.recompute_ms, abs=TOLERANCE_MS)
+
+
+def test_a_state_is_needed_as_long_as_what_is_drawn_from_it_again():
+    b = Builder()
+    x = b.input("x", 32, StorageKind.INPUT)
+    output = b.op("drop", (x,), 40, 10, 4, random=True)
+    mask, state = output + 1, output + 2
+    y = b.op("y", (output,), 40)
+    gradient = b.op("gy", (b.tangent("dy", 16), mask), 40, backward=True)
+    gradient = b.op("gx", (gradient, output), 40, backward=True)
+    b.replay(0, (state,), mask)
+    b.replay(0, (x, mask), output)
+    model = Model(problem_of(b.graph(outputs=(y,), gradients=(gradient,)), 0))
+    storages = [model.storage_of[t] for t in (output, mask, state)]
+    assert [model.last_need(storage) for storage in storages] == [1, 1, 1]
 
 
 def test_keeping_everything_is_plain_training():

@@ -235,9 +235,10 @@ class Model:
         """Give the last backward position that may need a choice: for its node, or to recompute what that reads."""
         if not hasattr(self, "_last_need"):
             self._last_need = {s: max(self.uses.get(s, (-1,))) for s in self.choices}
-            for other in reversed(self.choices):
-                for source in self.needs[self.producer[other]] if other in self.producer else ():
-                    self._last_need[source] = max(self._last_need[source], self._last_need[other])
+            for node in reversed(self.order):  # a dropout's output is brought back from its mask, of the same node
+                last = max(self._last_need[s] for s in self.makes[node])
+                for source in self.needs[node]:
+                    self._last_need[source] = max(self._last_need[source], last)
         return self._last_need[storage]
 
     def last_forward_use(self, storage: int) -> int:
