@@ -20,9 +20,13 @@ Leaves = Mapping[int, torch.Tensor]  # by position among the inputs of a capture
 
 
 def find_leaves(captured: Captured, arguments: Sequence[Any]) -> dict[int, torch.Tensor]:
-    """List the inputs whose gradients stay with them: those that no other code has computed."""
+    """List the inputs whose gradients stay with them: those that no other code has computed.
+
+    The tokens that order effects (checks of linear algebra) are traced as tensors, and come as None.
+    """
     pairs = zip(arguments, captured.backward_outputs, strict=False)
-    return {i: value for i, (value, gradient) in enumerate(pairs) if gradient is not None and value.is_leaf}
+    found = {i: v for i, (v, gradient) in enumerate(pairs) if gradient is not None and isinstance(v, torch.Tensor)}
+    return {position: value for position, value in found.items() if value.is_leaf}
 
 
 def existing(leaves: Leaves) -> dict[int, torch.Tensor]:

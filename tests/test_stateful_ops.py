@@ -289,6 +289,23 @@ def test_transposed_outputs_are_exact_whatever_the_loss(loss_of):
     train_both(make, simple_loop(tokens, loss_of=loss_of))
 
 
+def skew(x):
+    weights = x.flatten(0, -2)[:8, :8]
+    return weights - weights.mT
+
+
+ALGEBRA = {
+    "solve": lambda x: torch.linalg.solve(torch.eye(8) + skew(x), torch.eye(8) - skew(x)),
+    "inverse": lambda x: torch.linalg.inv(torch.eye(8) + skew(x)),
+    "Cholesky": lambda x: torch.linalg.cholesky(torch.eye(8) + skew(x) @ skew(x).mT),
+}
+
+
+@pytest.mark.parametrize("function", ALGEBRA.values(), ids=ALGEBRA)
+def test_linear_algebra_that_checks_what_it_gets_is_exact(function):
+    train_both(lambda: Between(lambda self, x: x * function(x).sum()), simple_loop(rows))
+
+
 # ---------------------------------------------------------------- backwards of their own
 
 
