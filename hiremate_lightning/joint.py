@@ -192,6 +192,12 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     return written
 
 
+def returns_nothing(node: fx.Node) -> bool:
+    """Whether an operator is called for its effect alone: it checks values, say."""
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and not schema.returns
+
+
 def forward_nodes(joint: fx.GraphModule, outputs: Sequence[Any]) -> set[fx.Node]:
     """Find what must run in the forward: what its outputs need, and what has effects that plain training has there."""
     tangent_dependent: set[fx.Node] = set()
@@ -201,7 +207,7 @@ def forward_nodes(joint: fx.GraphModule, outputs: Sequence[Any]) -> set[fx.Node]
     found: set[fx.Node] = set()
     stack = [n for n in outputs if isinstance(n, fx.Node)]
     for node in computations(joint):
-        has_effect = bool(mutated_arguments(node)) or is_random(node, None)
+        has_effect = bool(mutated_arguments(node)) or is_random(node, None) or returns_nothing(node)
         if has_effect and node not in tangent_dependent and not torch_private.is_tagged_backward(node):
             stack.append(node)
     while stack:

@@ -306,6 +306,19 @@ def test_linear_algebra_that_checks_what_it_gets_is_exact(function):
     train_both(lambda: Between(lambda self, x: x * function(x).sum()), simple_loop(rows))
 
 
+def test_a_check_of_values_fails_in_the_forward():
+    def checked(self, x):
+        torch._assert_async((x < 100).all(), "too large")
+        return x
+
+    torch.manual_seed(1)
+    module = hiremate(Between(checked), "80%", verbose=False, on_infeasible="warn")
+    for index in range(3):
+        module(rows(index)).sum().backward()
+    with pytest.raises(RuntimeError, match="too large"):
+        module(rows(0) * 1e6)
+
+
 # ---------------------------------------------------------------- backwards of their own
 
 
