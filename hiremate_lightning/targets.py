@@ -247,11 +247,12 @@ class Targets:
             self.session.say(
                 f"Nothing of {where} was captured as a whole; from the next step on its parts are planned."
             )
-        elif self._passed_by:
+        elif self._passed_by or self._has_others_than(module):
             self.session.say(f"{where} could not be captured and runs without a plan, beside what is planned.")
         else:
             return False
-        _announced.add(self.session)
+        if parts or self.session.captured_count:
+            _announced.add(self.session)
         self._passed_by.add(name)
         self.adopted.pop(name, None)
         torch_private.set_call(module, None)
@@ -259,6 +260,11 @@ class Targets:
             if torch_private.get_call(part) is None:
                 torch_private.set_call(part, _Slot(self, path, part))
         return True
+
+    def _has_others_than(self, module: nn.Module) -> bool:
+        """Whether there are candidates that may still be called and planned, where one was called first."""
+        others = [m for m in self._candidates().values() if m not in (module, self.root)]
+        return any(_has_weights(m) and m not in module.modules() for m in others)
 
     def _trains(self, name: str, module: nn.Module, arguments: Any) -> bool:
         if not torch.is_grad_enabled():

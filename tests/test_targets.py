@@ -334,6 +334,24 @@ def test_a_part_of_which_nothing_is_captured_runs_beside_the_plan_and_is_announc
     assert get_plan(model) is not None
 
 
+@pytest.mark.parametrize("target", [None, ["first", "last"]])
+def test_a_part_that_is_called_first_and_not_captured_runs_beside_the_plan(target):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.LSTM(32, 32), nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4))
+
+    model = Recurrent()
+    hiremate(model, "95%", verbose=False, on_infeasible="warn", target=target)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", HiRemateWarning)
+        for _ in range(3):
+            model.last(model.first(batch())[0]).sum().backward()
+    said = [str(w.message) for w in caught if "captured" in str(w.message)]
+    assert said == ["first could not be captured and runs without a plan, beside what is planned."]
+    assert get_plan(model) is not None
+
+
 class Stem(nn.Linear):
     """A module whose forward is not of torch: Dynamo captures it wherever it is called."""
 
