@@ -10,14 +10,18 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+from torch.autograd import profiler
 
 _ERROR = 2  # of the levels at which torch's C++ code logs
 _levels: list[int] = []  # those that were set before events were recorded
+_giving_way: dict[int, Callable[[], None]] = {}  # by thread that is recorded
 
 
 def profiler_is_running() -> bool:
@@ -25,8 +29,14 @@ def profiler_is_running() -> bool:
     return bool(torch.autograd._profiler_enabled())
 
 
-def start() -> None:
-    """Begin to record."""
+def start(give_way: Callable[[], None]) -> None:
+    """Begin to record.
+
+    Args:
+        give_way: Called when another profiler begins in this thread meanwhile: has to end the recording, or that fails.
+    """
+    _watch_others()
+    _giving_way[threading.get_ident()] = give_way
     level = _log_level()
     if level is not None:  # else it warns of every thousandth tensor that is freed now and was allocated before
         _levels.append(level.value)
@@ -42,6 +52,7 @@ def stop() -> list[tuple[str, int]]:
         In order of time, ("", bytes) for each allocation (above 0) and release (below 0), and (name, 0) for each
         `record_function`.
     """
+    _giving_way.pop(threading.get_ident(), None)
     threads: list[list[Any]] = torch.autograd._disable_profiler_legacy()
     level = _log_level()
     if level is not None and _levels:
@@ -58,6 +69,21 @@ def stop() -> list[tuple[str, int]]:
     first = events[0][0]
     timed = [(first.cpu_elapsed_us(event), name, size) for event, name, size in events]
     return [(name, size) for _, name, size in sorted(timed, key=lambda e: e[0])]
+
+
+@functools.cache
+def _watch_others() -> None:
+    """Let whoever records a thread know before one of torch's newer profilers begins there: there can be one."""
+    enable = profiler._enable_profiler
+
+    @functools.wraps(enable)
+    def enable_alone(*arguments: Any, **options: Any) -> None:
+        give_way = _giving_way.get(threading.get_ident())
+        if give_way is not None:
+            give_way()
+        enable(*arguments, **options)
+
+    profiler._enable_profiler = enable_alone
 
 
 @functools.cache

@@ -43,11 +43,11 @@ class MemoryMeter:
     """Measures from `start` to `stop`.
 
     To start a meter while another runs pauses that one until the inner meter stops: what happens in between does not
-    count there.
+    count there. On a CPU all of a thread end where another profiler begins.
 
     Attributes:
         intervals: One for each mark, complete when the measurement has ended.
-        was_interrupted: Whether another meter ran meanwhile.
+        was_interrupted: Whether another meter ran meanwhile, or it gave way to a profiler.
         lost_marks: Whether a mark came while the meter was paused: then its intervals don't say what they seem to.
     """
 
@@ -59,7 +59,7 @@ class MemoryMeter:
         self.was_interrupted = False
         self.lost_marks = False
         self._means: _HostEvents | _DeviceStatistics = (
-            _DeviceStatistics(device) if device.type == "cuda" else _HostEvents()
+            _DeviceStatistics(device) if device.type == "cuda" else _HostEvents(MemoryMeter._give_way)
         )
 
     @staticmethod
@@ -76,6 +76,19 @@ class MemoryMeter:
         """Give the meter of a thread that counts now."""
         meters = (reference() for reference in reversed(MemoryMeter._running))
         return next((meter for meter in meters if meter is not None and meter._thread == thread), None)
+
+    @staticmethod
+    def _give_way() -> None:
+        """End all meters of the current thread."""
+        thread = threading.get_ident()
+        current = MemoryMeter._current(thread)
+        if current is not None:
+            current._pause()
+        for reference in list(MemoryMeter._running):
+            meter = reference()
+            if meter is not None and meter._thread == thread:
+                meter.was_interrupted = meter.lost_marks = True
+                MemoryMeter._running.remove(reference)
 
     def __enter__(self) -> MemoryMeter:
         self.start()
@@ -142,12 +155,13 @@ class _HostEvents:
     _MARK = "hiremate_mark:"
     _RELEASE = "hiremate_release:"
 
-    def __init__(self) -> None:
+    def __init__(self, give_way: Callable[[], None]) -> None:
         self.intervals: list[Interval] = []
         self._live = 0
+        self._give_way = give_way
 
     def resume(self) -> None:
-        host_events.start()
+        host_events.start(self._give_way)
 
     def mark(self, label: str) -> None:
         with record_function(self._MARK + label):

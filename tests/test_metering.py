@@ -139,6 +139,21 @@ def test_a_foreign_profiler_makes_meters_unavailable_until_it_ends():
     assert MemoryMeter.is_available(CPU)
 
 
+def test_meters_give_way_where_another_profiler_begins():
+    outer, inner = MemoryMeter(CPU), MemoryMeter(CPU)
+    outer.start()
+    inner.start()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        torch.ones(4).add(1)
+        for meter in (inner, outer):
+            meter.mark("too late")
+            meter.stop()
+            assert meter.lost_marks
+            assert [interval.label for interval in meter.intervals] == ["start"]
+    assert "aten::add" in {event.name for event in profiler.events()}
+    assert measure_peak(lambda: floats(16 * KB)) == 16 * KB
+
+
 def test_nothing_is_said_of_what_was_allocated_before():
     code = (
         "import torch\n"

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.profilers import PyTorchProfiler
 from torch import Tensor
 
 from .test_callback import CallsItself, assert_left_alone, assert_same_weights, batches, fit, planned, trainer
@@ -51,6 +52,18 @@ def test_gradients_may_be_accumulated_by_a_schedule(target):
 
     expected, expected_logs = fit(CallsItself, schedule(), max_epochs=3)
     found, logs = fit(CallsItself, schedule(), planned(target=target, on_infeasible="warn"), max_epochs=3)
+
+    assert_same_weights(found, expected)
+    assert logs == expected_logs
+
+
+@pytest.mark.filterwarnings("ignore:Another profiler is running", "ignore:Nothing fits", "ignore:The PyTorch Profiler")
+def test_a_profiler_may_begin_in_the_middle_of_a_step(tmp_path):
+    def profiled() -> dict[str, Any]:  # it begins when the first forward has ended
+        return {"profiler": PyTorchProfiler(dirpath=tmp_path, filename="profile", export_to_chrome=False)}
+
+    expected, expected_logs = fit(CallsItself, **profiled())
+    found, logs = fit(CallsItself, planned(on_infeasible="warn"), **profiled())
 
     assert_same_weights(found, expected)
     assert logs == expected_logs
