@@ -1,11 +1,14 @@
-"""Gradients that are overwritten: an elementwise operation of the backward computes into one that dies there.
+"""Values that are overwritten: an operation computes into what dies there.
 
-Eager PyTorch holds both at that moment, the gradient read and the gradient made. Here the second takes the memory of
-the first, where nothing can tell: only memory that the backward itself has allocated, that no later operation reads
-through any tensor on it, and that no code but PyTorch's own has seen. The kernel is that of eager, told where to write.
+Eager PyTorch holds both at that moment, what is read and what is made. Here the second takes the memory of the first,
+where nothing can tell. `overwrite` finds gradients that operations of the backward may overwrite: only memory that the
+backward itself has allocated, that no later operation reads through any tensor on it, and that no code but PyTorch's
+own has seen. `find_takes` finds values of the forward whose memory a gradient may take, such as logits that of their
+loss. What of the forward computes into what is told by `finishing`. The kernel is that of eager, told where to write.
 
 The trace says which tensors share memory, and with which strides they come. What runs may differ, where gradients
-arrive with other strides. So each overwriting operation looks before it writes, and else allocates.
+arrive with other strides, and others may hold what the forward returned. So each overwriting operation looks before it
+writes, and else allocates.
 """
 
 from __future__ import annotations

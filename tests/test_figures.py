@@ -207,3 +207,15 @@ def test_what_was_not_measured_is_not_marked():
     plan = blocks_plan(4).with_measured(peak_bytes=3 * MIB)
     names = [trace["name"] for trace in frontier_figure(plan, curve_of(plan))["data"]]
     assert "this plan, measured" not in names
+
+
+def test_a_gradient_in_the_memory_of_a_value_is_drawn_once():
+    plan = mixed_plan(2)
+    run = planned_run(plan)
+    node = next(m.node for m in run.simulation.timeline if m.node in plan.graph.backward)
+    workspaces = [-1000 if i == node else 0 for i in range(len(plan.graph.nodes))]
+    taking = replace(plan, profile=replace(plan.profile, workspace_bytes=tuple(workspaces)))
+    run = planned_run(taking)
+    assert Band.WORKSPACE not in run.bands
+    drawn = [sum(sizes[i] for sizes in run.bands.values()) for i in range(len(run.simulation.timeline))]
+    assert drawn == [moment.peak_bytes for moment in run.simulation.timeline]

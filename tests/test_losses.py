@@ -146,7 +146,7 @@ def entropy(y: Tensor, x: Tensor) -> Tensor:
 
 def with_penalty(y: Tensor, x: Tensor) -> Tensor:
     y = y.float().flatten(0, 1)
-    return F.cross_entropy(y, x.flatten()) + 1e-3 * y.logsumexp(1).square().mean()
+    return F.cross_entropy(y, x.flatten()) + y.logsumexp(1).square().mean()
 
 
 def weighted(y: Tensor, x: Tensor) -> Tensor:
@@ -216,7 +216,6 @@ PEAKS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and the bytes of lo
     "half": (lambda: Words(entropy, classes=MANY), 2),
     "single precision": (lambda: Words(entropy, torch.float32, MANY), 4),
     "weighted": (lambda: Words(weighted, classes=MANY), 2 + 4),  # while the loss is computed
-    "another term": (lambda: Words(with_penalty, torch.float32, MANY), 3 * 4),
 }
 
 

@@ -192,3 +192,63 @@ def test_what_outside_code_needs_after_the_last_backward_can_be_the_peak():
     graph, profile = chain(3, 100)
     step = merge([Call(graph, profile, after_backward=Gap(0, 10**9))], [0])
     assert peak_of(step) >= 10**9
+
+
+# ---------------------------------------------------------------- memory that a gradient takes from a value
+
+
+def loss_at_the_end(read_later: bool = False, branches: bool = False, size: int = 100):
+    """Logits of a layer, their loss, and a gradient of it that takes their memory.
+
+    Another branch may be computed from the logits, which its backward, after that of the loss, reads; or that backward
+    reads the logits themselves.
+    """
+    b = Builder()
+    weight, x = b.input("w", 10), b.input("x", size, StorageKind.INPUT)
+    logits = b.op("logits", (x, weight), size)
+    aside = b.op("aside", (logits,), size) if branches else logits
+    loss = b.op("loss", (logits,), 1, workspace=10)
+    one = b.tangent("one", 1)
+    of_logits = b.op("of_logits", (one, logits), size, workspace=20, backward=True)
+    reads = (of_logits, weight, *((aside,) if branches or read_later else ()))
+    gradient = b.op("of_x", reads, size, backward=True)
+    graph, profile = b.graph(outputs=(loss, logits), gradients=(gradient,))
+    return graph.taking({graph.backward[0]: logits}), profile, logits
+
+
+def workspace_of_the_gradient(graph, profile, **call) -> int:
+    step = merge([Call(graph, profile, **call)], [0])
+    (taking,) = (i for i, node in enumerate(step.graph.nodes) if node.takes is not None)
+    return step.profile.workspace_bytes[taking]
+
+
+def test_a_gradient_takes_the_memory_of_a_value_that_dies():
+    graph, profile, _ = loss_at_the_end()
+    assert workspace_of_the_gradient(graph, profile) == 20 - 100
+    assert peak_of(merge([Call(graph, profile)], [0])) == 100 + 100  # the gradients of logits and input
+    beside = graph.taking({graph.backward[0]: None})
+    assert peak_of(merge([Call(beside, profile)], [0])) == 100 + 100 + 1 + 20  # logits, gradient, its own, workspace
+
+
+def test_a_value_that_is_held_keeps_its_memory():
+    graph, profile, logits = loss_at_the_end()
+    assert workspace_of_the_gradient(graph, profile, alive=(logits,)) == 20
+
+
+@pytest.mark.parametrize("others", [{"read_later": True}, {"branches": True}], ids=["read", "computed from again"])
+def test_a_value_that_is_needed_later_keeps_its_memory(others):
+    graph, profile, _ = loss_at_the_end(**others)
+    assert workspace_of_the_gradient(graph, profile) == 20
+
+
+def test_another_call_that_reads_a_value_in_its_backward_keeps_its_memory():
+    graph, profile, logits = loss_at_the_end()
+    second = linked_chain(2)
+    calls = [
+        Call(graph, profile),
+        Call(*second, links={second[0].inputs[0]: (0, logits)}, passed_on=(second[0].gradients[0],)),
+    ]
+    for order, kept in (([1, 0], 20 - 100), ([0, 1], 20)):
+        step = merge(calls, order)
+        (taking,) = (i for i, node in enumerate(step.graph.nodes) if node.takes is not None)
+        assert step.profile.workspace_bytes[taking] == kept, order

@@ -51,7 +51,7 @@ def pooled(module: Any, x: Tensor) -> Tensor:
 
 UNDONE: dict[str, tuple[Callable[..., Tensor], str]] = {
     "t": (lambda m, x: m.second(m.first(x).tanh()).t().t(), ""),
-    "transpose": (lambda m, x: m.first(x).view(4, 8, WIDTH).transpose(1, -1).tanh().transpose(2, 1).sin(), "transpose"),
+    "transpose": (lambda m, x: m.first(x).view(4, 8, WIDTH).transpose(1, -1).cos().transpose(2, 1).sin(), "transpose"),
     "permute": (lambda m, x: m.first(x).view(4, 8, WIDTH).permute(2, 0, 1).permute(1, 2, 0).tanh(), "permute"),
     "squeeze": (lambda m, x: m.first(x).unsqueeze(1).squeeze(1).tanh(), "squeeze"),
     "slice": (lambda m, x: m.first(x)[:, :].tanh(), "slice"),
