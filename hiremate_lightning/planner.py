@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .costs import Profile
+from .graph import OUTSIDE, Graph
 from .out_of_memory import InfeasibleBudgetError
 from .plan import Plan, PlanningTime
 from .plan_files import PlanFiles
@@ -281,6 +282,16 @@ def _fastest_within_its_peak(
     return smallest, problem.profile
 
 
+def _place_of(simulation: Simulation, graph: Graph) -> str:
+    """Tell in words where a peak is: what runs, or what holds the most."""
+    node = graph.nodes[simulation.peak_moment.node]
+    outside = {n for n, other in enumerate(graph.nodes) if other.op == OUTSIDE}
+    held = {graph.tensors[t].storage for t in graph.held if graph.tensors[t].producer in outside}
+    if node.op == OUTSIDE or 2 * sum(graph.sizes[s] for s in held if s is not None) > simulation.peak_bytes:
+        return "the code outside the planned modules"
+    return f"{node.op} in {f'module {node.module!r}' if node.module else 'the code of the planned module itself'}"
+
+
 def infeasible(
     problem: Problem, smallest: Solution, budget: Budget, budget_bytes: int, resident_bytes: int, target: str
 ) -> InfeasibleBudgetError:
@@ -288,7 +299,7 @@ def infeasible(
     simulation = replay(problem, smallest.recompute)
     needed = resident_bytes + simulation.peak_bytes
     node = problem.graph.nodes[simulation.peak_moment.node]
-    where = f"module {node.module!r}" if node.module else "the code outside the planned modules"
+    place = _place_of(simulation, problem.graph)
     share = ""
     if budget.share is not None:
         unplanned_bytes = replay(problem, keep_all(problem.graph)).peak_bytes
@@ -297,7 +308,7 @@ def infeasible(
         f"The budget {budget} ({budget_bytes:,} bytes) is too small for {target or 'this model'}. "
         f"The smallest budget found is {format_bytes(needed)} ({needed:,} bytes{share}), "
         f"of which {format_bytes(resident_bytes)} are resident (parameters, gradients, optimizer state, batch). "
-        f"Such a plan takes at most {simulation.overhead:.0%} more time. The peak is at {node.op} in {where}. "
+        f"Such a plan takes at most {simulation.overhead:.0%} more time. The peak is at {place}. "
         "Raise the budget, make the batch smaller, or pass on_infeasible='warn' to train with the least memory. "
         "(CUDA out of memory. is what this would have become.)",
         budget_bytes=budget_bytes,

@@ -7,6 +7,7 @@ package; the second half shows, on sources made up for it, that each of them can
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -318,6 +319,13 @@ def test_the_package_keeps_its_shape(guard: Callable[[tuple[Source, ...]], list[
     faults = guard(read_package())
 
     assert not faults, "\n" + "\n".join(faults)
+
+
+def test_the_map_for_contributors_names_each_module_once():
+    rows = [row for row in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines() if row.startswith("| ")]
+    named = [name for row in rows for name in re.findall(r"`(\w+)/?`", row.split("|")[2])]
+
+    assert sorted(named) == sorted({s.layer for s in read_package()} - {"__init__", "__main__"})
 
 
 def test_the_package_is_read_with_its_callbacks() -> None:

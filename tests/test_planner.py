@@ -125,6 +125,11 @@ def test_an_infeasible_budget_may_be_due_to_code_outside():
     assert caught.value.module == ""
 
 
+def test_an_infeasible_budget_may_be_due_to_the_planned_module_s_own_code():
+    with pytest.raises(InfeasibleBudgetError, match="in the code of the planned module itself"):
+        plan_of(step_of(*chain(3)), 1)
+
+
 def test_a_share_that_is_too_small_is_named_as_a_share():
     step = step_of(*transformer(2))
     with pytest.raises(InfeasibleBudgetError, match=r"The budget 1% .*% of what the unplanned step adds"):
