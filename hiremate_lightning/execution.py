@@ -282,8 +282,9 @@ def _emit(
         if node.target is torch.ops.aten.view.default and record.phase is Phase.BACKWARD:
             copy.target = torch.ops.aten.reshape.default  # gradients come with other strides than they were traced with
         if node in absence.overwrites:
-            copy.target = overwriting(node.target, absence.overwrites[node])
-            copy.args = (traced_strides(node), *copy.args)
+            dying = absence.overwrites[node]
+            copy.target = overwriting(node.target, dying)
+            copy.args = (traced_strides(node, dying), *copy.args)
         for state in (v for v in outputs if v.target is generator_state):
             with graph.inserting_before(copy):
                 values[state] = graph.node_copy(state)

@@ -53,7 +53,8 @@ class Finish:
             if is_view(step.target):
                 yield step, step.target, step.args
             else:
-                yield step, overwriting(step.target, step.args.index(value)), (traced_strides(step), *step.args)
+                dying = step.args.index(value)
+                yield step, overwriting(step.target, dying), (traced_strides(step, dying), *step.args)
             value = step
 
 

@@ -213,11 +213,13 @@ def find_takes(
     for index in graph.backward:
         for tensor in graph.nodes[index].inputs:
             readers.setdefault(graph.tensors[tensor].storage, set()).add(index)
-    returned = {graph.tensors[t].storage for t in graph.gradients}
+    returned, unsettled = {graph.tensors[t].storage for t in graph.gradients}, _unsettled(graph, fx_nodes)
     found: dict[int, tuple[int, int]] = {}
     for index in graph.backward:
         node, made = fx_nodes[index], graph.allocates[index]
         if node in overwrites or len(made) != 1 or made[0] in returned or may_lie_otherwise(node):
+            continue
+        if node.target in _INTO and not unsettled.isdisjoint(graph.nodes[index].inputs):
             continue
         for position, value in candidates_of(node):
             storage = graph.tensors[tensor_of[value]].storage
@@ -309,10 +311,14 @@ def _look_alike(dying: Any, result: Any) -> bool:
     )
 
 
-def traced_strides(node: fx.Node) -> Strides:
+def traced_strides(node: fx.Node, dying: int) -> Strides:
     """Give the positions of the tensors among an operation's arguments, with the strides that they were traced with.
 
-    Of operations that write into their first argument only that one counts.
+    Of operations that put numbers into one argument, or overwrite it row by row, only that one counts.
+
+    Args:
+        node: What overwrites.
+        dying: The position of what it overwrites.
     """
     values = ((i, a.meta["val"]) for i, a in enumerate(node.args) if isinstance(a, fx.Node))
     found = tuple(
@@ -320,7 +326,7 @@ def traced_strides(node: fx.Node) -> Strides:
         for position, value in values
         if isinstance(value, torch.Tensor)
     )
-    return found[:1] if node.target in _INTO_FIRST else found
+    return found if node.target in _INTO else tuple(pair for pair in found if pair[0] == dying)
 
 
 @functools.cache

@@ -262,6 +262,19 @@ def test_logits_that_are_returned_are_overwritten_where_nobody_holds_them(dtype,
     assert 2 < added < 3 if holds else 1 < added < 2
 
 
+def each(y: Tensor, x: Tensor) -> Tensor:
+    return F.cross_entropy(y.float().flatten(0, 1), x.flatten(), reduction="none")
+
+
+def test_the_gradient_of_one_loss_for_each_row_may_come_expanded():
+    module = hiremate(Words(each, classes=MANY), "100%", verbose=False)
+    for _ in range(5):
+        module(batch(0)).mean().backward()
+    plan = get_plan(module)
+    assert plan.measured.peak_bytes == plan.planned_peak_bytes
+    assert plan.planned_peak_bytes - plan.resident_bytes < 1.7 * 2 * LOGITS
+
+
 def test_logits_are_there_for_another_backward():
     torch.manual_seed(0)
     plain = Words(entropy, torch.float32)
