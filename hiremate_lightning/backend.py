@@ -94,9 +94,8 @@ class _Compilation:
             casts.share(joint, num_fwd_outputs, self._parameters, self._blocks)
         assignments.gather(joint)
         views.leave_out(joint)
-        if self._kernels is None:
-            losses.join(joint)
-        else:
+        losses.join(joint)
+        if self._kernels is not None:
             fuse(joint, num_fwd_outputs, self._kernels)
         joint.recompile()
         self._captured = capture(joint, num_fwd_outputs, self._parameters)

@@ -197,6 +197,14 @@ def test_only_losses_whose_logarithms_nothing_else_reads_are_joined(make, count)
     assert sum(op.startswith("hiremate.cross_entropy") for op in ops) == count
 
 
+def test_a_loss_is_made_by_rows_beside_fused_kernels_too():
+    module = hiremate(Words(entropy), "100%", verbose=False, compile="inductor")
+    module(batch(0))
+    (part,) = targets_of(module).session.parts.all
+    ops = [node.op for node in part.captured.graph.nodes]
+    assert {"hiremate.cross_entropy", "hiremate.cross_entropy_gradient"} <= set(ops)
+
+
 # ---------------------------------------------------------------- training
 
 
