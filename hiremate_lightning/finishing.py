@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from . import torch_private
-from .joint import COPIES_STORAGE, is_part, is_view, operation_of, values_of
+from .joint import COPIES_STORAGE, SHAPES, is_part, is_view, operation_of, values_of
 from .overwriting import candidates_of, overwriting, traced_strides
 
 LEAST_BYTES = 2**17  # below it, to look whether memory may be overwritten takes longer than to allocate
@@ -50,7 +50,7 @@ class Finish:
         """Give for each step what runs it, and its arguments, in which FX nodes stand for values."""
         value = self.value
         for step in self.steps:
-            if is_view(step.target):
+            if _only_looks(step):
                 yield step, step.target, step.args
             else:
                 dying = step.args.index(value)
@@ -103,7 +103,7 @@ class _Search:
             (reader,) = value.users
             if reader not in self.position or is_part(reader):
                 break
-            if is_view(reader.target) and reader.all_input_nodes == [value] and reader not in self.outputs:
+            if _only_looks(reader) and reader.all_input_nodes == [value] and reader not in self.outputs:
                 steps.append(reader)
             elif self._finishes(reader, value, first):
                 steps.append(reader)
@@ -116,7 +116,7 @@ class _Search:
     def _finishes(self, reader: fx.Node, value: fx.Node, first: fx.Node) -> bool:
         if [a for _, a in candidates_of(reader)].count(value) != 1:
             return False
-        if reader in self.outputs and is_view(value.target):
+        if reader in self.outputs and _only_looks(value):
             return False  # the caller would get a view, which may not be changed in place as freely
         others = [a for a in reader.all_input_nodes if a is not value]
         return all(self._is_there(other, first) and other not in self.overwritten for other in others)
@@ -124,6 +124,11 @@ class _Search:
     def _is_there(self, value: fx.Node, first: fx.Node) -> bool:
         maker = operation_of(value)
         return maker.op in ("placeholder", "get_attr") or self.position[maker] < self.position[first]
+
+
+def _only_looks(node: fx.Node) -> bool:
+    """Whether a node shows what it reads, on the same memory."""
+    return is_view(node.target) or node.target in SHAPES
 
 
 def _allocates(node: fx.Node) -> bool:

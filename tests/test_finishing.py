@@ -24,7 +24,7 @@ ROWS, WIDTH = 64, 32
 def finished(captured: Captured) -> list[str]:
     """List what finishes something, in order, without the views between."""
     steps = [step for finish in captured.finishes.values() for step in finish.steps]
-    return [step.target.overloadpacket.__name__ for step in steps if not step.target.is_view]
+    return [step.target.overloadpacket.__name__ for step in steps if "view" not in step.target.name()]
 
 
 CHOICES: dict[str, tuple[Callable[..., Any], list[str]]] = {
@@ -33,6 +33,7 @@ CHOICES: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "in place": (lambda f, x: f[1](f[0](x).mul_(2).relu_()), ["mul", "relu"]),
     "the later of two": (lambda f, x: f[2](f[0](x) + f[1](x)), ["add"]),
     "view": (lambda f, x: f[1](f[0](x).view(2, -1, WIDTH).sigmoid()), ["sigmoid"]),
+    "product of matrices": (lambda f, x: f[1](torch.matmul(x.view(2, -1, WIDTH), f[0].weight).sigmoid()), ["sigmoid"]),
     "rows": (lambda f, x: f[1]((f[0](x) / 8).softmax(-1)), ["div", "softmax"]),
     "rows of a copy": (lambda f, x: f[1](f[0](x).double().view(4, -1).softmax(1).float().view(x.shape)), ["softmax"]),
     "columns": (lambda f, x: f[1](f[0](x).t().softmax(-1).t().contiguous()), []),
