@@ -38,7 +38,8 @@ class Known:
         added: For each call, gradients that are only added to those of parameters, with the parameters' storages.
         resident: What existed when it began, as planned.
         solve: What solves it, and remembers.
-        margin_bytes: By how much an earlier plan was measured above the budget.
+        margin_bytes: By how much an earlier plan was measured above what it predicted.
+        corrections: How often it was planned again for such a margin.
     """
 
     calls: tuple[Call, ...]
@@ -51,6 +52,7 @@ class Known:
     resident: Resident
     solve: Strategy
     margin_bytes: int = 0
+    corrections: int = 0
 
     def merge(self) -> Step:
         """Put it into one graph, as allocated, in which gradients that are added to those that exist die at once."""

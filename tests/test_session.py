@@ -1022,3 +1022,21 @@ def test_what_code_between_graphs_saves_for_its_backward_is_foreseen():
     plan = get_plan(model)
     assert targets_of(model).session.captured_count > 1
     assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.005)
+
+
+def test_a_plan_is_corrected_again_where_the_first_margin_was_too_small():
+    model = planned("90%")
+    for index in range(4):
+        step(model, index)
+    life = targets_of(model).session
+    ((kind, plan),) = life.plans.items()
+    for correction in range(1, session.CORRECTIONS + 1):
+        life._measured(kind, plan.budget_bytes + 1000)  # what runs outside takes more, whatever is planned
+        margin_bytes = plan.budget_bytes + 1000 - plan.planned_peak_bytes
+        assert life._known[kind].margin_bytes == margin_bytes
+        assert life._known[kind].corrections == correction
+        plan = life.plans[kind]
+        assert plan.planned_peak_bytes <= plan.budget_bytes - margin_bytes
+    with pytest.warns(HiRemateWarning, match="after planning with a margin"):
+        life._measured(kind, plan.budget_bytes + 1000)
+    assert life.plans[kind].planned_peak_bytes == plan.planned_peak_bytes
