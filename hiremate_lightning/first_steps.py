@@ -241,8 +241,8 @@ class FirstSteps:
         if program is None:
             with self._stages.stage("solve_s", "solving"):
                 captured, resident_bytes = part.captured, resident().size_bytes
-                graph = in_blocks(_without_doubtful(captured.graph), captured.device)
-                step = merge([Call(graph, profile)], [0])
+                graph, costs = _without_doubtful(captured, profile)
+                step = merge([Call(in_blocks(graph, captured.device), costs)], [0])
                 budget_bytes = 0 if budget_of is None else budget_of(step, resident_bytes)
                 progress = self._stages.reporter.solving(step_time_ms(captured.graph, profile))
                 least = first_solution(step, budget, budget_bytes, resident_bytes, options, name, progress, self._found)
@@ -251,19 +251,14 @@ class FirstSteps:
         return program
 
 
-def _without_doubtful(graph: Graph) -> Graph:
+def _without_doubtful(captured: Captured, profile: Profile) -> tuple[Graph, Profile]:
     """Count no gradients that may never come: where a loss is returned, those of other outputs, logits for example.
 
-    And who holds outputs is not known yet: nothing takes their memory.
+    Nor is it known who holds these outputs; their memory is taken for free where a gradient may have it.
     """
-    outputs = {graph.tensors[t].storage for t in graph.outputs}
-    taken = {i: t for i in graph.backward if (t := graph.nodes[i].takes) is not None}
-    graph = graph.taking({i: None for i, t in taken.items() if graph.tensors[t].storage in outputs})
-    if all(graph.tensors[t].shape for t in graph.tangents):
-        return graph
-    doubtful = {graph.tensors[t].storage for t in graph.tangents if graph.tensors[t].shape}
-    storages = tuple(replace(s, size_bytes=0) if i in doubtful else s for i, s in enumerate(graph.storages))
-    return replace(graph, storages=storages)
+    graph = captured.graph
+    doubtful = frozenset(i for i, t in enumerate(graph.tangents) if graph.tensors[t].shape)
+    return without_missing(captured, doubtful if len(doubtful) < len(graph.tangents) else frozenset(), profile)
 
 
 def _build(captured: Captured, decisions: Decisions) -> Program:

@@ -270,6 +270,20 @@ def test_logits_that_are_returned_are_overwritten_where_nobody_holds_them(dtype,
     assert 2 < added < 3 if holds else 1 < added < 2
 
 
+def test_a_budget_that_fits_where_nobody_holds_the_logits_is_not_refused():
+    def train(budget: str | int) -> Any:
+        torch.manual_seed(0)
+        module = hiremate(Words(lambda y, x: (entropy(y, x), y), torch.float32, MANY), budget, verbose=False)
+        for _ in range(4):
+            module(batch(0))[0].backward()
+        return get_plan(module)
+
+    needed = train("100%").planned_peak_bytes
+    plan = train(needed + 2**16)
+    assert plan.measured.peak_bytes == plan.planned_peak_bytes <= needed + 2**16
+    assert needed - plan.resident_bytes < 2 * 4 * LOGITS
+
+
 def each(y: Tensor, x: Tensor) -> Tensor:
     return F.cross_entropy(y.float().flatten(0, 1), x.flatten(), reduction="none")
 
