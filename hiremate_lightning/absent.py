@@ -138,7 +138,9 @@ def _reading_at_once(graph: Graph, gone: set[int]) -> tuple[Node, ...]:
     """Give the nodes as they are where those that are gone read nothing, and the first of the backward all that."""
     made = {t for index in graph.forward for t in graph.nodes[index].outputs}
     early = [t for index in sorted(gone) for t in graph.nodes[index].inputs if t in made]
-    nodes = [replace(n, inputs=(), takes=None) if index in gone else n for index, n in enumerate(graph.nodes)]
+    nodes = [
+        replace(n, inputs=(), takes=None, plain_bytes=0) if index in gone else n for index, n in enumerate(graph.nodes)
+    ]
     if early:
         first = graph.backward[0]
         nodes[first] = replace(nodes[first], inputs=tuple(dict.fromkeys((*nodes[first].inputs, *early))))

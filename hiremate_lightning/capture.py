@@ -38,6 +38,7 @@ from .joint import (
     sink,
     values_of,
 )
+from .losses import plain_bytes
 from .normalizing import can_normalize
 from .overwriting import find_takes, overwrite
 from .replays import (
@@ -280,6 +281,7 @@ class _Builder:
                 flops=_flops(node),
                 module=_module_path(node),
                 source=_source(node),
+                plain_bytes=plain_bytes(node),
             )
         )
         self.fx_nodes.append(node)

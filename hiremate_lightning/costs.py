@@ -7,7 +7,7 @@ from operation counts, the same on every machine, for tests and for planning wit
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from .graph import Graph, Phase
 
@@ -36,6 +36,12 @@ def profile_from_json(text: str) -> Profile:
     """Read a profile written by `Profile.to_json`."""
     data = json.loads(text)
     return Profile(tuple(data["time_ms"]), tuple(data["workspace_bytes"]), data["device"])
+
+
+def as_plain(graph: Graph, profile: Profile) -> Profile:
+    """Give the costs with the workspaces of plain PyTorch, where these are known to be larger."""
+    pairs = zip(graph.nodes, profile.workspace_bytes, strict=True)
+    return replace(profile, workspace_bytes=tuple(max(size, node.plain_bytes) for node, size in pairs))
 
 
 @dataclass(frozen=True, slots=True)

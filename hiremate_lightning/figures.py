@@ -12,7 +12,7 @@ from html import escape
 from typing import Any
 
 from .breakdown import node_words
-from .costs import step_time_ms
+from .costs import as_plain, step_time_ms
 from .graph import Phase
 from .lifetimes import Band, Lifetime, band_bytes, lifetimes
 from .plan import Plan
@@ -48,12 +48,14 @@ class Run:
         name: "plain" or "planned".
         schedule: What runs.
         simulation: Its timeline.
+        workspace_bytes: By node.
     """
 
     plan: Plan
     name: str
     schedule: Schedule
     simulation: Simulation
+    workspace_bytes: tuple[int, ...]
 
     @cached_property
     def lives(self) -> tuple[Lifetime, ...]:
@@ -64,7 +66,7 @@ class Run:
     def bands(self) -> dict[Band, list[int]]:
         """Bytes by band and operation, workspace included."""
         nodes = [moment.node for moment in self.simulation.timeline]
-        needed = [self.plan.profile.workspace_bytes[node] for node in nodes]
+        needed = [self.workspace_bytes[node] for node in nodes]
         found, workspace = band_bytes(self.lives, len(nodes)), [max(0, size) for size in needed]
         if Band.GRADIENT in found:  # one that takes the memory of what it is made of is there once
             found[Band.GRADIENT] = [g + min(0, size) for g, size in zip(found[Band.GRADIENT], needed, strict=True)]
@@ -87,12 +89,13 @@ class Run:
 
 def plain_run(plan: Plan) -> Run:
     """Give the step with everything kept."""
-    return Run(plan, "plain", lower(plan.graph, keep_all(plan.graph)), plan.unplanned)
+    workspace_bytes = as_plain(plan.graph, plan.profile).workspace_bytes
+    return Run(plan, "plain", lower(plan.graph, keep_all(plan.graph)), plan.unplanned, workspace_bytes)
 
 
 def planned_run(plan: Plan) -> Run:
     """Give the step under the plan."""
-    return Run(plan, "planned", plan.schedule, plan.planned)
+    return Run(plan, "planned", plan.schedule, plan.planned, plan.profile.workspace_bytes)
 
 
 def resident_bands(plan: Plan) -> tuple[tuple[str, str, int], ...]:

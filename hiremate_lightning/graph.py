@@ -98,6 +98,7 @@ class Node:
         replays: For a replay node, the node whose outputs it rebuilds.
         takes: For a node of the backward, a tensor of the forward that it reads and whose memory its result takes where
             nothing else is to read that any more.
+        plain_bytes: Workspace that plain PyTorch needs for the same, 0 where that is taken to be no more.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Node:
     source: str = ""
     replays: int | None = None
     takes: int | None = None
+    plain_bytes: int = 0
 
     @property
     def is_repeatable(self) -> bool:

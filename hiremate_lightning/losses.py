@@ -154,6 +154,24 @@ class _Loss:
     dtype: torch.dtype
 
 
+def plain_bytes(node: fx.Node) -> int:
+    """Give the bytes that plain PyTorch needs while it computes one of these losses or gradients, beside the result.
+
+    For a loss that is a copy of the logits, where they are converted, and the logarithms. For a gradient it is the
+    logarithms and two gradients, at the end of which the result has their place, where the logits are gone.
+    """
+    args: Any = node.args
+    if node.target is cross_entropy:
+        logits, *_, (rows, classes), dtype = args
+        copies = 1 if logits.meta["val"].dtype == dtype else 2
+        return int(copies * rows * classes * dtype.itemsize)
+    if node.target is cross_entropy_gradient:
+        _, logits, *_, (rows, classes), dtype, _, result_dtype = args
+        there = logits.meta["val"].itemsize + result_dtype.itemsize
+        return int(rows * classes * (3 * dtype.itemsize - there))
+    return 0
+
+
 def join(joint: fx.GraphModule) -> None:
     """Rewrite a joint graph so that a cross entropy is one operation, and its gradient another.
 

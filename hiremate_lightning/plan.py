@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .costs import Profile, step_time_ms
+from .costs import Profile, as_plain, step_time_ms
 from .graph import Graph
 from .schedule import Schedule, keep_all, lower
 from .simulation import Simulation, simulate
@@ -92,8 +92,8 @@ class Plan:
 
     @cached_property
     def unplanned(self) -> Simulation:
-        """The simulated step with everything kept."""
-        return simulate(self.graph, self.profile, lower(self.graph, keep_all(self.graph)))
+        """The simulated step with everything kept, as plain PyTorch runs it."""
+        return simulate(self.graph, as_plain(self.graph, self.profile), lower(self.graph, keep_all(self.graph)))
 
     @property
     def unplanned_peak_bytes(self) -> int:

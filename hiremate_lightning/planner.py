@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .costs import Profile
+from .costs import Profile, as_plain
 from .graph import OUTSIDE, Graph
 from .out_of_memory import InfeasibleBudgetError
 from .plan import Plan, PlanningTime
@@ -50,9 +50,9 @@ class PlanOptions:
     cache_dir: Path | None = None
 
 
-def unplanned(step: Step) -> Simulation:
-    """Simulate the step with everything kept."""
-    return simulate(step.graph, step.profile, lower(step.graph, keep_all(step.graph)))
+def unplanned(step: Step | Problem) -> Simulation:
+    """Simulate the step with everything kept, as plain PyTorch runs it."""
+    return simulate(step.graph, as_plain(step.graph, step.profile), lower(step.graph, keep_all(step.graph)))
 
 
 def resolve(budget: Budget, resident_bytes: int, unplanned_bytes: int, free_bytes: int) -> int:
@@ -114,9 +114,8 @@ def make_plan(
         max(0, budget_bytes - margin_bytes - resident_bytes),
         SolveOptions(time_limit_s=options.time_limit_s, progress=progress),
     )
-    unplanned_bytes = unplanned(step).peak_bytes
     profile = step.profile
-    if unplanned_bytes <= problem.budget_bytes:
+    if replay(problem, keep_all(step.graph)).peak_bytes <= problem.budget_bytes:
         solution = get_strategy("none")(problem)
     else:
         guarded = replace(problem, budget_bytes=problem.budget_bytes - _guard_bytes(problem.budget_bytes))
@@ -302,7 +301,7 @@ def infeasible(
     place = _place_of(simulation, problem.graph)
     share = ""
     if budget.share is not None:
-        unplanned_bytes = replay(problem, keep_all(problem.graph)).peak_bytes
+        unplanned_bytes = unplanned(problem).peak_bytes
         share = f", {100 * simulation.peak_bytes / unplanned_bytes:.1f}% of what the unplanned step adds"
     return InfeasibleBudgetError(
         f"The budget {budget} ({budget_bytes:,} bytes) is too small for {target or 'this model'}. "

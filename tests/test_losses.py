@@ -238,6 +238,20 @@ def test_the_peak_is_what_was_planned_and_the_logits_are_most_of_it(monkeypatch,
     assert planned <= added_peaks(make(), batch(0))[1] - 2 * LOGITS
 
 
+@pytest.mark.parametrize("name", ["half", "single precision"])
+def test_the_peak_without_a_plan_is_that_of_plain_pytorch(name):
+    module = PEAKS[name][0]()
+    module(batch(0)).backward()
+    plainly = measure_peak(lambda: module(batch(0)).backward())
+    hiremate(module, "50%", verbose=False)
+    for _ in range(4):
+        module(batch(0)).backward()
+    plan = get_plan(module)
+    assert plan.unplanned_peak_bytes - plan.resident_bytes == pytest.approx(plainly, rel=0.01)
+    assert plan.planned_peak_bytes - plan.resident_bytes < 0.45 * plainly
+    assert plan.solution.recompute_ms == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("holds", [False, True], ids=["dropped", "held"])
 def test_logits_that_are_returned_are_overwritten_where_nobody_holds_them(dtype, holds):
