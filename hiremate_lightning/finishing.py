@@ -105,7 +105,7 @@ class _Search:
                 break
             if _only_looks(reader) and reader.all_input_nodes == [value] and reader not in self.outputs:
                 steps.append(reader)
-            elif self._finishes(reader, value, first):
+            elif self._finishes(reader, value, first, steps):
                 steps.append(reader)
                 count = len(steps)
             else:
@@ -113,10 +113,10 @@ class _Search:
             value = reader
         return tuple(steps[:count])
 
-    def _finishes(self, reader: fx.Node, value: fx.Node, first: fx.Node) -> bool:
+    def _finishes(self, reader: fx.Node, value: fx.Node, first: fx.Node, before: Sequence[fx.Node]) -> bool:
         if [a for _, a in candidates_of(reader)].count(value) != 1:
             return False
-        if reader in self.outputs and _only_looks(value):
+        if reader in self.outputs and any(_only_looks(step) for step in before):
             return False  # the caller would get a view, which may not be changed in place as freely
         others = [a for a in reader.all_input_nodes if a is not value]
         return all(self._is_there(other, first) and other not in self.overwritten for other in others)

@@ -43,6 +43,7 @@ CHOICES: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "returned": (lambda f, x: (lambda y: (y, y.relu()))(f[0](x)), []),
     "returned when finished": (lambda f, x: f[0](x).relu(), ["relu"]),
     "returned as a view": (lambda f, x: f[0](x).view(2, -1, WIDTH).relu(), []),
+    "returned behind a view": (lambda f, x: (f[0](x).view(2, -1, WIDTH) + 1) * 2, ["add"]),
     "the batch": (lambda f, x: f[1](x.relu()), []),
     "smaller": (lambda f, x: f[1](f[0](x[:1]) + x), []),
     "another type": (lambda f, x: f[1](f[0](x).to(torch.float64).relu().float()), ["relu"]),
