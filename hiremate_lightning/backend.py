@@ -112,6 +112,7 @@ class _Compilation:
         torch_private.allow_retain_graph()
         torch_private.take_gradients_as_they_come()
         self._part = part = self._make_part(self._captured)
+        part.own = torch_private.take_over_results()
         return torch_private.mark_boxed(lambda arguments: part.forward(arguments))
 
     def _backward(self, _: fx.GraphModule, __: Sequence[Any]) -> torch_private.Boxed:

@@ -87,6 +87,7 @@ class Captured:
         output_descriptions: AOTAutograd's descriptions of the forward's and of the backward's outputs.
         device: The device whose bytes are counted.
         mutated: Inputs of the graph that the step overwrites, as tensors of the graph.
+        overwritten: Storages that code outside overwrites between forward and backward.
     """
 
     joint: fx.GraphModule
@@ -102,11 +103,12 @@ class Captured:
     output_descriptions: tuple[tuple[Any, ...], tuple[Any, ...]]
     device: torch.device
     mutated: frozenset[int]
+    overwritten: frozenset[int] = frozenset()
 
     def reading_once(self, storages: Collection[int]) -> Captured:
-        """Give the same where what reads some storages of the graph is never run twice."""
+        """Give the same where what reads some storages of the graph is never run twice: others overwrite them."""
         graph, allocating = self.graph.reading_once(storages), self.allocating.reading_once(storages)
-        return replace(self, graph=graph, allocating=allocating)
+        return replace(self, graph=graph, allocating=allocating, overwritten=self.overwritten.union(storages))
 
     def running_once(self, nodes: Collection[int]) -> Captured:
         """Give the same where some nodes of the graph are never run twice."""

@@ -29,6 +29,7 @@ from .errors import CaptureError
 from .finishing import Finish
 from .graph import Phase, StorageKind
 from .kernels import as_eager, needs_traced_layout, with_strides
+from .losses import cross_entropy_gradient
 from .overwriting import overwriting, traced_strides
 from .replays import DRAW_AGAIN, call_of, generator_state
 from .schedule import Compute, Operation, Schedule
@@ -86,7 +87,9 @@ class Program:
         saved_names: Name of each saved value.
         returned: For each saved value, whether the forward also returns it.
         checked: For each saved value, whether a change in place between forward and backward is an error.
+        shown: For each saved value, the positions of outputs on its memory, through which code outside may change it.
         borrowed: For each saved value, whether plain training would not need it, and code outside may overwrite it.
+        copied: For each saved value, whether a copy is saved, since code outside is known to overwrite it.
         protects: Whether the forward copies what is borrowed.
         variant: Gives the program for a backward to which some gradients of outputs, by position, do not arrive, and
             which adds some of its own, by position, to tensors that it takes after the tangents.
@@ -101,7 +104,9 @@ class Program:
     saved_names: tuple[str, ...]
     returned: tuple[bool, ...]
     checked: tuple[bool, ...]
+    shown: tuple[tuple[int, ...], ...]
     borrowed: tuple[bool, ...]
+    copied: tuple[bool, ...]
     variant: Callable[[frozenset[int], frozenset[int]], Program]
     protects: bool = False
 
@@ -122,8 +127,10 @@ def build(captured: Captured, schedule: Schedule) -> Program:
     present = Absence(overwrites={**captured.overwrites, **takes})
     backward = _backward_module(captured, schedule, saved, present)
     outputs = set(captured.forward_outputs)
-    needed = {captured.graph.tensors[t].storage for t in captured.graph.needed}
-    checked = tuple(v in outputs or _is_watched(captured, t) for t, v in zip(schedule.saved, saved, strict=True))
+    seen, plainly_unread = _seen(captured, schedule), _unread_plainly(captured, schedule)
+    borrowed = tuple(s and u for s, u in zip(seen, plainly_unread, strict=True))
+    overwritten = (captured.graph.tensors[t].storage in captured.overwritten for t in schedule.saved)
+    copied = tuple(b and o for b, o in zip(borrowed, overwritten, strict=True))
 
     @functools.cache
     def variant(missing: frozenset[int], added: frozenset[int]) -> Program:
@@ -144,8 +151,10 @@ def build(captured: Captured, schedule: Schedule) -> Program:
         unread=_unread(backward),
         saved_names=tuple(v.name for v in saved),
         returned=tuple(v in outputs for v in saved),
-        checked=checked,
-        borrowed=tuple(c and _is_borrowed(captured, t, needed) for t, c in zip(schedule.saved, checked, strict=True)),
+        checked=tuple(s and not c for s, c in zip(seen, copied, strict=True)),
+        shown=_shown(captured, schedule),
+        borrowed=borrowed,
+        copied=copied,
         variant=variant,
     )
     return program
@@ -170,20 +179,49 @@ def _unread(module: fx.GraphModule) -> tuple[int, ...]:
     return tuple(position for position, value in placeholders if not value.users)
 
 
-def _is_watched(captured: Captured, tensor: int) -> bool:
-    """Whether a tensor lies on memory that exists beside the step (a parameter's, the batch's) and is left as it is."""
+def _seen(captured: Captured, schedule: Schedule) -> tuple[bool, ...]:
+    """Tell which saved values lie on memory that others see and may change.
+
+    It is returned, or exists beside the step (a parameter's, the batch's) and is left as it is.
+    """
     graph = captured.graph
-    storage = graph.tensors[tensor].storage
+    returned = {graph.tensors[t].storage for t in graph.outputs}
     overwritten = {graph.tensors[t].storage for t in captured.mutated}
-    return storage is not None and graph.storages[storage].kind.is_resident and storage not in overwritten
+    resident = {i for i, storage in enumerate(graph.storages) if storage.kind.is_resident} - overwritten
+    seen = (returned | resident) - {None}
+    return tuple(graph.tensors[t].storage in seen for t in schedule.saved)
 
 
-def _is_borrowed(captured: Captured, tensor: int, needed: Collection[int | None]) -> bool:
-    """Whether a tensor lies on memory that is no parameter's, and that only a recomputation reads."""
-    storage = captured.graph.tensors[tensor].storage
-    if storage is None or storage in needed:
-        return False
-    return captured.graph.storages[storage].kind is not StorageKind.PARAMETER
+def _shown(captured: Captured, schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """List for each saved value the positions of the outputs on its memory."""
+    tensors = captured.graph.tensors
+    storage_of = {value: tensors[t].storage for t, value in enumerate(captured.fx_values)}
+    positions: dict[int | None, list[int]] = {}
+    for position, value in enumerate(captured.forward_outputs):
+        if isinstance(value, fx.Node):
+            positions.setdefault(storage_of[value], []).append(position)
+    positions.pop(None, None)
+    return tuple(tuple(positions.get(tensors[t].storage, ())) for t in schedule.saved)
+
+
+def _unread_plainly(captured: Captured, schedule: Schedule) -> tuple[bool, ...]:
+    """Tell which saved values lie on memory that is no parameter's, and that plain training would not read again."""
+    graph, needed = captured.graph, _needed_plainly(captured)
+    storages = (graph.tensors[t].storage for t in schedule.saved)
+    return tuple(
+        s is not None and s not in needed and graph.storages[s].kind is not StorageKind.PARAMETER for s in storages
+    )
+
+
+def _needed_plainly(captured: Captured) -> set[int | None]:
+    """List the storages that a plain backward reads: of a loss the logarithms, where here it reads the logits."""
+    graph = captured.graph
+    found = set(graph.gradients)
+    for index in graph.backward:
+        node = captured.fx_nodes[index]
+        logits = node.args[1] if node.target is cross_entropy_gradient else None
+        found.update(t for t in graph.nodes[index].inputs if captured.fx_values[t] is not logits)
+    return {graph.tensors[t].storage for t in found}
 
 
 def _forward_module(captured: Captured, schedule: Schedule, saved: Sequence[fx.Node]) -> fx.GraphModule:
@@ -344,10 +382,12 @@ class Part:
 
     Attributes:
         captured: The captured graph.
+        own: Positions of outputs that are returned as tensors of their own, where the graph may give views.
     """
 
     def __init__(self, captured: Captured, conductor: Conductor) -> None:
         self.captured = captured
+        self.own: tuple[int, ...] = ()
         self._conductor = weakref.ref(conductor)
         self._count = len(captured.forward_outputs)
         self._takes_absent = not any(torch_private.is_symbolic(t.meta.get("val")) for t in captured.tangents)
@@ -362,8 +402,10 @@ class Part:
             results = list(program.forward(arguments))
         outputs, saved = results[: self._count], results[self._count :]
         del results
+        for position in self.own:
+            outputs[position] = torch_private.unviewed(outputs[position])
         token = torch.empty(0)
-        token.hiremate = _Saved(program, run, leaves, _detach(program, saved))  # type: ignore[attr-defined]
+        token.hiremate = _Saved(program, run, leaves, _kept(program, saved), outputs)  # type: ignore[attr-defined]
         if self._takes_absent:
             torch_private.let_gradients_be_absent(token)
         conductor.forward_done(run, outputs)
@@ -396,14 +438,14 @@ class Part:
         if conductor is not None:
             conductor.backward_starts(saved.run, tangents, saved.leaves)
         totals = self._find_totals(saved.leaves)
-        values, overwritten = saved.take(keep=backward_pass.will_run_again())
+        missing, added = missing_gradients(tangents), frozenset(totals)
+        program = saved.program.variant(missing, added) if missing or added else saved.program
+        values, overwritten = saved.take(program.unread, keep=backward_pass.will_run_again())
         if overwritten and conductor is not None:
             found = (self.captured.graph.tensors[saved.program.schedule.saved[i]].storage for i in overwritten)
             conductor.was_overwritten(self, [storage for storage in found if storage is not None])
         values.extend(tangents)
         values.extend(totals.values())
-        missing, added = missing_gradients(tangents), frozenset(totals)
-        program = saved.program.variant(missing, added) if missing or added else saved.program
         for position in program.unread:
             values[position] = None
         del tangents, totals
@@ -441,36 +483,46 @@ def missing_gradients(tangents: Sequence[Any]) -> frozenset[int]:
     return frozenset(position for position, tangent in enumerate(tangents) if tangent is None)
 
 
-def _detach(program: Program, saved: list[Any]) -> list[Any]:
-    """Detach what is also returned, and views.
+def _kept(program: Program, saved: list[Any]) -> list[Any]:
+    """Detach what is also returned, and views; copy what others overwrite.
 
     A returned tensor gets a grad_fn that holds the token; the token must not hold the tensor. And a view holds what it
     was taken of, which may be returned: nobody could tell any more whether others hold that too.
     """
-    return [
-        v.detach() if isinstance(v, torch.Tensor) and (returned or torch_private.is_view(v)) else v
-        for v, returned in zip(saved, program.returned, strict=True)
-    ]
+    found = []
+    for value, returned, copied in zip(saved, program.returned, program.copied, strict=True):
+        if copied:
+            value = value.clone()
+        elif isinstance(value, torch.Tensor) and (returned or torch_private.is_view(value)):
+            value = value.detach()
+        found.append(value)
+    return found
 
 
 class _Saved:
     """The values that a forward saved, with the program whose backward reads them."""
 
-    __slots__ = ("copies", "leaves", "program", "run", "values", "versions")
+    __slots__ = ("copies", "leaves", "program", "run", "values", "versions", "watched")
 
-    def __init__(self, program: Program, run: Any, leaves: Leaves, values: list[Any]) -> None:
+    def __init__(self, program: Program, run: Any, leaves: Leaves, values: list[Any], outputs: Sequence[Any]) -> None:
         self.program = program
         self.run = run
         self.leaves = leaves
         self.values: list[Any] | None = values
-        self.versions = [
-            torch_private.version_of(v) if checked and isinstance(v, torch.Tensor) else None
-            for v, checked in zip(values, program.checked, strict=True)
+        self.watched = [
+            [outputs[p].detach() for p in shown] or [v] if checked and isinstance(v, torch.Tensor) else []
+            for v, checked, shown in zip(values, program.checked, program.shown, strict=True)
         ]
-        self.copies = {i: values[i].clone() for i, copied in enumerate(program.borrowed) if copied and program.protects}
+        self.versions = self._count_changes()
+        protected = (i for i, is_borrowed in enumerate(program.borrowed) if is_borrowed and program.protects)
+        self.copies = {i: values[i].clone() for i in protected}
 
-    def take(self, keep: bool) -> tuple[list[Any], list[int]]:
+    def take(self, unread: Collection[int], keep: bool) -> tuple[list[Any], list[int]]:
         """Hand the values to a backward; they are gone afterwards unless another backward was announced.
+
+        Args:
+            unread: Positions of those that the backward does not read: they may have been changed.
+            keep: Whether there will be another backward.
 
         Returns:
             The values, and the positions of those that were overwritten since: these are copies.
@@ -478,18 +530,22 @@ class _Saved:
         if self.values is None:
             raise RuntimeError(FREED)
         overwritten = []
-        for index, (value, expected) in enumerate(zip(self.values, self.versions, strict=True)):
-            if expected is None or (found := torch_private.version_of(value)) == expected:
+        for index, (found, expected) in enumerate(zip(self._count_changes(), self.versions, strict=True)):
+            if found == expected:
                 continue
-            if index not in self.copies:
+            if index in self.copies:
+                overwritten.append(index)
+            elif index not in unread:
                 name = self.program.saved_names[index]
                 raise RuntimeError(CHANGED.format(name=name, found=found, expected=expected))
-            overwritten.append(index)
         values = [self.copies[i] if i in overwritten else value for i, value in enumerate(self.values)]
         if keep:  # a second tensor on a storage keeps the backward from computing into it
             return [v.detach() if isinstance(v, torch.Tensor) else v for v in values], overwritten
-        self.values, self.copies = None, {}
+        self.values, self.copies, self.watched = None, {}, []
         return values, overwritten
+
+    def _count_changes(self) -> list[int]:
+        return [sum(map(torch_private.version_of, tensors)) for tensors in self.watched]
 
 
 def stub_modules(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:

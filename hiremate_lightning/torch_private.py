@@ -139,6 +139,26 @@ def allow_retain_graph() -> None:
         context.fw_metadata.bw_donated_idxs = []
 
 
+def take_over_results() -> tuple[int, ...]:
+    """Keep AOTAutograd from making results of views that a graph returns, which `unviewed` is to do; give where.
+
+    It would do so where nobody can see any more whether the caller changes them in place.
+    To be called inside the forward compiler.
+    """
+    context = TracingContext.try_get()
+    if context is None or context.fw_metadata is None:
+        return ()
+    meta = context.fw_metadata
+    found = tuple(meta.num_mutated_inp_runtime_indices + i for i in meta.unsafe_view_out_indices)
+    meta.unsafe_view_out_indices, meta.num_unsafe_view_outputs = [], 0
+    return found
+
+
+def unviewed(tensor: torch.Tensor) -> torch.Tensor:
+    """Give the same memory as a tensor that is no view of another one, as autograd sees it."""
+    return torch.ops.aten._unsafe_view(tensor, tensor.shape)  # type: ignore[no-any-return]
+
+
 def returns_the_wrong_values(forward_outputs: Sequence[Any]) -> bool:
     """Whether AOTAutograd has put an input where the captured function returns a value of its own.
 

@@ -311,6 +311,18 @@ def test_the_gradient_of_one_loss_for_each_row_may_come_expanded():
     assert plan.planned_peak_bytes - plan.resident_bytes < 1.7 * 2 * LOGITS
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_that_are_returned_may_be_changed_in_place(dtype):
+    """Plain training has taken their logarithms by then."""
+
+    def changed(results: tuple[Tensor, Tensor]) -> Tensor:
+        loss, logits = results
+        logits.detach()[..., :3] = 0
+        return loss
+
+    train_both(lambda: Words(lambda y, x: (entropy(y, x), y), dtype), simple_loop(batch, loss_of=changed))
+
+
 def test_logits_are_there_for_another_backward():
     torch.manual_seed(0)
     plain = Words(entropy, torch.float32)

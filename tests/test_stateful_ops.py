@@ -637,3 +637,44 @@ class OverwritesLater(nn.Module):
 @pytest.mark.parametrize("budget", ["55%", "70%", "90%"])
 def test_what_is_overwritten_later_is_not_computed_from(budget):
     train_both(OverwritesLater, simple_loop(rows), budget, on_infeasible="warn")
+
+
+class Returned(nn.Module):
+    """The result of a layer, which for more than two dimensions is a view, and what is made of it."""
+
+    def __init__(self, read: nn.Module) -> None:
+        super().__init__()
+        self.first, self.read = nn.Linear(WIDTH, WIDTH), read
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.first(x.view(4, -1, WIDTH))
+        return self.read(h), h
+
+
+def changed_in_place(results: tuple[Tensor, Tensor]) -> Tensor:
+    with torch.no_grad():
+        results[1].mul_(3)
+    return results[0].square().mean()
+
+
+@pytest.mark.parametrize("budget", ["50%", "100%"])
+def test_results_that_plain_training_reads_no_more_may_be_changed_in_place(budget):
+    def make() -> nn.Module:
+        return Returned(nn.Sequential(nn.Sigmoid(), nn.Sigmoid(), nn.Sigmoid(), nn.Linear(WIDTH, WIDTH)))
+
+    train_both(make, simple_loop(rows, loss_of=changed_in_place), budget)
+
+
+def test_a_change_in_place_of_what_the_backward_reads_is_an_error():
+    planned = hiremate(Returned(nn.Linear(WIDTH, WIDTH)), "100%", verbose=False)
+    for index in range(3):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            changed_in_place(planned(rows(index))).backward()
+
+
+def test_what_only_absent_gradients_need_may_be_changed_in_place():
+    def loss_of(results: tuple[Tensor, Tensor]) -> Tensor:
+        results[1].relu_()
+        return results[1].square().mean()
+
+    train_both(lambda: Returned(nn.Linear(WIDTH, WIDTH)), simple_loop(rows, loss_of=loss_of), "100%")
