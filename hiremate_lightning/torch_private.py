@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -280,10 +281,20 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 
 def is_alone_on_storage(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor lies on a tensor's storage, but for the one that it is a view of."""
-    storage = tensor.untyped_storage()
+    """Whether nobody else holds a tensor's storage, by itself or by a tensor, but for the one that it is a view of."""
+    storage = tensor.untyped_storage()  # the Python object that others have too, where they have one
     count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count == 2 + is_view(tensor)  # its own, this Python object's, and that of the tensor it is a view of
+    is_only = count == 2 + is_view(tensor)  # its own, this Python object's, and that of the tensor it is a view of
+    return is_only and sys.getrefcount(storage) == _OWN_REFERENCES
+
+
+def _count_own_references() -> int:
+    tensor = torch.empty(0)
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage)
+
+
+_OWN_REFERENCES = _count_own_references()  # to the Python object of a storage that only a function and a tensor have
 
 
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -213,6 +213,15 @@ def test_a_view_of_what_is_gone_is_overwritten():
         assert overwriting(aten.mul.Tensor, 0)(strides_of((view, y)), view, y) is view
 
 
+def test_a_storage_that_somebody_holds_is_left_as_it_is():
+    with torch.no_grad():
+        x, y = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
+        held = x.untyped_storage()
+        assert overwriting(aten.mul.Tensor, 0)(strides_of((x, y)), x, y) is not x
+        del held
+        assert overwriting(aten.mul.Tensor, 0)(strides_of((x, y)), x, y) is x
+
+
 def test_nothing_is_overwritten_where_autograd_records():
     x, y = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
     assert overwriting(aten.mul.Tensor, 0)(strides_of((x, y)), x, y) is not x
