@@ -16,7 +16,7 @@ from hiremate_lightning.schedule import keep_all
 
 from .exact import added_peaks, simple_loop, train_both
 from .test_execution import compiled, every_other_kept, nothing_kept
-from .test_overwriting import captured_of
+from .test_overwriting import Autocast, captured_of
 
 ROWS, WIDTH = 64, 32
 
@@ -128,16 +128,6 @@ class Attention(nn.Module):
             x = x + F.dropout(weights, 0.1) @ values
         scores = self.head(x).float().flatten(0, 1)
         return F.cross_entropy(scores, torch.arange(len(scores)) % 11, label_smoothing=0.1)
-
-
-class Autocast(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.inner(x)
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
