@@ -18,8 +18,9 @@ import torch
 
 from hiremate_lightning.backend import planning_backend
 from hiremate_lightning.capture import Captured
-from hiremate_lightning.execution import Part, Program, build
+from hiremate_lightning.execution import Part
 from hiremate_lightning.profiling import CostCache, measure
+from hiremate_lightning.program import Program, build
 from hiremate_lightning.schedule import keep_all, lower
 from models import MODELS
 

@@ -18,9 +18,10 @@ from .contributions import Contributions, OtherTermsError, Terms
 from .each_size import EachSize, sizes_among
 from .eager_tracing import traced_as_eager
 from .errors import CaptureError
-from .execution import Part, stub_modules
+from .execution import Part
 from .fused_kernel import Kernels
 from .fusion import fuse
+from .program import stub_modules
 from .straight_line import compiled
 
 

@@ -12,10 +12,11 @@ from .absent import without_missing
 from .allocator import in_blocks
 from .capture import Captured
 from .costs import Profile, step_time_ms
-from .execution import Part, Program, build
+from .execution import Part
 from .graph import Graph
 from .kinds import Kind, Known
 from .planner import FirstSolution, PlanOptions, fastest_that_fits, first_solution
+from .program import Program, build
 from .report import Stages
 from .resident import Resident
 from .scaling import is_no_larger

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from .allocator import in_blocks
 from .capture import Captured
 from .costs import Profile
-from .execution import Part, Program
+from .execution import Part
 from .graph import Graph
+from .program import Program
 from .resident import Resident
 from .scaling import at_size, difference, is_no_larger
 from .solvers.base import Strategy

@@ -32,11 +32,12 @@ from .capture import Captured
 from .costs import A100, Machine, Profile, estimate
 from .eager_paths import eager_paths
 from .errors import CaptureError, ConfigurationError
-from .execution import Part, Program, build
+from .execution import Part
 from .factory import Call, Workload
 from .graph import Graph
 from .joint import is_order_dependent_on_gpu
 from .profiling import CostCache, measure
+from .program import Program, build
 from .recording import Run, StepRecord
 from .schedule import keep_all, lower
 from .step import Step, merge

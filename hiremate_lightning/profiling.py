@@ -29,12 +29,12 @@ from . import page_faults, torch_private
 from .allocator import allocated_bytes
 from .capture import Captured
 from .costs import A100, Machine, Profile, estimate
-from .execution import Program
 from .finishing import Finish
 from .graph import Graph, Phase
 from .joint import is_collective
 from .kernels import as_eager
 from .metering import MemoryMeter, measure_peak
+from .program import Program
 from .replays import call_of, generator_state
 
 log = logging.getLogger("hiremate_lightning")

@@ -21,10 +21,11 @@ from .accumulation import Leaves, addable
 from .allocator import allocated_bytes
 from .capture import Captured
 from .costs import Profile
-from .execution import Part, Program, missing_gradients
+from .execution import Part, missing_gradients
 from .graph import Graph
 from .metering import Interval, MemoryMeter
 from .profiling import TimedRun
+from .program import Program
 from .step import Call, Gap, Stage
 
 

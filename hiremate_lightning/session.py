@@ -30,7 +30,7 @@ from .capture import Captured
 from .costs import Profile, step_time_ms
 from .eager_paths import eager_paths
 from .errors import CaptureError, HiRemateWarning
-from .execution import Part, Program, build
+from .execution import Part
 from .first_steps import Begun, FirstSteps, Given, Planned
 from .fused_kernel import Kernels
 from .garbage import collecting_what_it_leaves
@@ -44,6 +44,7 @@ from .parts import Parts, uses_all_parameters
 from .plan import Plan, describe_peak
 from .planner import make_plan, resolve, unplanned
 from .profiling import TimedRun
+from .program import Program, build
 from .recording import Run, StepRecord
 from .report import Reporter, Stages
 from .resident import LITTERED_STEPS, WATCHED_STEPS, Resident, ResidentMemory

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from hiremate_lightning.backend import planning_backend
-from hiremate_lightning.execution import Part, build
+from hiremate_lightning.execution import Part
 from hiremate_lightning.kernels import apply_dropout_mask
 from hiremate_lightning.metering import measure_peak
+from hiremate_lightning.program import build
 from hiremate_lightning.schedule import keep_all, lower, recompute_lazily
 
 ROWS, WIDTH = 256, 16

@@ -73,6 +73,7 @@ ORDER = (
     "absent",
     "accumulation",
     "straight_line",
+    "program",
     "execution",
     "profiling",
     "custom_operators",

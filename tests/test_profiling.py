@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hiremate_lightning import hiremate, page_faults, profiling
 from hiremate_lightning.capture import Captured
 from hiremate_lightning.costs import Profile, estimate
-from hiremate_lightning.execution import build
 from hiremate_lightning.metering import MemoryMeter, measure_peak
 from hiremate_lightning.profiling import CostCache, ProfileOptions, TimedRun, describe_device, measure
+from hiremate_lightning.program import build
 from hiremate_lightning.schedule import lower, recompute_lazily
 from hiremate_lightning.targets import targets_of
 
