@@ -157,7 +157,7 @@ def _train(case: Any, steps: int = STEPS) -> _Run:
     """Take some AdamW steps, and keep all that must be equal."""
     import torch
 
-    from hiremate_lightning.metering import MemoryMeter
+    from hiremate_lightning.memory.metering import MemoryMeter
 
     module, run = case.module.train(), _Run()
     trained = [p for p in module.parameters() if p.requires_grad]
@@ -249,7 +249,7 @@ def _build(name: str) -> Any:
 def _planned(name: str, budget: Any, **options: Any) -> tuple[_Run, Any, Any, float]:
     """Train a new copy of a model under a budget; give the run, its plan, its session, and seconds of planning."""
     from hiremate_lightning import get_plan, hiremate
-    from hiremate_lightning.targets import targets_of
+    from hiremate_lightning.sessions.targets import targets_of
 
     case = _build(name)
     planning: dict[int, float] = {}

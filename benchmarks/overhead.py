@@ -25,7 +25,7 @@ from third_party import CASES
 from torch import Tensor, nn
 
 from hiremate_lightning import Plan, get_plan, hiremate
-from hiremate_lightning.metering import MemoryMeter
+from hiremate_lightning.memory.metering import MemoryMeter
 from hiremate_lightning.units import format_bytes
 from models import MODELS
 

@@ -19,7 +19,7 @@ from provenance import provenance
 from torch import Tensor, nn
 
 from hiremate_lightning import HiRemateWarning, hiremate
-from hiremate_lightning.targets import targets_of
+from hiremate_lightning.sessions.targets import targets_of
 
 ROWS, SHORTEST, LONGEST, WORDS = 8, 32, 160, 1000
 

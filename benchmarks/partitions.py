@@ -15,12 +15,12 @@ from pathlib import Path
 
 from solvers import load
 
-from hiremate_lightning.partition import PartitionOptions, partition
-from hiremate_lightning.solvers import Problem, SolveOptions
-from hiremate_lightning.solvers.hilp import merge
-from hiremate_lightning.solvers.incumbent import begin
-from hiremate_lightning.solvers.refine import polish
-from hiremate_lightning.solvers.turn_point import try_segments
+from hiremate_lightning.planning.partition import PartitionOptions, partition
+from hiremate_lightning.planning.solvers import Problem, SolveOptions
+from hiremate_lightning.planning.solvers.hilp import merge
+from hiremate_lightning.planning.solvers.incumbent import begin
+from hiremate_lightning.planning.solvers.refine import polish
+from hiremate_lightning.planning.solvers.turn_point import try_segments
 
 WAYS = {
     "cuts, modules": PartitionOptions("cuts"),

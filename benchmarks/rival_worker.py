@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hiremate_lightning import InfeasibleBudgetError, get_plan, hiremate
-from hiremate_lightning.metering import MemoryMeter
+from hiremate_lightning.memory.metering import MemoryMeter
 from models import MODELS
 
 SEED = 3

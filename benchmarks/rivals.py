@@ -60,7 +60,7 @@ from rival_tables import (
 )
 from rival_worker import Setup, serve
 
-from hiremate_lightning.solvers import strategy_names
+from hiremate_lightning.planning.solvers import strategy_names
 from models import MODELS
 
 ALL_MODELS = "gpt,bert,vit,resnet50,convnext,unet,t5,llama,llama_words,mixer,regnet,fno,diffusion"

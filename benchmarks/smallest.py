@@ -22,8 +22,8 @@ from pathlib import Path
 from provenance import provenance
 from solvers import load
 
-from hiremate_lightning.solvers import Problem, SolveOptions, get_strategy, lower_bound, smallest_budget
-from hiremate_lightning.solvers.model import Model, Policy
+from hiremate_lightning.planning.solvers import Problem, SolveOptions, get_strategy, lower_bound, smallest_budget
+from hiremate_lightning.planning.solvers.model import Model, Policy
 
 BLOCKS = {  # pattern of the paths of the blocks, where it isn't the first list of modules
     "convnext": r".*stages\.\d+\.blocks\.\d+",

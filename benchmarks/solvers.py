@@ -22,10 +22,10 @@ from pathlib import Path
 
 from provenance import provenance
 
-from hiremate_lightning.costs import profile_from_json
-from hiremate_lightning.graph import graph_from_json
-from hiremate_lightning.solvers import Problem, SolveOptions, get_strategy, smallest_budget, strategy_names
-from hiremate_lightning.solvers.model import Model
+from hiremate_lightning.planning.solvers import Problem, SolveOptions, get_strategy, smallest_budget, strategy_names
+from hiremate_lightning.planning.solvers.model import Model
+from hiremate_lightning.records.costs import profile_from_json
+from hiremate_lightning.records.graph import graph_from_json
 
 
 def load(folder: Path, name: str) -> Problem:

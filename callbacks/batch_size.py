@@ -20,16 +20,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from torch.utils.data import DataLoader, IterableDataset
 
-from hiremate_lightning.batch_size import SizeFinder, SizeOptions, parse_objective
 from hiremate_lightning.callbacks.planning import HiRemateCallback
 from hiremate_lightning.errors import HiRemateWarning
 from hiremate_lightning.options import SessionOptions, make_options
-from hiremate_lightning.planner import DEFAULT_SOLVER
-from hiremate_lightning.session import Session
-from hiremate_lightning.size_result import BatchSizeResult
-from hiremate_lightning.size_trials import SizeTask, TrialSession
-from hiremate_lightning.targets import StepTarget, Target, Targets
-from hiremate_lightning.training_state import TrainingState
+from hiremate_lightning.planning.planner import DEFAULT_SOLVER
+from hiremate_lightning.sessions.session import Session
+from hiremate_lightning.sessions.targets import StepTarget, Target, Targets
+from hiremate_lightning.sizes.batch_size import SizeFinder, SizeOptions, parse_objective
+from hiremate_lightning.sizes.size_result import BatchSizeResult
+from hiremate_lightning.sizes.size_trials import SizeTask, TrialSession
+from hiremate_lightning.sizes.training_state import TrainingState
 from hiremate_lightning.units import Budget, parse_budget
 
 MODE = "plan"

@@ -11,12 +11,12 @@ from lightning.pytorch.callbacks import Callback
 
 from hiremate_lightning.callbacks.planning import HiRemateCallback
 from hiremate_lightning.errors import ConfigurationError, HiRemateWarning
-from hiremate_lightning.metering import Interval, MemoryMeter
-from hiremate_lightning.metrics import PREFIX
-from hiremate_lightning.plan import Plan
-from hiremate_lightning.resident import WATCHED_STEPS, ResidentMemory
-from hiremate_lightning.targets import targets_of
-from hiremate_lightning.torch_private import leaves
+from hiremate_lightning.measuring.resident import WATCHED_STEPS, ResidentMemory
+from hiremate_lightning.memory.metering import Interval, MemoryMeter
+from hiremate_lightning.planning.plan import Plan
+from hiremate_lightning.reporting.metrics import PREFIX
+from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.torch_private.tensor_state import leaves
 from hiremate_lightning.units import format_bytes
 
 METRIC = f"{PREFIX}step_peak_bytes"

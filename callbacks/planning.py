@@ -11,12 +11,12 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from hiremate_lightning.metrics import plan_metrics
 from hiremate_lightning.options import SessionOptions, make_options
-from hiremate_lightning.plan import Plan
-from hiremate_lightning.planner import DEFAULT_SOLVER
-from hiremate_lightning.session import Session
-from hiremate_lightning.targets import StepTarget, Target, Targets
+from hiremate_lightning.planning.plan import Plan
+from hiremate_lightning.planning.planner import DEFAULT_SOLVER
+from hiremate_lightning.reporting.metrics import plan_metrics
+from hiremate_lightning.sessions.session import Session
+from hiremate_lightning.sessions.targets import StepTarget, Target, Targets
 
 UNSUPPORTED_STRATEGIES = {
     "FSDPStrategy": "its parameters are sharded while the plan runs. Use strategy='ddp'.",

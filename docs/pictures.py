@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from hiremate_lightning import Plan, get_plan, hiremate
-from hiremate_lightning.figures import BUDGET, COLOURS, FAINT, INK, Run, plain_run, planned_run
-from hiremate_lightning.graph import Phase
-from hiremate_lightning.lifetimes import Band, Lifetime
+from hiremate_lightning.records.graph import Phase
+from hiremate_lightning.reporting.figures import BUDGET, COLOURS, FAINT, INK, Run, plain_run, planned_run
+from hiremate_lightning.reporting.lifetimes import Band, Lifetime
 from hiremate_lightning.units import format_bytes, format_ratio, format_time
 
 LAYERS, WIDTH, BATCH = 8, 128, 8192

@@ -19,11 +19,12 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader
 
-from hiremate_lightning import HiRemateWarning, torch_private
+from hiremate_lightning import HiRemateWarning
 from hiremate_lightning.callbacks import HiRemateCallback
-from hiremate_lightning.metering import MemoryMeter
-from hiremate_lightning.plan import Plan
-from hiremate_lightning.terminal import plan_table
+from hiremate_lightning.memory.metering import MemoryMeter
+from hiremate_lightning.planning.plan import Plan
+from hiremate_lightning.reporting.terminal import plan_table
+from hiremate_lightning.torch_private import hooks
 from hiremate_lightning.units import format_bytes, format_ratio, format_time
 
 PAIRS = 6  # of steps, plain and planned in turn, after those that are compared; the first pair warms up
@@ -87,10 +88,10 @@ class SideBySide(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         self._slots = {}
         if batch_idx >= self.first and (batch_idx - self.first) % 2 == 0:
-            self._slots = {inner: torch_private.get_call(inner) for inner in module.modules()}
+            self._slots = {inner: hooks.get_call(inner) for inner in module.modules()}
             warnings.filterwarnings("ignore", ".* trains without its plan", HiRemateWarning)  # so it is meant here
         for inner in self._slots:
-            torch_private.set_call(inner, None)
+            hooks.set_call(inner, None)
         self._start_s = time.perf_counter()
 
     def on_train_batch_end(
@@ -100,7 +101,7 @@ class SideBySide(L.Callback):
         if batch_idx >= self.first:
             self.times_ms.append(1000 * (time.perf_counter() - self._start_s))
         for inner, slot in self._slots.items():
-            torch_private.set_call(inner, slot)
+            hooks.set_call(inner, slot)
 
     @property
     def pairs_ms(self) -> list[tuple[float, float]]:

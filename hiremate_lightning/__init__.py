@@ -11,13 +11,13 @@ if not (_package / "callbacks").is_dir() and (_package.parent / "callbacks" / "_
 
 if TYPE_CHECKING:
     from .api import get_plan, hiremate, remove_hiremate
-    from .batch_size import find_max_batch_size
     from .buckets import bucket_lengths, bucket_of
-    from .html_report import write_html
     from .out_of_memory import InfeasibleBudgetError
-    from .plan import Plan
-    from .size_result import BatchSizeResult
-    from .svg_report import write_svg
+    from .planning.plan import Plan
+    from .reporting.html_report import write_html
+    from .reporting.svg_report import write_svg
+    from .sizes.batch_size import find_max_batch_size
+    from .sizes.size_result import BatchSizeResult
 
 from .errors import BudgetError, CaptureError, ConfigurationError, HiRemateError, HiRemateWarning
 
@@ -35,6 +35,7 @@ __all__ = [
     "find_max_batch_size",
     "get_plan",
     "hiremate",
+    "plan_metrics",
     "remove_hiremate",
     "write_html",
     "write_svg",
@@ -44,17 +45,18 @@ __version__ = "0.1.0"
 
 # Solving needs no torch, which takes seconds to import.
 _LAZY = {
-    "BatchSizeResult": "size_result",
+    "BatchSizeResult": "sizes.size_result",
     "InfeasibleBudgetError": "out_of_memory",
-    "Plan": "plan",
+    "Plan": "planning.plan",
     "bucket_lengths": "buckets",
     "bucket_of": "buckets",
-    "find_max_batch_size": "batch_size",
+    "find_max_batch_size": "sizes.batch_size",
     "get_plan": "api",
     "hiremate": "api",
+    "plan_metrics": "reporting.metrics",
     "remove_hiremate": "api",
-    "write_html": "html_report",
-    "write_svg": "svg_report",
+    "write_html": "reporting.html_report",
+    "write_svg": "reporting.svg_report",
 }
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from .options import make_options
-from .plan import Plan
-from .planner import DEFAULT_SOLVER
-from .session import Session
-from .targets import Target, Targets, refuse, targets_of
+from .planning.plan import Plan
+from .planning.planner import DEFAULT_SOLVER
+from .sessions.session import Session
+from .sessions.targets import Target, Targets, refuse, targets_of
 
 FABRIC_WRAPPER = "_FabricModule"  # by its name: this module loads without Lightning
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import ConfigurationError
-from .planner import DEFAULT_SOLVER, PlanOptions
-from .solvers.base import get_strategy
+from .planning.planner import DEFAULT_SOLVER, PlanOptions
+from .planning.solvers.base import get_strategy
 from .units import Budget, parse_budget
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch._dynamo
 
-from hiremate_lightning import finishing
-from hiremate_lightning.metering import MemoryMeter
+from hiremate_lightning.memory.metering import MemoryMeter
+from hiremate_lightning.rewriting import finishing
 
 MODEL_PACKAGES = ("transformers", "timm")
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
-from hiremate_lightning.metering import measure_peak
-from hiremate_lightning.plan import Plan
+from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.planning.plan import Plan
 
 Log = list[Tensor | None]
 Loop = Callable[[nn.Module], Log]

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hiremate_lightning import HiRemateWarning, Plan, get_plan, hiremate, remove_hiremate
-from hiremate_lightning.metering import measure_peak
-from hiremate_lightning.session import Session
-from hiremate_lightning.targets import targets_of
+from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.sessions.session import Session
+from hiremate_lightning.sessions.targets import targets_of
 from hiremate_lightning.units import format_bytes
 
 from .fuzz_operations import OPERATIONS, WORDS

@@ -6,11 +6,11 @@ import random
 from collections.abc import Iterator
 from itertools import combinations
 
-from hiremate_lightning.costs import Profile
-from hiremate_lightning.graph import Graph, StorageKind
-from hiremate_lightning.solvers.base import Problem, SolveOptions, replay
-from hiremate_lightning.solvers.decisions import decisions
-from hiremate_lightning.solvers.model import Model, Policy, Rows
+from hiremate_lightning.planning.solvers.base import Problem, SolveOptions, replay
+from hiremate_lightning.planning.solvers.decisions import decisions
+from hiremate_lightning.planning.solvers.model import Model, Policy, Rows
+from hiremate_lightning.records.costs import Profile
+from hiremate_lightning.records.graph import Graph, StorageKind
 
 from .tiny import Builder
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hiremate_lightning import get_plan, hiremate
-from hiremate_lightning.plan import Plan
+from hiremate_lightning.planning.plan import Plan
 
 WIDTH, ROWS, STEPS = 48, 1024, 6
 

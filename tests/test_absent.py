@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
-from hiremate_lightning.metering import measure_peak
+from hiremate_lightning.memory.metering import measure_peak
 
 ROWS, WIDTH = 256, 32
 SIZE = ROWS * WIDTH * 4

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
-from hiremate_lightning.metering import measure_peak
+from hiremate_lightning.memory.metering import measure_peak
 
 from .exact import leave_behind, square_error, train_both
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hiremate_lightning import torch_private
-from hiremate_lightning.allocator import allocated_bytes, block_bytes, in_blocks
-from hiremate_lightning.graph import Graph
+from hiremate_lightning.memory.allocator import allocated_bytes, block_bytes, in_blocks
+from hiremate_lightning.records.graph import Graph
+from hiremate_lightning.torch_private import runtime
 
 from .tiny import chain
 
@@ -45,9 +45,9 @@ def test_a_small_rest_of_a_segment_is_kept(asked, taken):
 
 def test_expandable_segments_lose_nothing(monkeypatch):
     graph = large(chain(2)[0])
-    monkeypatch.setattr(torch_private, "has_expandable_segments", lambda: True)
+    monkeypatch.setattr(runtime, "has_expandable_segments", lambda: True)
     assert in_blocks(graph, CUDA) == graph
-    monkeypatch.setattr(torch_private, "has_expandable_segments", lambda: False)
+    monkeypatch.setattr(runtime, "has_expandable_segments", lambda: False)
     assert {s.size_bytes for s in in_blocks(graph, CUDA).storages} == {12 * MIB}
     assert in_blocks(graph, CPU) == graph
 
@@ -56,8 +56,8 @@ def test_torch_says_whether_segments_are_expandable():
     before = torch._C._accelerator_getAllocatorSettings()
     try:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-        assert torch_private.has_expandable_segments()
+        assert runtime.has_expandable_segments()
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
-        assert not torch_private.has_expandable_segments()
+        assert not runtime.has_expandable_segments()
     finally:
         torch._C._accelerator_setAllocatorSettings(before or "expandable_segments:False")

@@ -19,10 +19,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from hiremate_lightning import CaptureError, ConfigurationError, HiRemateWarning, backend, get_plan, hiremate
-from hiremate_lightning.capture import capture
-from hiremate_lightning.metering import measure_peak
-from hiremate_lightning.targets import targets_of
+from hiremate_lightning import CaptureError, ConfigurationError, HiRemateWarning, get_plan, hiremate
+from hiremate_lightning.capturing.capture import capture
+from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.sessions import backend
+from hiremate_lightning.sessions.targets import targets_of
 
 ROWS, WIDTH = 256, 32
 

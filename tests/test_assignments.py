@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.assignments import _step, assign, assign_to_new
-from hiremate_lightning.capture import Captured
-from hiremate_lightning.targets import targets_of
+from hiremate_lightning.capturing.capture import Captured
+from hiremate_lightning.rewriting.assignments import _step, assign, assign_to_new
+from hiremate_lightning.sessions.targets import targets_of
 
 from .exact import simple_loop, train_both
 

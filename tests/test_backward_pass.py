@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from hiremate_lightning import backward_pass
+from hiremate_lightning.torch_private import backward_pass
 
 
 class Calling(torch.autograd.Function):

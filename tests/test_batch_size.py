@@ -30,9 +30,9 @@ from hiremate_lightning import (
     hiremate,
     remove_hiremate,
 )
-from hiremate_lightning.batch_size import SizeFinder
-from hiremate_lightning.metering import measure_peak
-from hiremate_lightning.targets import targets_of
+from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.sizes.batch_size import SizeFinder
 
 from .models import GPT, ResNet, UNet
 from .training import resident_bytes

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hiremate_lightning import BudgetError, ConfigurationError, HiRemateWarning, InfeasibleBudgetError
 from hiremate_lightning.callbacks import HiRemateBatchSizeFinder, HiRemateCallback
-from hiremate_lightning.metering import measure_peak
+from hiremate_lightning.memory.metering import measure_peak
 
 MiB = 2**20
 WIDTH = 32

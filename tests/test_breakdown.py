@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 
-from hiremate_lightning.breakdown import ModuleRow, ModuleUse, add_uses, module_rows, plan_lines, uses_by_module
-from hiremate_lightning.graph import OUTSIDE
-from hiremate_lightning.plan import measured_line
-from hiremate_lightning.solvers.base import Status
+from hiremate_lightning.planning.plan import measured_line
+from hiremate_lightning.planning.solvers.base import Status
+from hiremate_lightning.records.graph import OUTSIDE
+from hiremate_lightning.reporting.breakdown import (
+    ModuleRow,
+    ModuleUse,
+    add_uses,
+    module_rows,
+    plan_lines,
+    uses_by_module,
+)
 from hiremate_lightning.units import Budget
 
 from .tiny import KB, Builder, blocks_plan, flat_plan, mixed_plan, plan_keeping, transformer

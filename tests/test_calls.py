@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from hiremate_lightning.calls import schema_call, shortest
+from hiremate_lightning.torch_private.calls import schema_call, shortest
 
 aten = torch.ops.aten
 

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hiremate_lightning import get_plan, hiremate, joint
-from hiremate_lightning.capture import Captured
-from hiremate_lightning.graph import Phase, StorageKind, graph_from_json
-from hiremate_lightning.schedule import recompute_lazily
-from hiremate_lightning.targets import targets_of
+from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning.capturing.capture import Captured
+from hiremate_lightning.records.graph import Phase, StorageKind, graph_from_json
+from hiremate_lightning.records.schedule import recompute_lazily
+from hiremate_lightning.rewriting import joint
+from hiremate_lightning.sessions.targets import targets_of
 
 ROWS, WIDTH = 256, 16
 

@@ -12,14 +12,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hiremate_lightning import doctor, torch_private
-from hiremate_lightning.cli import main
-from hiremate_lightning.doctor import Verdict, satisfies
+from hiremate_lightning import torch_private
+from hiremate_lightning.command_line import doctor
+from hiremate_lightning.command_line.cli import main
+from hiremate_lightning.command_line.doctor import Verdict, satisfies
+from hiremate_lightning.command_line.factory import Workload, find_factory, parse_inputs
 from hiremate_lightning.errors import ConfigurationError
-from hiremate_lightning.factory import Workload, find_factory, parse_inputs
-from hiremate_lightning.plan_files import PlanFiles
-from hiremate_lightning.solvers import Problem, get_strategy
-from hiremate_lightning.solvers.base import Status
+from hiremate_lightning.planning.plan_files import PlanFiles
+from hiremate_lightning.planning.solvers import Problem, get_strategy
+from hiremate_lightning.planning.solvers.base import Status
 
 from .tiny import blocks_plan, transformer
 
@@ -187,7 +188,7 @@ def test_help_has_examples(capsys, command):
 
 def test_help_is_quick_and_so_are_mistakes():
     code = (
-        "import sys; from hiremate_lightning.cli import main; main(['plan', '--help']); main([]); "
+        "import sys; from hiremate_lightning.command_line.cli import main; main(['plan', '--help']); main([]); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
@@ -439,7 +440,7 @@ def test_a_step_of_more_memory_than_there_is(tmp_path):
         "    return model, {'input_ids': ids, 'labels': ids}\n"
     )
     code = (
-        "import resource, sys; from hiremate_lightning.cli import main; "
+        "import resource, sys; from hiremate_lightning.command_line.cli import main; "
         f"code = main(['plan', '{path}:gpt2', '--device', 'cuda', '--budget', '64GiB', '--json', '-']); "
         "sys.stderr.write(f'peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}'); sys.exit(code)"
     )

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import normalize
 
 from hiremate_lightning import get_plan, hiremate
-from hiremate_lightning.targets import targets_of
+from hiremate_lightning.sessions.targets import targets_of
 
 ROWS, WIDTH = 64, 48
 

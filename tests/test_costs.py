@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hiremate_lightning.costs import Machine, Profile, estimate, phase_time_ms, profile_from_json, step_time_ms
-from hiremate_lightning.graph import Phase
+from hiremate_lightning.records.costs import Machine, Profile, estimate, phase_time_ms, profile_from_json, step_time_ms
+from hiremate_lightning.records.graph import Phase
 
 from .tiny import Builder, chain, transformer
 

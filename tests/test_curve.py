@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from hiremate_lightning.schedule import keep_all
-from hiremate_lightning.solvers import Curve, Problem, Solution, Status, curve, get_strategy
-from hiremate_lightning.solvers.base import replay
-from hiremate_lightning.solvers.curve import Remembering
+from hiremate_lightning.planning.solvers import Curve, Problem, Solution, Status, curve, get_strategy
+from hiremate_lightning.planning.solvers.base import replay
+from hiremate_lightning.planning.solvers.curve import Remembering
+from hiremate_lightning.records.schedule import keep_all
 
 from .helpers import problem_of
 from .tiny import chain, transformer

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from hiremate_lightning import backend, each_size, hiremate, remove_hiremate, torch_private
-from hiremate_lightning.each_size import EachSize
-from hiremate_lightning.targets import targets_of
+from hiremate_lightning import hiremate, remove_hiremate
+from hiremate_lightning.sessions import backend
+from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.torch_private import dynamo, each_size
+from hiremate_lightning.torch_private.each_size import EachSize
 
 from .exact import simple_loop, train_both
 
@@ -24,13 +26,13 @@ WIDTH = 24
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """List the code that Dynamo captures."""
     captured: list[str] = []
-    capture = torch_private._capture
+    capture = dynamo._capture
 
     def note(code, *arguments, **options):
         captured.append(code.co_name)
         return capture(code, *arguments, **options)
 
-    monkeypatch.setattr(torch_private, "_capture", note)
+    monkeypatch.setattr(dynamo, "_capture", note)
     return captured
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hiremate_lightning.eager_tracing import traced_as_eager
+from hiremate_lightning.torch_private.eager_tracing import traced_as_eager
 
 from .exact import simple_loop, train_both
 

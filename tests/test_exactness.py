@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
-from hiremate_lightning.solvers import Problem, smallest_budget
+from hiremate_lightning.planning.solvers import Problem, smallest_budget
 
 from .models import EVERY_MODEL
 from .training import assert_equal, build, train
@@ -78,7 +78,7 @@ def test_two_budgets_share_one_captured_step(plain_runs):
     assert_equal(found, expected)
     assert peaks[1] < peaks[0]
     assert found.peaks[4] <= get_plan(model.module).budget_bytes
-    from hiremate_lightning.targets import targets_of
+    from hiremate_lightning.sessions.targets import targets_of
 
     assert targets_of(model.module).session.captured_count == 1
     remove_hiremate(model.module)

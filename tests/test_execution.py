@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from hiremate_lightning.backend import planning_backend
-from hiremate_lightning.execution import Part
-from hiremate_lightning.kernels import apply_dropout_mask
-from hiremate_lightning.metering import measure_peak
-from hiremate_lightning.program import build
-from hiremate_lightning.schedule import keep_all, lower, recompute_lazily
+from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.records.schedule import keep_all, lower, recompute_lazily
+from hiremate_lightning.rewriting.kernels import apply_dropout_mask
+from hiremate_lightning.running.execution import Part
+from hiremate_lightning.running.program import build
+from hiremate_lightning.sessions.backend import planning_backend
 
 ROWS, WIDTH = 256, 16
 

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from hiremate_lightning.figures import (
+from hiremate_lightning.planning.plan import Plan
+from hiremate_lightning.planning.solvers.base import Problem, Solution, Status
+from hiremate_lightning.planning.solvers.curve import Curve
+from hiremate_lightning.reporting.figures import (
     OTHER,
     RESIDENT,
     Figure,
@@ -18,10 +21,7 @@ from hiremate_lightning.figures import (
     short_source,
     timeline_figure,
 )
-from hiremate_lightning.lifetimes import Band
-from hiremate_lightning.plan import Plan
-from hiremate_lightning.solvers.base import Problem, Solution, Status
-from hiremate_lightning.solvers.curve import Curve
+from hiremate_lightning.reporting.lifetimes import Band
 
 from .tiny import KB, Builder, blocks_plan, mixed_plan, plan_keeping
 

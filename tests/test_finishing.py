@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hiremate_lightning import finishing
-from hiremate_lightning.capture import Captured
-from hiremate_lightning.schedule import keep_all
+from hiremate_lightning.capturing.capture import Captured
+from hiremate_lightning.records.schedule import keep_all
+from hiremate_lightning.rewriting import finishing
 
 from .exact import added_peaks, simple_loop, train_both
 from .test_execution import compiled, every_other_kept, nothing_kept
@@ -181,5 +181,5 @@ def test_the_peak_falls_and_is_what_was_planned(monkeypatch):
     one = 4 * 16 * x.numel()
     plainly, planned = added_peaks(Wide(), x)
     assert planned <= plainly - 0.9 * one
-    monkeypatch.setattr("hiremate_lightning.capture.find_finishes", lambda *_: {})
+    monkeypatch.setattr("hiremate_lightning.capturing.capture.find_finishes", lambda *_: {})
     assert planned <= added_peaks(Wide(), x)[1] - 0.9 * one

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hiremate_lightning import backend, first_steps, get_plan, hiremate, session
+from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.garbage import collecting_what_it_leaves
-from hiremate_lightning.targets import targets_of
+from hiremate_lightning.sessions import backend, first_steps, session
+from hiremate_lightning.sessions.targets import targets_of
 
 from .exact import simple_loop, train_both
 

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hiremate_lightning import ConfigurationError, HiRemateWarning, get_plan, hiremate, inductor
+from hiremate_lightning import ConfigurationError, HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.integrations import compile_backend
-from hiremate_lightning.targets import targets_of
+from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.torch_private import inductor
 
 
 class TanhGelu(nn.Module):

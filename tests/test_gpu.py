@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from hiremate_lightning import find_max_batch_size, get_plan, hiremate, losses, remove_hiremate
-from hiremate_lightning.metering import MemoryMeter, measure_peak
-from hiremate_lightning.overwriting import overwriting
-from hiremate_lightning.targets import targets_of
+from hiremate_lightning import find_max_batch_size, get_plan, hiremate, remove_hiremate
+from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
+from hiremate_lightning.rewriting import losses
+from hiremate_lightning.rewriting.overwriting import overwriting
+from hiremate_lightning.sessions.targets import targets_of
 
 from .exact import square_error
 from .test_accumulation import Wide, batch, weight_bytes

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hiremate_lightning.graph import FORMAT_VERSION, Node, Phase, StorageKind, graph_from_json
+from hiremate_lightning.records.graph import FORMAT_VERSION, Node, Phase, StorageKind, graph_from_json
 
 from .tiny import Builder, chain, transformer
 

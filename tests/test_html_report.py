@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hiremate_lightning import html_report
 from hiremate_lightning.errors import MissingExtraError
-from hiremate_lightning.html_report import write_html
+from hiremate_lightning.reporting import html_report
+from hiremate_lightning.reporting.html_report import write_html
 
 from .tiny import Builder, blocks_plan, mixed_plan, plan_keeping
 

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.joint import may_lie_otherwise, operation_of
-from hiremate_lightning.targets import targets_of
+from hiremate_lightning.rewriting.joint import may_lie_otherwise, operation_of
+from hiremate_lightning.sessions.targets import targets_of
 
 aten = torch.ops.aten
 N, C, S = 4, 8, 6

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from hiremate_lightning.graph import Graph
-from hiremate_lightning.lifetimes import Band, Lifetime, band_bytes, lifetimes
-from hiremate_lightning.plan import Plan
-from hiremate_lightning.schedule import Schedule, keep_all, lower
-from hiremate_lightning.simulation import simulate
-from hiremate_lightning.solvers.base import Problem
-from hiremate_lightning.solvers.decisions import decisions
-from hiremate_lightning.solvers.model import Model
-from hiremate_lightning.step import Call, merge
+from hiremate_lightning.planning.plan import Plan
+from hiremate_lightning.planning.solvers.base import Problem
+from hiremate_lightning.planning.solvers.decisions import decisions
+from hiremate_lightning.planning.solvers.model import Model
+from hiremate_lightning.records.graph import Graph
+from hiremate_lightning.records.schedule import Schedule, keep_all, lower
+from hiremate_lightning.records.simulation import simulate
+from hiremate_lightning.records.step import Call, merge
+from hiremate_lightning.reporting.lifetimes import Band, Lifetime, band_bytes, lifetimes
 
 from .helpers import random_graph, random_policy
 from .tiny import KB, Builder, blocks_plan, chain, mixed_plan

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hiremate_lightning import get_plan, hiremate, losses
-from hiremate_lightning.losses import cross_entropy, cross_entropy_gradient
-from hiremate_lightning.metering import measure_peak
-from hiremate_lightning.targets import targets_of
+from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.rewriting import losses
+from hiremate_lightning.rewriting.losses import cross_entropy, cross_entropy_gradient
+from hiremate_lightning.sessions.targets import targets_of
 
 from .exact import added_peaks, simple_loop, train_both
 

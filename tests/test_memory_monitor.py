@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 
 from hiremate_lightning import ConfigurationError, HiRemateWarning, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback, MemoryMonitor
-from hiremate_lightning.metering import MemoryMeter
+from hiremate_lightning.memory.metering import MemoryMeter
 
 from .test_callback import ROWS, WIDTH, CallsItself, Validates, batches, planned, trainer
 from .test_metrics import Notebook

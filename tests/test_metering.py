@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from hiremate_lightning import host_events
-from hiremate_lightning.metering import MemoryMeter, free_bytes, free_host_bytes, measure_peak
+from hiremate_lightning.memory.metering import MemoryMeter, free_bytes, free_host_bytes, measure_peak
+from hiremate_lightning.torch_private import host_events
 
 CPU = torch.device("cpu")
 KB = 1024
@@ -157,7 +157,7 @@ def test_meters_give_way_where_another_profiler_begins():
 def test_nothing_is_said_of_what_was_allocated_before():
     code = (
         "import torch\n"
-        "from hiremate_lightning.metering import measure_peak\n"
+        "from hiremate_lightning.memory.metering import measure_peak\n"
         "kept = [torch.ones(10) for _ in range(2000)]\n"
         "print(measure_peak(kept.clear))\n"
     )

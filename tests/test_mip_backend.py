@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from hiremate_lightning.solvers import SolveOptions, Status
-from hiremate_lightning.solvers.mip_backend import Program, Result, backend_name, solve
+from hiremate_lightning.planning.solvers import SolveOptions, Status
+from hiremate_lightning.planning.solvers.mip_backend import Program, Result, backend_name, solve
 
 BACKENDS = ("HIGHS", "CBC")
 

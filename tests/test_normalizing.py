@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from hiremate_lightning import normalizing
-from hiremate_lightning.replays import NORMALIZE
+from hiremate_lightning.rewriting import normalizing
+from hiremate_lightning.rewriting.replays import NORMALIZE
 
 from .test_execution import compiled, keep_all, nothing_kept, results
 

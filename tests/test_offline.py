@@ -7,18 +7,19 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hiremate_lightning import get_plan, hiremate, remove_hiremate, torch_private
-from hiremate_lightning.backend import planning_backend
-from hiremate_lightning.costs import estimate, step_time_ms
+from hiremate_lightning import get_plan, hiremate, remove_hiremate
+from hiremate_lightning.command_line.factory import Workload, parse_inputs
+from hiremate_lightning.command_line.offline import OfflineOptions, capture_offline, rates_of
 from hiremate_lightning.errors import CaptureError, ConfigurationError
-from hiremate_lightning.factory import Workload, parse_inputs
-from hiremate_lightning.offline import OfflineOptions, capture_offline, rates_of
-from hiremate_lightning.planner import unplanned
-from hiremate_lightning.profiling import CostCache
-from hiremate_lightning.replays import DRAW_MASK
-from hiremate_lightning.scaling import Sample, Scaling
-from hiremate_lightning.schedule import keep_all, lower
-from hiremate_lightning.simulation import simulate
+from hiremate_lightning.measuring.profiling import CostCache
+from hiremate_lightning.planning.planner import unplanned
+from hiremate_lightning.records.costs import estimate, step_time_ms
+from hiremate_lightning.records.scaling import Sample, Scaling
+from hiremate_lightning.records.schedule import keep_all, lower
+from hiremate_lightning.records.simulation import simulate
+from hiremate_lightning.rewriting.replays import DRAW_MASK
+from hiremate_lightning.sessions.backend import planning_backend
+from hiremate_lightning.torch_private import tensor_state
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -156,7 +157,7 @@ def test_a_module_that_exists_stays_as_it_is():
 
     step = capture_offline(work(lambda: tied), OfflineOptions())
 
-    assert not any(torch_private.is_fake(p) for p in tied.parameters())
+    assert not any(tensor_state.is_fake(p) for p in tied.parameters())
     assert not module.training
     assert dict(step.resident)["parameters"] == sum(4 * p.numel() for p in tied.parameters())
 

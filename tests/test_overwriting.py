@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hiremate_lightning import absent, capture, get_plan, hiremate, remove_hiremate
-from hiremate_lightning.assignments import assign
-from hiremate_lightning.costs import estimate
-from hiremate_lightning.graph import StorageKind
-from hiremate_lightning.joint import name_of
-from hiremate_lightning.overwriting import _INTO, _INTO_FIRST, _INTO_FIRST_BY_ROWS, Strides, overwriting
-from hiremate_lightning.targets import targets_of
+from hiremate_lightning import get_plan, hiremate, remove_hiremate
+from hiremate_lightning.capturing import absent, capture
+from hiremate_lightning.records.costs import estimate
+from hiremate_lightning.records.graph import StorageKind
+from hiremate_lightning.rewriting.assignments import assign
+from hiremate_lightning.rewriting.joint import name_of
+from hiremate_lightning.rewriting.overwriting import _INTO, _INTO_FIRST, _INTO_FIRST_BY_ROWS, Strides, overwriting
+from hiremate_lightning.sessions.targets import targets_of
 
 from .exact import simple_loop, square_error, train_both
 from .test_execution import compiled, nothing_kept

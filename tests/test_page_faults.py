@@ -6,7 +6,7 @@ import mmap
 
 import pytest
 
-from hiremate_lightning import page_faults
+from hiremate_lightning.memory import page_faults
 
 PAGES = 1000
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hiremate_lightning.errors import ConfigurationError
-from hiremate_lightning.partition import Cluster, PartitionOptions, cut_runs, partition
+from hiremate_lightning.planning.partition import Cluster, PartitionOptions, cut_runs, partition
 
 from .helpers import random_graph
 from .tiny import chain, transformer

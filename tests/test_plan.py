@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from hiremate_lightning.plan import Measurement, Plan, PlanningTime
-from hiremate_lightning.schedule import keep_all, lower
-from hiremate_lightning.simulation import simulate
-from hiremate_lightning.solvers.base import Solution, Status
+from hiremate_lightning.planning.plan import Measurement, Plan, PlanningTime
+from hiremate_lightning.planning.solvers.base import Solution, Status
+from hiremate_lightning.records.schedule import keep_all, lower
+from hiremate_lightning.records.simulation import simulate
 from hiremate_lightning.units import Budget
 
 from .tiny import KB, Builder, chain, plan_keeping, transformer

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
-from hiremate_lightning.plan_files import PlanFiles
-from hiremate_lightning.planner import PlanOptions, make_plan, unplanned
-from hiremate_lightning.solvers import get_strategy
-from hiremate_lightning.step import Call, merge
+from hiremate_lightning.planning.plan_files import PlanFiles
+from hiremate_lightning.planning.planner import PlanOptions, make_plan, unplanned
+from hiremate_lightning.planning.solvers import get_strategy
+from hiremate_lightning.records.step import Call, merge
 from hiremate_lightning.units import parse_budget
 
 from .helpers import problem_of
@@ -119,7 +119,7 @@ def test_the_planner_solves_once(tmp_path, monkeypatch):
         return make_plan(step, parse_budget(budget), budget, 0, options)
 
     first = plan()
-    monkeypatch.setattr("hiremate_lightning.planner.get_strategy", None)
+    monkeypatch.setattr("hiremate_lightning.planning.planner.get_strategy", None)
     assert plan().solution == first.solution
 
 
@@ -137,8 +137,8 @@ def test_a_second_run_neither_profiles_nor_solves(tmp_path, monkeypatch):
         return get_plan(model), [p.detach().clone() for p in model.parameters()]
 
     first, expected = run()
-    monkeypatch.setattr("hiremate_lightning.planner.get_strategy", None)
-    monkeypatch.setattr("hiremate_lightning.profiling._measure_node", None)
+    monkeypatch.setattr("hiremate_lightning.planning.planner.get_strategy", None)
+    monkeypatch.setattr("hiremate_lightning.measuring.profiling._measure_node", None)
     second, found = run()
     assert second.solution == first.solution
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

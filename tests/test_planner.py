@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from hiremate_lightning import planner
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
-from hiremate_lightning.planner import (
+from hiremate_lightning.planning import planner
+from hiremate_lightning.planning.planner import (
     AUTO_MARGIN,
     FirstSolution,
     PlanOptions,
@@ -17,9 +17,9 @@ from hiremate_lightning.planner import (
     resolve,
     unplanned,
 )
-from hiremate_lightning.solvers import base, smallest_budget
-from hiremate_lightning.solvers.base import Problem, Solution, Status, get_strategy, strategy
-from hiremate_lightning.step import Call, Gap, merge
+from hiremate_lightning.planning.solvers import base, smallest_budget
+from hiremate_lightning.planning.solvers.base import Problem, Solution, Status, get_strategy, strategy
+from hiremate_lightning.records.step import Call, Gap, merge
 from hiremate_lightning.units import Budget, parse_budget
 
 from .tiny import KB, chain, transformer

@@ -19,14 +19,16 @@ from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hiremate_lightning import hiremate, page_faults, profiling
-from hiremate_lightning.capture import Captured
-from hiremate_lightning.costs import Profile, estimate
-from hiremate_lightning.metering import MemoryMeter, measure_peak
-from hiremate_lightning.profiling import CostCache, ProfileOptions, TimedRun, describe_device, measure
-from hiremate_lightning.program import build
-from hiremate_lightning.schedule import lower, recompute_lazily
-from hiremate_lightning.targets import targets_of
+from hiremate_lightning import hiremate
+from hiremate_lightning.capturing.capture import Captured
+from hiremate_lightning.measuring import profiling
+from hiremate_lightning.measuring.profiling import CostCache, ProfileOptions, TimedRun, describe_device, measure
+from hiremate_lightning.memory import page_faults
+from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
+from hiremate_lightning.records.costs import Profile, estimate
+from hiremate_lightning.records.schedule import lower, recompute_lazily
+from hiremate_lightning.running.program import build
+from hiremate_lightning.sessions.targets import targets_of
 
 CPU = torch.device("cpu")
 QUICK = ProfileOptions(repeats=2, time_limit_ms=1.0)

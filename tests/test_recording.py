@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.recording import StepRecord
-from hiremate_lightning.resident import LeftOutputs, Resident
-from hiremate_lightning.targets import targets_of
+from hiremate_lightning.measuring.recording import StepRecord
+from hiremate_lightning.measuring.resident import LeftOutputs, Resident
+from hiremate_lightning.sessions.targets import targets_of
 
 ROWS, WIDTH = 256, 16
 SIZE = ROWS * WIDTH * 4  # bytes of an activation

@@ -12,9 +12,9 @@ import rich
 import torch.distributed
 from rich.console import Console
 
-from hiremate_lightning.breakdown import plan_lines
-from hiremate_lightning.plan import measured_line, planned_lines
-from hiremate_lightning.report import Reporter, is_rank_zero
+from hiremate_lightning.planning.plan import measured_line, planned_lines
+from hiremate_lightning.reporting.breakdown import plan_lines
+from hiremate_lightning.reporting.report import Reporter, is_rank_zero
 
 from .tiny import blocks_plan, mixed_plan
 

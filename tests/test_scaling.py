@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hiremate_lightning.costs import Profile
-from hiremate_lightning.graph import Graph, Storage, StorageKind
-from hiremate_lightning.scaling import Line, Sample, Scaling, are_same, at_size, difference
-from hiremate_lightning.schedule import keep_all, lower
-from hiremate_lightning.simulation import simulate
-from hiremate_lightning.step import Call, Gap, Stage
+from hiremate_lightning.records.costs import Profile
+from hiremate_lightning.records.graph import Graph, Storage, StorageKind
+from hiremate_lightning.records.scaling import Line, Sample, Scaling, are_same, at_size, difference
+from hiremate_lightning.records.schedule import keep_all, lower
+from hiremate_lightning.records.simulation import simulate
+from hiremate_lightning.records.step import Call, Gap, Stage
 
 from .tiny import Builder, chain, transformer
 

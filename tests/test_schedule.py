@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from hiremate_lightning.graph import Graph, StorageKind
-from hiremate_lightning.schedule import Compute, Free, Operation, Schedule, keep_all, lower, recompute_lazily
-from hiremate_lightning.simulation import simulate
+from hiremate_lightning.records.graph import Graph, StorageKind
+from hiremate_lightning.records.schedule import Compute, Free, Operation, Schedule, keep_all, lower, recompute_lazily
+from hiremate_lightning.records.simulation import simulate
 
 from .tiny import Builder, chain, storages_of, transformer
 

@@ -14,16 +14,18 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hiremate_lightning import HiRemateWarning, first_steps, get_plan, hiremate, remove_hiremate, session, torch_private
+from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.errors import CaptureError
-from hiremate_lightning.metering import MemoryMeter, measure_peak
-from hiremate_lightning.planner import make_plan
-from hiremate_lightning.profiling import TimedRun
-from hiremate_lightning.solvers.base import Problem, replay
-from hiremate_lightning.solvers.decisions import decisions
-from hiremate_lightning.solvers.model import Model
-from hiremate_lightning.solvers.turn_point import segment_policies
-from hiremate_lightning.targets import targets_of
+from hiremate_lightning.measuring.profiling import TimedRun
+from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
+from hiremate_lightning.planning.planner import make_plan
+from hiremate_lightning.planning.solvers.base import Problem, replay
+from hiremate_lightning.planning.solvers.decisions import decisions
+from hiremate_lightning.planning.solvers.model import Model
+from hiremate_lightning.planning.solvers.turn_point import segment_policies
+from hiremate_lightning.sessions import first_steps, session
+from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.torch_private import dynamo
 
 WIDTH, ROWS, MANY = 16, 256, 4096
 
@@ -943,14 +945,14 @@ def no_automatic_collection():
 
 @pytest.mark.usefixtures("no_automatic_collection")
 def test_what_tracing_keeps_does_not_pass_for_what_the_user_keeps(monkeypatch):
-    capture = torch_private._capture
+    capture = dynamo._capture
 
     def leaving_a_cycle(*arguments, **options):
         cycle = [arguments]  # the values of the frame among them
         cycle.append(cycle)
         return capture(*arguments, **options)
 
-    monkeypatch.setattr(torch_private, "_capture", leaving_a_cycle)
+    monkeypatch.setattr(dynamo, "_capture", leaving_a_cycle)
     torch.manual_seed(1)
     model = hiremate(GivesMore(), "1 GiB", verbose=False)
     for index in range(4):

@@ -8,9 +8,9 @@ from threading import Thread
 
 import pytest
 
-from hiremate_lightning.shared_solving import SharedSolving, digest, shared
-from hiremate_lightning.solvers import get_strategy
-from hiremate_lightning.solvers.base import Problem, Solution, Status
+from hiremate_lightning.planning.shared_solving import SharedSolving, digest, shared
+from hiremate_lightning.planning.solvers import get_strategy
+from hiremate_lightning.planning.solvers.base import Problem, Solution, Status
 
 from .helpers import problem_of
 from .tiny import transformer

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from hiremate_lightning.costs import Profile
 from hiremate_lightning.errors import ScheduleError
-from hiremate_lightning.graph import Graph, StorageKind
-from hiremate_lightning.schedule import Compute, Free, Schedule, keep_all, lower, recompute_lazily
-from hiremate_lightning.simulation import Moment, Simulation, simulate
+from hiremate_lightning.records.costs import Profile
+from hiremate_lightning.records.graph import Graph, StorageKind
+from hiremate_lightning.records.schedule import Compute, Free, Schedule, keep_all, lower, recompute_lazily
+from hiremate_lightning.records.simulation import Moment, Simulation, simulate
 
 from .tiny import Builder, chain, plan_keeping, storages_of, transformer
 

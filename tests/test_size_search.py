@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hiremate_lightning.costs import Profile
-from hiremate_lightning.graph import Graph
-from hiremate_lightning.planner import PlanOptions
-from hiremate_lightning.scaling import Line, Sample, Scaling
-from hiremate_lightning.size_search import TOLERANCE, Forecast, Limit, Objective, largest, search
+from hiremate_lightning.planning.planner import PlanOptions
+from hiremate_lightning.records.costs import Profile
+from hiremate_lightning.records.graph import Graph
+from hiremate_lightning.records.scaling import Line, Sample, Scaling
+from hiremate_lightning.sizes.size_search import TOLERANCE, Forecast, Limit, Objective, largest, search
 
 from .tiny import chain
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.targets import targets_of
+from hiremate_lightning.sessions.targets import targets_of
 
 from .exact import quiet
 

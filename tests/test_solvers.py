@@ -15,11 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiremate_lightning.costs import Profile
 from hiremate_lightning.errors import ConfigurationError
-from hiremate_lightning.graph import Graph, StorageKind
-from hiremate_lightning.schedule import keep_all
-from hiremate_lightning.solvers import (
+from hiremate_lightning.planning.solvers import (
     UNLIMITED,
     Problem,
     Solution,
@@ -34,11 +31,14 @@ from hiremate_lightning.solvers import (
     strategy_names,
     turn_point,
 )
-from hiremate_lightning.solvers.decisions import decisions
-from hiremate_lightning.solvers.least_memory import _near, find_smallest
-from hiremate_lightning.solvers.mip_backend import solve
-from hiremate_lightning.solvers.model import Model, Policy
-from hiremate_lightning.solvers.phases import Checks, PhasedProgram
+from hiremate_lightning.planning.solvers.decisions import decisions
+from hiremate_lightning.planning.solvers.least_memory import _near, find_smallest
+from hiremate_lightning.planning.solvers.mip_backend import solve
+from hiremate_lightning.planning.solvers.model import Model, Policy
+from hiremate_lightning.planning.solvers.phases import Checks, PhasedProgram
+from hiremate_lightning.records.costs import Profile
+from hiremate_lightning.records.graph import Graph, StorageKind
+from hiremate_lightning.records.schedule import keep_all
 
 from .helpers import lazy_frontier, problem_of, random_graph, random_policy
 from .tiny import KB, Builder, chain, transformer
@@ -407,7 +407,7 @@ def test_the_same_problem_gives_the_same_plan(name: str):
 
 SCRIPT = """
 import zlib
-from hiremate_lightning.solvers import get_strategy
+from hiremate_lightning.planning.solvers import get_strategy
 from tests.helpers import problem_of
 from tests.tiny import transformer
 for name in ("turn_point", "least_memory"):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
-from hiremate_lightning.targets import targets_of
+from hiremate_lightning.sessions.targets import targets_of
 
 from .exact import differing, quiet, simple_loop, train_both
 

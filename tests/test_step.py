@@ -6,13 +6,13 @@ from itertools import combinations
 
 import pytest
 
-from hiremate_lightning.graph import OUTSIDE, Phase, StorageKind
-from hiremate_lightning.schedule import keep_all, lower, recompute_lazily
-from hiremate_lightning.simulation import simulate
-from hiremate_lightning.solvers.base import Problem
-from hiremate_lightning.solvers.decisions import decisions
-from hiremate_lightning.solvers.model import Model, Policy
-from hiremate_lightning.step import Call, Gap, merge
+from hiremate_lightning.planning.solvers.base import Problem
+from hiremate_lightning.planning.solvers.decisions import decisions
+from hiremate_lightning.planning.solvers.model import Model, Policy
+from hiremate_lightning.records.graph import OUTSIDE, Phase, StorageKind
+from hiremate_lightning.records.schedule import keep_all, lower, recompute_lazily
+from hiremate_lightning.records.simulation import simulate
+from hiremate_lightning.records.step import Call, Gap, merge
 
 from .tiny import KB, Builder, chain
 

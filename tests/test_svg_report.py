@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hiremate_lightning.figures import BUDGET, COLOURS
-from hiremate_lightning.lifetimes import Band
-from hiremate_lightning.plan import Plan
-from hiremate_lightning.svg_report import GAP, PANEL, TOP, write_svg
+from hiremate_lightning.planning.plan import Plan
+from hiremate_lightning.reporting.figures import BUDGET, COLOURS
+from hiremate_lightning.reporting.lifetimes import Band
+from hiremate_lightning.reporting.svg_report import GAP, PANEL, TOP, write_svg
 
 from .tiny import mixed_plan
 

@@ -20,9 +20,9 @@ from hiremate_lightning import (
     get_plan,
     hiremate,
     remove_hiremate,
-    torch_private,
 )
-from hiremate_lightning.targets import targets_of
+from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.torch_private import hooks
 
 
 class Net(nn.Module):
@@ -311,9 +311,9 @@ def test_the_parts_of_a_model_of_which_nothing_is_captured_are_planned():
     assert said == ["Nothing of BreaksInALoop was captured as a whole; from the next step on its parts are planned."]
     assert get_plan(model) is not None
     hiremate(model, "95%")
-    assert torch_private.get_call(model) is None  # not tried again
+    assert hooks.get_call(model) is None  # not tried again
     remove_hiremate(model)
-    assert all(torch_private.get_call(module) is None for module in model.modules())
+    assert all(hooks.get_call(module) is None for module in model.modules())
 
 
 def test_a_part_of_which_nothing_is_captured_runs_beside_the_plan_and_is_announced():
@@ -398,7 +398,7 @@ def test_modules_of_torch_that_are_called_by_what_can_not_be_captured_are_planne
     said = [str(w.message) for w in caught if "captur" in str(w.message)]
     assert said == [f"{name} was not captured as a whole; from the next step on its parts are planned."]
     remove_hiremate(model)
-    assert all(torch_private.get_call(module) is None for module in model.modules())
+    assert all(hooks.get_call(module) is None for module in model.modules())
 
 
 def test_hooks_run_once_and_patched_forwards_are_honoured():

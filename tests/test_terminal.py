@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from hiremate_lightning.costs import Profile
-from hiremate_lightning.graph import OUTSIDE
-from hiremate_lightning.plan import Plan
-from hiremate_lightning.terminal import ASCII, plan_table, timeline_text
+from hiremate_lightning.planning.plan import Plan
+from hiremate_lightning.records.costs import Profile
+from hiremate_lightning.records.graph import OUTSIDE
+from hiremate_lightning.reporting.terminal import ASCII, plan_table, timeline_text
 
 from .tiny import Builder, blocks_plan, flat_plan, mixed_plan, plan_keeping, transformer
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from hiremate_lightning import torch_private
-from hiremate_lightning.straight_line import compiled
+from hiremate_lightning.running.straight_line import compiled
+from hiremate_lightning.torch_private import aot, dynamo, hooks, tensor_state
 
 
 class Doubled(nn.Module):
@@ -23,19 +24,19 @@ def test_this_torch_was_checked():
     version = ".".join(torch.__version__.split(".")[:2])
     assert version in torch_private.CHECKED_VERSIONS, (
         f"torch {version} is not among the versions that the private APIs were checked on. "
-        "Read torch_private.py against it, run all tests, and add it there."
+        "Read hiremate_lightning/torch_private against it, run all tests, and add it there."
     )
 
 
 def test_the_call_slot_stands_in_for_a_call_and_is_dropped_by_copies():
     module = Doubled()
-    torch_private.set_call(module, lambda x: "taken")
+    hooks.set_call(module, lambda x: "taken")
     assert module(1) == "taken"
-    assert torch_private.get_call(copy.deepcopy(module)) is None
+    assert hooks.get_call(copy.deepcopy(module)) is None
     assert pickle.loads(pickle.dumps(module))(torch.ones(1)).item() == 2
-    assert torch_private.plain_call(module, torch.ones(1)).item() == 2
-    torch_private.set_call(module, None)
-    assert torch_private.CALL_SLOT not in module.__dict__
+    assert hooks.plain_call(module, torch.ones(1)).item() == 2
+    hooks.set_call(module, None)
+    assert hooks.CALL_SLOT not in module.__dict__
     assert module(torch.ones(1)).item() == 2
 
 
@@ -45,8 +46,8 @@ def test_the_backend_hears_of_joint_graph_forward_and_backward():
     def partition(joint, inputs, *, num_fwd_outputs, **rest):
         from functorch.compile import default_partition
 
-        outputs, gradients, *_ = torch_private.joint_outputs(joint, num_fwd_outputs)
-        tangents = [n for n in joint.graph.find_nodes(op="placeholder") if torch_private.is_tangent(n)]
+        outputs, gradients, *_ = aot.joint_outputs(joint, num_fwd_outputs)
+        tangents = [n for n in joint.graph.find_nodes(op="placeholder") if aot.is_tangent(n)]
         heard.append((len(outputs), len(gradients), len(tangents)))
         return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **rest)
 
@@ -57,7 +58,7 @@ def test_the_backend_hears_of_joint_graph_forward_and_backward():
 
         return compile_graph
 
-    backend = torch_private.make_backend(partition, compiler("forward"), compiler("backward"), compiler("inference"))
+    backend = aot.make_backend(partition, compiler("forward"), compiler("backward"), compiler("inference"))
     linear = nn.Linear(3, 2)
     torch.compile(lambda x: linear(x).sin(), backend=backend)(torch.ones(1, 3)).sum().backward()
     assert heard == [(1, 3, 1), "forward", "backward"]
@@ -65,17 +66,17 @@ def test_the_backend_hears_of_joint_graph_forward_and_backward():
 
 def test_versions_count_changes_in_place():
     x = torch.zeros(1)
-    before = torch_private.version_of(x)
+    before = tensor_state.version_of(x)
     x.add_(1)
-    assert torch_private.version_of(x) == before + 1
+    assert tensor_state.version_of(x) == before + 1
     with torch.inference_mode():
-        assert torch_private.version_of(torch.zeros(1)) == -1
+        assert tensor_state.version_of(torch.zeros(1)) == -1
 
 
 def test_a_watched_storage_is_not_kept_alive():
     x = torch.zeros(10)
     view = x[2:]
-    lives = torch_private.watch_storage(x)
+    lives = tensor_state.watch_storage(x)
     del x
     assert lives()
     del view
@@ -86,7 +87,7 @@ def test_an_optimizer_step_is_heard_until_the_handle_is_removed():
     heard = []
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    handle = torch_private.on_optimizer_step(heard.append)
+    handle = hooks.on_optimizer_step(heard.append)
     optimizer.step()
     handle.remove()
     optimizer.step()
@@ -102,7 +103,7 @@ def captured_inputs(function, calls):
         return module
 
     compiled = torch.compile(function, backend=backend)
-    with torch_private.capturing_for_plans():
+    with dynamo.capturing_for_plans():
         for arguments in calls:
             compiled(*arguments)
     return seen
@@ -114,7 +115,7 @@ def test_a_number_becomes_an_input_at_its_second_value_and_sizes_stay_numbers():
     assert torch.SymInt in seen[1]
     seen = captured_inputs(lambda x: x * 2, [(torch.ones(4),), (torch.ones(5),), (torch.ones(6),)])
     assert [inputs[0].shape for inputs in seen] == [(4,), (5,), (6,)]
-    assert not any(torch_private.is_symbolic(inputs[0]) for inputs in seen)
+    assert not any(tensor_state.is_symbolic(inputs[0]) for inputs in seen)
 
 
 def test_where_sizes_vary_they_are_symbols_and_numbers_where_dynamo_fails_on_those():
@@ -131,7 +132,7 @@ def test_where_sizes_vary_they_are_symbols_and_numbers_where_dynamo_fails_on_tho
         seen.clear()
         compiled = torch.compile(lambda x: x * 2, backend=backend)
         for rows in (4, 5, 6, 7):
-            with torch_private.capturing_for_plans(sizes_vary=rows > 4):
+            with dynamo.capturing_for_plans(sizes_vary=rows > 4):
                 compiled(torch.ones(rows))
         assert seen == ([False, False, False, False] if fails else [False, False, True])
         torch.compiler.reset()
@@ -162,8 +163,8 @@ def test_settings_of_torch_compile_are_the_users_again_after_nested_and_failed_c
     config = torch._dynamo.config
 
     def nested():
-        with torch_private.capturing_for_plans():
-            with torch_private.capturing_for_plans():
+        with dynamo.capturing_for_plans():
+            with dynamo.capturing_for_plans():
                 assert config.recompile_limit == 256
             assert config.recompile_limit == 256
             raise RuntimeError("a call that fails")
@@ -186,10 +187,10 @@ def test_what_the_user_called_is_known_of_a_captured_node():
     def partition(joint, inputs, *, num_fwd_outputs, **rest):
         from functorch.compile import default_partition
 
-        called.extend(torch_private.called(n) for n in joint.graph.nodes if n.target is torch.ops.aten.bernoulli.p)
+        called.extend(aot.called(n) for n in joint.graph.nodes if n.target is torch.ops.aten.bernoulli.p)
         return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **rest)
 
-    backend = torch_private.make_backend(partition, *(lambda module, inputs: compiled(module) for _ in range(3)))
+    backend = aot.make_backend(partition, *(lambda module, inputs: compiled(module) for _ in range(3)))
     weight = torch.ones(3, requires_grad=True)
     torch.compile(lambda: weight * torch.bernoulli(torch.ones(3), 0.5), backend=backend)().sum().backward()
     assert called == [torch.bernoulli]
@@ -198,9 +199,9 @@ def test_what_the_user_called_is_known_of_a_captured_node():
 @pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support is in beta state")
 def test_sparse_tensors_have_parts():
     dense = torch.eye(3)
-    assert torch_private.dense_parts(dense) == (dense,)
+    assert tensor_state.dense_parts(dense) == (dense,)
     for layout, parts in ((torch.sparse_coo, 2), (torch.sparse_csr, 3), (torch.sparse_csc, 3)):
-        assert len(torch_private.storage_sizes([dense.to_sparse(layout=layout)])) == parts
+        assert len(tensor_state.storage_sizes([dense.to_sparse(layout=layout)])) == parts
 
 
 def test_guards_that_fail_with_symbols_are_not_heard_where_numbers_do(monkeypatch, caplog):
@@ -208,15 +209,15 @@ def test_guards_that_fail_with_symbols_are_not_heard_where_numbers_do(monkeypatc
     heard = torch._guards.log
 
     def capture(code):
-        if torch_private.builder.tensor_always_has_static_shape is torch_private._always_static and code is not failing:
+        if dynamo.builder.tensor_always_has_static_shape is dynamo._always_static and code is not failing:
             return "captured"
         heard.error("Error while creating guard")
         raise AssertionError
 
     code, failing = compile("0", "one", "eval"), compile("1", "two", "eval")
-    monkeypatch.setattr(torch_private, "_capture", capture)
-    assert torch_private._capture_with_symbols(code) == "captured"
+    monkeypatch.setattr(dynamo, "_capture", capture)
+    assert dynamo._capture_with_symbols(code) == "captured"
     assert not caplog.records
     with pytest.raises(AssertionError):
-        torch_private._capture_with_symbols(failing)
+        dynamo._capture_with_symbols(failing)
     assert [record.name for record in caplog.records] == ["torch._guards"]

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from hiremate_lightning.solvers import Problem, SolveOptions, Status, get_strategy, worker
-from hiremate_lightning.solvers.base import Solution, strategy
-from hiremate_lightning.solvers.model import Model
-from hiremate_lightning.solvers.worker import Worker, WorkerLostError, apart
+from hiremate_lightning.planning.solvers import Problem, SolveOptions, Status, get_strategy, worker
+from hiremate_lightning.planning.solvers.base import Solution, strategy
+from hiremate_lightning.planning.solvers.model import Model
+from hiremate_lightning.planning.solvers.worker import Worker, WorkerLostError, apart
 
 from .tiny import transformer
 
@@ -85,7 +85,7 @@ def test_an_interrupt_ends_the_process(own_worker):
 
 
 def test_strategies_of_others_run_in_place(monkeypatch):
-    from hiremate_lightning.solvers import base
+    from hiremate_lightning.planning.solvers import base
 
     monkeypatch.setattr(base, "_STRATEGIES", dict(base._STRATEGIES))
 
@@ -106,5 +106,5 @@ def test_without_processes_it_solves_in_place(monkeypatch):
 
 
 def test_the_process_imports_no_torch():
-    code = "import hiremate_lightning.solvers.worker, hiremate_lightning.solvers, sys; sys.exit('torch' in sys.modules)"
+    code = "import sys, hiremate_lightning.planning.solvers.worker; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hiremate_lightning.costs import Profile
-from hiremate_lightning.graph import OUTSIDE, Graph, Node, Phase, Storage, StorageKind, Tensor
-from hiremate_lightning.plan import Plan, PlanningTime
-from hiremate_lightning.schedule import lower, recompute_lazily
-from hiremate_lightning.simulation import simulate
-from hiremate_lightning.solvers.base import Solution, Status
+from hiremate_lightning.planning.plan import Plan, PlanningTime
+from hiremate_lightning.planning.solvers.base import Solution, Status
+from hiremate_lightning.records.costs import Profile
+from hiremate_lightning.records.graph import OUTSIDE, Graph, Node, Phase, Storage, StorageKind, Tensor
+from hiremate_lightning.records.schedule import lower, recompute_lazily
+from hiremate_lightning.records.simulation import simulate
 from hiremate_lightning.units import Budget
 
 KB = 1000

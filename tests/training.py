@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from hiremate_lightning.metering import measure_peak
+from hiremate_lightning.memory.metering import measure_peak
 
 from .models import BUILDERS, Model
 

@@ -19,7 +19,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hiremate_lightning import hiremate, parts, shared_solving
+from hiremate_lightning import hiremate
+from hiremate_lightning.planning import shared_solving
+from hiremate_lightning.sessions import parts
 
 from .loops import BUDGET, Outcome, Script, make_batch, make_model, run
 

@@ -16,11 +16,11 @@ from torch import nn
 
 from ..api import hiremate, remove_hiremate
 from ..errors import BudgetError, ConfigurationError
-from ..metrics import plan_metrics
 from ..options import make_options
-from ..plan import Plan
-from ..session import Session
-from ..targets import Target, targets_of
+from ..planning.plan import Plan
+from ..reporting.metrics import plan_metrics
+from ..sessions.session import Session
+from ..sessions.targets import Target, targets_of
 
 ENVIRONMENT_BUDGET = "HIREMATE_BUDGET"
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)

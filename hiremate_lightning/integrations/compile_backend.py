@@ -28,14 +28,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..backend import planning_backend
-from ..capture import Captured
+from ..capturing.capture import Captured
 from ..errors import ConfigurationError
-from ..execution import Part
 from ..options import make_options
-from ..plan import Plan
-from ..session import Session
-from ..targets import WITH_COMPILE, listen_to_optimizers, planned_module_with
+from ..planning.plan import Plan
+from ..running.execution import Part
+from ..sessions.backend import planning_backend
+from ..sessions.session import Session
+from ..sessions.targets import WITH_COMPILE, listen_to_optimizers, planned_module_with
 
 _Weak = dict[int, weakref.ref[torch.Tensor]]  # by identity: tensors compare by their values
 _Key = tuple[tuple[str, str], ...]

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..callbacks.planning import HiRemateCallback
-from ..plan import Plan
+from ..planning.plan import Plan
 
 
 class HiRemateStrategy(SingleDeviceStrategy):

@@ -1,0 +1,1 @@
+"""The joint graph as records, with the way back."""

@@ -1,0 +1,390 @@
+"""From AOTAutograd's joint FX graph to our torch-free `Graph`, with the way back.
+
+The joint graph holds forward and backward in one trace, functionalised: buffer updates are explicit copies at the end,
+composite operators (layer norm, attention, convolution backward) stay whole, because no decomposition is asked for. A
+`Captured` keeps the FX nodes beside the records made of them, by the same indices.
+
+Four rewrites happen here. Backward nodes that don't depend on an incoming gradient (detaches of saved results) sink to
+their first use: traced order would pin every such value from the start of the backward. And what random operations give
+can come back, see `replays`: they hand on the state of the generator that they drew from, and get replay nodes.
+Elementwise operations of the forward join what they finish, see `finishing`. At the end, results of the backward take
+the memory of gradients that die as they are made, see `overwriting`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from ..memory.allocator import allocated_bytes
+from ..records.graph import Graph, Node, Phase, Storage, StorageKind, Tensor
+from ..rewriting.finishing import Finish, find_finishes
+from ..rewriting.joint import (
+    COPIES_STORAGE,
+    computations,
+    forward_nodes,
+    is_part,
+    is_random,
+    mutated_arguments,
+    name_of,
+    planned_device,
+    sink,
+    values_of,
+)
+from ..rewriting.losses import plain_bytes
+from ..rewriting.normalizing import can_normalize
+from ..rewriting.overwriting import find_takes, overwrite
+from ..rewriting.replays import (
+    APPLY_MASK,
+    DRAW_AGAIN,
+    DRAW_MASK,
+    NORMALIZE,
+    add_state,
+    can_draw_again,
+    can_draw_mask,
+    draw_mask_of,
+)
+from ..torch_private import aot, tensor_state
+
+aten = torch.ops.aten
+
+# Training-mode batch norm reads running statistics only to write the next ones: its output doesn't depend on them.
+_IGNORES_WHAT_IT_UPDATES = {"aten._native_batch_norm_legit_functional.default"}
+# What torch's own counter leaves out: the CPU's attention does the work of the GPU's.
+_FLOP_FORMULAS = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+_ROOT = re.compile(r"^L\[['\"].*?['\"]\]\.?")
+_SUBSCRIPT = re.compile(r"(?:\._modules)?\[['\"](.*?)['\"]\]")
+_SOURCE = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured part of the training step.
+
+    Attributes:
+        joint: The joint FX graph.
+        graph: The records made of it.
+        overwrites: For each FX node that overwrites a gradient, the position of that argument.
+        takes: For each FX node that may compute into a value of the forward, the position of that argument.
+        allocating: The graph as it is where nothing is overwritten.
+        fx_nodes: For each node of the graph, the FX node that it stands for.
+        finishes: For FX nodes of the forward, what runs over a result of theirs as a part of the same node.
+        fx_values: For each tensor of the graph, the FX node whose value it is.
+        forward_outputs: What the forward returns, by position: FX nodes or constants.
+        backward_outputs: What the backward returns, by position: FX nodes or None.
+        output_descriptions: AOTAutograd's descriptions of the forward's and of the backward's outputs.
+        device: The device whose bytes are counted.
+        mutated: Inputs of the graph that the step overwrites, as tensors of the graph.
+        overwritten: Storages that code outside overwrites between forward and backward.
+    """
+
+    joint: fx.GraphModule
+    graph: Graph
+    overwrites: Mapping[fx.Node, int]
+    takes: Mapping[fx.Node, int]
+    allocating: Graph
+    fx_nodes: tuple[fx.Node, ...]
+    finishes: Mapping[fx.Node, Finish]
+    fx_values: tuple[fx.Node, ...]
+    forward_outputs: tuple[Any, ...]
+    backward_outputs: tuple[Any, ...]
+    output_descriptions: tuple[tuple[Any, ...], tuple[Any, ...]]
+    device: torch.device
+    mutated: frozenset[int]
+    overwritten: frozenset[int] = frozenset()
+
+    def reading_once(self, storages: Collection[int]) -> Captured:
+        """Give the same where what reads some storages of the graph is never run twice: others overwrite them."""
+        graph, allocating = self.graph.reading_once(storages), self.allocating.reading_once(storages)
+        return replace(self, graph=graph, allocating=allocating, overwritten=self.overwritten.union(storages))
+
+    def running_once(self, nodes: Collection[int]) -> Captured:
+        """Give the same where some nodes of the graph are never run twice."""
+        return replace(self, graph=self.graph.running_once(nodes), allocating=self.allocating.running_once(nodes))
+
+    @property
+    def placeholders(self) -> tuple[fx.Node, ...]:
+        """The inputs of the forward, in order."""
+        return tuple(n for n in self.joint.graph.find_nodes(op="placeholder") if not aot.is_tangent(n))
+
+    @property
+    def tangents(self) -> tuple[fx.Node, ...]:
+        """The gradients of the outputs, in order."""
+        return tuple(n for n in self.joint.graph.find_nodes(op="placeholder") if aot.is_tangent(n))
+
+
+def capture(joint: fx.GraphModule, num_forward: int, parameters: frozenset[int] = frozenset()) -> Captured:
+    """Make the records of a joint graph.
+
+    Args:
+        joint: The joint graph, dead code already removed.
+        num_forward: Number of its outputs that the forward returns.
+        parameters: Positions of the parameters among the inputs of the captured function.
+
+    Returns:
+        The records with the FX nodes that they stand for.
+    """
+    return _Builder(joint, num_forward, parameters).build()
+
+
+@dataclass
+class _Builder:
+    """Collects records while it walks the joint graph once."""
+
+    joint: fx.GraphModule
+    num_forward: int
+    parameters: frozenset[int]
+    nodes: list[Node] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    storages: list[Storage] = field(default_factory=list)
+    fx_nodes: list[fx.Node] = field(default_factory=list)
+    fx_values: list[fx.Node] = field(default_factory=list)
+    tensor_of: dict[fx.Node, int] = field(default_factory=dict)
+    finishes: dict[fx.Node, Finish] = field(default_factory=dict)
+    storage_of: dict[int, int] = field(default_factory=dict)  # identity of a fake storage -> index
+
+    def build(self) -> Captured:
+        outputs, gradients, *descriptions = aot.joint_outputs(self.joint, self.num_forward)
+        self.device = planned_device(self.joint)
+        forward_set = forward_nodes(self.joint, outputs)
+        placeholders = list(self.joint.graph.find_nodes(op="placeholder"))
+        inputs, tangents = self._add_inputs(placeholders)
+        overwritten = self._overwritten_storages(aot.overwritten_inputs(placeholders, descriptions[0]))
+        operations = computations(self.joint)
+        forward_fx = [n for n in operations if n in forward_set]
+        backward_fx = sink([n for n in operations if n not in forward_set], tangents)
+        resident = [v for v in self.tensor_of if self.tensors[self.tensor_of[v]].storage in overwritten]
+        self.finishes = find_finishes(forward_fx, outputs, resident)
+        finishing = {step for finish in self.finishes.values() for step in finish.steps}
+        forward = [self._add_node(n, Phase.FORWARD, overwritten) for n in forward_fx if n not in finishing]
+        backward = [self._add_node(n, Phase.BACKWARD, overwritten) for n in backward_fx]
+        for index in forward:
+            self._add_replays(index)
+        allocating = Graph(
+            nodes=tuple(self.nodes),
+            tensors=tuple(self.tensors),
+            storages=tuple(self.storages),
+            forward=tuple(forward),
+            backward=tuple(backward),
+            inputs=tuple(inputs),
+            tangents=tuple(self.tensor_of[t] for t in tangents),
+            outputs=self._tensors_of(outputs),
+            gradients=self._tensors_of(gradients),
+        )
+        graph, overwrites = overwrite(allocating, self.fx_nodes, self.fx_values)
+        takes = find_takes(graph, self.fx_nodes, self.fx_values, overwrites)
+        taken = {index: tensor for index, (tensor, _) in takes.items()}
+        return Captured(
+            self.joint,
+            graph.taking(taken),
+            overwrites,
+            {self.fx_nodes[index]: position for index, (_, position) in takes.items()},
+            allocating.taking(taken),
+            tuple(self.fx_nodes),
+            self.finishes,
+            tuple(self.fx_values),
+            tuple(outputs),
+            tuple(gradients),
+            (tuple(descriptions[0]), tuple(descriptions[1])),
+            self.device,
+            frozenset(t for t in inputs if self.tensors[t].storage in overwritten),
+        )
+
+    def _tensors_of(self, values: Iterable[Any]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(self.tensor_of[v] for v in values if isinstance(v, fx.Node)))
+
+    def _add_inputs(self, placeholders: list[fx.Node]) -> tuple[list[int], list[fx.Node]]:
+        inputs, tangents = [], []
+        for node in placeholders:
+            if aot.is_tangent(node):
+                tangents.append(node)
+                self._add_tensor(node, None, StorageKind.TANGENT)
+            else:
+                is_parameter = aot.input_position(node) in self.parameters
+                kind = StorageKind.PARAMETER if is_parameter else StorageKind.INPUT
+                inputs.append(self._add_tensor(node, None, kind))
+        inputs.extend(self._add_tensor(n, None, StorageKind.INPUT) for n in self.joint.graph.find_nodes(op="get_attr"))
+        return inputs, tangents
+
+    def _add_tensor(self, node: fx.Node, producer: int | None, kind: StorageKind) -> int:
+        value = node.meta.get("val")
+        if node.op == "get_attr" and value is None:
+            value = getattr(self.joint, str(node.target), None)
+        index = len(self.tensors)
+        if isinstance(value, torch.Tensor):
+            shape = tuple(tensor_state.int_hint(s) for s in value.shape)
+            storage = self._storage(value, kind)
+            self.tensors.append(Tensor(node.name, storage, shape, str(value.dtype).removeprefix("torch."), producer))
+        else:
+            self.tensors.append(Tensor(node.name, None, (), "", producer))
+        self.fx_values.append(node)
+        self.tensor_of[node] = index
+        return index
+
+    def _storage(self, value: torch.Tensor, kind: StorageKind) -> int | None:
+        if value.layout is not torch.strided:
+            return None
+        identity = tensor_state.storage_id(value)
+        if identity not in self.storage_of:
+            size = tensor_state.int_hint(value.untyped_storage().nbytes()) if value.device == self.device else 0
+            self.storage_of[identity] = len(self.storages)
+            self.storages.append(Storage(allocated_bytes(size, self.device), kind))
+        return self.storage_of[identity]
+
+    def _take_size(self, tensor: int, source: int) -> None:
+        """Let a result be as large as what lies around the view that it is a copy of."""
+        to, of = self.tensors[tensor].storage, self.tensors[source].storage
+        if to is not None and of is not None:
+            size_bytes = max(self.storages[to].size_bytes, self.storages[of].size_bytes)
+            self.storages[to] = replace(self.storages[to], size_bytes=size_bytes)
+
+    def _overwritten_storages(self, after_forward: list[fx.Node]) -> frozenset[int]:
+        """Find the resident storages that the step writes to, in the graph or after the forward."""
+        written = list(after_forward)
+        for node in computations(self.joint):
+            written.extend(a for a in mutated_arguments(node) if a in self.tensor_of)
+        storages = (self.tensors[self.tensor_of[n]].storage for n in written)
+        return frozenset(s for s in storages if s is not None)
+
+    def _add_node(self, node: fx.Node, phase: Phase, overwritten: frozenset[int]) -> int:
+        index = len(self.nodes)
+        kind = StorageKind.ACTIVATION if phase is Phase.FORWARD else StorageKind.GRADIENT
+        finish = self.finishes.get(node)
+        members = (node,) if finish is None else (node, *finish.steps)
+        read = [self.tensor_of[a] for a in (*node.all_input_nodes, *(finish.reads if finish else ()))]
+        outputs = [self._add_result(v, finish, index, kind) for v in values_of(node)]
+        if node.target in COPIES_STORAGE:
+            self._take_size(outputs[0], read[0])
+        op = name_of(node.target)
+        reads_mutated = op not in _IGNORES_WHAT_IT_UPDATES and any(self.tensors[t].storage in overwritten for t in read)
+        self.nodes.append(
+            Node(
+                name=node.name,
+                op=op,
+                phase=phase,
+                inputs=tuple(dict.fromkeys(read)),
+                outputs=tuple(outputs),
+                key=", then ".join(map(work_key, members)),
+                is_random=is_random(node, self.device),
+                is_mutating=bool(mutated_arguments(node)),
+                reads_mutated=reads_mutated,
+                flops=_flops(node),
+                module=_module_path(node),
+                source=_source(node),
+                plain_bytes=plain_bytes(node),
+            )
+        )
+        self.fx_nodes.append(node)
+        return index
+
+    def _add_result(self, value: fx.Node, finish: Finish | None, producer: int, kind: StorageKind) -> int:
+        """Add what an operation hands on; where it is finished, in its place what others read."""
+        if finish is None or value is not finish.value:
+            return self._add_tensor(value, producer, kind)
+        self.tensor_of[value] = index = self._add_tensor(finish.result, producer, kind)
+        return index
+
+    def _add_replays(self, index: int) -> None:
+        """Give a random node, or a batch norm, the nodes that bring its results back."""
+        node, drawn = self.nodes[index], self.fx_nodes[index]
+        values = {v.args[1]: self.tensor_of[v] for v in drawn.users if is_part(v)}
+        source = self.tensor_of.get(drawn.args[0]) if drawn.args and isinstance(drawn.args[0], fx.Node) else None
+        is_dropout = drawn.target is aten.native_dropout.default and drawn.args[2] is not False
+        if is_dropout and set(values) == {0, 1} and source is not None:
+            self._add_replay(index, APPLY_MASK, (source, values[1]), (values[0],))
+        if drawn.target is draw_mask_of:
+            self._add_replay(index, DRAW_MASK, (self._add_state(index),), node.outputs)
+        elif is_dropout and 1 in values and can_draw_mask(drawn, self._begins_allocation(source)):
+            self._add_replay(index, DRAW_MASK, (self._add_state(index),), (values[1],))
+        elif not is_dropout and node.is_random and not node.is_mutating and can_draw_again(drawn):
+            self._add_replay(index, DRAW_AGAIN, (*node.inputs, self._add_state(index)), node.outputs)
+        elif {0, 1, 2} <= values.keys() and can_normalize(drawn):
+            read = [self.tensor_of[a] for a in drawn.args[:3] if isinstance(a, fx.Node)]
+            self._add_replay(index, NORMALIZE, (*read, values[1], values[2]), (values[0],))
+
+    def _begins_allocation(self, tensor: int | None) -> bool:
+        """Whether a tensor is the first in a block that the step allocates."""
+        storage = None if tensor is None else self.tensors[tensor].storage
+        if tensor is None or storage is None or self.storages[storage].kind.is_resident:
+            return False
+        return tensor_state.int_hint(self.fx_values[tensor].meta["val"].storage_offset()) == 0
+
+    def _add_state(self, index: int) -> int:
+        """Let a random node hand on the state of its generator."""
+        state = self._add_tensor(add_state(self.joint.graph, self.fx_nodes[index]), index, StorageKind.ACTIVATION)
+        self.nodes[index] = replace(self.nodes[index], outputs=(*self.nodes[index].outputs, state))
+        return state
+
+    def _add_replay(self, index: int, op: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> None:
+        node, finish = self.nodes[index], self.finishes.get(self.fx_nodes[index])
+        if finish is not None and self.tensor_of[finish.result] in outputs:
+            inputs = tuple(dict.fromkeys((*inputs, *(self.tensor_of[v] for v in finish.reads))))
+        self.nodes.append(
+            Node(
+                name=f"{node.name}_replay",
+                op=op,
+                phase=Phase.FORWARD,
+                inputs=inputs,
+                outputs=outputs,
+                key=f"{op} {node.key}",
+                reads_mutated=node.reads_mutated,
+                module=node.module,
+                source=node.source,
+                replays=index,
+            )
+        )
+        self.fx_nodes.append(self.fx_nodes[index])
+
+
+def work_key(node: fx.Node) -> str:
+    """Describe the work of a node: operator, and for each argument shape, strides, dtype and device, or its value."""
+
+    def describe(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return describe(value.meta.get("val"))
+        if isinstance(value, torch.Tensor):
+            shape = ",".join(str(tensor_state.int_hint(s)) for s in value.shape)
+            strides = ",".join(str(tensor_state.int_hint(s)) for s in value.stride())
+            return f"{value.dtype}[{shape}|{strides}]@{value.device.type}"
+        if isinstance(value, (list, tuple)):
+            return f"({' '.join(describe(v) for v in value)})"
+        return repr(value)
+
+    arguments = [describe(a) for a in node.args] + [f"{k}={describe(v)}" for k, v in sorted(node.kwargs.items())]
+    return f"{name_of(node.target)} {' '.join(arguments)}"
+
+
+def _flops(node: fx.Node) -> int:
+    formula: Callable[..., int] | None = _FLOP_FORMULAS.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
+    try:
+        return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+    except Exception:  # a formula that doesn't know this call: the estimate goes by bytes alone
+        return 0
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    return _SUBSCRIPT.sub(r".\1", _ROOT.sub("", path)).lstrip(".")
+
+
+def _source(node: fx.Node) -> str:
+    found = _SOURCE.findall(node.meta.get("stack_trace") or "")
+    return ":".join(found[-1]) if found else ""

@@ -1,0 +1,1 @@
+"""The command `hiremate`, and planning without a device."""

@@ -1,0 +1,202 @@
+"""The command line, `hiremate`: plan a model without training it, and look at plans.
+
+Exit codes: 0 where all went well, 1 where nothing fits the budget or a problem was found, 2 where the command line
+could not be understood. Errors take one line; `--debug` shows where they come from. What loads torch is imported by the
+commands that need it, so that help and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from .. import __version__
+from ..errors import BudgetError, ConfigurationError, HiRemateError
+from ..reporting.plan_summary import read_summary, summary_rows
+
+OK, PROBLEM, USAGE = 0, 1, 2
+LABEL_WIDTH = 12
+
+_FACTORY = """\
+FACTORY is PACKAGE.MODULE:NAME or path/to/file.py:NAME. It names a module, or a
+class or function that gives, without arguments, a module, (module, inputs) or
+(module, dict of inputs by keyword).
+"""
+_EXAMPLES = {
+    "plan": """\
+  hiremate plan models.py:Net --input 256x128 --budget 50%
+  hiremate plan torchvision.models:resnet50 --input 64x3x224x224 \\
+      --budget 4GiB --device cuda --html resnet50.html
+  hiremate plan models.py:gpt2 --budget 24GiB --device cuda --autocast bfloat16
+  hiremate plan models.py:bert --budget 2GiB --json - \\
+      --input input_ids=8x128:int64,labels=8:int64
+""",
+    "curve": """\
+  hiremate curve models.py:gpt2 --device cuda
+  hiremate curve models.py:Net --input 256x128 --points 20 --json curve.json
+""",
+    "fit": """\
+  hiremate fit models.py:gpt2 --budget 24GiB --device cuda
+  hiremate fit models.py:Net --input 8x128 --budget 2GiB --max-overhead 10%
+""",
+    "show": """\
+  hiremate show plan.json
+  hiremate show plan.html
+""",
+    "doctor": """\
+  hiremate doctor
+  hiremate doctor models.py:Net --json -
+""",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: Those of the command line by default.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        asked = _parser().parse_args(arguments)
+    except SystemExit as stop:  # of argparse, which has said why: help is no error
+        return int(stop.code or OK)
+    with _quiet(asked.debug):
+        try:
+            run: Callable[[argparse.Namespace], int] = asked.run
+            return run(asked)
+        except (Exception, KeyboardInterrupt) as error:  # the model's own code may raise anything
+            if asked.debug:
+                raise
+            sys.stderr.write(f"hiremate: {_one_line(error)}\n")
+            return USAGE if isinstance(error, (BudgetError, ConfigurationError)) else PROBLEM
+
+
+def _one_line(error: BaseException) -> str:
+    """Say in one line what went wrong; what others raise needs its name."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return line if isinstance(error, HiRemateError) and line else f"{type(error).__name__}: {line}".removesuffix(": ")
+
+
+@contextmanager
+def _quiet(debug: bool) -> Iterator[None]:
+    """Keep back what packages say of the model's code, and our own lesser notes, unless asked for."""
+    logger = logging.getLogger("hiremate_lightning")
+    level = logger.level
+    with warnings.catch_warnings():
+        if not debug:
+            warnings.simplefilter("ignore")
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+
+
+# ---------------------------------------------------------------- what was asked
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hiremate",
+        description="Plan what a training step keeps and recomputes within a memory budget.",
+        epilog="examples:\n" + "".join(text.splitlines(keepends=True)[0] for text in _EXAMPLES.values()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"hiremate {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    plan = _command(commands, "plan", _heavy("plan"), "plan a model under a budget, without its memory")
+    _add_workload(plan)
+    _add_budget(plan, '"8 GiB", "60%%" of what the step adds, or "auto" for what is free')
+    plan.add_argument("--html", metavar="FILE", type=Path, help="write the report as one HTML page")
+    curve = _command(commands, "curve", _heavy("curve"), "show the extra time of many budgets")
+    _add_workload(curve)
+    curve.add_argument("--points", type=int, default=10, help="budgets to solve (default: %(default)s)")
+    fit = _command(commands, "fit", _heavy("fit"), "find the largest batch within a budget")
+    _add_workload(fit)
+    _add_budget(fit, '"8 GiB", or "auto" for what is free')
+    fit.add_argument("--max-batch", type=int, default=8192, help="largest size to look at (default: %(default)s)")
+    fit.add_argument("--max-overhead", default="30%", help="most extra time to accept (default: 30%%)")
+    show = _command(commands, "show", _show, "show a plan that was written to a file")
+    show.add_argument("file", metavar="FILE", type=Path, help="JSON or HTML, as `hiremate plan` and a Plan write it")
+    doctor = _command(commands, "doctor", _heavy("doctor"), "check versions, solvers, devices and a small plan")
+    doctor.add_argument("factory", metavar="FACTORY", nargs="?", help="a model: say whether it would be refused")
+    _add_json(doctor)
+    return parser
+
+
+def _heavy(name: str) -> Callable[[argparse.Namespace], int]:
+    """Give a command that loads torch once it runs."""
+
+    def run(asked: argparse.Namespace) -> int:
+        from . import commands
+
+        code: int = getattr(commands, name)(asked)
+        return code
+
+    return run
+
+
+def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], words: str) -> argparse.ArgumentParser:
+    takes_model = name in ("plan", "curve", "fit")
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=words,
+        description=f"{words[0].upper()}{words[1:]}." + (f"\n\n{_FACTORY}" if takes_model else ""),
+        epilog=f"examples:\n{_EXAMPLES[name]}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("--debug", action="store_true", help="show warnings, and where an error comes from")
+    return parser
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
+    """Add what `plan`, `curve` and `fit` share: the model, its step, costs, solver, output."""
+    parser.add_argument("factory", metavar="FACTORY", help="what gives the model, see above")
+    step = parser.add_argument_group("the step")
+    step.add_argument("--input", metavar="SHAPES", help="[NAME=]SHAPE[:DTYPE],..., such as 64x3x224x224")
+    step.add_argument("--device", default="cpu", help="cpu or cuda; it need not be there (default: %(default)s)")
+    step.add_argument("--loss", default="auto", help="auto, model (what it returns) or sum (of its outputs)")
+    step.add_argument("--optimizer", default="AdamW", help="class of torch.optim, or none (default: %(default)s)")
+    step.add_argument("--autocast", metavar="DTYPE", help="bfloat16 or float16, for mixed precision")
+    costs = parser.add_argument_group("times, estimated from operation counts unless measured")
+    costs.add_argument("--tflops", type=float, help="arithmetic of the device, 10^12 operations a second")
+    costs.add_argument("--bandwidth", type=float, help="memory traffic of the device, GB a second")
+    costs.add_argument("--measure", action="store_true", help="measure each operation; the device must be there")
+    solving = parser.add_argument_group("solving and output")
+    solving.add_argument("--solver", default="portfolio", help="name of a strategy (default: %(default)s)")
+    solving.add_argument("--time-limit", type=float, default=20.0, help="seconds to solve (default: %(default)s)")
+    _add_json(solving)
+
+
+def _add_budget(parser: argparse.ArgumentParser, words: str) -> None:
+    parser.add_argument("--budget", required=True, help=words)
+
+
+def _add_json(parser: Any) -> None:
+    parser.add_argument("--json", metavar="FILE", help="write the numbers as JSON to a file; - for the output")
+
+
+# ---------------------------------------------------------------- what needs no torch
+
+
+def _show(asked: argparse.Namespace) -> int:
+    console = Console()
+    for name, words in summary_rows(read_summary(asked.file)):
+        lines = textwrap.wrap(words, max(40, console.width - LABEL_WIDTH))
+        for label, line in zip([name, *[""] * len(lines)], lines, strict=False):
+            console.print(Text(f"{label:<{LABEL_WIDTH}}{line}"), soft_wrap=True)
+    return OK

@@ -1,0 +1,352 @@
+"""The commands that build a model: each takes what the command line asked for, and gives its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import ConfigurationError
+from ..measuring.profiling import CostCache
+from ..memory.allocator import allocated_bytes
+from ..memory.metering import free_host_bytes
+from ..out_of_memory import InfeasibleBudgetError
+from ..planning.plan import Plan, PlanningTime
+from ..planning.planner import PlanOptions, make_plan, resolve, unplanned
+from ..planning.solvers import Curve, Problem, SolveOptions, get_strategy, smallest_budget
+from ..planning.solvers.curve import curve as solve_curve
+from ..records.costs import step_time_ms
+from ..records.scaling import Line, Sample, Scaling
+from ..records.step import Step
+from ..reporting.breakdown import plan_lines
+from ..reporting.html_report import write_html
+from ..reporting.report import Reporter
+from ..reporting.terminal import plan_table
+from ..sizes.size_result import BatchSizeResult, result_lines, result_table
+from ..sizes.size_search import Forecast, Objective, search
+from ..units import Budget, format_bytes, format_ratio, format_time, parse_budget
+from .doctor import Verdict, examine
+from .factory import Workload, find_factory, parse_inputs
+from .offline import OfflineOptions, OfflineStep, Rates, capture_offline, rates_of
+
+FIT_SIZES = (4, 8)  # batch sizes that `fit` captures: 1 and 2 are special to many operators
+FIT_PLANS = 12  # most sizes that `fit` plans
+AUTOCAST_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class _Work:
+    """The step that a command asked for, captured and costed on demand.
+
+    Raises:
+        ConfigurationError: If an option is out of its range.
+    """
+
+    def __init__(self, asked: argparse.Namespace) -> None:
+        get_strategy(asked.solver)
+        for name in ("time_limit", "tflops", "bandwidth", "points", "max_batch"):
+            value = getattr(asked, name, None)
+            if value is not None and not value > 0:
+                raise ConfigurationError(f"--{name.replace('_', '-')} must be above 0, found {value}")
+        if asked.autocast is not None and asked.autocast not in AUTOCAST_TYPES:
+            raise ConfigurationError(f"--autocast must be {' or '.join(AUTOCAST_TYPES)}, found {asked.autocast!r}")
+        try:
+            device = torch.device(asked.device)
+        except RuntimeError:
+            raise ConfigurationError(f"Unknown device {asked.device!r}. Choose cpu or cuda.") from None
+        autocast = AUTOCAST_TYPES.get(asked.autocast)
+        self.asked = asked
+        self.options = OfflineOptions(device, asked.loss, asked.optimizer, autocast)
+        self.reporter = Reporter(console=Console(stderr=True))
+        inputs = parse_inputs(asked.input) if asked.input else ()
+        self.workload = Workload(find_factory(asked.factory), asked.factory, inputs)
+
+    @cached_property
+    def rates(self) -> Rates:
+        """The rates that times are estimated from."""
+        return rates_of(self.options.device, self.asked.tflops, self.asked.bandwidth)
+
+    def capture(self, size: int | None = None) -> tuple[OfflineStep, Step]:
+        """Capture the step at a batch size, and cost it."""
+        with self.reporter.stage("tracing"):
+            captured = capture_offline(self.workload, self.options, size)
+        if not self.asked.measure:
+            return captured, captured.estimated(self.rates)
+        with self.reporter.stage("profiling"):
+            told = self.reporter.progress
+            return captured, captured.measured(CostCache(), lambda done, total: told("operations", done, total))
+
+    def budget_bytes(self, budget: Budget, resident_bytes: int, unplanned_bytes: int) -> int:
+        """Turn a budget into bytes.
+
+        Raises:
+            ConfigurationError: If it is "auto" and the device is not there.
+        """
+        if not budget.is_auto:
+            return resolve(budget, resident_bytes, unplanned_bytes, 0)
+        if self.options.device.type != "cuda":
+            return resolve(budget, 0, 0, free_host_bytes())
+        if not torch.cuda.is_available():
+            raise ConfigurationError('A budget of "auto" needs the device, and there is no CUDA device here.')
+        return resolve(budget, 0, 0, torch.cuda.mem_get_info(self.options.device)[0])
+
+    def notes(self, captured: OfflineStep) -> list[str]:
+        """Say what the numbers rest on."""
+        costs = "Times and workspaces of operations are measured one by one on this device."
+        if not self.asked.measure:
+            costs = (
+                f"Times are estimates from operation counts ({self.rates}). Workspaces, which operations take while "
+                "they run, are not known without the device and taken as 0."
+            )
+        parts = len(captured.captured)
+        graphs = "one graph" if parts == 1 else f"{parts} graphs"
+        resident = ", ".join(f"{name} {format_bytes(size)}" for name, size in captured.resident if size)
+        notes = [
+            costs,
+            f"Captured as {graphs} at batch size {captured.size}, without memory. What other code allocates is not "
+            "counted.",
+            f"Resident: {resident} (optimizer: {self.options.optimizer}). Gradients of the step before, "
+            f"{format_bytes(captured.stale_bytes)}, count until the backward.",
+        ]
+        if self.options.is_stand_in:
+            notes.append("This torch is built without CUDA: captured on CPU tensors, accounted as on a GPU.")
+        return notes
+
+
+# ---------------------------------------------------------------- plan
+
+
+def plan(asked: argparse.Namespace) -> int:
+    """Plan a model under a budget."""
+    budget = parse_budget(asked.budget)
+    work = _Work(asked)
+    captured, step = work.capture()
+    budget_bytes = work.budget_bytes(budget, captured.resident_bytes, unplanned(step).peak_bytes)
+    with work.reporter.stage("solving"):
+        made = make_plan(
+            step,
+            budget,
+            budget_bytes,
+            captured.resident_bytes,
+            PlanOptions(asked.solver, asked.time_limit),
+            target=captured.name,
+            planning=PlanningTime(capture_s=captured.capture_s),
+            progress=work.reporter.solving(step_time_ms(step.graph, step.profile)),
+        )
+    made = replace(made, resident_parts=captured.resident)
+    if asked.html is not None:
+        with work.reporter.stage("solving other budgets"):
+            write_html(made, asked.html)
+    notes = work.notes(captured)
+    if not _write_json(asked.json, _plan_numbers(made, captured, notes)):
+        console = Console()
+        if console.is_terminal:
+            console.print(plan_table(made))
+        else:
+            _say(console, plan_lines(made))
+        _say_notes(console, notes)
+    return 0
+
+
+def _plan_numbers(made: Plan, captured: OfflineStep, notes: list[str]) -> dict[str, Any]:
+    return {
+        **made.to_dict(),
+        "device": str(captured.options.device),
+        "costs": made.profile.device,
+        "batch_size": captured.size,
+        "step_ms": step_time_ms(made.graph, made.profile),
+        "planned_step_ms": made.planned.time_ms,
+        "resident": dict(captured.resident),
+        "notes": notes,
+    }
+
+
+# ---------------------------------------------------------------- curve
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """One point of the curve: bytes with what is resident, milliseconds, ratios of the time without recomputation."""
+
+    peak_bytes: int
+    step_ms: float
+    overhead: float
+    bound_overhead: float
+    strategy: str
+
+
+def curve(asked: argparse.Namespace) -> int:
+    """Show the extra time of many budgets."""
+    work = _Work(asked)
+    captured, step = work.capture()
+    problem = Problem(step.graph, step.profile, unplanned(step).peak_bytes, SolveOptions(asked.time_limit))
+    with work.reporter.stage("solving"):
+        least, most = smallest_budget(replace(problem, budget_bytes=0)).peak_bytes, problem.budget_bytes
+        budgets = [least + (most - least) * i // asked.points for i in range(asked.points)]
+        points = _points(solve_curve(problem, budgets, asked.solver), captured.resident_bytes)
+    notes = work.notes(captured)
+    numbers = {
+        "target": captured.name,
+        "resident_bytes": captured.resident_bytes,
+        "points": [asdict(point) for point in points],
+        "notes": notes,
+    }
+    if not _write_json(asked.json, numbers):
+        console = Console()
+        _say(console, [f"{captured.name}: peak memory against time; the last line is plain training"])
+        console.print(_curve_table(points))
+        _say_notes(console, notes)
+    return 0
+
+
+def _points(found: Curve, resident_bytes: int) -> list[_Point]:
+    step_ms = found.problem.step_ms
+    return [
+        _Point(
+            resident_bytes + point.peak_bytes,
+            step_ms + point.recompute_ms,
+            point.recompute_ms / step_ms if step_ms else 0.0,
+            found.solution(point.peak_bytes).bound_ms / step_ms if step_ms else 0.0,
+            point.strategy,
+        )
+        for point in found.points
+    ]
+
+
+def _curve_table(points: Sequence[_Point]) -> Table:
+    table = Table(box=box.ASCII2 if not Console().is_terminal else box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for header in ("peak memory", "step", "extra time", "no plan below", "found by"):
+        table.add_column(header, justify="left" if header == "found by" else "right")
+    for point in points:
+        table.add_row(
+            format_bytes(point.peak_bytes),
+            format_time(point.step_ms),
+            format_ratio(point.overhead),
+            format_ratio(point.bound_overhead),
+            point.strategy,
+        )
+    return table
+
+
+# ---------------------------------------------------------------- fit
+
+
+def fit(asked: argparse.Namespace) -> int:
+    """Find the largest batch within a budget, from the step at two sizes."""
+    start = time.perf_counter()
+    budget, accepted = parse_budget(asked.budget), parse_budget(asked.max_overhead).share
+    if budget.share is not None:
+        raise ConfigurationError("A share is of what grows with the batch: give --budget as bytes, or auto.")
+    if accepted is None:
+        raise ConfigurationError(f'--max-overhead must be a percentage such as "30%", found {asked.max_overhead!r}')
+    work = _Work(asked)
+    seen = [work.capture(size) for size in FIT_SIZES]
+    limit_bytes = work.budget_bytes(budget, 0, 0)
+    forecast = _forecast(work, seen, limit_bytes)
+    with work.reporter.stage("solving"):
+        found = search(forecast, asked.max_batch, accepted, Objective.LARGEST, FIT_PLANS)
+        if not found.size:
+            raise _nothing_fits(forecast)
+        forecast.trial(found.size)
+    result = BatchSizeResult(
+        size=found.size,
+        limited_by=found.limit.value,
+        unplanned_size=found.unplanned_size,
+        objective=Objective.LARGEST.value,
+        budget_bytes=limit_bytes,
+        max_overhead=accepted,
+        margin=0.0,
+        trials=tuple(forecast.trials[size] for size in sorted(forecast.trials)),
+        real_steps=0,
+        seconds=time.perf_counter() - start,
+    )
+    sizes = " and ".join(map(str, FIT_SIZES))
+    notes = [f"Predicted from the step at batch sizes {sizes}; nothing ran.", *work.notes(seen[-1][0])]
+    if not _write_json(asked.json, {**result.to_dict(), "notes": notes}):
+        console = Console()
+        if console.is_terminal:
+            console.print(result_table(result))
+        else:
+            _say(console, result_lines(result))
+        _say_notes(console, notes)
+    return 0
+
+
+def _forecast(work: _Work, seen: Sequence[tuple[OfflineStep, Step]], limit_bytes: int) -> Forecast:
+    """Make a forecast of all sizes.
+
+    Raises:
+        ConfigurationError: If the step is not the same at both sizes.
+    """
+    samples = [Sample(captured.size, step.graph, step.profile) for captured, step in seen]
+    try:
+        scaling = Scaling(samples, allocated_bytes(1, work.options.device))
+    except ValueError as error:
+        raise ConfigurationError(f"The batch can't be scaled. {error}") from error
+    resident = Line(scaling.sizes, [captured.resident_bytes for captured, _ in seen])
+    limit_s = max(1.0, work.asked.time_limit / FIT_PLANS)
+    return Forecast(scaling, resident, limit_bytes, PlanOptions(work.asked.solver, limit_s, on_infeasible="warn"))
+
+
+def _nothing_fits(forecast: Forecast) -> InfeasibleBudgetError:
+    needed, limit = forecast.least_bytes(1), forecast.limit_bytes
+    reason = f"it needs {format_bytes(needed)} ({needed:,} bytes)"
+    if needed <= limit:
+        reason = "it takes more extra time than --max-overhead accepts"
+    return InfeasibleBudgetError(
+        f"Not even batch size 1 fits {format_bytes(limit)}: {reason}. Raise the budget or --max-overhead.",
+        budget_bytes=limit,
+        smallest_bytes=needed,
+    )
+
+
+# ---------------------------------------------------------------- doctor
+
+
+def doctor(asked: argparse.Namespace) -> int:
+    """Check the installation; 1 where something is wrong."""
+    findings = examine(asked.factory)
+    is_bad = any(finding.verdict is Verdict.BAD for finding in findings)
+    if not _write_json(asked.json, {"ok": not is_bad, "findings": [asdict(finding) for finding in findings]}):
+        console = Console()
+        styles = {Verdict.GOOD: "green", Verdict.KNOW: "magenta", Verdict.BAD: "bold red"}
+        for finding in findings:
+            line = Text.assemble((f"{finding.verdict.value:<5}", styles[finding.verdict]), finding.name, ": ")
+            console.print(line.append(finding.words), soft_wrap=True)
+    return int(is_bad)
+
+
+# ---------------------------------------------------------------- output
+
+
+def _write_json(target: str | None, numbers: dict[str, Any]) -> bool:
+    """Write JSON where it was asked for; whether it went to the output, which is then all that goes there."""
+    if target is None:
+        return False
+    text = json.dumps(numbers, indent=2) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+        return True
+    Path(target).write_text(text, encoding="utf-8")
+    return False
+
+
+def _say(console: Console, lines: Sequence[str]) -> None:
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+
+
+def _say_notes(console: Console, notes: Sequence[str]) -> None:
+    for note in notes:
+        console.print(Text(note, "dim"))

@@ -1,0 +1,245 @@
+"""Look at an installation: versions, solvers, devices, and whether a small plan works."""
+
+from __future__ import annotations
+
+import copy
+import platform
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from importlib.metadata import PackageNotFoundError, requires, version
+
+import torch
+from torch import nn
+
+from .. import torch_private
+from ..api import get_plan, hiremate, remove_hiremate
+from ..errors import ConfigurationError
+from ..memory.metering import free_host_bytes
+from ..planning.solvers import SolveOptions, Status
+from ..planning.solvers.mip_backend import Program, solve
+from ..sessions.targets import refuse
+from ..torch_private import tensor_state
+from ..units import format_bytes, format_ratio
+from .factory import Workload, find_factory
+
+PACKAGE = "hiremate-lightning"
+BACKENDS = ("HIGHS", "CBC")
+STEPS = 4  # the first is recorded, the second planned; two more run the plan
+
+
+class Verdict(str, Enum):
+    """What a finding means."""
+
+    GOOD = "ok"
+    KNOW = "note"  # works, but is good to know
+    BAD = "BAD"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        name: What was looked at.
+        verdict: What it means.
+        words: What was found.
+    """
+
+    name: str
+    verdict: Verdict
+    words: str
+
+
+def examine(factory: str | None = None) -> list[Finding]:
+    """Look at this installation.
+
+    Args:
+        factory: A model as the command line names it, to say whether it would be refused; None for none.
+    """
+    findings = [_python(), _torch(), *_requirements(), *_known_bad_pairs(), *_solvers(), *_devices()]
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    findings += [_attempt(f"small plan on {device}", partial(small_plan, device)) for device in devices]
+    if factory is not None:
+        findings.append(_model(factory))
+    return findings
+
+
+def _attempt(name: str, look: Callable[[], str]) -> Finding:
+    """Look at something that fails by raising."""
+    try:
+        return Finding(name, Verdict.GOOD, look())
+    except Exception as error:  # whatever is wrong with the installation is what is to be found
+        line = next(iter(str(error).splitlines()), "")
+        return Finding(name, Verdict.BAD, f"{type(error).__name__}: {line}")
+
+
+# ---------------------------------------------------------------- versions
+
+
+def _python() -> Finding:
+    words = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    return Finding("python", Verdict.GOOD if sys.version_info >= (3, 10) else Verdict.BAD, words)
+
+
+def _torch() -> Finding:
+    """Say whether the private interfaces of torch are known to be as expected; they were all found on import."""
+    checked = ", ".join(torch_private.CHECKED_VERSIONS)
+    if ".".join(torch.__version__.split(".")[:2]) in torch_private.CHECKED_VERSIONS:
+        return Finding("torch", Verdict.GOOD, f"{torch.__version__}; all private interfaces are there")
+    words = f"{torch.__version__}; private interfaces are there, but were checked on {checked} only"
+    return Finding("torch", Verdict.KNOW, words)
+
+
+def _requirements() -> Iterator[Finding]:
+    """Compare what is installed with what the package asks for."""
+    try:
+        lines = requires(PACKAGE) or []
+    except PackageNotFoundError:
+        yield Finding(PACKAGE, Verdict.KNOW, "used from a checkout, not installed: requirements are not known")
+        return
+    for line in lines:
+        match = re.match(r"([\w.-]+)(?:\[[^]]*\])?\s*([^;]*)", line)
+        extra = re.search(r"extra\s*==\s*['\"](\w+)['\"]", line)
+        if match is None or match[1] == "torch" or (extra and extra[1] == "dev"):
+            continue
+        yield _requirement(match[1], match[2].strip(), extra[1] if extra else "")
+
+
+def _requirement(name: str, wanted: str, extra: str) -> Finding:
+    lacking = Verdict.KNOW if extra else Verdict.BAD
+    for_extra = f", for the extra {extra}" if extra else ""
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        return Finding(name, lacking, f"not installed{for_extra} (wanted {wanted or 'any version'})")
+    if not satisfies(found, wanted):
+        return Finding(name, lacking, f"{found}, but {wanted} is wanted{for_extra}")
+    return Finding(name, Verdict.GOOD, found)
+
+
+def satisfies(found: str, wanted: str) -> bool:
+    """Whether a version meets bounds such as ">=2.5,<3"; other forms of bounds are taken as met."""
+    for bound in wanted.split(","):
+        match = re.fullmatch(r"\s*(>=|<)\s*([\d.]+)\s*", bound)
+        if match is not None and (_numbers(found) >= _numbers(match[2])) != (match[1] == ">="):
+            return False
+    return True
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Read the leading numbers of a version, without zeros at the end: 3 is 3.0."""
+    numbers = [int(n) for n in re.match(r"\d+(?:\.\d+)*", text)[0].split(".")] if text[:1].isdigit() else []  # type: ignore[index]
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)
+
+
+KNOWN_BAD = (
+    (
+        (("lightning", "<2.6.7"), ("torch", ">=2.12")),
+        "torch.compile of a whole LightningModule whose training_step calls self.log fails in this pair of versions; "
+        "plans don't do that, but your script may",
+    ),
+)
+
+
+def _known_bad_pairs() -> Iterator[Finding]:
+    """Find pairs of versions that fail together."""
+    for pair, words in KNOWN_BAD:
+        found = []
+        for name, wanted in pair:
+            try:
+                found.append((name, version(name), wanted))
+            except PackageNotFoundError:
+                break
+        if len(found) == len(pair) and all(satisfies(number, wanted) for _, number, wanted in found):
+            names = " and ".join(f"{name} {number}" for name, number, _ in found)
+            yield Finding(names, Verdict.KNOW, words)
+
+
+# ---------------------------------------------------------------- solvers and devices
+
+
+def _solvers() -> list[Finding]:
+    """Solve a small integer program with each; one of them is enough."""
+    found = [_attempt(f"solver {name}", partial(_solve_small, name)) for name in BACKENDS]
+    if any(finding.verdict is Verdict.GOOD for finding in found):
+        return [f if f.verdict is Verdict.GOOD else Finding(f.name, Verdict.KNOW, f.words) for f in found]
+    return found
+
+
+def _solve_small(backend: str) -> str:
+    program = Program()
+    terms = [(program.variable(cost), 1.0) for cost in (2.0, 3.0, 5.0)]
+    program.row("two_of_three", terms, lower=2)
+    result = solve(program, SolveOptions(backend=backend), time_limit_s=10)
+    if result.status is not Status.OPTIMAL or abs(result.objective - 5) > 1e-6:
+        raise RuntimeError(f"a program whose optimum is 5 ended {result.status.value} at {result.objective}")
+    return "solves a small integer program"
+
+
+def _devices() -> Iterator[Finding]:
+    free = format_bytes(free_host_bytes())
+    yield Finding("cpu", Verdict.GOOD, f"{torch.get_num_threads()} threads, {free} free")
+    if not torch.backends.cuda.is_built():
+        yield Finding("cuda", Verdict.KNOW, "this torch is built without it; `hiremate plan --device cuda` still works")
+    elif not torch.cuda.is_available():
+        yield Finding("cuda", Verdict.KNOW, "no device")
+    for index in range(torch.cuda.device_count()):
+        free_bytes, all_bytes = torch.cuda.mem_get_info(index)
+        memory = f"{format_bytes(free_bytes)} of {format_bytes(all_bytes)} free"
+        yield Finding(f"cuda:{index}", Verdict.GOOD, f"{torch.cuda.get_device_name(index)}, {memory}")
+
+
+def small_plan(device: str) -> str:
+    """Train a small model with and without a plan, and compare.
+
+    Raises:
+        RuntimeError: If there is no plan, or gradients differ in any bit.
+    """
+    with torch.random.fork_rng(devices=[0] if device == "cuda" else []):
+        torch.manual_seed(0)
+        blocks = (nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(6))
+        plain = nn.Sequential(*blocks).to(device)
+        batch = torch.randn(1024, 64, device=device)
+    planned = copy.deepcopy(plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hiremate(planned, budget="60%", time_limit_s=5, verbose=False)
+        try:
+            for _ in range(STEPS):
+                for model in (plain, planned):
+                    model.zero_grad()
+                    model(batch).square().mean().backward()
+            plan = get_plan(planned)
+        finally:
+            remove_hiremate(planned)
+    if plan is None:
+        raise RuntimeError(f"no plan was made in {STEPS} steps")
+    gradients = [(p.grad, q.grad) for p, q in zip(plain.parameters(), planned.parameters(), strict=True)]
+    if not all(one is not None and other is not None and torch.equal(one, other) for one, other in gradients):
+        raise RuntimeError("gradients of the planned step are not those of the plain one")
+    peak = f"{format_bytes(plan.unplanned_peak_bytes)} -> {format_bytes(plan.planned_peak_bytes)}"
+    return f"peak {peak}, extra time {format_ratio(plan.predicted_overhead)}, gradients equal bit for bit"
+
+
+# ---------------------------------------------------------------- a model
+
+
+def _model(factory: str) -> Finding:
+    """Say whether a model would be refused."""
+    try:
+        with tensor_state.fake_mode():
+            module = Workload(find_factory(factory), factory).module()
+            refuse(module)
+    except ConfigurationError as error:
+        return Finding(factory, Verdict.BAD, str(error))
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    if not trained:
+        return Finding(factory, Verdict.BAD, f"{type(module).__name__} has no parameter to train")
+    return Finding(factory, Verdict.GOOD, f"{type(module).__name__}, {trained:,} parameters to train: not refused")

@@ -1,0 +1,221 @@
+"""What the command line plans: a factory named on it, and the inputs that its model is called with.
+
+A `Workload` builds both anew for each size, so that it can be called where tensors take no memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigurationError
+from ..torch_private import tensor_state
+
+FORMS = "a module, (module, inputs) with a tensor or a tuple of tensors, or (module, dict of tensors by keyword)"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One input as it was named.
+
+    Attributes:
+        name: Keyword that it is passed by, "" for a positional one.
+        shape: Sizes; the first is the batch size.
+        dtype: Element type.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def make(self, size: int | None) -> torch.Tensor:
+        """Make it, zeros, on the default device; with another batch size where one is given."""
+        shape = self.shape if size is None else (size, *self.shape[1:])
+        return torch.zeros(shape, dtype=self.dtype)
+
+
+def parse_inputs(text: str) -> tuple[Input, ...]:
+    """Read inputs such as "64x3x224x224" or "ids=8x128:int64,mask=8x128:bool".
+
+    Raises:
+        ConfigurationError: If one can't be read.
+    """
+    return tuple(_parse_input(part.strip()) for part in text.split(","))
+
+
+def _parse_input(text: str) -> Input:
+    name, equals, rest = text.rpartition("=")
+    shape_text, _, dtype_name = rest.partition(":")
+    sizes = shape_text.lower().split("x")
+    if (equals and not name.isidentifier()) or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise ConfigurationError(
+            f"Can't read the input {text!r}. Expected SHAPE, SHAPE:DTYPE or NAME=SHAPE:DTYPE, "
+            "such as 64x3x224x224, 8x128:int64 or input_ids=8x128:int64."
+        )
+    dtype = getattr(torch, dtype_name or "float32", None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigurationError(f"torch has no type {dtype_name!r}, in {text!r}. Name one such as int64.")
+    return Input(name, tuple(map(int, sizes)), dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A module, and what it is called with."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors of the batch."""
+        return [v for v in tensor_state.leaves((self.args, self.kwargs)) if isinstance(v, torch.Tensor)]
+
+    @property
+    def size(self) -> int:
+        """The batch size: the first dimension of the first tensor that has one, 1 where none has."""
+        return next((int(t.shape[0]) for t in self.tensors if t.dim()), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is to be planned.
+
+    Attributes:
+        factory: What the name on the command line stands for.
+        name: That name.
+        inputs: Inputs from the command line; none where the factory brings its own.
+    """
+
+    factory: Any
+    name: str
+    inputs: tuple[Input, ...] = ()
+
+    def module(self) -> nn.Module:
+        """Build the module alone.
+
+        Raises:
+            ConfigurationError: If the factory gives something else.
+        """
+        return _unpack(_make(self.factory, self.name), self.name)[0]
+
+    def build(self, size: int | None = None) -> Call:
+        """Build the module and its inputs, on the default device.
+
+        Args:
+            size: Batch size; None for that of the inputs.
+
+        Raises:
+            ConfigurationError: If the factory gives something else, or nobody gives inputs.
+        """
+        module, args, kwargs = _unpack(_make(self.factory, self.name), self.name)
+        if self.inputs:
+            args = tuple(i.make(size) for i in self.inputs if not i.name)
+            kwargs = {i.name: i.make(size) for i in self.inputs if i.name}
+            return Call(module, args, kwargs)
+        if not args and not kwargs:
+            raise ConfigurationError(
+                f"{self.name} gives a module without inputs. Name them, such as --input 64x3x224x224, "
+                "or let the factory return (module, inputs)."
+            )
+        call = Call(module, args, kwargs)
+        return call if size is None or size == call.size else _resized(call, size)
+
+
+def _resized(call: Call, size: int) -> Call:
+    """Give every tensor whose first dimension is the batch size another one."""
+    old = call.size
+
+    def resize(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == old:
+            return value.new_zeros((size, *value.shape[1:]))
+        return value
+
+    args, kwargs = tensor_state.map_leaves(resize, (call.args, call.kwargs))
+    return Call(call.module, args, kwargs)
+
+
+def _make(factory: Any, name: str) -> Any:
+    if isinstance(factory, nn.Module) or not callable(factory):
+        return factory
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise ConfigurationError(
+            f"{name} can't be called without arguments ({error}). Write a function that gives {FORMS}."
+        ) from None
+    except ValueError:  # a callable written in C, which has no signature to look at
+        pass
+    return factory()
+
+
+def _unpack(made: Any, name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    if isinstance(made, nn.Module):
+        return made, (), {}
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+        module, inputs = made
+        if isinstance(inputs, torch.Tensor):
+            return module, (inputs,), {}
+        if isinstance(inputs, Mapping):
+            return module, (), dict(inputs)
+        if isinstance(inputs, (tuple, list)):
+            return module, tuple(inputs), {}
+    raise ConfigurationError(f"{name} gives {type(made).__name__}. Expected {FORMS}.")
+
+
+def find_factory(text: str) -> Any:
+    """Find what "package.module:name" or "path/to/file.py:name" stands for.
+
+    Raises:
+        ConfigurationError: If there is no such file, module or name.
+    """
+    place, colon, path = text.rpartition(":")
+    if not colon or not place or not path:
+        raise ConfigurationError(f"Can't read {text!r}. Expected PACKAGE.MODULE:NAME or path/to/file.py:NAME.")
+    found: Any = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise ConfigurationError(f"{place} has no {path!r}. Name a function, a class or a module object in it.")
+        found = getattr(found, name)
+    return found
+
+
+def _import_module(name: str) -> Any:
+    _import_from(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and name.startswith(error.name):
+            raise ConfigurationError(
+                f"There is no module {error.name!r}. Expected PACKAGE.MODULE:NAME, importable from here, "
+                "or path/to/file.py:NAME."
+            ) from None
+        raise
+
+
+def _import_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ConfigurationError(f"There is no file {str(path)!r}. Expected path/to/file.py:NAME.")
+    specification = importlib.util.spec_from_file_location(path.stem, path)
+    assert specification is not None, "a name that ends in .py has a loader"
+    assert specification.loader is not None, "a name that ends in .py has a loader"
+    module = importlib.util.module_from_spec(specification)
+    _import_from(path.resolve().parent)
+    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
+    specification.loader.exec_module(module)
+    return module
+
+
+def _import_from(folder: Path) -> None:
+    """Let imports find what lies in a folder, from now on: a factory may import when it is called."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))

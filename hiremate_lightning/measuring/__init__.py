@@ -1,0 +1,1 @@
+"""Measuring operations and steps: times, workspace, what is in memory before a step."""

@@ -1,0 +1,73 @@
+"""Custom operators: which of them give the same numbers when they run again.
+
+PyTorch tags those of its own operators that draw random numbers. Operators of others (of `torch.library`, of compiled
+extensions) may lack the tag, or add up in any order. So each is run twice, on made-up inputs, before a plan may do so.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from ..capturing.capture import Captured
+from ..torch_private import aot, tensor_state
+from .profiling import runner, undisturbed
+
+log = logging.getLogger("hiremate_lightning")
+
+_TORCHS_OWN = ("aten", "prims", "prim")
+
+
+def without_unsteady(captured: Captured) -> Captured:
+    """Give the same where custom operators run once that draw random numbers, or give other numbers when run again."""
+    custom = [
+        i for i, node in enumerate(captured.fx_nodes) if captured.graph.nodes[i].is_repeatable and _is_custom(node)
+    ]
+    by_key = {captured.graph.nodes[i].key: i for i in custom}
+    if not by_key:
+        return captured
+    with undisturbed(captured.device):
+        unsteady = {key for key, index in by_key.items() if not _is_steady(captured, index)}
+    once = [i for i in custom if captured.graph.nodes[i].key in unsteady]
+    for op in sorted({captured.graph.nodes[i].op for i in once}):
+        log.info("%s gives other numbers when it runs again, or can't run alone: no plan runs it twice", op)
+    return captured.running_once(once) if once else captured
+
+
+def _is_custom(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, aot.OpOverload) and target.namespace not in _TORCHS_OWN
+
+
+def _is_steady(captured: Captured, index: int) -> bool:
+    try:
+        run = runner(captured, index)
+        before = _random_states(captured.device)
+        first = run()
+        return before == _random_states(captured.device) and _are_equal(first, run)
+    except Exception as error:  # a custom operator may refuse made-up inputs in any way: then it runs once
+        log.debug("Could not run %s alone (%s: %s)", captured.graph.nodes[index].op, type(error).__name__, error)
+        return False
+
+
+def _random_states(device: torch.device) -> tuple[Any, ...]:
+    on_device = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None
+    _, numbers, *others = np.random.get_state(legacy=True)  # noqa: NPY002  what users may draw from
+    return torch.get_rng_state().tolist(), on_device, random.getstate(), np.asarray(numbers).tolist(), others
+
+
+def _are_equal(first: Any, run: Callable[[], Any]) -> bool:
+    one, other = (tensor_state.leaves(values) for values in (first, run()))
+    return len(one) == len(other) and all(map(_is_equal, one, other))
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor):
+        return bool(one == other)
+    return bool(((one == other) | ((one != one) & (other != other))).all())

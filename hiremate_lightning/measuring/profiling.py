@@ -1,0 +1,430 @@
+"""Measure on the device: time and workspace of each distinct operation, and the time of a whole program.
+
+Each distinct operation (operator, shapes, strides, dtypes, device, scalar arguments: `Node.key`) is run alone, on
+made-up inputs of its own shapes, so that profiling never needs more memory than the operation itself. Workspace is what
+the allocator hands out while the operation runs, beyond its outputs. Random state is restored; no gradient or buffer of
+the model is touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import operator
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median, median_low
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from ..capturing.capture import Captured
+from ..memory import page_faults
+from ..memory.allocator import allocated_bytes
+from ..memory.metering import MemoryMeter, measure_peak
+from ..records.costs import A100, Machine, Profile, estimate
+from ..records.graph import Graph, Phase
+from ..rewriting.finishing import Finish
+from ..rewriting.joint import is_collective
+from ..rewriting.kernels import as_eager
+from ..rewriting.replays import call_of, generator_state
+from ..running.program import Program
+from ..torch_private import runtime, tensor_state
+
+log = logging.getLogger("hiremate_lightning")
+
+CACHE_FORMAT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileOptions:
+    """How carefully to measure an operation.
+
+    Attributes:
+        repeats: Most timed runs; the fastest counts, since other load only ever adds.
+        time_limit_ms: Stop repeating an operation once its timed runs took this long together, after two at least.
+        agreement: Stop once this share of the fastest time, at most, lies between it and the next two.
+    """
+
+    repeats: int = 8
+    time_limit_ms: float = 60.0
+    agreement: float = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one operation costs."""
+
+    time_ms: float
+    workspace_bytes: int
+
+
+@dataclass
+class CostCache:
+    """Costs of distinct operations, in memory and, where a folder is given, on disk.
+
+    A file that can't be read, or was written by another version or device, is ignored.
+
+    Attributes:
+        folder: Where to keep the costs between runs, None for nowhere.
+    """
+
+    folder: Path | None = None
+    _costs: dict[str, dict[str, Cost]] = field(default_factory=dict)
+
+    def costs_on(self, device: torch.device) -> dict[str, Cost]:
+        """Give the costs known for a device; what is added to them is kept."""
+        name = describe_device(device)
+        if name not in self._costs:
+            self._costs[name] = self._read(name)
+        return self._costs[name]
+
+    def write(self, device: torch.device) -> None:
+        """Keep the costs of a device on disk."""
+        if self.folder is None:
+            return
+        name = describe_device(device)
+        rows = {key: [c.time_ms, c.workspace_bytes] for key, c in sorted(self._costs[name].items())}
+        path = self._path(name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps({"format": CACHE_FORMAT, "device": name, "costs": rows}))
+            partial.replace(path)
+        except OSError as error:
+            log.warning("Could not keep the profile in %s (%s); the next run measures again", path, error)
+
+    def _path(self, name: str) -> Path:
+        assert self.folder is not None
+        return self.folder / f"profile-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+
+    def _read(self, name: str) -> dict[str, Cost]:
+        if self.folder is None or not self._path(name).is_file():
+            return {}
+        try:
+            data = json.loads(self._path(name).read_text())
+            if data["format"] != CACHE_FORMAT or data["device"] != name:
+                raise ValueError("it was written for another version or device")
+            return {key: Cost(float(time_ms), int(size)) for key, (time_ms, size) in data["costs"].items()}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("Ignored the profile in %s: %s", self._path(name), error)
+            return {}
+
+
+def describe_device(device: torch.device) -> str:
+    """Name what the costs depend on besides the operation: device, threads, torch version."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {_cuda_settings()}"
+    return f"{device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def _cuda_settings() -> str:
+    """Name what decides which kernels CUDA's libraries choose."""
+    cudnn = torch.backends.cudnn
+    chosen = {
+        # `allow_tf32` can't be read once a user has set this newer name for it.
+        "TF32": torch.backends.cuda.matmul.fp32_precision == "tf32",
+        "TF32 convolutions": cudnn.conv.fp32_precision == "tf32",  # type: ignore[attr-defined]
+        "benchmark": cudnn.benchmark,
+        "deterministic": cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
+    }
+    return ", ".join([f"cuDNN {cudnn.version()}", *(name for name, is_on in chosen.items() if is_on)])
+
+
+def measure(
+    captured: Captured,
+    cache: CostCache,
+    options: ProfileOptions = ProfileOptions(),
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Profile:
+    """Measure each distinct operation of a captured graph once.
+
+    Args:
+        captured: The captured graph.
+        cache: Costs already known; new ones are added and written.
+        options: How carefully to measure.
+        progress: Called with the number of operations measured and their total.
+
+    Returns:
+        Costs by node. A node that can't be run alone gets its analytic estimate, with a logged reason.
+    """
+    graph = captured.graph
+    costs = cache.costs_on(captured.device)
+    missing = {n.key: i for i, n in enumerate(graph.nodes) if n.key not in costs and i < len(captured.fx_nodes)}
+    estimates = estimate(graph, A100 if captured.device.type == "cuda" else Machine()).time_ms
+    unmeasured: dict[str, Cost] = {}  # not kept: they may be measured another time
+    can_measure = MemoryMeter.is_available(captured.device)
+    with undisturbed(captured.device):
+        for done, (key, index) in enumerate(missing.items()):
+            progress(done, len(missing))
+            measured = _measure_node(captured, index, options) if can_measure else None
+            (unmeasured if measured is None else costs)[key] = measured or Cost(estimates[index], 0)
+    if missing:
+        progress(len(missing), len(missing))
+        cache.write(captured.device)
+    known = [costs.get(n.key) or unmeasured.get(n.key, Cost(0.0, 0)) for n in graph.nodes]
+    return Profile(
+        tuple(c.time_ms for c in known), tuple(c.workspace_bytes for c in known), describe_device(captured.device)
+    )
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Leave random state, gradient mode, autocast, and a measurement of the step under way as they are found."""
+    unmeasured = MemoryMeter(device) if MemoryMeter.is_available(device) else nullcontext()  # it pauses the step's
+    devices = [device] if device.type == "cuda" else []
+    with (
+        torch.cuda.device(device) if devices else nullcontext(),  # events are of the current device
+        unmeasured,
+        tensor_state.real_mode(),
+        torch.random.fork_rng(devices=devices),
+        _same_draws_on_host(),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield
+
+
+@contextmanager
+def _same_draws_on_host() -> Iterator[None]:
+    """Leave the random state of Python and NumPy as it is found: custom operators may draw from these."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  what users may draw from
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
+
+
+def _measure_node(captured: Captured, index: int, options: ProfileOptions) -> Cost | None:
+    record = captured.graph.nodes[index]
+    if not captured.graph.has_work(index):
+        return Cost(_VIEW_MS, 0)
+    if is_collective(record.op):
+        return None  # other processes would wait for each run of it, or take it for one of the step's own
+    try:
+        run = runner(captured, index)
+        result = run()
+        output_bytes = _storage_bytes(result, captured.device)
+        del result
+        workspace = max(0, measure_peak(run, captured.device) - output_bytes)
+        return Cost(_time_ms(run, captured.device, options), workspace)
+    except Exception as error:  # any operator may refuse made-up inputs: the estimate takes its place
+        log.debug("Could not measure %s alone (%s: %s); estimated", record.op, type(error).__name__, error)
+        return None
+
+
+_VIEW_MS = 0.002  # what a view costs the interpreter; kernels on top of it are what matters
+
+
+def runner(captured: Captured, index: int) -> Callable[[], Any]:
+    """Give what runs one operation of a captured graph on made-up inputs."""
+    record, node = captured.graph.nodes[index], captured.fx_nodes[index]
+    made: dict[fx.Node, Any] = {}
+
+    def argument(source: fx.Node) -> Any:
+        if source not in made:
+            is_state = source.target is generator_state
+            made[source] = generator_state(captured.device) if is_state else _stand_in(source)
+        return made[source]
+
+    if record.replays is not None:
+        target, args, kwargs = call_of(record.op, node, [captured.fx_values[t] for t in record.inputs])
+    elif not callable(node.target):
+        raise TypeError("its target can't be called")
+    else:
+        target, changed = as_eager(node)
+        args, kwargs = (*node.args[: len(node.args) - len(changed)], *changed), dict(node.kwargs)
+    args, kwargs = fx.node.map_arg((args, kwargs), argument)
+    finish = captured.finishes.get(node)
+    if finish is None or finish.result not in (captured.fx_values[t] for t in record.outputs):
+        return lambda: target(*args, **kwargs)
+    for value in finish.reads:
+        argument(value)
+    return lambda: _finished(target(*args, **kwargs), finish, made)
+
+
+def _finished(result: Any, finish: Finish, made: Mapping[fx.Node, Any]) -> Any:
+    """Run what finishes one of an operation's results; gives all of them, finished."""
+    value = result if isinstance(result, torch.Tensor) else result[finish.value.args[1]]
+    there = {**made, finish.value: value}
+    for step, target, args in finish.calls():
+        args, kwargs = fx.node.map_arg((args, dict(step.kwargs)), there.__getitem__)
+        there[step] = target(*args, **kwargs)
+    return result, there[finish.result]
+
+
+# Seed and offset of the mask of dropout: the kernels return them on the host and read them there, whatever traces say.
+_PARTS_ON_HOST = {
+    "aten._scaled_dot_product_efficient_attention.default": (2, 3),
+    "aten._efficient_attention_forward.default": (2, 3),
+}
+
+
+def _stand_in(source: fx.Node) -> Any:
+    """Make what a node gives: the same shapes, strides, dtypes and devices, in which kernels have their results."""
+    value = source.meta.get("val")
+    if source.target is operator.getitem:
+        whole, part = source.args
+        if isinstance(whole, fx.Node) and part in _PARTS_ON_HOST.get(str(whole.target), ()):
+            return _made_up(value, torch.device("cpu"))
+    return _made_up(value)
+
+
+def _made_up(value: Any, device: torch.device | None = None) -> Any:
+    """Make a value of the same kind, on its own device or another: numbers from 0 to 1, zeros for integers.
+
+    Probabilities are within their range so: a CUDA kernel that asserts this would take the whole process with it.
+    """
+    if isinstance(value, torch.Tensor):
+        size = [tensor_state.int_hint(s) for s in value.shape]
+        stride = [tensor_state.int_hint(s) for s in value.stride()]
+        made = torch.empty_strided(size, stride, dtype=value.dtype, device=device or value.device)
+        if value.dtype.is_floating_point and 0 not in stride:
+            return made.uniform_() if value.dtype.itemsize >= 2 else made.zero_()
+        return made.fill_(1) if value.dtype.is_floating_point or value.dtype == torch.bool else made.zero_()
+    if isinstance(value, (list, tuple)):
+        return type(value)(_made_up(v, device) for v in value)
+    return tensor_state.int_hint(value) if isinstance(value, torch.SymInt) else value
+
+
+def _storage_bytes(result: Any, device: torch.device) -> int:
+    tensors = [t for t in tensor_state.leaves(result) if isinstance(t, torch.Tensor) and t.device == device]
+    return sum(allocated_bytes(size, device) for size in tensor_state.storage_sizes(tensors).values())
+
+
+def _time_ms(run: Callable[[], Any], device: torch.device, options: ProfileOptions) -> float:
+    """Time an operation that has run before: caches and the allocator know it."""
+    times: list[float] = []
+    while len(times) < 2 or (len(times) < options.repeats and sum(times) < options.time_limit_ms):
+        times.append(_time_once_ms(run, device))
+        fastest = sorted(times)[:3]
+        if len(fastest) == 3 and fastest[2] <= (1 + options.agreement) * fastest[0]:
+            break
+    return min(times)
+
+
+def _time_once_ms(run: Callable[[], Any], device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - start)
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    runtime.keep_busy()  # the device would wait for each launch, and that would count
+    before.record()
+    run()
+    after.record()
+    torch.cuda.synchronize(device)
+    return float(before.elapsed_time(after))
+
+
+class TimedRun:
+    """Runs a program node by node and adds up its time, and that of what it recomputes.
+
+    Attributes:
+        total_ms: Time of all nodes.
+        recompute_ms: Time of the forward nodes that ran in the backward.
+        samples: By `Node.key`, the times of each run where plain training has it, without those of page faults.
+        samples_again: By `Node.key`, the times of each run that recomputed, without those of page faults.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.total_ms = 0.0
+        self.recompute_ms = 0.0
+        self.samples: dict[str, list[float]] = {}
+        self.samples_again: dict[str, list[float]] = {}
+
+    def wrap(self, program: Program) -> Program:
+        """Give a program that does the same, timed."""
+        return replace(
+            program,
+            forward=lambda arguments: self._run(program.forward_module, arguments, recomputed=None),
+            backward=lambda arguments: self._run(program.backward_module, arguments, recomputed=Phase.FORWARD),
+            variant=lambda missing, added: self.wrap(program.variant(missing, added)),
+        )
+
+    def _run(self, module: fx.GraphModule, arguments: list[Any], recomputed: Phase | None) -> Any:
+        interpreter = _TimedInterpreter(module, self._device)
+        result = interpreter.boxed_run(arguments)
+        for node, elapsed_ms, fault_ms in interpreter.times():
+            self.total_ms += elapsed_ms
+            is_again = recomputed is not None and node.meta.get("phase") is recomputed
+            if is_again:
+                self.recompute_ms += elapsed_ms
+            samples = self.samples_again if is_again else self.samples
+            if "key" in node.meta:
+                samples.setdefault(node.meta["key"], []).append(max(0.0, elapsed_ms - fault_ms))
+            elif "finishes" in node.meta:  # right after the operation that it finishes
+                samples[node.meta["finishes"]][-1] += max(0.0, elapsed_ms - fault_ms)
+        return result
+
+    def refine(self, profile: Profile, graph: Graph) -> Profile:
+        """Give the costs with times taken inside the step, where operations find their inputs in no cache.
+
+        An operation that was measured alone, over and over, reads from caches what a step reads from memory. Times of
+        recomputation count where there are any; what an interpreter takes for a node, a view's say, is left out.
+        """
+        idle = [t for i, n in enumerate(graph.nodes) if not graph.has_work(i) for t in self.samples.get(n.key, ())]
+        idle_ms = median(idle) if idle else 0.0
+
+        def time_ms(index: int, alone_ms: float) -> float:
+            key = graph.nodes[index].key
+            samples = self.samples_again.get(key) or self.samples.get(key)
+            if not samples or not graph.has_work(index):
+                return alone_ms
+            in_step_ms = max(0.0, min(median_low(samples) - idle_ms, MOST_IN_STEP * alone_ms))
+            # What overwrites takes no memory of its own, as it did alone.
+            return in_step_ms if graph.nodes[index].is_mutating else max(alone_ms, in_step_ms)
+
+        return replace(profile, time_ms=tuple(time_ms(i, alone_ms) for i, alone_ms in enumerate(profile.time_ms)))
+
+
+NODES_AHEAD, HOST_MS = 100, 0.06  # the host launches so many ahead of a GPU, and takes so long for each
+MOST_IN_STEP = 4.0  # times the time alone: beyond it, a sample has met other load
+
+
+class _TimedInterpreter(fx.Interpreter):
+    """Takes the time of each node; values are freed after their last use, as in generated code."""
+
+    def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
+        super().__init__(module, garbage_collect_values=True)
+        for node in module.graph.nodes:
+            if not node.users and node.op == "call_function":  # generated code frees these too
+                self.user_to_last_uses.setdefault(node, []).append(node)
+        self._device, self._on_gpu = device, device.type == "cuda"
+        self._clocks: list[tuple[fx.Node, Any, Any, int]] = []
+
+    def run_node(self, node: fx.Node) -> Any:
+        if self._on_gpu and len(self._clocks) % NODES_AHEAD == 0:
+            with torch.cuda.device(self._device):  # else the device would wait for the host, and that would count
+                runtime.keep_busy(NODES_AHEAD * HOST_MS)
+        faults, before = page_faults.count(), self._read_clock()
+        result = super().run_node(node)
+        self._clocks.append((node, before, self._read_clock(), page_faults.count() - faults))
+        return result
+
+    def _read_clock(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def times(self) -> Iterator[tuple[fx.Node, float, float]]:
+        """Give each node's milliseconds, and how many of these went into page faults."""
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+        for node, before, after, faults in self._clocks:
+            if self._on_gpu:
+                yield node, before.elapsed_time(after), 0.0
+            else:
+                yield node, 1e3 * (after - before), faults * page_faults.cost_ms()

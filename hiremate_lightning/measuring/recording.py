@@ -1,0 +1,411 @@
+"""What happens in one training step: which captured graphs run, and what the code between them allocates.
+
+A `StepRecord` lives for one step. It marks the start and the end of each forward and backward in the memory
+measurement, finds the inputs that are an earlier run's outputs, and sees which outputs are still held when a backward
+starts. `calls` turns that into the records that `step.merge` puts together.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..capturing.absent import without_missing
+from ..capturing.capture import Captured
+from ..memory.allocator import allocated_bytes
+from ..memory.metering import Interval, MemoryMeter
+from ..records.costs import Profile
+from ..records.graph import Graph
+from ..records.step import Call, Gap, Stage
+from ..running.accumulation import Leaves, addable
+from ..running.execution import Part, missing_gradients
+from ..running.program import Program
+from ..torch_private import backward_pass, tensor_state
+from .profiling import TimedRun
+
+
+@dataclass(eq=False)
+class Run:
+    """One run of a part.
+
+    Attributes:
+        part: What runs.
+        number: Number of the part within its session.
+        index: Position among the forwards of the step.
+        program: The program that runs it.
+        links: For each input that is an earlier run's output: that run and that output.
+        passed_on: Gradients of inputs that other code computed: they don't stay with a parameter.
+        outputs: For each output, whether its storage still lives, and which it is.
+        alive: Outputs that lived when the backward ended, None before it ends.
+        missing: Positions of the gradients of outputs that did not arrive.
+        tangent_bytes: Bytes of each gradient of an output as it arrived: an expanded one takes less than its shape
+            says, and storage that several share is counted with the first.
+        added: Gradients with which autograd did nothing but add them to those of parameters, if there were any, and
+            the storages of these parameters.
+    """
+
+    part: Part
+    number: int
+    index: int
+    program: Program
+    links: dict[int, tuple[int, int]] = field(default_factory=dict)
+    passed_on: tuple[int, ...] = ()
+    outputs: dict[int, tuple[Callable[[], bool], int]] = field(default_factory=dict)
+    alive: tuple[int, ...] | None = None
+    missing: frozenset[int] = frozenset()
+    tangent_bytes: tuple[int, ...] = ()
+    added: dict[int, frozenset[int]] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> Graph:
+        """The graph that runs, all gradients taken for present."""
+        return self.part.captured.graph
+
+    def as_run(self, profile: Profile) -> tuple[Graph, Profile]:
+        """Give the graph and its costs without what the gradients that are missing would have brought."""
+        graph, profile = without_missing(self.part.captured, self.missing, profile)
+        storages, roots = list(graph.storages), []
+        for tensor, size_bytes in zip(graph.tangents, self.tangent_bytes, strict=False):
+            storage = graph.tensors[tensor].storage
+            is_expanded = storage is not None and size_bytes < storages[storage].size_bytes
+            if storage is not None and is_expanded:
+                storages[storage] = replace(storages[storage], size_bytes=size_bytes)
+            if is_expanded or not graph.tensors[tensor].shape:
+                roots.append(tensor)  # the gradient of the loss, which `backward()` holds to its end
+        return replace(graph, storages=tuple(storages), held=(*graph.held, *roots)), profile
+
+
+class StepRecord:
+    """A step under way.
+
+    The host's allocator tells the size of what is freed only if it was watched when that was allocated. A step frees
+    the gradients of the one before; so where that one was not measured, neither is the peak of this one.
+
+    Args:
+        device: Whose memory is measured; None for none, where a step runs on tensors without memory.
+        resident_bytes: Bytes that exist when it begins.
+        sees_frees: Whether the step before it was measured.
+
+    Attributes:
+        resident_bytes: Bytes that existed when it began.
+        runs: Its runs, in the order of their forwards.
+        backwards: Indices of the runs, in the order of their backwards.
+        parameters: Which parameters they were given, by identity.
+        timed: Times of its operations, None where they were not taken.
+    """
+
+    def __init__(self, device: torch.device | None, resident_bytes: int, sees_frees: bool) -> None:
+        self._sees_frees = sees_frees
+        self.resident_bytes = resident_bytes
+        self.runs: list[Run] = []
+        self.backwards: list[int] = []
+        self.parameters = set[int]()
+        self.timed: TimedRun | None = None
+        self._alive_at: dict[str, list[tuple[int, ...]]] = {}  # by mark, which outputs of each run still lived
+        self._meter: MemoryMeter | None = None
+        self._is_closed = False
+        self._counted: list[Interval] = []
+        if device is not None and MemoryMeter.is_available(device):
+            self._meter = MemoryMeter(device)
+            self._meter.start()
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether memory is measured; another profiler may occupy the means, or another meter interrupt."""
+        return self._meter is not None and not self._meter.lost_marks
+
+    @property
+    def signature(self) -> tuple[int, ...]:
+        """Numbers of the parts that ran, in the order of their forwards."""
+        return tuple(run.number for run in self.runs)
+
+    def begin(self, part: Part, number: int, program: Program, arguments: Sequence[Any]) -> Run:
+        """Note that a forward starts."""
+        run = Run(part, number, len(self.runs), program)
+        tensors = dict(zip(part.captured.graph.inputs, arguments, strict=False))
+        made = {storage: (r.index, t) for r in self.runs for t, (lives, storage) in r.outputs.items() if lives()}
+        for tensor, value in tensors.items():
+            if _is_dense(value) and not isinstance(value, torch.nn.Parameter):
+                source = made.get(tensor_state.storage_id(value))
+                if source is not None:
+                    run.links[tensor] = source
+        self.parameters.update(id(value) for value in arguments if isinstance(value, torch.nn.Parameter))
+        run.passed_on = _passed_on(part, arguments)
+        self._note_alive(f"F{run.index}")
+        self.runs.append(run)
+        self._mark(f"F{run.index}")
+        return run
+
+    def forward_done(self, run: Run, outputs: Sequence[Any]) -> None:
+        """Note that a forward ended, and watch its outputs."""
+        captured = run.part.captured
+        tensor_of = {captured.fx_values[t]: t for t in captured.graph.outputs}
+        for node, value in zip(captured.forward_outputs, outputs, strict=True):
+            if node in tensor_of and _is_dense(value):
+                run.outputs[tensor_of[node]] = (tensor_state.watch_storage(value), tensor_state.storage_id(value))
+                self._mark_release(value, _release_label(run, tensor_of[node]))
+        self._note_alive(f"f{run.index}")
+        self._mark(f"f{run.index}")
+
+    def backward_starts(self, run: Run, tangents: Sequence[Any], leaves: Leaves) -> None:
+        """Note that a backward starts, which gradients arrived, and to which inputs its own belong."""
+        run.added = _added(run.part.captured, leaves)
+        run.missing = missing_gradients(tangents)
+        run.tangent_bytes = _storage_bytes(tangents)
+        self._note_alive(f"B{run.index}")
+        self.backwards.append(run.index)
+        self._mark(f"B{run.index}")
+
+    def backward_done(self, run: Run) -> None:
+        """Note that a backward ended, and which outputs someone else than the part itself held meanwhile."""
+        run.alive = _living(run)
+        self._mark(f"b{run.index}")
+        backward_pass.at_end(lambda: self._ended(run))
+
+    def _ended(self, run: Run) -> None:
+        """Note that the whole backward has ended; what follows, the optimizer's step say, is not part of the plan."""
+        if not self._is_closed:
+            self._mark(f"e{run.index}")
+
+    def _note_alive(self, label: str) -> None:
+        self._alive_at[label] = [_living(run) for run in self.runs]
+
+    def _mark(self, label: str) -> None:
+        if self._meter is not None:
+            self._meter.mark(label)
+
+    def _mark_release(self, value: torch.Tensor, label: str) -> None:
+        """Mark when an output's memory is given back, as long as this measurement goes on."""
+        reference = weakref.ref(self)  # outputs may be kept for ever
+
+        def mark() -> None:
+            record = reference()
+            if record is not None and not record._is_closed and record._meter is not None:
+                record._meter.mark_release(label)
+
+        tensor_state.at_release(value, mark)
+
+    def close(self, at_once: bool = True) -> None:
+        """End the measurement; once is enough.
+
+        What ran since the last backward ended, the optimizer's step say, is left out.
+
+        Args:
+            at_once: Whether the step has ended just now. If not, what ran since the last mark is left out in any case.
+        """
+        if self._meter is not None and not self._is_closed:
+            self._is_closed = True
+            self._meter.stop()
+            *before, last = self._meter.intervals
+            self._counted = before if last.label.startswith("e") or not at_once else [*before, last]
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Peak of the step, resident bytes included; None where it was not measured to its end."""
+        if self._meter is None or self._meter.lost_marks or not self._sees_frees:
+            return None
+        return self.resident_bytes + max((interval.peak_bytes for interval in self._counted), default=0)
+
+    def left_bytes(self, arguments: Iterable[torch.Tensor]) -> int:
+        """Give the bytes of outputs that someone holds after the step.
+
+        Those that are handed in again are counted as arguments. Numbers, a loss for example, are not worth to know when
+        another takes their place.
+        """
+        counted, total = {tensor_state.storage_id(t) for t in arguments if _is_dense(t)}, 0
+        for run in self.runs:
+            for tensor, (lives, storage) in run.outputs.items():
+                if lives() and storage not in counted and run.graph.tensors[tensor].shape:
+                    counted.add(storage)
+                    total += _bytes_of(run.graph, (tensor,))
+        return total
+
+    def calls(self, profiles: Mapping[int, Profile]) -> tuple[list[Call], list[int]]:
+        """Describe the step for `step.merge`: its calls, and the order of their backwards.
+
+        A run without a backward is part of the outside.
+
+        Args:
+            profiles: Costs by number of part.
+        """
+        planned = [run for run in self.runs if run.index in self.backwards]
+        place = {run.index: position for position, run in enumerate(planned)}
+        order = [place[index] for index in dict.fromkeys(self.backwards)]
+        calls = []
+        for position, run in enumerate(planned):
+            profile = profiles[run.number]
+            if self.timed is not None:
+                profile = self.timed.refine(profile, run.graph)
+            graph, profile = run.as_run(profile)
+            last = position + 1 == len(planned)
+            following = f"B{self.backwards[0]}" if last else f"F{planned[position + 1].index}"
+            died = self._died(run, following)
+            stages = self._stages(run, following, died)
+            before = order.index(position)
+            is_last_backward = before + 1 == len(order)
+            calls.append(
+                Call(
+                    graph=graph,
+                    profile=profile,
+                    links={t: (place[r], o) for t, (r, o) in run.links.items() if r in place},
+                    alive=run.alive or (),
+                    died=died,
+                    lingering=self._lingering(run, planned[order[before - 1]]) if before else (),
+                    beside=self._beside(run, f"f{run.index}", place),
+                    beside_after=self._beside(run, following, place),
+                    passed_on=run.passed_on,
+                    before_forward=Gap() if position else self._gap_before_forward(run),
+                    before_deaths=stages[:-1],
+                    after_forward=self._gap_after_forward(
+                        run, following, died, stages, planned[order[0]] if last else None
+                    ),
+                    before_backward=self._gap_before_backward(planned[order[before - 1]], run) if before else Gap(),
+                    after_backward=self._gap_after_backward(run) if is_last_backward else Gap(),
+                )
+            )
+        return calls, order
+
+    def _lingering(self, run: Run, previous: Run) -> tuple[int, ...]:
+        """List the outputs that code outside holds until the backward starts: what it saved for its own, say.
+
+        They live as the backward before it starts; not counted is what a part holds, or what goes on to another part.
+        """
+        if f"B{previous.index}" not in self._alive_at:
+            return ()
+        tensors = run.graph.tensors
+        handed_on = {o for other in self.runs for r, o in other.links.values() if r == run.index}
+        known = {tensors[t].storage for t in (*run.program.schedule.saved, *(run.alive or ()), *handed_on)}
+        return tuple(t for t in self._alive_at[f"B{previous.index}"][run.index] if tensors[t].storage not in known)
+
+    def _beside(self, run: Run, label: str, place: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
+        """List the outputs of earlier calls that lived at a mark, by the places of the calls."""
+        alive = self._alive_at.get(label, [])
+        return tuple((place[i], t) for i, tensors in enumerate(alive[: run.index]) if i in place for t in tensors)
+
+    def _gap_before_forward(self, run: Run) -> Gap:
+        gap = self._between("start", f"F{run.index}") or Gap()
+        return Gap(max(0, gap.held_bytes), gap.peak_bytes)
+
+    def _died(self, run: Run, following: str) -> tuple[int, ...]:
+        """List the outputs whose memory was given back before a mark: nobody held them, nothing saved lies there."""
+        if self._between(f"f{run.index}", following) is None or following not in self._alive_at:
+            return ()
+        tensors = run.graph.tensors
+        stay = {tensors[t].storage for t in (*self._alive_at[following][run.index], *run.program.schedule.saved)}
+        return tuple(t for t in run.graph.outputs if tensors[t].storage not in {*stay, None})
+
+    def _gap_after_forward(
+        self, run: Run, following: str, died: tuple[int, ...], stages: tuple[Stage, ...], tangents: Run | None
+    ) -> Gap:
+        """Tell what outside code holds and takes, above what lived without the outputs that died meanwhile.
+
+        It holds the growth until the next run and the place of those outputs, less the tangents.
+        """
+        gap = self._between(f"f{run.index}", following)
+        if gap is None:
+            return Gap()
+        died_bytes = _bytes_of(run.graph, died)
+        handed = sum(tangents.tangent_bytes) if tangents is not None else 0
+        peak_bytes = stages[-1].peak_bytes if stages else gap.peak_bytes + died_bytes
+        return Gap(max(0, gap.held_bytes + died_bytes - handed), peak_bytes)
+
+    def _stages(self, run: Run, following: str, died: tuple[int, ...]) -> tuple[Stage, ...]:
+        """Divide what runs outside after a forward by the deaths of outputs; nothing where one of them was not seen."""
+        graph, dead, stages = run.graph, set[int | None](), list[Stage]()
+        doomed = {graph.tensors[t].storage for t in died}
+        labels = {_release_label(run, t): graph.tensors[t].storage for t in run.outputs}
+        intervals = self._intervals(f"f{run.index}", following)
+        for interval in intervals[:-1]:
+            storage = labels.get(interval.label)
+            if not stages or (storage in doomed and storage not in dead):
+                dead |= {storage} & doomed
+                alive = tuple(t for t in graph.outputs if graph.tensors[t].storage not in dead)
+                stages.append(Stage(alive, 0))
+            above_bytes = (
+                interval.peak_bytes - intervals[0].start_bytes + sum(graph.sizes[s] for s in dead if s is not None)
+            )
+            stages[-1] = replace(stages[-1], peak_bytes=max(stages[-1].peak_bytes, above_bytes))
+        return tuple(stages) if dead == doomed else ()
+
+    def _gap_before_backward(self, previous: Run, run: Run) -> Gap:
+        gap = self._between(f"b{previous.index}", f"B{run.index}")
+        if gap is None:
+            return Gap()
+        handed = sum(run.tangent_bytes) - _bytes_of(previous.graph, previous.passed_on)
+        return Gap(max(0, gap.held_bytes - handed), gap.peak_bytes)
+
+    def _gap_after_backward(self, run: Run) -> Gap:
+        """Tell what outside code needs until the whole backward ends."""
+        gap = self._between(f"b{run.index}", f"e{run.index}") or Gap()
+        return Gap(0, gap.peak_bytes)
+
+    def _between(self, first: str, last: str) -> Gap | None:
+        """Tell how memory grew and peaked between two marks, None where that was not measured."""
+        intervals = self._intervals(first, last)
+        if not intervals:
+            return None
+        *between, end = intervals
+        base = intervals[0].start_bytes
+        peak = max((interval.peak_bytes for interval in between), default=base)
+        return Gap(end.start_bytes - base, max(0, peak - base))
+
+    def _intervals(self, first: str, last: str) -> list[Interval]:
+        """List the intervals from one mark to another, both included; none where one of them is missing."""
+        intervals: list[Interval] = self._meter.intervals if self._meter is not None else []
+        at = {interval.label: position for position, interval in enumerate(intervals)}
+        return intervals[at[first] : at[last] + 1] if first in at and last in at else []
+
+
+def _release_label(run: Run, tensor: int) -> str:
+    return f"released {run.index} {tensor}"
+
+
+def _storage_bytes(values: Sequence[Any]) -> tuple[int, ...]:
+    """Give the bytes of each tensor's storage, as its allocator rounds them; 0 for one that was seen before."""
+    seen, found = set[int](), []
+    for value in values:
+        sizes = tensor_state.storage_sizes([value]) if isinstance(value, torch.Tensor) else {}
+        found.append(sum(allocated_bytes(size, value.device) for storage, size in sizes.items() if storage not in seen))
+        seen.update(sizes)
+    return tuple(found)
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def _living(run: Run) -> tuple[int, ...]:
+    """List the outputs of a run that still live."""
+    return tuple(t for t, (lives, _) in run.outputs.items() if lives())
+
+
+def _passed_on(part: Part, arguments: Sequence[Any]) -> tuple[int, ...]:
+    """List the gradients of inputs that some other code computed."""
+    captured = part.captured
+    tensor_of = {captured.fx_values[t]: t for t in captured.graph.gradients}
+    pairs = zip(arguments, captured.backward_outputs, strict=False)
+    found = (tensor_of[g] for a, g in pairs if g in tensor_of and isinstance(a, torch.Tensor) and not a.is_leaf)
+    return tuple(dict.fromkeys(found))
+
+
+def _added(captured: Captured, leaves: Leaves) -> dict[int, frozenset[int]]:
+    """List the gradients that the running backward only adds to those of some leaves, with the leaves' storages."""
+    added, positions_of = addable(captured, leaves), dict[fx.Node, list[int]]()
+    for position, gradient in enumerate(captured.backward_outputs):
+        positions_of.setdefault(gradient, []).append(position)
+    tensor_of = {captured.fx_values[t]: t for n in captured.graph.backward for t in captured.graph.nodes[n].outputs}
+    return {
+        tensor_of[gradient]: frozenset(tensor_state.storage_id(leaves[p]) for p in positions)
+        for gradient, positions in positions_of.items()
+        if gradient in tensor_of and added.issuperset(positions)
+    }
+
+
+def _bytes_of(graph: Graph, tensors: Iterable[int]) -> int:
+    storages = {graph.tensors[t].storage for t in tensors}
+    return sum(graph.sizes[s] for s in storages if s is not None)

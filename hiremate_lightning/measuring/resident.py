@@ -1,0 +1,222 @@
+"""What is in memory before a step begins: parameters, buffers, gradients, optimizer state, and the batch.
+
+On CUDA all that is allocated counts, and the kinds say what of it is known; elsewhere what a step is known to use.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from ..memory.allocator import allocated_bytes
+from ..torch_private import tensor_state
+from ..units import format_bytes
+from .recording import StepRecord
+
+SAMPLES = 8  # of the parameters, to see whether there are gradients
+LITTERED_STEPS = 16  # that may pass before another one is measured, with the garbage that they left
+WATCHED_STEPS = 16  # the first ones, in which it is seen whether gradients are freed before the backward
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """Bytes that exist when a step begins.
+
+    Attributes:
+        size_bytes: Those that stay throughout.
+        stale_bytes: Those that are freed before the backward: gradients that the optimizer has used, by `zero_grad`,
+            and outputs of the step before, by those that take their place.
+        kept: Storages of the parameters whose gradients are among the bytes that stay.
+        kinds: Name and bytes of what makes up `size_bytes`.
+    """
+
+    size_bytes: int
+    stale_bytes: int
+    kept: frozenset[int] = frozenset()
+    kinds: tuple[tuple[str, int], ...] = field(default=(), compare=False)
+
+
+class ResidentMemory:
+    """Counts what exists before the steps of a model.
+
+    Attributes:
+        root: The model.
+        batch: Tensors of the batch of the step under way, where its caller told.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.batch: list[torch.Tensor] = []
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._left = LeftOutputs()
+        parameters = list(root.parameters())
+        self._samples = [weakref.ref(p) for p in parameters[:: max(1, len(parameters) // SAMPLES)]]
+        self._most = (0, 0)  # optimizers' states and samples' gradients when a step began
+        self._uncollected_steps = LITTERED_STEPS  # begun since garbage was collected
+        self._stepped = False  # whether an optimizer has used the gradients
+        self._frees_gradients = True  # whether they are freed between forward and backward then
+
+    @property
+    def device(self) -> torch.device:
+        """Where most of the model is: it may have moved since the last step."""
+        sizes: dict[torch.device, int] = {}
+        for parameter in self.root.parameters():
+            sizes[parameter.device] = sizes.get(parameter.device, 0) + parameter.nbytes
+        return max(sizes, key=lambda device: sizes[device])
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count an optimizer's state."""
+        self._optimizers.add(optimizer)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Learn that an optimizer has stepped; say whether it has used gradients of the model."""
+        own = {id(p) for p in self.root.parameters()}
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            return False
+        self.watch(optimizer)
+        self._stepped = True
+        return True
+
+    def has_grown(self) -> bool:
+        """Whether there is state of an optimizer, or gradients, that there never was when a step began."""
+        states = sum(len(optimizer.state) for optimizer in self._optimizers)
+        gradients = sum(p.grad is not None for p in (seen() for seen in self._samples) if p is not None)
+        most = (max(states, self._most[0]), max(gradients, self._most[1]))
+        has_grown, self._most = most != self._most, most
+        return has_grown
+
+    def step_begins(self) -> None:
+        """Learn that a step begins."""
+        self._uncollected_steps += 1
+
+    def collect_garbage(self, steps: int = 1) -> None:
+        """Collect garbage of so many steps or more: it would pass for what stays, or in a step for what that frees.
+
+        It looks at all objects of the process; what is traced and planned is collected as it ends, see `garbage`.
+        """
+        if self._uncollected_steps >= steps:
+            gc.collect()
+            self._uncollected_steps = 0
+
+    def step_ended(self, record: StepRecord | None) -> None:
+        """Learn of the step that has ended, None for one that was not recorded."""
+        self._left.step_ended(record)
+
+    def backward_starts(self, step: int) -> None:
+        """See whether what was to be freed before this backward was: outputs left, gradients that were used."""
+        self._left.backward_starts()
+        if self._stepped and self._frees_gradients and step < WATCHED_STEPS:
+            self._frees_gradients = all(p.grad is None for p in self.root.parameters())
+        self._stepped = False
+
+    def count_before_step(self, arguments: Sequence[torch.Tensor]) -> Resident:
+        """Count what exists before a step that begins now, outputs of the one before included."""
+        if self._left.are_some(arguments):
+            self.collect_garbage()
+        resident = self.count(arguments)
+        is_counted = self.device.type == "cuda"  # there all that is allocated is
+        return self._left.sort_out(resident, arguments) if is_counted else self._left.add_to(resident, arguments)
+
+    def sees_frees(self, resident: Resident) -> bool:
+        """Whether a measurement of the step that begins sees all that dies in it of what existed before."""
+        return not resident.stale_bytes or self.device.type == "cuda" or self._left.are_known
+
+    def count(self, arguments: Sequence[torch.Tensor]) -> Resident:
+        """Count what exists now, and the arguments of a step."""
+        gradients_of = {p: p.grad for p in self.root.parameters() if p.grad is not None}
+        gradients = list(gradients_of.values())
+        stale = self._bytes_of(gradients) if self._stepped and self._frees_gradients else 0
+        groups: dict[str, list[torch.Tensor]] = {
+            "parameters": list(self.root.parameters()),
+            "buffers": list(self.root.buffers()),
+            "gradients": [] if stale else gradients,
+            "optimizer state": list(self._optimizer_state()),
+            "batch": [*self.batch, *arguments],
+        }
+        seen = set(tensor_state.storage_sizes(gradients)) if stale else set[int]()
+        kinds = {name: self._bytes_of(tensors, seen) for name, tensors in groups.items()}
+        size_bytes = sum(kinds.values())
+        if self.device.type == "cuda":
+            size_bytes, known = torch.cuda.memory_allocated(self.device) - stale, size_bytes
+            kinds["other"] = max(0, size_bytes - known)
+        kept = frozenset[int]() if stale else frozenset(map(tensor_state.storage_id, gradients_of))
+        return Resident(size_bytes, stale, kept, tuple(kinds.items()))
+
+    def describe(self) -> str:
+        """Say what the device has handed out, "" where that is not known."""
+        if self.device.type != "cuda":
+            return ""
+        allocated, reserved = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
+        free = torch.cuda.mem_get_info(self.device)[0]
+        return (
+            f" Now {format_bytes(allocated)} are allocated, {format_bytes(reserved)} reserved by PyTorch, and "
+            f"{format_bytes(free)} free on the device: name a smaller budget if others use it."
+        )
+
+    def _optimizer_state(self) -> Iterator[torch.Tensor]:
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                yield from (v for v in tensor_state.leaves(state) if isinstance(v, torch.Tensor))
+
+    def _bytes_of(self, tensors: Iterable[torch.Tensor], seen: set[int] | None = None) -> int:
+        """Add up storages on the planned device, each once and as its allocator rounds them, less those seen before."""
+        device, seen = self.device, set[int]() if seen is None else seen
+        sizes = tensor_state.storage_sizes(t for t in tensors if t.device == device)
+        fresh = {storage: size for storage, size in sizes.items() if storage not in seen}
+        seen.update(fresh)
+        return sum(allocated_bytes(size, device) for size in fresh.values())
+
+
+class LeftOutputs:
+    """Outputs of a step that are still held when the next one begins, where the step was measured.
+
+    They stay, or those of the next step take their place.
+    """
+
+    def __init__(self) -> None:
+        self._record: StepRecord | None = None
+        self._size_bytes = 0
+        self._stay = True  # as far as was seen
+
+    @property
+    def are_known(self) -> bool:
+        """Whether the step that ended last was measured."""
+        return self._record is not None
+
+    def are_some(self, arguments: Sequence[torch.Tensor]) -> bool:
+        """Whether something still holds outputs, be it garbage, before a step with these arguments."""
+        return self._record is not None and self._record.left_bytes(arguments) > 0
+
+    def step_ended(self, record: StepRecord | None) -> None:
+        """Learn of the step whose outputs may be left, None for one that was not recorded."""
+        self._record = record if record is not None and record.is_measured else None
+
+    def add_to(self, resident: Resident, arguments: Sequence[torch.Tensor]) -> Resident:
+        """Count them with what exists before a step with these arguments; garbage was collected."""
+        self._look(arguments)
+        if not self._stay:
+            return replace(resident, stale_bytes=resident.stale_bytes + self._size_bytes)
+        kinds = (*resident.kinds, ("outputs of the step before", self._size_bytes))
+        return replace(resident, size_bytes=resident.size_bytes + self._size_bytes, kinds=kinds)
+
+    def sort_out(self, resident: Resident, arguments: Sequence[torch.Tensor]) -> Resident:
+        """Take them for stale where they are, in a count of all that exists."""
+        self._look(arguments)
+        left_bytes = 0 if self._stay else min(self._size_bytes, resident.size_bytes)
+        return replace(
+            resident, size_bytes=resident.size_bytes - left_bytes, stale_bytes=resident.stale_bytes + left_bytes
+        )
+
+    def _look(self, arguments: Sequence[torch.Tensor]) -> None:
+        if self._record is not None:
+            self._size_bytes = self._record.left_bytes(arguments)
+
+    def backward_starts(self) -> None:
+        """See whether they are held beyond the forward."""
+        if self._record is not None and self._size_bytes:
+            self._stay = self._record.left_bytes(()) > 0

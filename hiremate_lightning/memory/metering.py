@@ -1,0 +1,254 @@
+"""Measure memory: live bytes and peaks between marks, by the allocator's own events.
+
+On the CPU a profiler records each allocation; a dispatch mode would miss what kernels allocate inside. On CUDA the
+caching allocator's statistics are read and reset at each mark.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch.profiler import record_function
+
+from ..torch_private import backward_pass, host_events
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Memory between two marks, in bytes relative to the start of the measurement.
+
+    Attributes:
+        label: The mark at its start.
+        start_bytes: Live at the mark.
+        peak_bytes: Most that lived until the next mark.
+    """
+
+    label: str
+    start_bytes: int
+    peak_bytes: int
+
+
+def _measured_thread(device: torch.device) -> int:
+    """Name the thread whose memory is measured: on a CPU the current one, on CUDA all of them are."""
+    return 0 if device.type == "cuda" else threading.get_ident()
+
+
+class MemoryMeter:
+    """Measures from `start` to `stop`.
+
+    To start a meter while another runs pauses that one until the inner meter stops: what happens in between does not
+    count there. On a CPU all of a thread end where another profiler begins.
+
+    Attributes:
+        intervals: One for each mark, complete when the measurement has ended.
+        was_interrupted: Whether another meter ran meanwhile, or it gave way to a profiler.
+        lost_marks: Whether a mark came while the meter was paused: then its intervals don't say what they seem to.
+    """
+
+    _running: ClassVar[list[weakref.ref[MemoryMeter]]] = []  # the last one of a thread counts, the others are paused
+
+    def __init__(self, device: torch.device) -> None:
+        self._thread = _measured_thread(device)
+        self.intervals: list[Interval] = []
+        self.was_interrupted = False
+        self.lost_marks = False
+        self._means: _HostEvents | _DeviceStatistics = (
+            _DeviceStatistics(device) if device.type == "cuda" else _HostEvents(MemoryMeter._give_way)
+        )
+
+    @staticmethod
+    def is_available(device: torch.device) -> bool:
+        """Whether memory can be measured now: on a CPU not inside of a backward, nor while others profile."""
+        ours = MemoryMeter._current(_measured_thread(device)) is not None
+        if device.type == "cuda":
+            return True
+        # A profiler that begins or ends inside of a backward does so until its end: autograd restores what was.
+        return not backward_pass.is_running() and (ours or not host_events.profiler_is_running())
+
+    @staticmethod
+    def _current(thread: int) -> MemoryMeter | None:
+        """Give the meter of a thread that counts now."""
+        meters = (reference() for reference in reversed(MemoryMeter._running))
+        return next((meter for meter in meters if meter is not None and meter._thread == thread), None)
+
+    @staticmethod
+    def _give_way() -> None:
+        """End all meters of the current thread."""
+        thread = threading.get_ident()
+        current = MemoryMeter._current(thread)
+        if current is not None:
+            current._pause()
+        for reference in list(MemoryMeter._running):
+            meter = reference()
+            if meter is not None and meter._thread == thread:
+                meter.was_interrupted = meter.lost_marks = True
+                MemoryMeter._running.remove(reference)
+
+    def __enter__(self) -> MemoryMeter:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Begin to measure; the first mark is called "start"."""
+        outer = MemoryMeter._current(self._thread)
+        if outer is not None:
+            outer.was_interrupted = True
+            outer._pause()
+        MemoryMeter._running.append(weakref.ref(self, MemoryMeter._running.remove))
+        self._resume()
+        self.mark("start")
+
+    @property
+    def _is_counting(self) -> bool:
+        """Whether it runs, and no other meter within it."""
+        return MemoryMeter._current(self._thread) is self
+
+    def mark(self, label: str) -> None:
+        """Begin a new interval."""
+        if self._is_counting:
+            self._means.mark(label)
+        else:
+            self.lost_marks = True
+
+    def mark_release(self, label: str) -> None:
+        """Begin a new interval as soon as something has been released; on CUDA, where nobody tells of it, at once.
+
+        While the meter is paused, nothing.
+        """
+        if self._is_counting:
+            self._means.mark_release(label)
+
+    def stop(self) -> None:
+        """End the measurement; a meter that has ended already is left alone."""
+        counts = self._is_counting
+        if counts:
+            self._pause()
+        for reference in [r for r in MemoryMeter._running if r() is self]:
+            MemoryMeter._running.remove(reference)
+        self.intervals = self._means.intervals
+        outer = MemoryMeter._current(self._thread)
+        if counts and outer is not None:
+            outer._resume()
+
+    def _pause(self) -> None:
+        self._dropped.detach()
+        self._means.pause()
+
+    def _resume(self) -> None:
+        self._means.resume()
+        # A meter that is dropped must not leave a profiler running.
+        self._dropped = weakref.finalize(self, self._means.pause)
+
+
+class _HostEvents:
+    """The host allocator's events, with marks as named ranges among them."""
+
+    _MARK = "hiremate_mark:"
+    _RELEASE = "hiremate_release:"
+
+    def __init__(self, give_way: Callable[[], None]) -> None:
+        self.intervals: list[Interval] = []
+        self._live = 0
+        self._give_way = give_way
+
+    def resume(self) -> None:
+        host_events.start(self._give_way)
+
+    def mark(self, label: str) -> None:
+        with record_function(self._MARK + label):
+            pass
+
+    def mark_release(self, label: str) -> None:
+        with record_function(self._RELEASE + label):
+            pass
+
+    def pause(self) -> None:
+        releases: list[str] = []
+        for name, size in host_events.stop():
+            if name.startswith(self._MARK):
+                for label in releases:  # of memory that the allocator does not know
+                    self._begin(label)
+                releases.clear()
+                self._begin(name.removeprefix(self._MARK))
+            elif name.startswith(self._RELEASE):
+                releases.append(name.removeprefix(self._RELEASE))
+            elif size and self.intervals:
+                self._live += size
+                last = self.intervals[-1]
+                self.intervals[-1] = replace(last, peak_bytes=max(last.peak_bytes, self._live))
+                if releases and size < 0:
+                    self._begin(releases.pop(0))
+
+    def _begin(self, label: str) -> None:
+        self.intervals.append(Interval(label, self._live, self._live))
+
+
+class _DeviceStatistics:
+    """The CUDA caching allocator's counters; what was there at the start does not count."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.intervals: list[Interval] = []
+        self._device = device
+        self._base = 0
+        self._live = 0  # above the base, when it was paused
+
+    def resume(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self._base = torch.cuda.memory_allocated(self._device) - self._live
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def mark(self, label: str) -> None:
+        self.pause()
+        self.intervals.append(Interval(label, self._live, self._live))
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    mark_release = mark
+
+    def pause(self) -> None:
+        self._live = torch.cuda.memory_allocated(self._device) - self._base
+        if self.intervals:
+            peak = torch.cuda.max_memory_allocated(self._device) - self._base
+            last = self.intervals[-1]
+            self.intervals[-1] = replace(last, peak_bytes=max(last.peak_bytes, peak))
+
+
+def measure_peak(function: Callable[[], Any], device: torch.device | str = "cpu") -> int:
+    """Run a function and give the bytes that it added at its peak to what was allocated before.
+
+    Args:
+        function: Called once, without arguments.
+        device: Where its memory counts.
+
+    Returns:
+        Peak above the start, in bytes by the allocator's own events, at least 0.
+    """
+    with MemoryMeter(torch.device(device)) as meter:
+        function()
+    return max((interval.peak_bytes for interval in meter.intervals), default=0)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Give the bytes of memory that a device could still hand out."""
+    if device.type != "cuda":
+        return free_host_bytes()
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    capped = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return max(0, min(free + reserved, capped) - allocated)
+
+
+def free_host_bytes() -> int:
+    """Give the bytes of memory that the machine could still hand out."""
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return 2**62  # a system that does not tell: no limit

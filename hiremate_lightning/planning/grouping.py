@@ -1,0 +1,231 @@
+"""H-Partition: group the forward from its nodes up, where least is passed between a group and the rest.
+
+Source: Gusak, Zhao, Le Hellard, Beaumont, Eyraud-Dubois, Shilova et al., "HiRemate: Hierarchical Approach for Efficient
+Re-materialization of Neural Networks", ICML 2025, PMLR 267. In rounds, the candidate g with the least
+(mem(In(g)) + mem(Out(g))) * N(g)^alpha is contracted; candidates are chains, and regions from a node to where its
+branches meet again, each with and without its two ends. Groups of one round are flattened into each other, those of
+different rounds nest. Changed: regions are walked from the inputs, ties go to the earlier group, and a candidate that
+would close a cycle is dropped.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from ..records.graph import Graph
+
+Levels = list[list[tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """What is contracted as one: a node with its views, or a group.
+
+    Attributes:
+        parts: Items of the level below, or forward nodes.
+        first: Smallest forward position in it.
+        last: Largest forward position in it.
+        size: Number of forward nodes that allocate.
+        made: Storages that it makes.
+        read: Storages that it reads and does not make.
+    """
+
+    parts: tuple[int, ...]
+    first: int
+    last: int
+    size: int
+    made: frozenset[int]
+    read: frozenset[int]
+
+
+def group(graph: Graph, max_nodes: int, max_top: int, alpha: float) -> Levels:
+    """Group the forward of a step.
+
+    Args:
+        graph: The step.
+        max_nodes: M_l, the most parts of a group.
+        max_top: M_t, the most groups of the last level; more where no candidate is left.
+        alpha: Exponent of the number of nodes in the score.
+
+    Returns:
+        Levels from the bottom up. Groups of the first hold forward nodes, those of the others hold indices of groups
+        of the level below.
+    """
+    items = _single_nodes(graph)
+    levels: Levels = []
+    while len(items) > max_top or not levels:
+        grouped = _Round(graph, items, max_nodes, max_top if levels else 1, alpha).run()
+        if levels and len(grouped) == len(items):
+            break
+        levels.append([_flat(items, g.parts) if not levels else g.parts for g in grouped])
+        items = grouped
+    return levels
+
+
+def _flat(items: Sequence[_Item], parts: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(node for part in parts for node in items[part].parts))
+
+
+def _single_nodes(graph: Graph) -> list[_Item]:
+    """Give one item for each node that allocates or joins storages; views go with what they look at."""
+    storage_of = [t.storage for t in graph.tensors]
+    owner: dict[int, int] = {}
+    parts: list[list[int]] = []
+    positions: list[list[int]] = []
+    waiting: list[tuple[int, int]] = []
+    for position, node in enumerate(graph.forward):
+        read = {s for t in graph.nodes[node].inputs if (s := storage_of[t]) in owner}
+        if graph.allocates[node] or len(read) > 1:
+            owner.update((s, len(parts)) for s in graph.allocates[node])
+            parts.append([*(n for n, _ in waiting), node])
+            positions.append([*(p for _, p in waiting), position])
+            waiting = []
+        elif read:
+            item = owner[next(s for s in read if s is not None)]
+            parts[item].append(node)
+            positions[item].append(position)
+        else:
+            waiting.append((node, position))
+    if waiting and parts:
+        parts[-1].extend(n for n, _ in waiting)
+        positions[-1].extend(p for _, p in waiting)
+    elif waiting:
+        return [_Item(tuple(n for n, _ in waiting), 0, len(waiting) - 1, 0, frozenset(), frozenset())]
+    items = []
+    for nodes, places in zip(parts, positions, strict=True):
+        made = frozenset(s for n in nodes for s in graph.allocates[n])
+        read = {s for n in nodes for t in graph.nodes[n].inputs if (s := storage_of[t]) in owner}
+        size = sum(bool(graph.allocates[n]) for n in nodes)
+        items.append(_Item(tuple(nodes), min(places), max(places), size, made, frozenset(read - made)))
+    return items
+
+
+class _Round:
+    """One round: contracts items until few enough are left, or no candidate is."""
+
+    def __init__(self, graph: Graph, items: list[_Item], max_nodes: int, max_top: int, alpha: float) -> None:
+        self.sizes = graph.sizes
+        self.max_nodes, self.max_top, self.alpha = max_nodes, max_top, alpha
+        self.groups: dict[int, _Item] = {
+            i: _Item((i,), item.first, item.last, item.size, item.made, item.read) for i, item in enumerate(items)
+        }
+        self.parent = list(range(len(items)))
+        self.maker = {s: i for i, item in enumerate(items) for s in item.made}
+        self.readers: dict[int, list[int]] = {}
+        for i, item in enumerate(items):
+            for storage in item.read:
+                self.readers.setdefault(storage, []).append(i)
+
+    def run(self) -> list[_Item]:
+        heap = [self._entry(candidate) for candidate in dict.fromkeys(self._candidates())]
+        heapq.heapify(heap)
+        while heap and len(self.groups) > self.max_top:
+            _, _, members = heapq.heappop(heap)
+            now = tuple(sorted({self._find(m) for m in members}))
+            if len(now) < 2 or sum(len(self.groups[m].parts) for m in now) > self.max_nodes:
+                continue
+            if now != members:
+                heapq.heappush(heap, self._entry(now))
+            elif self._is_convex(now):
+                self._contract(now)
+        return self._in_order()
+
+    def _find(self, item: int) -> int:
+        while self.parent[item] != item:
+            self.parent[item] = self.parent[self.parent[item]]
+            item = self.parent[item]
+        return item
+
+    def _successors(self, item: int) -> list[int]:
+        found = {self._find(r) for s in self.groups[item].made for r in self.readers.get(s, ())}
+        return sorted(found - {item})
+
+    def _predecessors(self, item: int) -> list[int]:
+        return sorted({self._find(self.maker[s]) for s in self.groups[item].read} - {item})
+
+    def _candidates(self) -> Iterator[tuple[int, ...]]:
+        for item in self.groups:
+            yield from self._chains(item)
+            yield from self._regions(item)
+
+    def _chains(self, first: int) -> Iterator[tuple[int, ...]]:
+        """Give the chain that begins at an item, cut after every `max_nodes`."""
+        before = self._predecessors(first)
+        if len(before) == 1 and len(self._successors(before[0])) == 1:
+            return
+        chain = [first]
+        while len(after := self._successors(chain[-1])) == 1 and len(self._predecessors(after[0])) == 1:
+            chain.append(after[0])
+        pieces = -(-len(chain) // self.max_nodes)
+        for piece in range(pieces):
+            members = chain[len(chain) * piece // pieces : len(chain) * (piece + 1) // pieces]
+            if len(members) > 1:
+                yield tuple(sorted(members))
+
+    def _regions(self, opening: int) -> Iterator[tuple[int, ...]]:
+        """Give what lies between an item and where its branches meet again, with and without the two ends."""
+        frontier, inside = set(self._successors(opening)), [opening]
+        while len(frontier) > 1 and len(inside) <= self.max_nodes + 1:
+            nearest = min(frontier, key=lambda i: self.groups[i].first)
+            frontier.remove(nearest)
+            inside.append(nearest)
+            frontier.update(self._successors(nearest))
+        if len(frontier) != 1 or len(inside) < 2:
+            return
+        closing = frontier.pop()
+        for with_opening, with_closing in product((True, False), repeat=2):
+            members = {*inside[not with_opening :], *([closing] if with_closing else [])}
+            if 1 < len(members) <= self.max_nodes:
+                yield tuple(sorted(members))
+
+    def _entry(self, members: tuple[int, ...]) -> tuple[float, int, tuple[int, ...]]:
+        made = {s for m in members for s in self.groups[m].made}
+        read = {s for m in members for s in self.groups[m].read} - made
+        inside = set(members)
+        passed = {s for s in made if any(self._find(r) not in inside for r in self.readers.get(s, ()))}
+        nodes = sum(self.groups[m].size for m in members)
+        score = sum(self.sizes[s] for s in read | passed) * max(1, nodes) ** self.alpha
+        return score, min(self.groups[m].first for m in members), members
+
+    def _is_convex(self, members: tuple[int, ...]) -> bool:
+        """Whether no path leaves the group and comes back, so that contracting it closes no cycle."""
+        inside, last = set(members), max(self.groups[m].last for m in members)
+        stack = [s for m in members for s in self._successors(m) if s not in inside]
+        seen = set(stack)
+        while stack:
+            for after in self._successors(stack.pop()):
+                if after in inside:
+                    return False
+                if after not in seen and self.groups[after].first <= last:
+                    seen.add(after)
+                    stack.append(after)
+        return True
+
+    def _contract(self, members: tuple[int, ...]) -> None:
+        items = [self.groups.pop(m) for m in members]
+        made = frozenset[int]().union(*(i.made for i in items))
+        read = frozenset[int]().union(*(i.read for i in items)) - made
+        parts = tuple(sorted(p for i in items for p in i.parts))
+        first, last = min(i.first for i in items), max(i.last for i in items)
+        new = members[0]
+        for member in members:
+            self.parent[member] = new
+        self.groups[new] = _Item(parts, first, last, sum(i.size for i in items), made, read)
+
+    def _in_order(self) -> list[_Item]:
+        """Sort the groups so that each comes after what it reads, the earlier one first."""
+        missing = {g: len(self._predecessors(g)) for g in self.groups}
+        ready = [(self.groups[g].first, g) for g, count in missing.items() if not count]
+        heapq.heapify(ready)
+        order = []
+        while ready:
+            _, item = heapq.heappop(ready)
+            order.append(self.groups[item])
+            for after in self._successors(item):
+                missing[after] -= 1
+                if not missing[after]:
+                    heapq.heappush(ready, (self.groups[after].first, after))
+        return order

@@ -1,0 +1,266 @@
+"""The plan: everything decided for one training step, what it predicts, and what was measured since.
+
+`Plan` is pure and serialisable: what is needed to run it on a captured graph, to report it, and to keep it on disk.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..records.costs import Profile, as_plain, step_time_ms
+from ..records.graph import Graph
+from ..records.schedule import Schedule, keep_all, lower
+from ..records.simulation import Simulation, simulate
+from ..units import Budget, format_bytes, format_ratio, format_time
+from .solvers.base import Solution, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What the device showed of a plan; None where not measured yet.
+
+    Attributes:
+        peak_bytes: Peak of a whole step by the allocator's events, resident bytes included.
+        step_ms: Time of the captured part of a step, recomputation included.
+        recompute_ms: Time of what was recomputed within it.
+    """
+
+    peak_bytes: int | None = None
+    step_ms: float | None = None
+    recompute_ms: float | None = None
+
+    @property
+    def overhead(self) -> float | None:
+        """Time of recomputation over the time of the rest, a ratio."""
+        if self.step_ms is None or self.recompute_ms is None or self.step_ms <= self.recompute_ms:
+            return None
+        return self.recompute_ms / (self.step_ms - self.recompute_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanningTime:
+    """Seconds that each stage of planning took."""
+
+    capture_s: float = 0.0
+    profile_s: float = 0.0
+    solve_s: float = 0.0
+    compile_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule of one training step under a budget.
+
+    Attributes:
+        target: Path of the planned module; "" for the root.
+        graph: The step, with the outside of the captured part.
+        profile: Costs of its nodes.
+        solution: Decisions, bound and status.
+        budget: The budget as it was asked for.
+        budget_bytes: The budget in bytes, resident bytes included.
+        resident_bytes: Bytes that exist before the step and throughout: parameters, buffers, optimizer state, batch.
+        planning: How long planning took.
+        measured: What was measured while running it.
+        resident_parts: Resident bytes by what they are ("parameters and buffers", for example), where that was counted.
+    """
+
+    target: str
+    graph: Graph
+    profile: Profile
+    solution: Solution
+    budget: Budget
+    budget_bytes: int
+    resident_bytes: int
+    planning: PlanningTime = PlanningTime()
+    measured: Measurement = Measurement()
+    resident_parts: tuple[tuple[str, int], ...] = ()
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The straight-line program that runs."""
+        return lower(self.graph, self.solution.recompute)
+
+    @cached_property
+    def planned(self) -> Simulation:
+        """The simulated step under the plan."""
+        return simulate(self.graph, self.profile, self.schedule)
+
+    @cached_property
+    def unplanned(self) -> Simulation:
+        """The simulated step with everything kept, as plain PyTorch runs it."""
+        return simulate(self.graph, as_plain(self.graph, self.profile), lower(self.graph, keep_all(self.graph)))
+
+    @property
+    def unplanned_peak_bytes(self) -> int:
+        """Peak without a plan, resident bytes included."""
+        return self.resident_bytes + self.unplanned.peak_bytes
+
+    @property
+    def planned_peak_bytes(self) -> int:
+        """Predicted peak, resident bytes included."""
+        return self.resident_bytes + self.planned.peak_bytes
+
+    @property
+    def predicted_overhead(self) -> float:
+        """Time of recomputation over the time of the step without it, a ratio."""
+        return self.planned.overhead
+
+    @property
+    def gap(self) -> float:
+        """Proven share of the step time by which the plan may be slower than the best one."""
+        return self.solution.gap(step_time_ms(self.graph, self.profile))
+
+    @property
+    def bound_overhead(self) -> float:
+        """Proven lower bound on the overhead of every schedule, a ratio.
+
+        It holds for what was solved: the budget less what the planner leaves free for scalars outside of the planned
+        modules (at most 64 KiB) and, where a plan was measured above the budget, that excess.
+        """
+        step_ms = step_time_ms(self.graph, self.profile)
+        return self.solution.bound_ms / step_ms if step_ms else 0.0
+
+    def with_measured(self, **changes: Any) -> Plan:
+        """Return the plan with fields of its measurement replaced."""
+        return replace(self, measured=replace(self.measured, **changes))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the numbers of the plan: bytes, milliseconds and ratios, by name."""
+        return {
+            "target": self.target,
+            "budget": str(self.budget),
+            "budget_bytes": self.budget_bytes,
+            "resident_bytes": self.resident_bytes,
+            "unplanned_peak_bytes": self.unplanned_peak_bytes,
+            "planned_peak_bytes": self.planned_peak_bytes,
+            "measured_peak_bytes": self.measured.peak_bytes,
+            "predicted_overhead": self.predicted_overhead,
+            "measured_overhead": self.measured.overhead,
+            "bound_overhead": self.bound_overhead,
+            "gap": self.gap,
+            "strategy": self.solution.strategy,
+            "status": self.solution.status.value,
+            "stopped_by": self.solution.stopped_by,
+            "planning": asdict(self.planning),
+        }
+
+    def to_json(self) -> str:
+        """Write the numbers of the plan as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def summary(self) -> str:
+        """Say what was planned, and what was measured, in a few plain lines."""
+        lines = planned_lines(self)
+        if self.measured.peak_bytes is not None or self.measured.overhead is not None:
+            lines.append(measured_line(self))
+        return "\n".join(lines)
+
+    def save_timeline(self, path: str | Path) -> None:
+        """Write the predicted step, planned and unplanned, as a trace that Perfetto and chrome://tracing show.
+
+        Args:
+            path: File to write, JSON in the Trace Event Format: operations with their modules, and bytes allocated.
+        """
+        runs = (("planned", self.planned), ("unplanned", self.unplanned))
+        events = [event for number, (name, run) in enumerate(runs) for event in self._events(number, name, run)]
+        Path(path).write_text(json.dumps({"traceEvents": events, "otherData": self.to_dict()}))
+
+    def _events(self, number: int, name: str, run: Simulation) -> Iterator[dict[str, Any]]:
+        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
+        now_us, seen = 0.0, set[int]()
+        for moment in run.timeline:
+            node, taken_us = self.graph.nodes[moment.node], 1000 * self.profile.time_ms[moment.node]
+            kind = "recomputed" if moment.node in seen else node.phase.value
+            seen.add(moment.node)
+            arguments = {"module": node.module, "peak_bytes": self.resident_bytes + moment.peak_bytes}
+            span = {"ph": "X", "name": node.op, "cat": kind, "ts": now_us, "dur": taken_us, "args": arguments}
+            yield {**span, "pid": number, "tid": 0}
+            for size_bytes, at_us in ((moment.peak_bytes, now_us), (moment.live_bytes, now_us + taken_us)):
+                total = {"bytes": self.resident_bytes + size_bytes}
+                yield {"ph": "C", "name": "allocated", "ts": at_us, "pid": number, "args": total}
+            now_us += taken_us
+
+
+def planned_lines(plan: Plan) -> list[str]:
+    """Say what was planned: peak and time, then solver and planning."""
+    peak = f"{format_bytes(plan.unplanned_peak_bytes)} -> {format_bytes(plan.planned_peak_bytes)}"
+    return [
+        f"{plan_title(plan)}: peak {peak}{over_words(plan, plan.planned_peak_bytes)}, budget {budget_words(plan)}, "
+        f"extra time {format_ratio(plan.predicted_overhead)}",
+        f"  {solver_words(plan)}; planned in {planning_words(plan)}",
+    ]
+
+
+def measured_line(plan: Plan) -> str:
+    """Say in one plain line what was measured of a plan, beside what was predicted.
+
+    Args:
+        plan: A plan.
+
+    Returns:
+        An ASCII line.
+    """
+    said = []
+    if (peak := plan.measured.peak_bytes) is not None:
+        predicted, budget = format_bytes(plan.planned_peak_bytes), format_bytes(plan.budget_bytes)
+        said.append(f"peak {format_bytes(peak)}{over_words(plan, peak)}, predicted {predicted}, budget {budget}")
+    if (overhead := plan.measured.overhead) is not None:
+        said.append(f"extra time {format_ratio(overhead)}, predicted {format_ratio(plan.predicted_overhead)}")
+    return f"{plan_title(plan)}, measured: {'; '.join(said) or 'nothing yet'}"
+
+
+def plan_title(plan: Plan) -> str:
+    """Name a plan."""
+    return f"HiRemate plan of {plan.target}" if plan.target else "HiRemate plan"
+
+
+def over_words(plan: Plan, peak_bytes: int) -> str:
+    """Say by how much a peak is over the budget, nothing where it is not."""
+    over = peak_bytes - plan.budget_bytes
+    return f" ({format_bytes(over)} OVER the budget)" if over > 0 else ""
+
+
+def budget_words(plan: Plan) -> str:
+    """Say the budget in bytes, and as it was asked for."""
+    size = format_bytes(plan.budget_bytes)
+    return size if plan.budget.size_bytes is not None else f"{size} ({plan.budget})"
+
+
+def solver_words(plan: Plan) -> str:
+    """Say who solved it, how that ended, and how good the result is proven to be."""
+    solution = plan.solution
+    ended = f"{solution.strategy}: {solution.status.value}"
+    if solution.stopped_by and solution.status is not Status.OPTIMAL:
+        ended += f", stopped by {solution.stopped_by}"
+    if not solution.recompute_ms:
+        return f"{ended}; nothing is recomputed"
+    if not solution.bound_ms:
+        return f"{ended}; no lower bound known"
+    return f"{ended}; gap {100 * plan.gap:.1f}% (no plan below {format_ratio(plan.bound_overhead)})"
+
+
+def planning_words(plan: Plan) -> str:
+    """Say how long planning took, stage by stage."""
+    planning = plan.planning
+    seconds = (planning.capture_s, planning.compile_s, planning.profile_s, planning.solve_s)
+    stages = zip(("tracing", "compiling", "profiling", "solving"), seconds, strict=True)
+    parts = ", ".join(f"{name} {format_time(1000 * taken)}" for name, taken in stages if taken)
+    return f"{format_time(1000 * sum(seconds))}{': ' if parts else ''}{parts}"
+
+
+def describe_peak(name: str, plan: Plan | None) -> str:
+    """Say which peak is planned for a model, and which was measured; None where there is no plan yet."""
+    if plan is None:
+        return f"{name} ran at the least memory found, before there was a plan."
+    text = (
+        f"{name} is planned for a peak of {format_bytes(plan.planned_peak_bytes)} within a budget of "
+        f"{format_bytes(plan.budget_bytes)}; {format_bytes(plan.resident_bytes)} of it exist before the step."
+    )
+    if plan.measured.peak_bytes is None:
+        return text
+    return f"{text} Measured before: {format_bytes(plan.measured.peak_bytes)}."

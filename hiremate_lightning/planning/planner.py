@@ -1,0 +1,316 @@
+"""From a step and a budget to a plan: solve, lower, simulate, and refuse what does not fit.
+
+No plan leaves this module unless its simulated peak is within the budget, whichever strategy proposed it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..out_of_memory import InfeasibleBudgetError
+from ..records.costs import Profile, as_plain
+from ..records.graph import OUTSIDE, Graph
+from ..records.scaling import difference
+from ..records.schedule import keep_all, lower
+from ..records.simulation import Simulation, simulate
+from ..records.step import Decisions, Step
+from ..units import Budget, format_bytes
+from .plan import Plan, PlanningTime
+from .plan_files import PlanFiles
+from .solvers import UNLIMITED, smallest_budget
+from .solvers.base import Problem, Solution, SolveOptions, Status, Strategy, get_strategy, replay
+from .solvers.worker import apart
+
+DEFAULT_SOLVER = "portfolio"
+TIGHTENINGS = 4  # of the budget, where a strategy's own memory model was too coarse
+GUARD_BYTES = 2**16  # left free for scalars that come and go outside of the planned modules,
+GUARD_PARTS = 200  # and at most this part of the budget
+ANY_GAP = 1e6  # where any schedule that fits will do
+SAVES_AS_MUCH = 0.02  # saved shares of the peak up to this difference are taken for the same
+AUTO_MARGIN = 0.08  # share of the free bytes that "auto" leaves for fragmentation and for what runs outside
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """How to plan.
+
+    Attributes:
+        solver: Name of the strategy, see `solvers`.
+        time_limit_s: Seconds for solving one plan.
+        on_infeasible: "raise" to stop where no schedule fits, "warn" to train on with the least memory found.
+        cache_dir: Folder for solutions, reused by later runs; None for no files.
+    """
+
+    solver: str = DEFAULT_SOLVER
+    time_limit_s: float = 30.0
+    on_infeasible: str = "raise"
+    cache_dir: Path | None = None
+
+
+def unplanned(step: Step | Problem) -> Simulation:
+    """Simulate the step with everything kept, as plain PyTorch runs it."""
+    return simulate(step.graph, as_plain(step.graph, step.profile), lower(step.graph, keep_all(step.graph)))
+
+
+def resolve(budget: Budget, resident_bytes: int, unplanned_bytes: int, free_bytes: int) -> int:
+    """Turn a budget into bytes.
+
+    Args:
+        budget: The budget as asked for.
+        resident_bytes: Bytes that exist before the step.
+        unplanned_bytes: Bytes that the unplanned step adds at its peak.
+        free_bytes: Bytes that the device could still hand out before the step.
+
+    Returns:
+        The most bytes that may be allocated at any moment of a step, resident bytes included.
+    """
+    if budget.size_bytes is not None:
+        return budget.size_bytes
+    if budget.share is not None:
+        return resident_bytes + int(budget.share * unplanned_bytes)
+    return resident_bytes + int(free_bytes * (1 - AUTO_MARGIN))
+
+
+def make_plan(
+    step: Step,
+    budget: Budget,
+    budget_bytes: int,
+    resident_bytes: int,
+    options: PlanOptions,
+    target: str = "",
+    planning: PlanningTime = PlanningTime(),
+    margin_bytes: int = 0,
+    solve: Strategy | None = None,
+    progress: Callable[[float, float], None] | None = None,
+) -> Plan:
+    """Solve a step under a budget.
+
+    Args:
+        step: The merged step.
+        budget: The budget as asked for.
+        budget_bytes: The same in bytes, resident bytes included.
+        resident_bytes: Bytes that exist before the step.
+        options: How to plan.
+        target: Path of the planned module, for reports.
+        planning: Seconds that the stages before took.
+        margin_bytes: Bytes of the budget to leave free, because an earlier plan was measured that much above it.
+        solve: What solves, by default the strategy that the options name, in a process of its own.
+        progress: Told of what is found while solving, see `SolveOptions`.
+
+    Returns:
+        A plan whose simulated peak is within the budget; with `on_infeasible="warn"` the one with the smallest peak
+        found.
+
+    Raises:
+        InfeasibleBudgetError: If no schedule within the budget was found. It names the smallest budget found.
+    """
+    start = time.perf_counter()
+    problem = Problem(
+        step.graph,
+        step.profile,
+        max(0, budget_bytes - margin_bytes - resident_bytes),
+        SolveOptions(time_limit_s=options.time_limit_s, progress=progress),
+    )
+    profile = step.profile
+    if replay(problem, keep_all(step.graph)).peak_bytes <= problem.budget_bytes:
+        solution = get_strategy("none")(problem)
+    else:
+        guarded = replace(problem, budget_bytes=problem.budget_bytes - _guard_bytes(problem.budget_bytes))
+        solution, profile = _solve(guarded, options, solve or apart(options.solver))
+    if not _fits(problem, solution):
+        solution = _least_memory(problem, solution)
+        if solution.peak_bytes > problem.budget_bytes and options.on_infeasible == "raise":
+            raise infeasible(problem, solution, budget, budget_bytes, resident_bytes, target)
+        solution, profile = _fastest_within_its_peak(problem, solution, options, solve or apart(options.solver))
+    planning = replace(planning, solve_s=planning.solve_s + time.perf_counter() - start)
+    return Plan(target, step.graph, profile, solution, budget, budget_bytes, resident_bytes, planning)
+
+
+def _solve(problem: Problem, options: PlanOptions, strategy: Strategy) -> tuple[Solution, Profile]:
+    """Solve, or take the solution that an earlier run has left; its profile comes with it."""
+    files = PlanFiles(options.cache_dir) if options.cache_dir is not None else None
+    if files is not None and (found := files.read(problem, options.solver)) is not None:
+        return found
+    solution = _solve_until_it_fits(problem, strategy)
+    if files is not None and _fits(problem, solution):
+        files.write(problem, options.solver, solution)
+    return solution, problem.profile
+
+
+def _solve_until_it_fits(problem: Problem, strategy: Strategy) -> Solution:
+    """Solve, with less and less of the budget while the simulated peak passes it; the first bound stays the bound.
+
+    The time limit is that of all solves together; each gets at least a second.
+    """
+    end = time.monotonic() + problem.options.time_limit_s
+    solution = first = strategy(problem)
+    tighter = problem
+    for attempt in range(TIGHTENINGS):
+        excess = replay(problem, solution.recompute).peak_bytes - problem.budget_bytes if solution.is_feasible else 0
+        if excess <= 0:
+            break
+        options = replace(problem.options, time_limit_s=max(1.0, end - time.monotonic()))
+        step_bytes = excess << attempt  # doubled: by its own model it may have been far below the budget
+        tighter = replace(tighter, budget_bytes=tighter.budget_bytes - step_bytes, options=options)
+        solution = strategy(tighter)
+    if solution is first or not solution.is_feasible:
+        return solution
+    proven = solution.recompute_ms <= first.bound_ms + problem.options.gap * problem.step_ms
+    return replace(
+        solution,
+        status=Status.OPTIMAL if proven else Status.FEASIBLE,
+        bound_ms=min(first.bound_ms, solution.recompute_ms),
+        stopped_by="proof" if proven else "end of the search",
+        solve_s=first.solve_s + solution.solve_s,
+    )
+
+
+def fastest_that_fits(step: Step, budget_bytes: int, candidates: Iterable[Decisions]) -> Decisions | None:
+    """Choose among decisions for a step, None where none fit.
+
+    Args:
+        step: The merged step.
+        budget_bytes: Bytes that it may add to what is resident.
+        candidates: Decisions, made for the same step at other sizes.
+    """
+    problem = Problem(step.graph, step.profile, budget_bytes - _guard_bytes(budget_bytes))
+    times = step.profile.time_ms
+    fastest_first = sorted(dict.fromkeys(candidates), key=lambda d: sum(times[node] for before in d for node in before))
+    return next((d for d in fastest_first if replay(problem, d).peak_bytes <= problem.budget_bytes), None)
+
+
+def _guard_bytes(budget_bytes: int) -> int:
+    return min(GUARD_BYTES, budget_bytes // GUARD_PARTS)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstSolution:
+    """How a captured part was run for the first time."""
+
+    step: Step
+    solution: Solution
+
+
+def _serves_as_well(first: FirstSolution, problem: Problem) -> bool:
+    """Whether what was found at one size saves as much at another, and fits the budget."""
+    before = Problem(first.step.graph, first.step.profile, 0)
+    if _saved_share(problem, first.solution) + SAVES_AS_MUCH < _saved_share(before, first.solution):
+        return False
+    return replay(problem, first.solution.recompute).peak_bytes <= problem.budget_bytes
+
+
+def _saved_share(problem: Problem, solution: Solution) -> float:
+    planned, kept = replay(problem, solution.recompute), replay(problem, keep_all(problem.graph))
+    return 1 - planned.peak_bytes / max(1, kept.peak_bytes)
+
+
+def first_solution(
+    step: Step,
+    budget: Budget,
+    budget_bytes: int,
+    resident_bytes: int,
+    options: PlanOptions,
+    target: str,
+    progress: Callable[[float, float], None] | None = None,
+    known: Iterable[FirstSolution] = (),
+) -> Solution:
+    """Find how to run a captured part for the first time, or stop early where not even that part fits.
+
+    It is the schedule of least memory that is found at once, or was found for the same part at another size; a solve is
+    spent only where that passes the budget, and ends with the first schedule that fits. What runs outside is not known
+    yet. It raises the peak of every schedule; a budget that is a share of the unplanned peak rises with it, so for one
+    the outside is given the benefit of the doubt: four times the bytes of the outputs.
+
+    Args:
+        step: The part.
+        budget: The budget as asked for.
+        budget_bytes: The same in bytes, resident bytes included; 0 where it is not known from this part alone.
+        resident_bytes: Bytes that exist before the step.
+        options: How to plan.
+        target: Path of the planned module, for reports.
+        progress: Told of what is found while solving, see `SolveOptions`.
+        known: What was found for other parts.
+
+    Raises:
+        InfeasibleBudgetError: If no schedule of the captured part was found that fits.
+    """
+    problem = Problem(
+        step.graph,
+        step.profile,
+        max(0, budget_bytes - resident_bytes) if budget_bytes else UNLIMITED,
+        SolveOptions(time_limit_s=options.time_limit_s, gap=ANY_GAP, progress=progress),
+    )
+    at_other_size = next((first for first in known if difference(first.step.graph, step.graph) is None), None)
+    if at_other_size is not None and _serves_as_well(at_other_size, problem):
+        return at_other_size.solution
+    smallest = smallest_budget(problem)
+    if replay(problem, smallest.recompute).peak_bytes <= problem.budget_bytes:
+        return smallest
+    solved = _solve_until_it_fits(problem, apart(options.solver))
+    if _fits(problem, solved):
+        return solved
+    outputs = sum(step.graph.sizes[s] for t in step.graph.outputs if (s := step.graph.tensors[t].storage) is not None)
+    doubt = int(4 * outputs * (budget.share or 0))
+    if replay(problem, smallest.recompute).peak_bytes > problem.budget_bytes + doubt:
+        raise infeasible(problem, smallest, budget, budget_bytes, resident_bytes, target)
+    return smallest
+
+
+def _fits(problem: Problem, solution: Solution) -> bool:
+    """Replay a solution with the independent simulator: what a strategy says of itself doesn't count."""
+    return solution.is_feasible and replay(problem, solution.recompute).peak_bytes <= problem.budget_bytes
+
+
+def _least_memory(problem: Problem, failed: Solution) -> Solution:
+    smallest = smallest_budget(problem)
+    peak = replay(problem, smallest.recompute).peak_bytes
+    return replace(smallest, peak_bytes=peak, stopped_by=failed.stopped_by or smallest.stopped_by)
+
+
+def _fastest_within_its_peak(
+    problem: Problem, smallest: Solution, options: PlanOptions, strategy: Strategy
+) -> tuple[Solution, Profile]:
+    """Solve under the peak of the solution of least memory, for which any time was good enough."""
+    at_least = replace(problem, budget_bytes=max(smallest.peak_bytes, problem.budget_bytes))
+    solution, profile = _solve(at_least, options, strategy)
+    if _fits(at_least, solution) and solution.recompute_ms < smallest.recompute_ms:
+        return solution, profile
+    return smallest, problem.profile
+
+
+def _place_of(simulation: Simulation, graph: Graph) -> str:
+    """Tell in words where a peak is: what runs, or what holds the most."""
+    node = graph.nodes[simulation.peak_moment.node]
+    outside = {n for n, other in enumerate(graph.nodes) if other.op == OUTSIDE}
+    held = {graph.tensors[t].storage for t in graph.held if graph.tensors[t].producer in outside}
+    if node.op == OUTSIDE or 2 * sum(graph.sizes[s] for s in held if s is not None) > simulation.peak_bytes:
+        return "the code outside the planned modules"
+    return f"{node.op} in {f'module {node.module!r}' if node.module else 'the code of the planned module itself'}"
+
+
+def infeasible(
+    problem: Problem, smallest: Solution, budget: Budget, budget_bytes: int, resident_bytes: int, target: str
+) -> InfeasibleBudgetError:
+    """Build the error that says which budget would do, and what stands in the way."""
+    simulation = replay(problem, smallest.recompute)
+    needed = resident_bytes + simulation.peak_bytes
+    node = problem.graph.nodes[simulation.peak_moment.node]
+    place = _place_of(simulation, problem.graph)
+    share = ""
+    if budget.share is not None:
+        unplanned_bytes = unplanned(problem).peak_bytes
+        share = f", {100 * simulation.peak_bytes / unplanned_bytes:.1f}% of what the unplanned step adds"
+    return InfeasibleBudgetError(
+        f"The budget {budget} ({budget_bytes:,} bytes) is too small for {target or 'this model'}. "
+        f"The smallest budget found is {format_bytes(needed)} ({needed:,} bytes{share}), "
+        f"of which {format_bytes(resident_bytes)} are resident (parameters, gradients, optimizer state, batch). "
+        f"Such a plan takes at most {simulation.overhead:.0%} more time. The peak is at {place}. "
+        "Raise the budget, make the batch smaller, or pass on_infeasible='warn' to train with the least memory. "
+        "(CUDA out of memory. is what this would have become.)",
+        budget_bytes=budget_bytes,
+        smallest_bytes=needed,
+        module=node.module,
+    )

@@ -1,0 +1,142 @@
+"""The interface of all strategies: a `Problem` in, a `Solution` out.
+
+A strategy proposes decisions; it does not promise them. The planner lowers every solution, simulates it, and refuses
+it where the simulated peak passes the budget, so a strategy's own memory model may be approximate.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ...errors import ConfigurationError
+from ...records.costs import Profile, step_time_ms
+from ...records.graph import Graph
+from ...records.schedule import lower
+from ...records.simulation import Simulation, simulate
+
+UNLIMITED = sys.maxsize  # a budget in bytes that everything fits
+
+
+class Status(str, Enum):
+    """How a solve ended."""
+
+    OPTIMAL = "optimal"  # proven: no schedule of the class is faster
+    FEASIBLE = "feasible"  # a schedule was found, and stopped being improved before a proof
+    INFEASIBLE = "infeasible"  # proven: no schedule of the class fits
+    NOT_FOUND = "not found"  # none was found, none was excluded
+
+
+@dataclass(frozen=True, slots=True)
+class SolveOptions:
+    """How long and how hard to solve.
+
+    Attributes:
+        time_limit_s: Wall-clock seconds for all of it; the plan's quality, never its validity, depends on it.
+        gap: Relative gap of the total step time at which solving stops; differences below .005 are hardly measurable.
+        threads: Threads of one MIP solve. HiGHS keeps one count for the life of a process; one is as fast on these
+            models.
+        backend: MIP solver of python-mip: "HIGHS", "CBC", or "" for HiGHS where installed, else CBC.
+        progress: Called as solving goes on, with the least recompute time found (infinite before there is one) and the
+            proven bound on it, in milliseconds.
+    """
+
+    time_limit_s: float = 30.0
+    gap: float = 0.005
+    threads: int = 1
+    backend: str = ""
+    progress: Callable[[float, float], None] | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Choose what to recompute, so that the peak stays within the budget at the least time.
+
+    Attributes:
+        graph: The step.
+        profile: Its costs.
+        budget_bytes: Bytes that the step may add to what is resident.
+        options: Limits of the solve.
+    """
+
+    graph: Graph
+    profile: Profile
+    budget_bytes: int
+    options: SolveOptions = SolveOptions()
+
+    @property
+    def step_ms(self) -> float:
+        """Time of the step without recomputation."""
+        return step_time_ms(self.graph, self.profile)
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """Decisions, and what is known of them.
+
+    Attributes:
+        strategy: Name of the strategy that found them.
+        status: How the solve ended.
+        recompute: R, see `schedule.lower`; empty where none was found.
+        recompute_ms: Time of what is recomputed.
+        peak_bytes: Simulated peak above what is resident, 0 where none was found.
+        bound_ms: Proven lower bound on the recompute time of every schedule within the budget, 0 if none is known.
+        stopped_by: Why solving ended, in words.
+        solve_s: Seconds taken.
+    """
+
+    strategy: str
+    status: Status
+    recompute: tuple[tuple[int, ...], ...] = ()
+    recompute_ms: float = 0.0
+    peak_bytes: int = 0
+    bound_ms: float = 0.0
+    stopped_by: str = ""
+    solve_s: float = 0.0
+
+    @property
+    def is_feasible(self) -> bool:
+        """Whether there are decisions to lower."""
+        return self.status in (Status.OPTIMAL, Status.FEASIBLE)
+
+    def gap(self, step_ms: float) -> float:
+        """Give the proven gap as a share of the total step time: the plan is at most this much slower than the best."""
+        total = step_ms + self.recompute_ms
+        return max(0.0, self.recompute_ms - self.bound_ms) / total if total else 0.0
+
+
+Strategy = Callable[[Problem], Solution]
+_STRATEGIES: dict[str, Strategy] = {}
+
+
+def strategy(name: str) -> Callable[[Strategy], Strategy]:
+    """Register a strategy under a name."""
+
+    def register(function: Strategy) -> Strategy:
+        _STRATEGIES[name] = function
+        return function
+
+    return register
+
+
+def strategy_names() -> tuple[str, ...]:
+    """List the registered strategies."""
+    return tuple(sorted(_STRATEGIES))
+
+
+def get_strategy(name: str) -> Strategy:
+    """Look a strategy up by its name.
+
+    Raises:
+        ConfigurationError: If there is none of that name; the text lists the names.
+    """
+    if name not in _STRATEGIES:
+        raise ConfigurationError(f"Unknown solver {name!r}. Choose one of: {', '.join(strategy_names())}")
+    return _STRATEGIES[name]
+
+
+def replay(problem: Problem, recompute: tuple[tuple[int, ...], ...]) -> Simulation:
+    """Lower decisions and simulate them."""
+    return simulate(problem.graph, problem.profile, lower(problem.graph, recompute))

@@ -1,0 +1,80 @@
+"""From rows of producers back to decisions for `schedule.lower`: views are put in where they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ...records.graph import Phase
+from ...records.schedule import ensure
+from .model import Model, Rows
+
+
+def decisions(model: Model, rows: Rows) -> tuple[tuple[int, ...], ...]:
+    """Give the nodes to run before each backward position, views and all else that costs nothing included.
+
+    Args:
+        model: The step.
+        rows: Producers recomputed before each backward position, as a replay gives them.
+    """
+    return _Lowering(model, rows).decisions()
+
+
+class _Lowering:
+    """What is available as the backward goes on."""
+
+    def __init__(self, model: Model, rows: Rows) -> None:
+        self._model, self._rows = model, rows
+        graph = model.graph
+        self._on: dict[int | None, list[int]] = {}  # the forward's tensors on each storage
+        for tensor, storage in enumerate(model.storage_of):
+            producer = graph.tensors[tensor].producer
+            if producer is not None and graph.nodes[producer].phase is not Phase.BACKWARD:
+                self._on.setdefault(storage, []).append(tensor)
+        self._available = set(graph.inputs) | set(graph.tangents) | self._always_there()
+
+    def _always_there(self) -> set[int]:
+        """List the forward tensors that the turn leaves: on kept, held and resident storages, or without any."""
+        model, graph = self._model, self._model.graph
+        kept = model.kept_through_the_turn(self._rows)
+        found = set()
+        for node in graph.forward:
+            for tensor in graph.nodes[node].outputs:
+                storage = model.storage_of[tensor]
+                if (
+                    storage is None
+                    or storage in kept
+                    or storage not in model.made_at
+                    or graph.recomputers[tensor] is None
+                ):
+                    found.add(tensor)
+        return found
+
+    def decisions(self) -> tuple[tuple[int, ...], ...]:
+        """Walk through the backward."""
+        graph, found = self._model.graph, []
+        for position, row in enumerate(self._rows):
+            before: list[int] = []
+            for node in row:
+                self._bring(graph.nodes[node].inputs, before)
+                before.append(node)
+                self._renew(graph.nodes[node].outputs)
+            if position < len(graph.backward):
+                last = graph.nodes[graph.backward[position]]
+                self._bring(last.inputs, before)
+                self._available.update(last.outputs)
+            else:
+                self._bring(graph.gradients, before)
+            found.append(tuple(before))
+        return tuple(found)
+
+    def _renew(self, outputs: tuple[int, ...]) -> None:
+        """Note that tensors were computed again: views of what was there before are stale."""
+        made = set(outputs)
+        for storage in {self._model.storage_of[t] for t in made} - {None}:
+            self._available.difference_update([t for t in self._on.get(storage, ()) if t not in made])
+        self._available.update(made)
+
+    def _bring(self, tensors: Iterable[int], before: list[int]) -> None:
+        """Run the views, and what else costs nothing, that make tensors available."""
+        for tensor in tensors:
+            ensure(self._model.graph, tensor, self._available, before)

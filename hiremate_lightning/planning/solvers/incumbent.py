@@ -1,0 +1,119 @@
+"""The best schedule found so far within a budget: what every search collects, improves and answers with."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+from ...records.graph import Graph
+from ...records.schedule import keep_all
+from .base import Problem, Solution, Status, replay
+from .decisions import decisions
+from .greedy import Found, evict, keep_more
+from .model import Model, Policy
+
+
+@dataclass
+class Search:
+    """Collects the best policy within a budget, and the best proven bound.
+
+    Attributes:
+        problem: The problem.
+        model: Its storages, and their replay.
+        start: When it began, by `time.monotonic`.
+        best: The fastest policy found that fits.
+        bound_ms: Proven lower bound on the recompute time.
+        is_infeasible: Proven: no schedule fits.
+    """
+
+    problem: Problem
+    model: Model
+    start: float
+    best: Found | None = None
+    bound_ms: float = 0.0
+    is_infeasible: bool = False
+
+    @property
+    def limit(self) -> int:
+        """The budget, in bytes."""
+        return self.problem.budget_bytes
+
+    @property
+    def gap_ms(self) -> float:
+        """The gap at which solving stops, in milliseconds."""
+        return self.problem.options.gap * self.problem.step_ms
+
+    def left_s(self) -> float:
+        """Seconds left."""
+        return self.start + self.problem.options.time_limit_s - time.monotonic()
+
+    def within(self, share: float) -> float:
+        """Give the `time.monotonic` at which a share of what is left will have passed."""
+        return time.monotonic() + share * max(0.0, self.left_s())
+
+    def offer(self, found: Found) -> bool:
+        """Take a policy if it fits and is better; say whether it was taken."""
+        if found.replay.peak_bytes > self.limit or (self.best is not None and self.best.rank <= found.rank):
+            return False
+        self.best = found
+        self._tell()
+        return True
+
+    def repair(self, policy: Policy, deadline: float) -> None:
+        """Evict from a policy until it fits, fill it up again, and offer it."""
+        last = None
+        for last in evict(self.model, policy, self.limit, deadline):
+            if self.best is not None and last.replay.recompute_ms > 1.5 * self.best.replay.recompute_ms:
+                return  # evictions only add time; filling up rarely wins back a third
+        if last is not None and last.replay.peak_bytes <= self.limit:
+            self.offer(keep_more(self.model, last, self.limit, deadline))
+
+    def raise_bound(self, bound_ms: float) -> None:
+        """Take a proven bound if it is better."""
+        if bound_ms > self.bound_ms:
+            self.bound_ms = bound_ms
+            self._tell()
+
+    def _tell(self) -> None:
+        if self.problem.options.progress is not None:
+            best_ms = math.inf if self.best is None else self.best.replay.recompute_ms
+            self.problem.options.progress(best_ms, self.bound_ms)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing better is to be found: proven best up to the gap, or proven that nothing fits."""
+        if self.is_infeasible:
+            return True
+        return self.best is not None and self.best.replay.recompute_ms <= self.bound_ms + self.gap_ms
+
+    def answer(self, strategy: str) -> Solution:
+        """Give the solution, with the time and the peak that the independent simulator finds."""
+        seconds = time.monotonic() - self.start
+        stopped_by = "proof" if self.is_done else "time limit" if self.left_s() <= 0 else "end of the search"
+        if self.best is None or self.is_infeasible:
+            status = Status.INFEASIBLE if self.is_infeasible else Status.NOT_FOUND
+            return Solution(strategy, status, bound_ms=self.bound_ms, stopped_by=stopped_by, solve_s=seconds)
+        recompute = decisions(self.model, self.best.replay.rows)
+        simulated = replay(self.problem, recompute)
+        return Solution(
+            strategy=strategy,
+            status=Status.OPTIMAL if self.is_done else Status.FEASIBLE,
+            recompute=recompute,
+            recompute_ms=simulated.recompute_ms,
+            peak_bytes=simulated.peak_bytes,
+            bound_ms=min(self.bound_ms, simulated.recompute_ms),
+            stopped_by=stopped_by,
+            solve_s=seconds,
+        )
+
+
+def begin(problem: Problem) -> Search:
+    """Start a search."""
+    start = time.monotonic()
+    return Search(problem, Model(problem), start)
+
+
+def keep_everything(graph: Graph, peak_bytes: int) -> Solution:
+    """Give the solution that recomputes nothing: nothing is faster."""
+    return Solution("none", Status.OPTIMAL, keep_all(graph), 0.0, peak_bytes, stopped_by="proof")

@@ -1,0 +1,152 @@
+"""The least memory that a heuristic finds: narrow segments, then evictions at the peak as far as they go.
+
+Where that does not fit the budget, evictions go on from each value at the peak, since to give up one that lowers
+nothing by itself may open the way to others.
+
+What need not be given up for that peak is kept in the end. Where the last evictions recompute without end for next to
+nothing, a peak half a per cent larger is taken. All of it goes by estimated times: measured ones differ from run to
+run, and a budget that one run has named as the smallest is to do in the next. It does where the search ends before its
+time limit, and what runs outside of the captured parts needs no more.
+
+It gives the smallest feasible budget for error messages, and the program of a training step about which nothing is
+known yet. An upper bound on the true minimum, which is NP-hard to find on general graphs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from copy import copy
+from itertools import product
+
+from ...records.costs import estimate
+from .base import Problem, Solution, Status, strategy
+from .decisions import decisions
+from .greedy import Found, cheapest, evict, keep_more, largest, neighbours
+from .model import LEAST_MS, Model
+from .turn_point import segment_policies
+
+STARTS = 3  # segmentations from which evictions start
+PATIENCE, DEEP_PATIENCE = 40, 15  # evictions without a smaller peak: from a start, and from each value at a peak
+DEEP_STEPS = 250  # evictions at most from all values at a peak
+SEARCH_S, DEEP_S, KEEP_S = 4.0, 8.0, 1.0
+SLACK, FASTER = 0.005, 0.5  # share of the peak that is given for so much less time
+
+
+def find_smallest(model: Model, time_limit_s: float, budget_bytes: int = 0) -> Found:
+    """Find a policy of small peak, and for that peak of short time.
+
+    Args:
+        model: The step.
+        time_limit_s: Seconds to search for.
+        budget_bytes: A budget; the search goes on for seconds while nothing fits it.
+    """
+    found = _find_smallest(_with_estimated_times(model), time_limit_s, budget_bytes)
+    return Found(found.policy, model.replay(found.policy))
+
+
+def _with_estimated_times(model: Model) -> Model:
+    times = estimate(model.graph).time_ms
+    found = copy(model)
+    found.cost_ms = {node: max(times[node], LEAST_MS) for node in model.makes}
+    return found
+
+
+def _find_smallest(model: Model, time_limit_s: float, budget_bytes: int) -> Found:
+    *segments, everything = [Found(p, model.replay(p)) for p in segment_policies(model)]
+    segments.sort(key=lambda f: (f.replay.peak_bytes, f.rank))
+    near, lowest = _near([*segments[:1], everything], budget_bytes), []
+    deadline = time.monotonic() + min(SEARCH_S, time_limit_s)
+    for order, first in product((cheapest, largest), (*segments[:STARTS], everything)):
+        low, stalled = first, 0
+        for step in evict(model, first.policy, 0, deadline, order):
+            stalled = 0 if step.replay.peak_bytes < _least(near) else stalled + 1
+            near, low = _near([*near, step], budget_bytes), min(low, step, key=_by_peak)
+            if stalled > PATIENCE:
+                break
+        lowest.append(low)
+    starts = iter([_filled(model, min(near, key=_by_peak), time_limit_s), *lowest])
+    deadline = time.monotonic() + min(DEEP_S, time_limit_s)
+    while _least(near) > budget_bytes and (start := next(starts, None)) is not None:
+        for better in _deepen(model, start, deadline):
+            near = _near([*near, better], budget_bytes)
+            if _least(near) <= budget_bytes:
+                break
+    smallest, fastest = min(near, key=_by_peak), min(near, key=lambda f: f.rank)
+    smallest = _filled(model, smallest, time_limit_s)
+    if fastest.replay.recompute_ms < FASTER * smallest.replay.recompute_ms:
+        return _filled(model, fastest, time_limit_s)
+    return smallest
+
+
+def _deepen(model: Model, found: Found, deadline: float) -> Iterator[Found]:
+    """Look behind the values at the peak, and go where the peak is lower, again and again."""
+    better: Found | None = found
+    while better is not None:
+        better = _lower(model, better, deadline)
+        if better is not None:
+            yield better
+
+
+def _lower(model: Model, found: Found, deadline: float) -> Found | None:
+    """Give up one value at the peak after the other, and evict from there until the peak is lower than it was."""
+    steps = 0
+    for policy, order in product(neighbours(model, found), (largest, cheapest)):
+        low, stalled = None, 0
+        for step in evict(model, policy, 0, deadline, order):
+            if step.replay.peak_bytes < found.replay.peak_bytes:
+                return step
+            steps += 1
+            stalled = 0 if low is None or step.replay.peak_bytes < low else stalled + 1
+            low = step.replay.peak_bytes if stalled == 0 else low
+            if stalled > DEEP_PATIENCE:
+                break
+        if steps > DEEP_STEPS or time.monotonic() > deadline:
+            break
+    return None
+
+
+def _by_peak(found: Found) -> tuple[int, tuple[float, int]]:
+    return found.replay.peak_bytes, found.rank
+
+
+def _filled(model: Model, found: Found, time_limit_s: float) -> Found:
+    return keep_more(model, found, found.replay.peak_bytes, time.monotonic() + min(KEEP_S, time_limit_s))
+
+
+def _least(found: list[Found]) -> int:
+    return min(f.replay.peak_bytes for f in found)
+
+
+def _near(found: list[Found], budget_bytes: int) -> list[Found]:
+    """Leave what is within the slack of the smallest, and within the budget where that is."""
+    least = _least(found)
+    limit = int(least * (1 + SLACK))
+    if least <= budget_bytes < limit:
+        limit = budget_bytes
+    return [f for f in found if f.replay.peak_bytes <= limit]
+
+
+@strategy("least_memory")
+def least_memory(problem: Problem) -> Solution:
+    """Find the smallest peak, and for that peak a short time of recomputation."""
+    start = time.monotonic()
+    model = Model(problem)
+    best = find_smallest(model, problem.options.time_limit_s, problem.budget_bytes)
+    return Solution(
+        strategy="least_memory",
+        status=Status.FEASIBLE if best.replay.peak_bytes <= problem.budget_bytes else Status.NOT_FOUND,
+        recompute=decisions(model, best.replay.rows),
+        recompute_ms=best.replay.recompute_ms,
+        peak_bytes=best.replay.peak_bytes,
+        stopped_by="end of the search",
+        solve_s=time.monotonic() - start,
+    )
+
+
+def smallest_budget(problem: Problem) -> Solution:
+    """Find the decisions of least memory, whether or not they fit the problem's budget.
+
+    What is found at once is not the least where it fits: for that, give a budget of 0; `UNLIMITED` for no more search.
+    """
+    return least_memory(problem)

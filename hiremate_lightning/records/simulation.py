@@ -1,0 +1,175 @@
+"""Replay a schedule without a device: is it valid, how many bytes live after each operation, how long does it take?
+
+The simulator is the oracle of the project. It counts storages, not tensors: a block lives as long as any tensor on it.
+It knows the graph, the costs and the schedule, and no solver: nothing here is shared with the models that propose
+schedules. Counted: all that the step allocates, each block at the size its allocator hands out, tangents, gradients as
+they appear, outputs and outside code, and the workspace of the running node. What the caller holds is never given back,
+whatever the schedule frees or runs again. Resident bytes (parameters, batch, optimizer state) are the same for every
+schedule; the caller adds them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import ScheduleError
+from .costs import Profile
+from .graph import Graph
+from .schedule import Compute, Operation, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One operation of the timeline.
+
+    Attributes:
+        node: The node that ran.
+        peak_bytes: Bytes while it ran: what lived before, its outputs and its workspace.
+        live_bytes: Bytes after it, and after the frees that follow it.
+    """
+
+    node: int
+    peak_bytes: int
+    live_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What a schedule does.
+
+    Attributes:
+        timeline: One moment for each node that runs, in order.
+        turn: Number of moments before the backward.
+        peak_bytes: Largest `peak_bytes` of the timeline.
+        saved_bytes: Bytes that live at the turn.
+        time_ms: Time of all nodes.
+        recompute_ms: Time of the nodes that run again.
+    """
+
+    timeline: tuple[Moment, ...]
+    turn: int
+    peak_bytes: int
+    saved_bytes: int
+    time_ms: float
+    recompute_ms: float
+
+    @property
+    def peak_moment(self) -> Moment:
+        """The first moment at the peak."""
+        return max(self.timeline, key=lambda moment: moment.peak_bytes)
+
+    @property
+    def overhead(self) -> float:
+        """Extra time over time without recomputation, a ratio."""
+        useful = self.time_ms - self.recompute_ms
+        return self.recompute_ms / useful if useful else 0.0
+
+
+class _Memory:
+    """Live blocks. A block is one allocation of a storage; it dies with the last tensor on it."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.live_bytes = 0
+        self.block_of: dict[int, int] = {}  # live tensor -> block, -1 for one that costs nothing
+        self.tensors_on: list[int] = []  # block -> number of live tensors
+        self.block_bytes: list[int] = []
+        self.to_hold = set(graph.held)
+
+    def check_live(self, tensors: tuple[int, ...], why: str) -> None:
+        for tensor in tensors:
+            if tensor not in self.block_of:
+                raise ScheduleError(f"{why} {self.graph.tensors[tensor].name!r}, which is not in memory")
+
+    def define(self, outputs: tuple[int, ...], inputs: tuple[int, ...]) -> None:
+        """Place each output on its input's block where it is a view, else on a new block."""
+        storage_of = self.graph.tensors
+        block_of_storage = {storage_of[t].storage: self.block_of[t] for t in inputs}
+        defined = []
+        for tensor in outputs:
+            storage = storage_of[tensor].storage
+            if storage is None or self.graph.storages[storage].kind.is_resident:
+                block = -1
+            elif storage in block_of_storage:
+                block = block_of_storage[storage]
+            else:
+                block = block_of_storage[storage] = len(self.tensors_on)
+                self.tensors_on.append(0)
+                self.block_bytes.append(self.graph.sizes[storage])
+                self.live_bytes += self.graph.sizes[storage]
+            defined.append((tensor, block))
+        for tensor, block in defined:
+            if tensor in self.block_of:
+                self.free(tensor)
+            self.block_of[tensor] = block
+            if block >= 0:
+                self.tensors_on[block] += 1 + (tensor in self.to_hold)  # the holder's own reference is never dropped
+                self.to_hold.discard(tensor)
+
+    def free(self, tensor: int) -> None:
+        self.check_live((tensor,), "The schedule frees")
+        block = self.block_of.pop(tensor)
+        if block >= 0:
+            self.tensors_on[block] -= 1
+            if not self.tensors_on[block]:
+                self.live_bytes -= self.block_bytes[block]
+
+
+def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
+    """Replay a schedule.
+
+    Args:
+        graph: The step.
+        profile: Costs of its nodes.
+        schedule: What to replay.
+
+    Returns:
+        The timeline and its peak, in bytes above what is resident, and times in milliseconds.
+
+    Raises:
+        ScheduleError: If a node reads, or a free drops, a tensor that is not in memory; if a node that must run once
+        runs
+            again; if a node of the step doesn't run, or a gradient isn't there at the end.
+    """
+    memory = _Memory(graph)
+    memory.define(graph.inputs, ())
+    timeline: list[Moment] = []
+    runs = [0] * len(graph.nodes)
+    _replay(memory, profile, schedule.forward, runs, timeline)
+    turn = len(timeline)
+    memory.check_live(schedule.saved, "The schedule saves")
+    survivors = {*schedule.saved, *graph.held, *graph.inputs}
+    for tensor in [t for t in memory.block_of if t not in survivors]:
+        memory.free(tensor)
+    saved_bytes = memory.live_bytes
+    memory.define(graph.tangents, ())
+    _replay(memory, profile, schedule.backward, runs, timeline)
+    memory.check_live(graph.gradients, "The step returns")
+    for index in (*graph.forward, *graph.backward):
+        if not runs[index]:
+            raise ScheduleError(f"The schedule never runs {graph.nodes[index].name!r}")
+    time_ms = sum(count * profile.time_ms[index] for index, count in enumerate(runs))
+    step_ms = sum(profile.time_ms[index] for index in (*graph.forward, *graph.backward))
+    peak = max((moment.peak_bytes for moment in timeline), default=0)
+    return Simulation(tuple(timeline), turn, peak, saved_bytes, time_ms, time_ms - step_ms)
+
+
+def _replay(
+    memory: _Memory, profile: Profile, operations: tuple[Operation, ...], runs: list[int], timeline: list[Moment]
+) -> None:
+    graph = memory.graph
+    for operation in operations:
+        if not isinstance(operation, Compute):
+            memory.free(operation.tensor)
+            if timeline:
+                timeline[-1] = Moment(timeline[-1].node, timeline[-1].peak_bytes, memory.live_bytes)
+            continue
+        index = operation.node
+        node = graph.nodes[index]
+        if runs[index] and not node.is_repeatable:
+            raise ScheduleError(f"The schedule runs {node.name!r} twice, but it must run once")
+        memory.check_live(node.inputs, f"{node.name!r} reads")
+        memory.define(node.outputs, node.inputs)
+        peak = memory.live_bytes + profile.workspace_bytes[index]
+        timeline.append(Moment(index, peak, memory.live_bytes))
+        runs[index] += 1

@@ -1,0 +1,1 @@
+"""Showing a plan: in a terminal, as pages and pictures, as metrics."""

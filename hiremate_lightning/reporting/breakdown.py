@@ -1,0 +1,336 @@
+"""What a plan does to each module of a model, without torch and without rich.
+
+`uses_by_module` accounts a plan to modules: a storage belongs to the module whose operation allocates it. `module_rows`
+rolls these up to a dozen rows, equal blocks in one row. `plan_lines` says both in plain ASCII lines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..planning.plan import Plan, planned_lines
+from ..records.graph import OUTSIDE, Graph, Node
+from ..records.schedule import Schedule, keep_all, lower
+from ..units import format_bytes, format_time
+
+MAX_ROWS = 12  # of modules, so that plan and prompt fit one screen
+_SMALL = 0.01  # share of bytes and time below which modules are summed up as "others"
+_WORTH_OPENING = 0.05  # share below which a module is not broken up into its children
+
+
+# ---------------------------------------------------------------- what a plan does to each module
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleUse:
+    """What a plan does to some modules.
+
+    Attributes:
+        kept_bytes: Bytes kept from forward to backward.
+        dropped_bytes: Bytes that plain training keeps there, and the plan does not.
+        recomputed: Forward operations that are recomputed; views don't count.
+        operations: Forward operations; views don't count.
+        extra_ms: Time of all recomputation.
+    """
+
+    kept_bytes: int = 0
+    dropped_bytes: int = 0
+    recomputed: int = 0
+    operations: int = 0
+    extra_ms: float = 0.0
+
+    @property
+    def kept_share(self) -> float | None:
+        """Bytes kept over those and the bytes not kept, None where there are neither."""
+        both = self.kept_bytes + self.dropped_bytes
+        return self.kept_bytes / both if both else None
+
+
+def add_uses(uses: Iterable[ModuleUse]) -> ModuleUse:
+    """Add up what a plan does to several modules."""
+    uses = tuple(uses)
+    return ModuleUse(
+        sum(u.kept_bytes for u in uses),
+        sum(u.dropped_bytes for u in uses),
+        sum(u.recomputed for u in uses),
+        sum(u.operations for u in uses),
+        math.fsum(u.extra_ms for u in uses),
+    )
+
+
+def uses_by_module(plan: Plan) -> dict[str, ModuleUse]:
+    """Account a plan to the modules whose operations allocate bytes and are recomputed.
+
+    Args:
+        plan: A feasible plan.
+
+    Returns:
+        Uses by module path, in order of execution; "" is the planned module itself, `graph.OUTSIDE` what runs outside.
+    """
+    graph = plan.graph
+    kept = _kept_storages(graph, plan.schedule)
+    dropped = _kept_storages(graph, lower(graph, keep_all(graph))) - kept
+    again = plan.schedule.recomputed(graph)
+    repeated = {_original(graph, node) for node in again}
+    uses: dict[str, ModuleUse] = {}
+    counted: set[int] = set()
+    for index in graph.forward:
+        storages = [s for s in graph.allocates[index] if s not in counted]
+        counted.update(storages)
+        works = _works(graph, index)
+        use = ModuleUse(
+            sum(graph.sizes[s] for s in storages if s in kept),
+            sum(graph.sizes[s] for s in storages if s in dropped),
+            int(works and index in repeated),
+            int(works),
+        )
+        path = _path(graph, index)
+        uses[path] = add_uses((uses.get(path, ModuleUse()), use))
+    for index in again:
+        path = _path(graph, index)
+        uses[path] = add_uses((uses[path], ModuleUse(extra_ms=plan.profile.time_ms[index])))
+    return uses
+
+
+def _kept_storages(graph: Graph, schedule: Schedule) -> set[int | None]:
+    """Find the storages that live at the turn."""
+    return {graph.tensors[t].storage for t in (*schedule.saved, *graph.held)}
+
+
+def _original(graph: Graph, index: int) -> int:
+    replays = graph.nodes[index].replays
+    return index if replays is None else replays
+
+
+def _works(graph: Graph, index: int) -> bool:
+    """Whether an operation of the captured part does more than look at memory in another way."""
+    node = graph.nodes[index]
+    return node.op != OUTSIDE and bool(graph.allocates[index] or node.is_mutating or node.flops)
+
+
+def _path(graph: Graph, index: int) -> str:
+    node = graph.nodes[index]
+    return OUTSIDE if node.op == OUTSIDE else node.module
+
+
+# ---------------------------------------------------------------- modules rolled up into rows
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRow:
+    """One row of the table.
+
+    Attributes:
+        label: Module path, with the numbers of equal blocks as a range.
+        count: How many equal blocks the row stands for.
+        depth: 0, or 1 for a part of the blocks in the row above.
+        use: The sum over all that the row stands for.
+        shares: Where equal modules were planned differently, the share kept in each, None where nothing could be.
+    """
+
+    label: str
+    count: int
+    depth: int
+    use: ModuleUse
+    shares: tuple[float | None, ...] = ()
+
+
+def module_rows(plan: Plan, limit: int = MAX_ROWS) -> tuple[ModuleRow, ...]:
+    """Roll modules up into few rows: equal blocks together, the largest opened first, the small ones summed up.
+
+    Args:
+        plan: A feasible plan.
+        limit: Most rows, at least 2; one more may follow for what runs outside the plan.
+
+    Returns:
+        Rows in order of execution. Those of depth 1 are part of the last row of depth 0; those of depth 0 add up to the
+        whole.
+    """
+    uses = uses_by_module(plan)
+    outside = uses.pop(OUTSIDE, ModuleUse())
+    rows = _Modules(plan.graph, uses).rows(limit)
+    if outside.kept_bytes:
+        rows = (*rows, ModuleRow("outside the plan", 1, 0, outside))
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Modules that go into one row.
+
+    Attributes:
+        label: As in `ModuleRow`.
+        members: For each of the equal modules, the paths in it that run something.
+        roots: Paths of the equal modules, empty for what can't be opened.
+        count: How many of them each parent has.
+        depth: As in `ModuleRow`.
+    """
+
+    label: str
+    members: tuple[tuple[str, ...], ...]
+    roots: tuple[str, ...] = ()
+    count: int = 1
+    depth: int = 0
+
+    @property
+    def is_group(self) -> bool:
+        """Whether its row stays, as a heading, when it is opened."""
+        return self.count > 1
+
+
+class _Modules:
+    """The module tree of a graph, and what a plan does to it."""
+
+    def __init__(self, graph: Graph, uses: dict[str, ModuleUse]) -> None:
+        self.uses = uses
+        self.total = add_uses(uses.values())
+        self.below: dict[str, list[str]] = {}  # path -> itself and the paths in it that run something
+        for path in uses:
+            parts = path.split(".") if path else []
+            for depth in range(len(parts) + 1):
+                self.below.setdefault(".".join(parts[:depth]), []).append(path)
+        self.keys: dict[str, list[str]] = {path: [] for path in uses}
+        for index in graph.forward:
+            if graph.nodes[index].op != OUTSIDE:
+                self.keys[graph.nodes[index].module].append(graph.nodes[index].key or graph.nodes[index].op)
+
+    def rows(self, limit: int) -> tuple[ModuleRow, ...]:
+        if not self.uses:
+            return ()
+        shown = self._fold(self._children(_Block("", (), ("",))), limit)
+        while (opened := self._open_one(shown, limit)) is not None:
+            shown = opened
+        return tuple(self._row(block) for block in shown)
+
+    def _children(self, block: _Block) -> list[_Block]:
+        """Break a block up into the modules in it, equal ones together, and its own operations."""
+        depth = block.depth + block.is_group
+        above = "" if block.is_group else block.label
+        found = []
+        for names in self._equal_names(block.roots[0]):
+            roots = tuple(_join(root, name) for root in block.roots for name in names)
+            members = tuple(tuple(self.below[root]) for root in roots)
+            found.append(_Block(_join(above, _range_label(names)), members, roots, len(names), depth))
+        if block.roots[0] in self.uses:
+            label = f"{above} (itself)".strip()
+            found.append(_Block(label, tuple((root,) for root in block.roots), depth=depth))
+        return found
+
+    def _equal_names(self, path: str) -> list[list[str]]:
+        """Cluster the modules in one: equal are those that do the same work under names that differ in their number."""
+        start = len(path) + 1 if path else 0
+        names = dict.fromkeys(p[start:].split(".")[0] for p in self.below[path] if p != path)
+        clusters: dict[tuple[object, ...], list[str]] = {}
+        for name in names:
+            stem = name.rstrip("0123456789")
+            alike = (name,) if stem == name else (stem, self._work(_join(path, name)))
+            clusters.setdefault(alike, []).append(name)
+        return list(clusters.values())
+
+    def _work(self, path: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        return tuple((p[len(path) :], tuple(self.keys[p])) for p in self.below[path])
+
+    def _open_one(self, shown: list[_Block], limit: int) -> list[_Block] | None:
+        """Open the largest block that can be opened and has room; None if there is none."""
+        for block in sorted(shown, key=self._weight, reverse=True):
+            at = shown.index(block)
+            is_open = any(later.depth > block.depth for later in shown[at + 1 : at + 2])
+            is_nested = block.is_group and block.depth
+            if is_open or is_nested or not self._has_parts(block) or self._weight(block) < _WORTH_OPENING:
+                continue
+            room = limit - len(shown) + (not block.is_group)
+            children = self._fold(self._children(block), room)
+            if len(children) > block.is_group and room > 1:
+                return [*shown[: at + block.is_group], *children, *shown[at + 1 :]]
+        return None
+
+    def _has_parts(self, block: _Block) -> bool:
+        return bool(block.roots) and self.below[block.roots[0]] != [block.roots[0]]
+
+    def _fold(self, blocks: list[_Block], limit: int) -> list[_Block]:
+        """Sum up the small blocks, and those for which the limit leaves no room, in one row."""
+        ranked = sorted(blocks, key=self._weight, reverse=True)
+        shown = [b for b in ranked if self._weight(b) >= _SMALL]
+        if len(blocks) <= limit and len(blocks) - len(shown) < 2:
+            return blocks
+        shown = shown[: limit - 1]
+        rest = [b for b in blocks if b not in shown]
+        paths = tuple(path for b in rest for member in b.members for path in member)
+        others = _Block(f"{sum(b.count for b in rest)} others", (paths,), depth=rest[0].depth)
+        return [*(b for b in blocks if b in shown), others]
+
+    def _weight(self, block: _Block) -> float:
+        """Share of the bytes, or of the extra time, of the whole: the larger of the two."""
+        use, total = add_uses(self._member_uses(block)), self.total
+        size = (use.kept_bytes + use.dropped_bytes) / max(1, total.kept_bytes + total.dropped_bytes)
+        return max(size, use.extra_ms / total.extra_ms if total.extra_ms else 0.0)
+
+    def _member_uses(self, block: _Block) -> list[ModuleUse]:
+        return [add_uses(self.uses[path] for path in member) for member in block.members]
+
+    def _row(self, block: _Block) -> ModuleRow:
+        members = self._member_uses(block)
+        decided_alike = len({(u.kept_bytes, u.dropped_bytes, u.recomputed) for u in members}) == 1
+        shares = () if decided_alike else tuple(u.kept_share for u in members)
+        return ModuleRow(block.label, block.count, block.depth, add_uses(members), shares)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _range_label(names: Sequence[str]) -> str:
+    """Write equal names as one: "0-9" where all numbers are there, "0..10" where some are not."""
+    if len(names) == 1:
+        return names[0]
+    stem = names[0].rstrip("0123456789")
+    numbers = sorted(int(name[len(stem) :]) for name in names)
+    has_all = numbers[-1] - numbers[0] == len(numbers) - 1
+    return f"{stem}{numbers[0]}{'-' if has_all else '..'}{numbers[-1]}"
+
+
+# ---------------------------------------------------------------- words
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """Say in a few plain lines what a plan does.
+
+    Args:
+        plan: A plan.
+
+    Returns:
+        ASCII lines: peak and time, then solver and planning, then one for each module that is not left as it is.
+    """
+    lines = planned_lines(plan)
+    for row in module_rows(plan):
+        if not row.depth and (row.use.dropped_bytes or row.use.recomputed):
+            lines.append(f"  {row.label}{f' x{row.count}' if row.count > 1 else ''}: {use_words(row.use)}")
+    return lines
+
+
+def place_words(plan: Plan) -> str:
+    """Say where in the step the planned peak is."""
+    node = plan.graph.nodes[plan.planned.peak_moment.node]
+    if node.op == OUTSIDE:
+        return f"{node_words(node)}, {node.phase.value}"
+    return f"{node.module or 'the module itself'}, {node.phase.value}, {node_words(node)}"
+
+
+def node_words(node: Node) -> str:
+    """Name an operation."""
+    return "code outside the plan" if node.op == OUTSIDE else node.op.removesuffix(".default")
+
+
+def use_words(use: ModuleUse) -> str:
+    """Say what a plan does to some modules, nothing that is zero."""
+    said = []
+    for size_bytes, word in ((use.kept_bytes, "kept"), (use.dropped_bytes, "not kept")):
+        if size_bytes:
+            said.append(f"{format_bytes(size_bytes)} {word}")
+    if use.recomputed:
+        said.append(f"{use.recomputed} of {use.operations} ops recomputed")
+    if use.extra_ms:
+        said.append(f"+{format_time(use.extra_ms)}")
+    return ", ".join(said)

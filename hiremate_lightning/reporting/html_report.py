@@ -1,0 +1,295 @@
+"""One plan as one HTML page that opens from disk, without a network: figures, tables, and the numbers as JSON.
+
+plotly draws the figures; it is an extra (`report`), imported when a page is written. Its script is part of the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import cast
+
+from ..errors import MissingExtraError
+from ..planning.plan import Plan, budget_words, over_words, plan_title, planning_words, solver_words
+from ..planning.solvers.base import Problem, SolveOptions
+from ..planning.solvers.curve import Curve, curve
+from ..units import format_bytes, format_ratio, format_time
+from .breakdown import ModuleRow, add_uses, module_rows, node_words, place_words
+from .figures import (
+    COLOURS,
+    Figure,
+    frontier_figure,
+    frontier_words,
+    planned_run,
+    resident_bands,
+    short_source,
+    timeline_figure,
+)
+from .lifetimes import Band, Lifetime
+
+MAX_MODULE_ROWS = 40
+MAX_BLOCKS = 12  # listed of those that are live at the peak
+CURVE_LIMIT_S = 10.0
+BUTTONS = ("toImage", "zoom2d", "pan2d", "resetScale2d")  # none of them needs a network
+NONE = "\u2013"
+
+
+def write_html(
+    plan: Plan, path: str | Path, *, frontier: Curve | None = None, curve_limit_s: float = CURVE_LIMIT_S
+) -> Path:
+    """Write the report of a plan.
+
+    Args:
+        plan: A plan; what was measured of it is shown beside what was predicted.
+        path: File to write: about 5 MB, most of it plotly's script. Its folder must exist.
+        frontier: What is known of the step under other budgets; by default some of them are solved now.
+        curve_limit_s: Seconds for that; 0 leaves other budgets out.
+
+    Returns:
+        The path.
+
+    Raises:
+        MissingExtraError: If plotly is not installed.
+
+    Example:
+        >>> write_html(get_plan(model), "plan.html")
+    """
+    draw = _drawer()
+    if frontier is None and curve_limit_s > 0:
+        options = SolveOptions(time_limit_s=curve_limit_s)
+        frontier = curve(Problem(plan.graph, plan.profile, plan.planned.peak_bytes, options))
+    path = Path(path)
+    path.write_text(_Page(plan, frontier, draw).text(), encoding="utf-8")
+    return path
+
+
+def _drawer() -> Callable[..., str]:
+    """Give plotly's function from a figure to HTML."""
+    try:
+        return cast("Callable[..., str]", import_module("plotly.io").to_html)
+    except ImportError as error:
+        raise MissingExtraError(
+            "An HTML report is drawn with plotly, which is not installed: pip install 'hiremate-lightning[report]'"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Page:
+    plan: Plan
+    frontier: Curve | None
+    draw: Callable[..., str]
+
+    def text(self) -> str:
+        title = escape(plan_title(self.plan))
+        parts = [
+            f"<header><h1>{title}</h1>{self._cards()}</header>",
+            _section(
+                "Memory over the step",
+                self._timeline(),
+                "Point at a step to see what runs there, its module and its source line.",
+            ),
+            _section("Predicted and measured", self._comparison()),
+            _section("What each module keeps", self._modules(), self._modules_words()),
+            _section("What fills the peak", self._peak(), f"Peak of the planned step: {place_words(self.plan)}."),
+        ]
+        if self.frontier is not None:
+            figure = self._figure(frontier_figure(self.plan, self.frontier), "frontier")
+            parts.append(_section("Budget against time", figure, frontier_words(self.plan)))
+        return (
+            f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+            f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
+            f"<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n" + "\n".join(parts) + f"\n{self._footer()}\n</main>\n"
+            f'<script type="application/json" id="plan">{self._numbers()}</script>\n</body>\n</html>\n'
+        )
+
+    # ------------------------------------------------------------ figures
+
+    def _timeline(self) -> str:
+        return self._figure(timeline_figure(self.plan), "timeline", with_script=True)
+
+    def _figure(self, figure: Figure, name: str, with_script: bool = False) -> str:
+        """Draw a figure; plotly's script goes with the first one."""
+        options = {"displaylogo": False, "responsive": True, "modeBarButtons": [list(BUTTONS)]}
+        height = f"{figure['layout']['height']}px"
+        return self.draw(
+            figure,
+            config=options,
+            include_plotlyjs=with_script,
+            full_html=False,
+            div_id=name,
+            default_height=height,
+        )
+
+    # ------------------------------------------------------------ words and tables
+
+    def _cards(self) -> str:
+        plan = self.plan
+        peak = f"{format_bytes(plan.unplanned_peak_bytes)} \u2192 <b>{format_bytes(plan.planned_peak_bytes)}</b>"
+        over = over_words(plan, plan.planned_peak_bytes)
+        estimate = " (estimated)" if plan.profile.device == "estimate" else ""
+        cards = (
+            ("Peak memory", peak + f'<span class="over">{over}</span>'),
+            ("Budget", escape(budget_words(plan))),
+            ("Extra time", f"<b>{format_ratio(plan.predicted_overhead)}</b>{estimate}"),
+            ("Solver", escape(solver_words(plan))),
+            ("Planned in", escape(planning_words(plan))),
+        )
+        return "".join(f'<div class="card"><span>{name}</span><p>{words}</p></div>' for name, words in cards)
+
+    def _comparison(self) -> str:
+        plan, measured = self.plan, self.plan.measured
+        step_ms = measured.step_ms
+        rows = [
+            ("Peak memory", format_bytes(plan.planned_peak_bytes), _or_none(measured.peak_bytes, format_bytes)),
+            ("Extra time", format_ratio(plan.predicted_overhead), _or_none(measured.overhead, format_ratio)),
+            ("Time of the captured step", format_time(plan.planned.time_ms), _or_none(step_ms, format_time)),
+            (
+                "of which recomputing",
+                format_time(plan.planned.recompute_ms),
+                _or_none(measured.recompute_ms, format_time),
+            ),
+        ]
+        return _table(("", "predicted", "measured"), [tuple(map(escape, row)) for row in rows])
+
+    def _modules(self) -> str:
+        rows = module_rows(self.plan, MAX_MODULE_ROWS)
+        whole = ModuleRow("all", 1, 0, add_uses(row.use for row in rows if not row.depth))
+        header = ("module", "kept", "not kept", "recomputed", "extra time", "share kept")
+        return _table(header, [_module_cells(row) for row in rows], _module_cells(whole))
+
+    def _modules_words(self) -> str:
+        words = "Bytes that live from forward to backward. Equal blocks share a row"
+        split = any(row.shares for row in module_rows(self.plan, MAX_MODULE_ROWS))
+        return f"{words}; where they are planned differently, each has its own bar." if split else f"{words}."
+
+    def _peak(self) -> str:
+        run = planned_run(self.plan)
+        timeline = run.simulation.timeline
+        at = timeline.index(run.simulation.peak_moment)
+        live = sorted((life for life in run.lives if life.first <= at <= life.last), key=lambda life: -life.size_bytes)
+        rows: list[tuple[str, ...]] = [
+            (_swatch(colour, name), format_bytes(size), "", "", "") for name, colour, size in resident_bands(self.plan)
+        ]
+        workspace = self.plan.profile.workspace_bytes[timeline[at].node]
+        if workspace:
+            name = escape(node_words(self.plan.graph.nodes[timeline[at].node]))
+            what = "workspace" if workspace > 0 else "result in the memory of a value"
+            size = format_bytes(workspace) if workspace > 0 else f"-{format_bytes(-workspace)}"
+            rows.append((_swatch(COLOURS[Band.WORKSPACE], what), size, name, "", ""))
+        rows += [self._block_cells(life) for life in live[:MAX_BLOCKS]]
+        if rest := live[MAX_BLOCKS:]:
+            rows.append((f"{len(rest)} smaller ones", format_bytes(sum(life.size_bytes for life in rest)), "", "", ""))
+        total = ("all", format_bytes(self.plan.planned_peak_bytes), "", "", "")
+        return _table(("what", "bytes", "made by", "module", "source"), rows, total, numbers=(1,))
+
+    def _block_cells(self, life: Lifetime) -> tuple[str, ...]:
+        swatch, size = _swatch(COLOURS[life.band], life.band.value), format_bytes(life.size_bytes)
+        if life.node is None:
+            return swatch, size, "the loss's own backward", "", ""
+        node = self.plan.graph.nodes[life.node]
+        return swatch, size, *(escape(text) for text in (node_words(node), node.module, short_source(node.source)))
+
+    def _footer(self) -> str:
+        device = (
+            "estimated from operation counts" if self.plan.profile.device == "estimate" else self.plan.profile.device
+        )
+        made_by = f"Made by hiremate-lightning {_package_version()}. Costs: {device}. "
+        words = "1 GiB is 2<sup>30</sup> bytes. The numbers are in this file as JSON, in the element with id plan."
+        return f"<footer>{escape(made_by)}{words}</footer>"
+
+    def _numbers(self) -> str:
+        """Give the plan's numbers as JSON that can't end the element that it is in."""
+        return self.plan.to_json().replace("<", "\\u003c")
+
+
+def _or_none(value: float | None, write: Callable[[float], str]) -> str:
+    return "not yet" if value is None else write(value)
+
+
+def _module_cells(row: ModuleRow) -> tuple[str, ...]:
+    use = row.use
+    count = f' <span class="faint">\u00d7{row.count}</span>' if row.count > 1 else ""
+    label = f'<span class="depth{row.depth}">{escape(row.label)}{count}</span>'
+    return (
+        label,
+        format_bytes(use.kept_bytes) if use.kept_bytes else NONE,
+        format_bytes(use.dropped_bytes) if use.dropped_bytes else NONE,
+        f"{use.recomputed} of {use.operations}" if use.recomputed else NONE,
+        f"+{format_time(use.extra_ms)}" if use.extra_ms else NONE,
+        "".join(map(_bar, row.shares or (use.kept_share,))),
+    )
+
+
+def _bar(share: float | None) -> str:
+    """Draw a share; where there was nothing to keep, nothing."""
+    if share is None:
+        return ""
+    return f'<span class="bar" title="{100 * share:.0f}% kept"><i style="width:{100 * share:.0f}%"></i></span>'
+
+
+def _swatch(colour: str, words: str) -> str:
+    return f'<i class="swatch" style="background:{colour}"></i>{escape(words)}'
+
+
+def _section(title: str, body: str, words: str = "") -> str:
+    said = f"<p>{escape(words)}</p>" if words else ""
+    return f"<section><h2>{title}</h2>{said}{body}</section>"
+
+
+def _table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    total: Sequence[str] = (),
+    numbers: Sequence[int] = (1, 2, 3, 4),
+) -> str:
+    """Lay out cells of HTML; the columns of numbers go to the right."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        styles = (' class="number"' if i in numbers else "" for i in range(len(cells)))
+        return "<tr>" + "".join(f"<{tag}{s}>{c}</{tag}>" for s, c in zip(styles, cells, strict=True)) + "</tr>"
+
+    body = "".join(line(row, "td") for row in rows)
+    foot = f"<tfoot>{line(total, 'td')}</tfoot>" if total else ""
+    head = line(header, "th")
+    return f'<div class="wide"><table><thead>{head}</thead><tbody>{body}</tbody>{foot}</table></div>'
+
+
+def _package_version() -> str:
+    try:
+        return version("hiremate-lightning")
+    except PackageNotFoundError:
+        return "from a checkout"
+
+
+_STYLE = """
+:root { color-scheme: light; }
+* { box-sizing: border-box; }
+body { margin: 0; background: #f6f7f9; color: #22262d; font: 15px/1.5 system-ui, sans-serif; }
+main { max-width: 1180px; margin: 0 auto; padding: 24px 16px; }
+h1 { font-size: 24px; margin: 0; flex: 1 0 100%; }
+h2 { font-size: 17px; margin: 0 0 4px; }
+header { display: flex; flex-wrap: wrap; gap: 12px; margin-bottom: 16px; }
+.card { background: white; border: 1px solid #e2e5ea; border-radius: 8px; padding: 10px 14px; flex: 1 1 200px; }
+.card span { color: #6b7280; font-size: 13px; }
+.card p { margin: 0; overflow-wrap: anywhere; }
+.card .over { color: #b00020; font-weight: 600; font-size: inherit; }
+section { background: white; border: 1px solid #e2e5ea; border-radius: 8px; padding: 14px; margin-bottom: 16px; }
+section > p { margin: 0 0 8px; color: #6b7280; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th { text-align: left; font-weight: 500; color: #6b7280; }
+th, td { padding: 3px 18px 3px 0; border-bottom: 1px solid #eceef1; white-space: nowrap; }
+.number { text-align: right; }
+tfoot td { font-weight: 600; border-bottom: none; }
+.depth1 { padding-left: 22px; color: #4b5563; }
+.faint { color: #6b7280; }
+.bar { display: inline-block; width: 120px; height: 10px; background: #e4e6e9; border-radius: 2px; overflow: hidden; }
+.bar:not(:only-child) { width: 14px; margin-right: 2px; }
+.bar i { display: block; height: 100%; background: #4477aa; }
+.swatch { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 8px; }
+footer { color: #6b7280; font-size: 13px; }
+"""

@@ -1,0 +1,205 @@
+"""Who sees what of a plan: table and progress on a terminal, lines in the log elsewhere, nothing on ranks but zero."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import rich
+import torch.distributed
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from ..planning.plan import Plan, PlanningTime, measured_line, planned_lines
+from ..units import format_ratio
+from .breakdown import plan_lines
+from .terminal import FAINT, plan_table
+
+LOGGER = logging.getLogger("hiremate_lightning")
+
+
+class Reporter:
+    """Shows the stages of planning, then the plan, then what was measured.
+
+    On a terminal: progress that vanishes, and the table. Elsewhere: plain lines, to the logger `hiremate_lightning` at
+    level INFO where the program has set up its logging for that, else to standard error. On ranks other than zero:
+    nothing.
+
+    Args:
+        verbose: Whether to show anything.
+        console: Where to; by default rich's own console, on which progress bars of others nest with ours.
+    """
+
+    def __init__(self, verbose: bool = True, console: Console | None = None) -> None:
+        self.verbose = verbose
+        self._console = console
+        self._progress: Progress | None = None
+        self._tasks: list[TaskID] = []
+        self._largest_bytes = 0  # peak of the largest step whose plan was shown, without it
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing is shown, here and now."""
+        return not self.verbose or not is_rank_zero()
+
+    @property
+    def console(self) -> Console:
+        """The console on which tables and progress are drawn."""
+        return self._console or rich.get_console()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Show that a stage of planning runs, for as long as it does.
+
+        Args:
+            name: What is being done, such as "tracing".
+        """
+        LOGGER.debug(name)
+        if self.is_silent or not self.console.is_interactive:
+            yield
+            return
+        outermost = self._progress is None
+        if self._progress is None:
+            self._progress = _stage_progress(self.console)
+            self._progress.start()
+        progress = self._progress
+        self._tasks.append(progress.add_task(name, total=None, detail=""))
+        try:
+            yield
+        finally:
+            if outermost:
+                progress.stop()
+                self._progress = None
+            progress.remove_task(self._tasks.pop())
+
+    def progress(self, description: str, completed: float, total: float | None = None) -> None:
+        """Show how far the stage under way is; outside of a stage, nothing.
+
+        Args:
+            description: What to show beside the stage's name: what is counted, or the incumbent of a solve.
+            completed: How much is done.
+            total: How much there is to do, None if nobody knows.
+        """
+        if self._progress is not None and self._tasks:
+            detail = description if total is None else f"{completed:g}/{total:g} {description}"
+            self._progress.update(self._tasks[-1], completed=completed, total=total, detail=detail)
+
+    def solving(self, step_ms: float) -> Callable[[float, float], None]:
+        """Give what shows the progress of a solve, to be its `SolveOptions.progress`.
+
+        Args:
+            step_ms: Time of the step without recomputation.
+
+        Returns:
+            A function of the least recompute time found (infinite before there is one) and the proven bound on it, in
+            milliseconds.
+        """
+
+        def tell(best_ms: float, bound_ms: float) -> None:
+            if not step_ms:
+                return
+            if math.isinf(best_ms):
+                words = f"none found, at least {format_ratio(bound_ms / step_ms)}"
+            else:
+                gap = max(0.0, best_ms - bound_ms) / (step_ms + best_ms)
+                words = f"extra time {format_ratio(best_ms / step_ms)}, gap {100 * gap:.1f}%"
+            self.progress(words, 0)
+
+        return tell
+
+    def planned(self, plan: Plan) -> None:
+        """Show a new plan: in full, or in two lines where one of a larger step was shown."""
+        if plan.unplanned_peak_bytes < self._largest_bytes:
+            self.note(*planned_lines(plan))
+            return
+        self._largest_bytes = plan.unplanned_peak_bytes
+        self.show(lambda: plan_table(plan), lambda: plan_lines(plan))
+
+    def show(self, draw: Callable[[], RenderableType], write: Callable[[], Iterable[str]]) -> None:
+        """Show something: drawn on a terminal, elsewhere written in plain lines."""
+        if self.is_silent:
+            return
+        if self._draws:
+            self.console.print(draw())
+        else:
+            self._write(write())
+
+    def measured(self, plan: Plan) -> None:
+        """Show what was measured of a plan beside what it predicted."""
+        self.note(measured_line(plan))
+
+    def note(self, *lines: str) -> None:
+        """Show plain lines."""
+        if not self.is_silent:
+            self._write(lines)
+
+    @property
+    def _draws(self) -> bool:
+        return self.console.is_terminal or self.console.is_jupyter
+
+    def _write(self, lines: Iterable[str]) -> None:
+        console = self.console if self._draws or self._console else None
+        for line in lines:
+            if console is not None:
+                console.print(Text(line), soft_wrap=True)
+            elif LOGGER.hasHandlers() and LOGGER.isEnabledFor(logging.INFO):
+                LOGGER.info(line)
+            elif LOGGER.level <= logging.INFO:  # not silenced, only not set up
+                Console(stderr=True, highlight=False).print(Text(line), soft_wrap=True)
+
+
+class Stages:
+    """Shows the stages of planning, and adds up the seconds of each.
+
+    Attributes:
+        reporter: What shows them.
+    """
+
+    def __init__(self, reporter: Reporter) -> None:
+        self.reporter = reporter
+        self._seconds = PlanningTime()
+
+    @contextmanager
+    def stage(self, field: str, name: str) -> Iterator[None]:
+        """Show a stage and count its time.
+
+        Args:
+            field: The field of `PlanningTime` that counts it.
+            name: What is being done, such as "tracing".
+        """
+        start = time.perf_counter()
+        with self.reporter.stage(name):
+            yield
+        seconds = getattr(self._seconds, field) + time.perf_counter() - start
+        self._seconds = replace(self._seconds, **{field: seconds})
+
+    def take(self) -> PlanningTime:
+        """Give what was added up, and begin anew."""
+        taken, self._seconds = self._seconds, PlanningTime()
+        return taken
+
+
+def _stage_progress(console: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("HiRemate: {task.description}", markup=False),
+        BarColumn(bar_width=20),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[detail]}", markup=False, style=FAINT),
+        console=console,
+        transient=True,
+    )
+
+
+def is_rank_zero() -> bool:
+    """Whether this process speaks for all: by torch.distributed where it runs, else by the launcher's environment."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank() == 0
+    ranks = (os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+    return next((rank for rank in ranks if rank), "0") == "0"

@@ -1,0 +1,183 @@
+"""The memory of the plain and of the planned step as one SVG picture, for documents; nothing needs to be installed.
+
+It shows what `figures.timeline_figure` shows, one column of pixels for all operations that share it: the one with the
+most memory stands for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from pathlib import Path
+
+from ..planning.plan import Plan, plan_title
+from ..units import format_bytes, format_time
+from .figures import BUDGET, COLOURS, FAINT, INK, Run, binary_unit, plain_run, planned_run, resident_bands
+
+MIN_WIDTH = 480
+LEFT, RIGHT, TOP = 52, 12, 34  # pixels around a panel
+PANEL, GAP = 170, 44  # pixels: height of a panel, and from one to the next
+LINE = 20  # pixels of a line of text
+LETTER = 6.6  # pixels of an average letter at 12 pixels
+
+
+def write_svg(plan: Plan, path: str | Path, width: int = 860) -> Path:
+    """Draw the memory of a step over time, without a plan and with it.
+
+    Args:
+        plan: A plan.
+        path: File to write, some tens of kilobytes. Its folder must exist.
+        width: Pixels, at least 480.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: If the picture would be too narrow for its words.
+
+    Example:
+        >>> write_svg(get_plan(model), "plan.svg")
+    """
+    if width < MIN_WIDTH:
+        raise ValueError(f"width must be at least {MIN_WIDTH} pixels, found {width}")
+    path = Path(path)
+    path.write_text(_Picture(plan, width).text(), encoding="utf-8")
+    return path
+
+
+@dataclass(frozen=True)
+class _Picture:
+    plan: Plan
+    width: int
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        return plain_run(self.plan), planned_run(self.plan)
+
+    @cached_property
+    def columns(self) -> int:
+        return self.width - LEFT - RIGHT
+
+    @cached_property
+    def most_bytes(self) -> int:
+        """The highest that is drawn; a budget far above all memory is not."""
+        peak = max(self.plan.resident_bytes + run.simulation.peak_bytes for run in self.runs)
+        return max(peak, self.plan.budget_bytes if self._shows_budget(peak) else 0, 1)
+
+    def _shows_budget(self, peak_bytes: int) -> bool:
+        return self.plan.budget_bytes <= 1.15 * peak_bytes
+
+    @cached_property
+    def end_ms(self) -> float:
+        return max(run.starts_ms[-1] for run in self.runs) or 1.0
+
+    @cached_property
+    def legend(self) -> list[tuple[str, str]]:
+        """Colour and name of each band that occurs, in stacking order."""
+        bands = {band for run in self.runs for band in run.bands}
+        found = [(colour, name) for name, colour, _ in resident_bands(self.plan)]
+        found += [(COLOURS[band], band.value) for band in COLOURS if band in bands]
+        return [*found, *([(BUDGET, self._budget_words())] if self._shows_budget(self.most_bytes) else [])]
+
+    def _budget_words(self) -> str:
+        return f"budget, {format_bytes(self.plan.budget_bytes)}"
+
+    def text(self) -> str:
+        tops = [TOP + row * (PANEL + GAP) for row in range(len(self.runs))]
+        panels = [part for run, top in zip(self.runs, tops, strict=True) for part in self._panel(run, top)]
+        below = tops[-1] + PANEL
+        legend, height = self._legend(below + 2 * LINE + 8)
+        return "\n".join(
+            [
+                f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width}" height="{height}" role="img" '
+                f'viewBox="0 0 {self.width} {height}" font-family="system-ui, sans-serif" font-size="12" fill="{INK}">',
+                f"<title>{escape(plan_title(self.plan))}: memory of a step</title>",
+                f'<rect width="{self.width}" height="{height}" fill="white"/>',
+                *panels,
+                *self._time_axis(below),
+                *legend,
+                "</svg>\n",
+            ]
+        )
+
+    def _panel(self, run: Run, top: int) -> Iterable[str]:
+        peak = format_bytes(self.plan.resident_bytes + run.simulation.peak_bytes)
+        words = f"<tspan font-weight='600'>{run.name.capitalize()} step</tspan>: peak {peak}"
+        yield f'<text x="{LEFT}" y="{top - 8}">{words}, {format_time(run.simulation.time_ms)}</text>'
+        scale, unit = binary_unit(self.most_bytes)
+        for tick in _ticks(self.most_bytes / scale):
+            y = self._y(tick * scale, top)
+            yield f'<path d="M{LEFT} {y}H{self.width - RIGHT}" stroke="#eceef1"/>'
+            yield f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>'
+        yield f'<text x="{LEFT - 6}" y="{top - 8}" text-anchor="end" fill="{FAINT}">{unit}</text>'
+        moments = self._moments(run)
+        floor = [0] * len(moments)
+        for colour, sizes in self._layers(run):
+            ceiling = [low + sizes[moment] for low, moment in zip(floor, moments, strict=True)]
+            if ceiling != floor:
+                yield f'<path d="{self._area(floor, ceiling, top)}" fill="{colour}"/>'
+            floor = ceiling
+        turn = LEFT + run.starts_ms[run.simulation.turn] / self.end_ms * self.columns
+        yield f'<path d="M{turn:.1f} {top}V{top + PANEL}" stroke="{FAINT}" stroke-dasharray="1 3"/>'
+        if self._shows_budget(self.most_bytes):
+            y = self._y(self.plan.budget_bytes, top)
+            dashes = f'stroke="{BUDGET}" stroke-width="2" stroke-dasharray="6 4"'
+            yield f'<path d="M{LEFT} {y}H{self.width - RIGHT}" {dashes}/>'
+
+    def _layers(self, run: Run) -> Iterable[tuple[str, Sequence[int]]]:
+        for _, colour, size_bytes in resident_bands(self.plan):
+            yield colour, [size_bytes] * len(run.simulation.timeline)
+        for band, sizes in run.bands.items():
+            yield COLOURS[band], sizes
+
+    def _moments(self, run: Run) -> list[int]:
+        """For each column, the operation that stands for it, to the end of the step."""
+        timeline = run.simulation.timeline
+        last = max(1, min(self.columns, math.ceil(run.starts_ms[-1] / self.end_ms * self.columns)))
+        found = [-1] * last
+        for position, moment in enumerate(timeline):
+            start, end = (run.starts_ms[position + i] / self.end_ms * self.columns for i in (0, 1))
+            for column in range(min(int(start), last - 1), min(max(int(start) + 1, math.ceil(end)), last)):
+                if found[column] < 0 or moment.peak_bytes > timeline[found[column]].peak_bytes:
+                    found[column] = position
+        return found
+
+    def _area(self, floor: Sequence[int], ceiling: Sequence[int], top: int) -> str:
+        """Outline what is between two lines of steps: the upper one to the right, the lower one back."""
+        forth = [(i, y) for i, y in enumerate(ceiling) if not i or y != ceiling[i - 1]]
+        back = [(i + 1, y) for i, y in enumerate(floor) if i + 1 == len(floor) or y != floor[i + 1]]
+        upper = "".join(f"H{LEFT + i}V{self._y(y, top)}" for i, y in forth)
+        lower = "".join(f"H{LEFT + i}V{self._y(y, top)}" for i, y in reversed(back))
+        return f"M{LEFT} {self._y(ceiling[0], top)}{upper}{lower}H{LEFT}Z"
+
+    def _y(self, size_bytes: float, top: int) -> float:
+        return round(top + PANEL * (1 - size_bytes / self.most_bytes), 1)
+
+    def _time_axis(self, top: int) -> Iterable[str]:
+        for tick in _ticks(self.end_ms):
+            x = LEFT + tick / self.end_ms * self.columns
+            yield f'<text x="{x:.1f}" y="{top + 16}" text-anchor="middle">{tick:g}</text>'
+        yield f'<text x="{LEFT + self.columns / 2}" y="{top + 16 + LINE}" text-anchor="middle">milliseconds</text>'
+
+    def _legend(self, top: int) -> tuple[list[str], int]:
+        """Lay the legend out in rows; give it with the height of the picture."""
+        parts, x, y = [], float(LEFT), top + LINE
+        for colour, name in self.legend:
+            needed = 34 + LETTER * len(name)
+            if x > LEFT and x + needed > self.width:
+                x, y = float(LEFT), y + LINE
+            parts.append(f'<rect x="{x:.1f}" y="{y - 10}" width="12" height="12" rx="2" fill="{colour}"/>')
+            parts.append(f'<text x="{x + 18:.1f}" y="{y}">{escape(name)}</text>')
+            x += needed
+        return parts, y + LINE
+
+
+def _ticks(most: float, about: int = 5) -> list[float]:
+    """Choose round numbers from 0 to a maximum."""
+    rough = most / about
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= rough)
+    return [round(i * step, 10) for i in range(int(most / step + 1e-9) + 1)]

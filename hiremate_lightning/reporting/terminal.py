@@ -1,0 +1,331 @@
+"""A plan drawn in the terminal: `plan_table` puts its numbers, its modules and its memory timeline in a panel.
+
+The terminal's own sixteen colours are used, none of them yellow or white, so that light and dark backgrounds both work;
+no meaning is in colour alone. Where a stream takes ASCII only, the same is drawn in ASCII.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, OverflowMethod, RenderableType, RenderResult
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from ..planning.plan import Plan, budget_words, over_words, plan_title, planning_words, solver_words
+from ..records.graph import Phase
+from ..records.simulation import Simulation
+from ..units import format_bytes, format_ratio, format_time
+from .breakdown import ModuleRow, add_uses, module_rows, place_words
+
+MAX_WIDTH = 110  # columns; wider tables are harder to read along a row
+TIMELINE_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Glyphs:
+    """The characters to draw with.
+
+    Attributes:
+        levels: Cells filled from the bottom, from nearly empty to full.
+        shade: What plain training keeps.
+        line: Axis, and budget line.
+        again: Axis where operations are recomputed.
+        turn: Where forward and backward meet on the axis.
+        side: Between labels and drawing.
+        times: Before a count of equal modules.
+        arrow: Between before and after.
+        none: Zero, in tables.
+    """
+
+    levels: str = "▁▂▃▄▅▆▇█"
+    shade: str = "░"
+    line: str = "─"
+    again: str = "━"
+    turn: str = "┴"
+    side: str = "│"
+    times: str = "\u00d7"
+    arrow: str = "→"
+    none: str = "·"
+
+    @property
+    def full(self) -> str:
+        """A cell filled to the top."""
+        return self.levels[-1]
+
+    def level(self, share: float) -> str:
+        """Choose the cell that is filled to a share in (0, 1]."""
+        return self.levels[min(len(self.levels) - 1, int(share * len(self.levels)))]
+
+
+UNICODE = Glyphs()
+ASCII = Glyphs(levels="_oO#", shade=":", line="-", again="=", turn="+", side="|", times="x", arrow="->", none=".")
+_KEPT, FAINT, _BUDGET, _AGAIN, _OVER = "green", "dim", "magenta", "cyan", "bold red"
+
+
+def plan_table(plan: Plan) -> RenderableType:
+    """Draw a plan: its numbers, what it does to each module, and its memory over time.
+
+    Args:
+        plan: A plan; what was measured of it is shown beside what was predicted.
+
+    Returns:
+        Something to print on a rich console of 60 columns or more; in ASCII where the console's encoding asks for it.
+    """
+    return _PlanTable(plan)
+
+
+@dataclass(frozen=True)
+class _PlanTable:
+    plan: Plan
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        glyphs = ASCII if options.ascii_only else UNICODE
+        width = min(options.max_width, MAX_WIDTH)
+        inside = width - 4  # the panel's border and padding
+        yield Panel(
+            Group(
+                _facts(self.plan, glyphs),
+                "",
+                _module_table(self.plan, inside, glyphs),
+                "",
+                timeline_text(self.plan, inside, glyphs),
+            ),
+            title=Text(plan_title(self.plan), "bold"),
+            title_align="left",
+            width=width,
+            border_style=FAINT,
+        )
+
+
+def _facts(plan: Plan, glyphs: Glyphs) -> Table:
+    """Put the plan's numbers under a few words."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style=FAINT, no_wrap=True)
+    grid.add_column()
+    resident = format_bytes(plan.resident_bytes)
+    grid.add_row("peak", _peak_text(plan, glyphs))
+    grid.add_row("at", Text(place_words(plan)))
+    grid.add_row("budget", Text(f"{budget_words(plan)}, {resident} of it resident before the step"))
+    grid.add_row("time", _time_text(plan, glyphs))
+    grid.add_row("solver", Text(solver_words(plan)))
+    grid.add_row("planning", Text(planning_words(plan)))
+    return grid
+
+
+def _peak_text(plan: Plan, glyphs: Glyphs) -> Text:
+    text = Text(f"{format_bytes(plan.unplanned_peak_bytes)} {glyphs.arrow} ")
+    _append_peak(text, plan, plan.planned_peak_bytes, "planned")
+    if plan.measured.peak_bytes is not None:
+        _append_peak(text.append(", "), plan, plan.measured.peak_bytes, "measured")
+    return text
+
+
+def _append_peak(text: Text, plan: Plan, peak_bytes: int, word: str) -> None:
+    over = over_words(plan, peak_bytes)
+    text.append(f"{format_bytes(peak_bytes)} {word}{over}", _OVER if over else "bold")
+
+
+def _time_text(plan: Plan, glyphs: Glyphs) -> Text:
+    again_ms, all_ms = plan.planned.recompute_ms, plan.planned.time_ms
+    text = Text(f"{format_time(all_ms - again_ms)} {glyphs.arrow} {format_time(all_ms)}, ")
+    text.append(f"{format_ratio(plan.predicted_overhead)} planned", "bold")
+    if plan.measured.overhead is not None:
+        text.append(", ").append(f"{format_ratio(plan.measured.overhead)} measured", "bold")
+    if plan.profile.device == "estimate":
+        text.append("; times are estimates")
+    return text
+
+
+def _module_table(plan: Plan, width: int, glyphs: Glyphs) -> Table:
+    rows = module_rows(plan)
+    total = ModuleRow("all", 1, 0, add_uses(row.use for row in rows if not row.depth))
+    bar_width = 20 if width >= 90 else 10 if width >= 70 else 0
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), show_footer=True, width=width
+    )
+    table.header_style = table.border_style = FAINT
+    headers = ("module", "kept", "not kept", "recomputed", "extra", *(["share kept"] if bar_width else []))
+    overflow: OverflowMethod = "crop" if glyphs is ASCII else "ellipsis"
+    for header, footer in zip(headers, _cells(total, bar_width, glyphs), strict=True):
+        is_words = header in ("module", "share kept")
+        table.add_column(header, footer, justify="left" if is_words else "right", no_wrap=True, overflow=overflow)
+    table.columns[0].ratio = 1
+    for row in rows:
+        table.add_row(*_cells(row, bar_width, glyphs))
+    if bar_width and any(row.shares for row in rows):
+        marks = f"{glyphs.none}{glyphs.levels[len(glyphs.levels) // 2]}{glyphs.full}"
+        table.caption = Text(f"{marks}  equal modules planned differently, the share kept in each", FAINT)
+        table.caption_justify = "left"
+    return table
+
+
+def _cells(row: ModuleRow, bar_width: int, glyphs: Glyphs) -> tuple[RenderableType, ...]:
+    use, zero = row.use, Text(glyphs.none, FAINT)
+    label = Text("  " * row.depth + row.label, FAINT if row.depth else "")
+    label.append(f" {glyphs.times}{row.count}" if row.count > 1 else "", FAINT)
+    numbers = (
+        format_bytes(use.kept_bytes) if use.kept_bytes else zero,
+        format_bytes(use.dropped_bytes) if use.dropped_bytes else zero,
+        f"{use.recomputed}/{use.operations}" if use.recomputed else zero,
+        f"+{format_time(use.extra_ms)}" if use.extra_ms else zero,
+    )
+    if not bar_width:
+        return label, *numbers
+    bar = _columns_bar(row.shares, bar_width, glyphs) if row.shares else _bar(use.kept_share, bar_width, glyphs)
+    return label, *numbers, bar
+
+
+def _bar(share: float | None, width: int, glyphs: Glyphs) -> Text:
+    """Draw a share as a bar from the left."""
+    if share is None:
+        return Text("")
+    filled = round(share * width)
+    return Text.assemble((glyphs.full * filled, _KEPT), (glyphs.shade * (width - filled), FAINT))
+
+
+def _columns_bar(shares: Sequence[float | None], width: int, glyphs: Glyphs) -> Text:
+    """Draw one column for each share; neighbours go into one column, at their mean, where the width does not do."""
+    size = -(-len(shares) // width)
+    text = Text()
+    for start in range(0, len(shares), size):
+        known = [s for s in shares[start : start + size] if s is not None]
+        mean = sum(known) / len(known) if known else 0.0
+        text.append(glyphs.level(mean) if mean else glyphs.none, _KEPT if mean else FAINT)
+    return text
+
+
+# ---------------------------------------------------------------- the memory timeline
+
+
+def timeline_text(plan: Plan, width: int, glyphs: Glyphs = UNICODE) -> Text:
+    """Draw the memory of the planned step over that of the plain one: time to the right, bytes upwards.
+
+    The axis starts at the resident bytes; the budget is a line, unless it is far above all memory. Each column shows
+    the most bytes of its time.
+
+    Args:
+        plan: A plan.
+        width: Columns of the drawing, labels included, at least 40.
+        glyphs: Characters to draw with.
+
+    Returns:
+        About a dozen lines.
+    """
+    return _Timeline(plan, width, glyphs).draw()
+
+
+@dataclass(frozen=True)
+class _Timeline:
+    plan: Plan
+    width: int
+    glyphs: Glyphs
+
+    @cached_property
+    def top_bytes(self) -> int:
+        """Height of the drawing, in bytes above the resident ones."""
+        return max(self.plan.unplanned.peak_bytes, self.plan.planned.peak_bytes, 1)
+
+    @cached_property
+    def budget_row(self) -> int | None:
+        """Rows below the budget line; None where the budget is far above all memory."""
+        room = self.plan.budget_bytes - self.plan.resident_bytes
+        rows = max(1, round(TIMELINE_ROWS * room / self.top_bytes))
+        return rows if rows <= TIMELINE_ROWS + 1 else None
+
+    @cached_property
+    def row_bytes(self) -> float:
+        """Bytes of one row, such that the budget is between two of them."""
+        room = self.plan.budget_bytes - self.plan.resident_bytes
+        exact = room / self.budget_row if self.budget_row else 0.0
+        return max(exact, self.top_bytes / (TIMELINE_ROWS + 1))
+
+    @cached_property
+    def labels(self) -> tuple[str, str, str]:
+        """Bytes at the top, at the budget, and on the axis."""
+        resident = self.plan.resident_bytes
+        return format_bytes(resident + self.top_bytes), format_bytes(self.plan.budget_bytes), format_bytes(resident)
+
+    @cached_property
+    def columns(self) -> int:
+        return max(20, self.width - max(len(label) for label in self.labels) - 2)
+
+    def draw(self) -> Text:
+        plain, _ = self._columns(self.plan.unplanned)
+        planned, again = self._columns(self.plan.planned)
+        rows = max(math.ceil(self.top_bytes / self.row_bytes - 1e-9), self.budget_row or 0)
+        top, budget, _ = self.labels
+        lines = [self._legend(any(again))]
+        for row in reversed(range(rows)):
+            if row + 1 == self.budget_row:
+                lines.append(self._line(budget, [(self.glyphs.line, _BUDGET)] * self.columns))
+            label = top if row == rows - 1 and row + 1 != self.budget_row else ""
+            cells = [self._cell(row, *levels) for levels in zip(planned, plain, strict=True)]
+            lines.append(self._line(label, cells))
+        return Text("\n").join([*lines, self._axis(again), self._phases()])
+
+    def _columns(self, simulation: Simulation) -> tuple[list[int], list[bool]]:
+        """Give for each column the most bytes of its time, and whether much of that time runs something again."""
+        peaks, again = [0] * self.columns, [0.0] * self.columns
+        clock = 0.0
+        for position, moment in enumerate(simulation.timeline):
+            start, clock = clock, clock + self._duration(moment.node)
+            for column in range(int(start), max(int(start) + 1, math.ceil(clock - 1e-9))):
+                at = min(column, self.columns - 1)
+                peaks[at] = max(peaks[at], moment.peak_bytes)
+                if position >= simulation.turn and self.plan.graph.nodes[moment.node].phase is Phase.FORWARD:
+                    again[at] += min(clock, column + 1) - max(start, column)
+        return peaks, [share > 0.25 for share in again]
+
+    def _duration(self, node: int) -> float:
+        """Give the time of a node, in columns."""
+        total_ms = max(self.plan.planned.time_ms, self.plan.unplanned.time_ms)
+        if not total_ms:
+            return self.columns / max(1, len(self.plan.planned.timeline))
+        return self.plan.profile.time_ms[node] / total_ms * self.columns
+
+    @property
+    def _turn(self) -> int:
+        planned = self.plan.planned
+        return min(self.columns - 1, int(sum(self._duration(m.node) for m in planned.timeline[: planned.turn])))
+
+    def _cell(self, row: int, planned: int, plain: int) -> tuple[str, str]:
+        filled = planned / self.row_bytes - row
+        if filled > 0:
+            return self.glyphs.level(min(1.0, filled)), _KEPT
+        return (self.glyphs.shade, FAINT) if plain / self.row_bytes > row else (" ", "")
+
+    def _line(self, label: str, cells: Sequence[tuple[str, str]], side: str = "") -> Text:
+        text = Text().append(f"{label:>{self.width - self.columns - 2}} {side or self.glyphs.side}", FAINT)
+        for style, run in groupby(cells, key=lambda cell: cell[1]):
+            text.append("".join(glyph for glyph, _ in run), style)
+        text.rstrip()
+        return text
+
+    def _axis(self, again: Sequence[bool]) -> Text:
+        cells = [(self.glyphs.again, _AGAIN) if runs else (self.glyphs.line, FAINT) for runs in again]
+        cells[self._turn] = (self.glyphs.turn, FAINT)
+        return self._line(self.labels[2], cells, self.glyphs.turn)
+
+    def _phases(self) -> Text:
+        plan = self.plan
+        forward_ms = sum(plan.profile.time_ms[m.node] for m in plan.planned.timeline[: plan.planned.turn])
+        forward = f"forward {format_time(forward_ms)}"
+        backward = f"backward {format_time(plan.planned.time_ms - forward_ms)}"
+        indent = " " * (self.width - self.columns)
+        return Text(f"{indent}{forward:<{self._turn}}  {backward}", FAINT)
+
+    def _legend(self, runs_again: bool) -> Text:
+        glyphs = self.glyphs
+        items = [(glyphs.full, _KEPT, "planned"), (glyphs.shade, FAINT, "unplanned")]
+        items += [(glyphs.line, _BUDGET, "budget")] if self.budget_row else []
+        items += [(glyphs.again, _AGAIN, "recomputing")] if runs_again else []
+        gap = "   " if self.width >= 70 else " "
+        keys = [Text.assemble((mark, style), f" {words}") for mark, style, words in items]
+        return Text(" " * (self.width - self.columns)) + Text(gap).join(keys)

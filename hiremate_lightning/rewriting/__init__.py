@@ -1,0 +1,1 @@
+"""Rewriting the joint graph, so that it runs what eager PyTorch runs, in less memory."""

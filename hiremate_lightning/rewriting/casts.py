@@ -1,0 +1,114 @@
+"""Parameters that autocast casts once, however often they are used.
+
+In eager PyTorch autocast remembers the parameters that it has cast until its outermost block ends, so that the
+gradients of all uses are added up in half precision, and cast back once. Traced, each use has a cast of its own, and
+the gradients are added up in single precision, as with `torch.compile`. Here the graph is brought into eager's form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..torch_private import aot, tensor_state
+from .contributions import arrivals
+
+aten = torch.ops.aten
+_BY_HAND = {"to", "type", "type_as", "bfloat16", "half"}
+
+
+def remembering_blocks(module: fx.GraphModule, device_type: str) -> dict[str, int]:
+    """Number the blocks of autocast that remember casts, by the names of what runs in them.
+
+    Args:
+        module: What Dynamo captured, and is traced in autocast's present state.
+        device_type: Of the parameters, "cpu" or "cuda".
+    """
+    names = [n.name for n in module.graph.nodes if not (n.op == "call_method" and n.target in _BY_HAND)]
+    if torch.is_autocast_enabled(device_type):
+        return dict.fromkeys(names, 0) if torch.is_autocast_cache_enabled() else {}
+    found = aot.outermost_autocasts(module.graph)
+    return {name: found[name] for name in names if name in found}
+
+
+def share(joint: fx.GraphModule, forward_outputs: int, parameters: Collection[int], blocks: Mapping[str, int]) -> None:
+    """Let each parameter be cast once in a block of autocast, and add up its gradients in that type.
+
+    Args:
+        joint: Forward and backward, which are changed; gives the forward's outputs, then the gradients of all inputs.
+        forward_outputs: How many outputs the forward has.
+        parameters: Positions of the parameters among the inputs.
+        blocks: From `remembering_blocks`.
+    """
+    backwards: dict[int, list[fx.Node]] = {}
+    for node in joint.graph.find_nodes(op="call_function", target=aten._to_copy.default):
+        if node.meta.get("autograd_backward"):
+            backwards.setdefault(node.meta["seq_nr"], []).append(node)
+    for position, primal in enumerate(joint.graph.find_nodes(op="placeholder")):
+        uses = list(primal.users) if position in parameters else []
+        casts: dict[tuple[torch.dtype, int], list[fx.Node]] = {}
+        for user in uses:
+            if (block := _block_of(user, blocks)) is not None:
+                casts.setdefault((user.kwargs["dtype"], block), []).append(user)
+        for first, *others in casts.values():
+            if not others:
+                continue
+            terms = sorted(n for cast in (first, *others) for n in backwards.get(cast.meta["seq_nr"], ()))
+            outputs: Any = joint.graph.output_node().args[0]
+            gradient = outputs[forward_outputs + position]
+            if gradient is None or _add_up_before_casting(joint.graph, terms, gradient):
+                for cast in others:
+                    cast.replace_all_uses_with(first)
+                    joint.graph.erase_node(cast)
+
+
+def _block_of(node: fx.Node, blocks: Mapping[str, int]) -> int | None:
+    """Give the block of autocast that made a node to cast a parameter, None for any other node."""
+    is_cast = node.target is aten._to_copy.default and set(node.kwargs) == {"dtype"} and "seq_nr" in node.meta
+    if not is_cast or node.kwargs["dtype"] not in (torch.bfloat16, torch.float16):
+        return None
+    made_by = node.meta.get("from_node")
+    return blocks.get(made_by[-1].name) if made_by else None
+
+
+def _add_up_before_casting(graph: fx.Graph, terms: Sequence[fx.Node], total: fx.Node) -> bool:
+    """Add up gradients before they are cast, not after; say whether that is how it is now.
+
+    What is not just a sum of them and others is left alone.
+
+    Args:
+        graph: Of the step.
+        terms: The cast gradients in their order; the last one is the first cast's, which autograd runs where eager's
+            only one runs.
+        total: The gradient to which they are added up.
+    """
+    arrived = arrivals(total)
+    if len(terms) < 2 or not set(terms) <= {term for term, _ in arrived} or any(len(t.users) != 1 for t in terms):
+        return False
+
+    half = terms[0].args[0]
+    for term in terms[1:]:
+        with graph.inserting_before(term):
+            half = _add(graph, half, term.args[0], term)
+    with graph.inserting_before(terms[-1]):
+        whole = graph.call_function(aten._to_copy.default, (half,), dict(terms[-1].kwargs))
+    whole.meta = dict(terms[-1].meta)
+    (result, _), *others = [(whole if t is terms[-1] else t, at) for t, at in arrived if t not in terms[:-1]]
+    for term, at in others:
+        with graph.inserting_before(at):
+            result = _add(graph, result, term, at)
+    total.replace_all_uses_with(result)
+    for node in (*(at for _, at in reversed(arrived[1:])), *terms):
+        graph.erase_node(node)
+    return True
+
+
+def _add(graph: fx.Graph, total: Any, term: Any, origin: fx.Node) -> fx.Node:
+    node = graph.call_function(aten.add.Tensor, (total, term))
+    values = (total.meta["val"], term.meta["val"])
+    with tensor_state.fake_mode_of(values):
+        node.meta = {**origin.meta, "is_gradient_acc": True, "val": aten.add.Tensor(*values)}
+    return node

@@ -1,0 +1,184 @@
+"""Gradients of values that other code has computed, handed over term by term.
+
+Autograd adds up what the readers of a value contribute to its gradient one after the other, the last reader's first. A
+captured graph hands over one sum for all readers in it. Where code outside of the graph reads the value too, that is
+another order of additions, and gives other last bits. So where such a sum has several terms, the captured graph takes
+the value once more for each of them: autograd adds them up as it does without capture.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.autograd.graph import get_gradient_edge
+
+from ..torch_private import aot, tensor_state
+from .joint import mutated_arguments
+
+Terms = Mapping[int, int]  # by position of an input: of how many terms its gradient is the sum
+
+
+class OtherTermsError(Exception):
+    """A captured graph was traced with other inputs than those to which the terms of its gradients belong.
+
+    Attributes:
+        terms: Of how many terms gradients are.
+    """
+
+    def __init__(self, terms: Terms) -> None:
+        super().__init__(f"gradients of several terms, by input: {terms}")
+        self.terms = terms
+
+
+class Contributions:
+    """The gradients of one captured graph's inputs that are handed over term by term.
+
+    Attributes:
+        terms: For how many terms there are inputs, by position.
+    """
+
+    def __init__(self, inputs: Sequence[Any], terms: Terms) -> None:
+        """Begin with what is expected.
+
+        Args:
+            inputs: Of the captured graph, without memory.
+            terms: Of how many terms gradients are, by position: those at another size, nothing where unknown.
+        """
+        self._is_settled = False
+        self._with_gradient = [i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and v.requires_grad]
+        self._computed = [i for i in self._with_gradient if not inputs[i].is_leaf and inputs[i].layout is torch.strided]
+        self._readers: list[int] = []
+        self.terms: Terms = {position: count for position, count in terms.items() if position in self._computed}
+
+    def settle(self, terms: Terms) -> None:
+        """Take the terms that a trace has found, for another one, which is the last."""
+        self.terms, self._is_settled = terms, True
+
+    def expand(self, values: Sequence[Any]) -> list[Any]:
+        """Add to the inputs those to which all terms of a gradient but the first belong.
+
+        Autograd runs what is made last first, so they are made in the opposite order of the terms.
+        """
+        places = [(position, term) for position, count in self.terms.items() for term in range(1, count)]
+        added = {(position, term): values[position].view_as(values[position]) for position, term in reversed(places)}
+        return [*values, *(added[place] for place in places)]
+
+    @contextmanager
+    def traced(self, module: fx.GraphModule) -> Iterator[None]:
+        """Surround a trace: inputs that nothing reads are there meanwhile, as many as `expand` adds."""
+        if not self._computed:
+            yield
+            return
+        last = next((node for node in reversed(module.graph.nodes) if node.op == "placeholder"), None)
+        added: list[fx.Node] = []
+        for number in range(sum(self.terms.values()) - len(self.terms)):
+            last = aot.add_input(module.graph, last, f"term_{number}")
+            added.append(last)
+        module.recompile()
+        try:
+            with self._counting_readers():
+                yield
+        finally:
+            for node in added:
+                module.graph.erase_node(node)
+            module.recompile()
+
+    @contextmanager
+    def _counting_readers(self) -> Iterator[None]:
+        """Count the readers of inputs when their gradients are traced."""
+        grad, tracing = torch.autograd.grad, threading.get_ident()
+
+        def counting(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == tracing:
+                self._readers = _count_readers(outputs, inputs)
+            return grad(outputs, inputs, *args, **kwargs)
+
+        torch.autograd.grad = counting
+        try:
+            yield
+        finally:
+            torch.autograd.grad = grad
+
+    def hand_over(self, joint: fx.GraphModule, forward_outputs: int) -> None:
+        """Let gradients be handed over term by term.
+
+        Args:
+            joint: Graph of forward and backward; changed in place.
+            forward_outputs: Number of outputs that belong to the forward.
+
+        Raises:
+            OtherTermsError: There are other terms than inputs for them.
+        """
+        output = joint.graph.output_node()
+        results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+        added = sum(self.terms.values()) - len(self.terms)
+        if len(self._readers) != len(self._with_gradient) + added:
+            return  # AOTAutograd has arranged the inputs otherwise
+        readers = dict(zip(self._with_gradient, self._readers, strict=False))
+        kept = [position for position in self._computed if position not in _written(joint)]
+        found = {position: _terms_of(results[forward_outputs + position], readers[position]) for position in kept}
+        found = {position: terms for position, terms in found.items() if len(terms) > 1}
+        counts = {position: len(terms) for position, terms in found.items()}
+        if counts != self.terms:
+            if self._is_settled:
+                return  # another trace gave other terms: the sums stay
+            raise OtherTermsError(counts)
+        others: list[fx.Node] = []
+        for position, (first, *rest) in found.items():
+            results[forward_outputs + position] = first
+            others.extend(rest)
+        output.args = ((*results[: len(results) - added], *others),)
+        joint.graph.eliminate_dead_code()
+
+
+def _written(joint: fx.GraphModule) -> set[int]:
+    """List the positions of the inputs that are changed in place."""
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    descriptions = joint.graph.output_node().meta.get("desc", ())
+    written = {argument for node in joint.graph.nodes for argument in mutated_arguments(node)}
+    written.update(aot.overwritten_inputs(placeholders, tensor_state.leaves(descriptions)))
+    return {position for position, node in enumerate(placeholders) if node in written}
+
+
+def _count_readers(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[int]:
+    """Count the places from which a gradient comes to each input, on the way back from outputs."""
+    edges = [(edge.node, edge.output_nr) for edge in map(get_gradient_edge, outputs)]
+    reached, seen = Counter(edges), {node for node, _ in edges}
+    stack = list(seen)
+    while stack:
+        for node, number in stack.pop().next_functions:
+            if node is not None:
+                reached[node, number] += 1
+                if node not in seen:
+                    seen.add(node)
+                    stack.append(node)
+    return [reached[edge.node, edge.output_nr] for edge in map(get_gradient_edge, inputs)]
+
+
+def _terms_of(total: Any, count: int) -> list[fx.Node]:
+    """List the terms of a sum in the order in which they arrive: so many at most, the first a sum of others then."""
+    arrived = arrivals(total)
+    inner = len(arrived) - count  # additions before the first reader's term was complete
+    terms = [term for term, _ in arrived]
+    return terms if inner <= 0 else [arrived[inner][1], *terms[inner + 1 :]]
+
+
+def accumulates(node: fx.Node) -> bool:
+    """Whether autograd adds up two gradients of one value there."""
+    return node.target is torch.ops.aten.add.Tensor and bool(node.meta.get("is_gradient_acc"))
+
+
+def arrivals(total: Any) -> list[tuple[fx.Node, fx.Node]]:
+    """List the terms of a sum as they arrive, each with the node that adds it; the first two have the same."""
+    found: list[tuple[Any, fx.Node]] = []
+    node: Any = total
+    while isinstance(node, fx.Node) and accumulates(node) and (node is total or len(node.users) == 1):
+        found.append((node.args[1], node))
+        node = node.args[0]
+    return [(node, found[-1][1]), *reversed(found)] if found else []

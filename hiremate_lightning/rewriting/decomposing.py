@@ -1,0 +1,160 @@
+"""Take apart what has an elementwise rest: norms into statistics and rest, dropouts into mask and product.
+
+The rest can be fused with what follows, and computed again from the statistics or the mask.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..torch_private import tensor_state
+from .joint import ORIGIN
+from .kernels import as_eager, dropout, eager_scale
+from .replays import draw_mask_of, mask_arguments
+
+aten = torch.ops.aten
+
+
+class Decomposer:
+    """Rewrites a joint graph.
+
+    Attributes:
+        statistics: For each norm, the operations that give its statistics.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.statistics: list[list[fx.Node]] = []
+        self._origin: dict[str, Any] = {}
+
+    def run(self) -> None:
+        """Take apart what is known how to."""
+        for node in list(self.graph.nodes):
+            rewrite = _REWRITES.get(node.target)
+            if rewrite is not None:
+                self._origin = {key: node.meta[key] for key in ORIGIN if key in node.meta}
+                with self.graph.inserting_before(node):
+                    rewrite(self, node)
+        self.graph.eliminate_dead_code()
+
+    def _add(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        values, named = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with tensor_state.fake_mode_of(tensor_state.leaves((values, named))):
+            node.meta = {**self._origin, "val": target(*values, **named)}
+        return node
+
+    def _part(self, node: fx.Node, position: int) -> fx.Node:
+        part = self.graph.call_function(operator.getitem, (node, position))
+        part.meta = {**self._origin, "val": node.meta["val"][position]}
+        return part
+
+    def _precise(self, source: fx.Node) -> fx.Node:
+        is_short = source.meta["val"].dtype in (torch.bfloat16, torch.float16)
+        return self._add(aten._to_copy.default, source, dtype=torch.float32) if is_short else source
+
+    def _statistics(self, source: fx.Node, dims: list[int], epsilon: float) -> tuple[fx.Node, fx.Node, list[fx.Node]]:
+        """Give variance and mean over some dimensions, which stay with size 1, and the operations from there.
+
+        The last of these is the inverse deviation.
+        """
+        both = self._add(aten.var_mean.correction, source, dims, correction=0, keepdim=True)
+        variance, mean = self._part(both, 0), self._part(both, 1)
+        shifted = self._add(aten.add.Scalar, variance, epsilon)
+        return variance, mean, [both, shifted, self._add(aten.rsqrt.default, shifted)]
+
+    def _standardized(self, source: fx.Node, mean: fx.Node, inverse: fx.Node) -> fx.Node:
+        return self._add(aten.mul.Tensor, self._add(aten.sub.Tensor, source, mean), inverse)
+
+    def _scaled(self, source: fx.Node, weight: Any, bias: Any, shape: list[int], dtype: torch.dtype) -> fx.Node:
+        for factor, combine in ((weight, aten.mul.Tensor), (bias, aten.add.Tensor)):
+            if factor is not None:
+                source = self._add(combine, source, self._add(aten.view.default, factor, shape))
+        return source if source.meta["val"].dtype == dtype else self._add(aten._to_copy.default, source, dtype=dtype)
+
+    def _replace(self, node: fx.Node, results: Sequence[fx.Node], statistics: Sequence[fx.Node] = ()) -> None:
+        """Let results take the place of those of an operation, unless the first one is not laid out as traced."""
+        if results[0].meta["val"].stride() != node.meta["val"][0].stride():
+            return
+        for part in list(node.users):
+            position = part.args[1]
+            assert isinstance(position, int)
+            part.replace_all_uses_with(results[position])
+            self.graph.erase_node(part)
+        self.graph.erase_node(node)
+        if statistics:
+            self.statistics.append(list(statistics))
+
+    def batch_norm(self, node: fx.Node) -> None:
+        """Take apart a batch norm in training; the next running statistics come with the statistics."""
+        source, weight, bias, mean_before, variance_before, is_training, momentum, epsilon = _arguments(node)
+        if not is_training:
+            return
+        shown: torch.Tensor = source.meta["val"]
+        channels, dims = shown.shape[1], [d for d in range(shown.dim()) if d != 1]
+        count = shown.numel() // channels
+        variance, mean, statistics = self._statistics(self._precise(source), dims, epsilon)
+        inverse = statistics[-1]
+        flat = [self._add(aten.view.default, value, [channels]) for value in (mean, variance)]
+        unbiased = self._add(aten.mul.Scalar, flat[1], count / max(1, count - 1))
+        statistics, updated = [*statistics, unbiased], []
+        for new, before in ((flat[0], mean_before), (unbiased, variance_before)):
+            terms = [self._add(aten.mul.Scalar, new, momentum), self._add(aten.mul.Scalar, before, 1 - momentum)]
+            updated.append(self._add(aten.add.Tensor, *terms))
+            statistics += [*terms, updated[-1]]
+        result = self._standardized(self._precise(source), mean, inverse)
+        result = self._scaled(
+            result, weight, bias, [channels if d == 1 else 1 for d in range(shown.dim())], shown.dtype
+        )
+        saved = [flat[0], self._add(aten.view.default, inverse, [channels])]
+        self._replace(node, [result, *saved, *updated], statistics)
+
+    def group_norm(self, node: fx.Node) -> None:
+        """Take apart a group norm of a contiguous tensor."""
+        source, weight, bias, batch, channels, area, groups, epsilon = _arguments(node)
+        shown: torch.Tensor = source.meta["val"]
+        if not shown.is_contiguous():
+            return
+        shape = [batch, groups, channels // groups * area]
+        grouped = self._add(aten.view.default, self._precise(source), shape)
+        _, mean, statistics = self._statistics(grouped, [2], epsilon)
+        inverse = statistics[-1]
+        result = self._standardized(self._add(aten.view.default, self._precise(source), shape), mean, inverse)
+        result = self._add(aten.view.default, result, list(shown.shape))
+        result = self._scaled(result, weight, bias, [1, channels, *[1] * (shown.dim() - 2)], shown.dtype)
+        saved = [self._add(aten.view.default, value, [batch, groups]) for value in (mean, inverse)]
+        self._replace(node, [result, *saved], statistics)
+
+    def dropout(self, node: fx.Node) -> None:
+        """Take apart a dropout on the CPU into a mask that is drawn as eager draws it, and a product."""
+        if as_eager(node)[0] is not dropout:
+            return
+        source, probability = _arguments(node)[:2]
+        mask = self._add(draw_mask_of, *mask_arguments(node))
+        product = self._add(aten.mul.Tensor, self._add(aten.mul.Tensor, source, mask), eager_scale(source, probability))
+        self._replace(node, [product, mask])
+
+    def dropout_backward(self, node: fx.Node) -> None:
+        """Multiply by the number that the dropout has multiplied by."""
+        gradient, mask, _ = _arguments(node)
+        if mask.target is draw_mask_of:
+            scale = eager_scale(gradient, mask.args[-1])
+            product = self._add(aten.mul.Tensor, self._add(aten.mul.Tensor, gradient, mask), scale)
+            node.replace_all_uses_with(product)
+
+
+_REWRITES: dict[Any, Callable[[Decomposer, fx.Node], None]] = {
+    aten._native_batch_norm_legit_functional.default: Decomposer.batch_norm,
+    aten.native_group_norm.default: Decomposer.group_norm,
+    aten.native_dropout.default: Decomposer.dropout,
+    aten.native_dropout_backward.default: Decomposer.dropout_backward,
+}
+
+
+def _arguments(node: fx.Node) -> Any:
+    return node.args

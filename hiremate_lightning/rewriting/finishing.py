@@ -1,0 +1,151 @@
+"""Operations of the forward that finish what another one made: they compute into its memory, as `relu_` does.
+
+Where one elementwise operation is all that reads a value, nothing can tell whether its result lies in new memory. Eager
+PyTorch holds both there, or the user has written the operation in place, which a functional trace takes back. Here the
+operation that makes the value and those that finish it are one node of the graph: it allocates once, and touches that
+memory while it is in the caches. No plan is lost: to keep the value takes as much memory as to keep the result, which
+is at least as useful. The kernels are those of eager, told where to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..torch_private import aot, tensor_state
+from .joint import COPIES_STORAGE, SHAPES, is_part, is_view, operation_of, values_of
+from .overwriting import candidates_of, overwriting, traced_strides
+
+LEAST_BYTES = 2**17  # below it, to look whether memory may be overwritten takes longer than to allocate
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """What finishes one result of an operation.
+
+    Attributes:
+        value: The result as the operation makes it.
+        steps: Operations over it, and views of it, in order; the last one gives what others read.
+    """
+
+    value: fx.Node
+    steps: tuple[fx.Node, ...]
+
+    @property
+    def result(self) -> fx.Node:
+        """What others read in place of the value."""
+        return self.steps[-1]
+
+    @property
+    def reads(self) -> tuple[fx.Node, ...]:
+        """What the steps read beside the value."""
+        inside = {self.value, *self.steps}
+        return tuple(dict.fromkeys(a for step in self.steps for a in step.all_input_nodes if a not in inside))
+
+    def calls(self) -> Iterator[tuple[fx.Node, Any, tuple[Any, ...]]]:
+        """Give for each step what runs it, and its arguments, in which FX nodes stand for values."""
+        value = self.value
+        for step in self.steps:
+            if _only_looks(step):
+                yield step, step.target, step.args
+            else:
+                dying = step.args.index(value)
+                yield step, overwriting(step.target, dying), (traced_strides(step, dying), *step.args)
+            value = step
+
+
+def find_finishes(
+    operations: Sequence[fx.Node], outputs: Collection[Any], overwritten: Collection[fx.Node]
+) -> dict[fx.Node, Finish]:
+    """Find the operations of a forward whose results others finish.
+
+    Args:
+        operations: The forward, in order.
+        outputs: What it returns.
+        overwritten: Values on memory that the step writes to.
+
+    Returns:
+        By operation, what finishes one of its results, at once: all else that the steps read is there before it runs.
+    """
+    return _Search(operations, outputs, overwritten).run()
+
+
+class _Search:
+    """Goes through the forward once; what finishes one operation is none that another could finish."""
+
+    def __init__(
+        self, operations: Sequence[fx.Node], outputs: Collection[Any], overwritten: Collection[fx.Node]
+    ) -> None:
+        self.operations, self.outputs, self.overwritten = operations, set(outputs), set(overwritten)
+        self.position = {node: at for at, node in enumerate(operations)}
+
+    def run(self) -> dict[fx.Node, Finish]:
+        found: dict[fx.Node, Finish] = {}
+        taken = set[fx.Node]()
+        for node in self.operations:
+            if node in taken or not _allocates(node):
+                continue
+            finishes = (Finish(value, self._steps(node, value)) for value in values_of(node) if _is_fresh(value))
+            finish = next((f for f in finishes if f.steps), None)
+            if finish is not None:
+                found[node] = finish
+                taken.update(finish.steps)
+        return found
+
+    def _steps(self, first: fx.Node, value: fx.Node) -> tuple[fx.Node, ...]:
+        steps: list[fx.Node] = []
+        count = 0  # views behind the last operation belong to what reads them
+        while len(value.users) == 1:
+            (reader,) = value.users
+            if reader not in self.position or is_part(reader):
+                break
+            if _only_looks(reader) and reader.all_input_nodes == [value] and reader not in self.outputs:
+                steps.append(reader)
+            elif self._finishes(reader, value, first, steps):
+                steps.append(reader)
+                count = len(steps)
+            else:
+                break
+            value = reader
+        return tuple(steps[:count])
+
+    def _finishes(self, reader: fx.Node, value: fx.Node, first: fx.Node, before: Sequence[fx.Node]) -> bool:
+        if [a for _, a in candidates_of(reader)].count(value) != 1:
+            return False
+        if reader in self.outputs and any(_only_looks(step) for step in before):
+            return False  # the caller would get a view, which may not be changed in place as freely
+        others = [a for a in reader.all_input_nodes if a is not value]
+        return all(self._is_there(other, first) and other not in self.overwritten for other in others)
+
+    def _is_there(self, value: fx.Node, first: fx.Node) -> bool:
+        maker = operation_of(value)
+        return maker.op in ("placeholder", "get_attr") or self.position[maker] < self.position[first]
+
+
+def _only_looks(node: fx.Node) -> bool:
+    """Whether a node shows what it reads, on the same memory."""
+    return is_view(node.target) or node.target in SHAPES
+
+
+def _allocates(node: fx.Node) -> bool:
+    """Whether an operator is PyTorch's own and makes new memory, of the size that a trace says."""
+    target: Any = node.target
+    if not isinstance(target, aot.OpOverload) or target.namespace != "aten":
+        return False
+    return not (target.is_view or target._schema.is_mutable or target in COPIES_STORAGE)
+
+
+def _is_fresh(value: fx.Node) -> bool:
+    """Whether a value lies on memory of its own, and on enough of it."""
+    shown = value.meta.get("val")
+    if not isinstance(shown, torch.Tensor) or shown.layout is not torch.strided or tensor_state.is_symbolic(shown):
+        return False
+    maker = operation_of(value)
+    beside = [v for v in values_of(maker) if v is not value]
+    around = (v.meta.get("val") for v in (*maker.all_input_nodes, *beside))
+    storages = {tensor_state.storage_id(v) for v in around if isinstance(v, torch.Tensor) and v.layout is torch.strided}
+    return shown.untyped_storage().nbytes() >= LEAST_BYTES and tensor_state.storage_id(shown) not in storages

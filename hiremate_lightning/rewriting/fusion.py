@@ -1,0 +1,454 @@
+"""Fuse elementwise operations and reductions of a captured step into kernels, before anything is planned.
+
+The joint graph is rewritten: a group of operations between products and convolutions becomes one node, whose kernel
+Inductor makes. To all that follows it is an operator like any other: profiled, kept or computed again, simulated and
+run by the same code. A kernel that runs again gives the same bits, so a plan changes no number here either.
+
+Where a group ends decides what a plan can keep. In the forward a value is inside of a group if nothing else of the
+forward reads it: so each group has one result, and everything else is internal, costs no memory, and can't be kept. A
+backward operation that reads an internal value computes it within its own kernel, from what the group reads and from
+the results of its reductions. The backward never runs twice; there an operation joins the one that reads its result,
+where nothing else reads that and no product lies between, so that no more values are alive at once than without fusion.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..torch_private import aot, tensor_state
+from .decomposing import Decomposer
+from .fused_kernel import Kernels
+from .joint import (
+    ORIGIN,
+    computations,
+    forward_nodes,
+    is_part,
+    is_random,
+    mutated_arguments,
+    operation_of,
+    planned_device,
+    sink,
+    source_of,
+    values_of,
+)
+
+aten = torch.ops.aten
+
+MOST_MEMBERS = 64  # of a group; longer ones take long to compile
+_SMALL = 4  # a reduction's result is small if it has this many times fewer elements than what it reduces
+
+# Elementwise, or nearly so, though no tag says it: each element of the result is computed from few.
+_ELEMENTWISE = {
+    getattr(aten, name).default
+    for name in (
+        "_to_copy",
+        "cat",
+        "constant_pad_nd",
+        "elu",
+        "elu_backward",
+        "hardswish",
+        "hardswish_backward",
+        "hardtanh_backward",
+        "leaky_relu_backward",
+        "mish",
+        "mish_backward",
+        "select_backward",
+        "slice_backward",
+        "softplus_backward",
+    )
+}
+# Reductions to few numbers.
+_REDUCTIONS = {aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default}
+_REDUCTIONS |= {aten.amax.default, aten.amin.default, aten.var_mean.correction, aten.var.correction}
+# Reductions whose result is as large as what they read, and those with several results.
+_COMPOSITE = {
+    getattr(aten, name).default
+    for name in (
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "native_batch_norm_backward",
+        "native_group_norm_backward",
+        "_softmax",
+        "_softmax_backward_data",
+        "_log_softmax",
+        "_log_softmax_backward_data",
+    )
+}
+_FLOATS = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+_DTYPES = _FLOATS | {torch.bool, torch.uint8, torch.int32, torch.int64}
+
+
+def fuse(joint: fx.GraphModule, num_forward: int, kernels: Kernels) -> None:
+    """Rewrite a joint graph with fused groups.
+
+    Args:
+        joint: The joint graph, dead code already removed.
+        num_forward: Number of its outputs that the forward returns.
+        kernels: Where kernels are kept.
+    """
+    decomposer = Decomposer(joint.graph)
+    decomposer.run()
+    outputs, _, descriptions, _ = aot.joint_outputs(joint, num_forward)
+    joint.graph = _Fuser(joint, outputs, descriptions, kernels).run(decomposer.statistics)
+
+
+@dataclass(eq=False)
+class _Group:
+    """Operations that become one kernel.
+
+    Attributes:
+        members: In order.
+        is_written: Whether its node is in the new graph.
+    """
+
+    members: list[fx.Node]
+    is_written: bool = False
+
+
+class _Fuser:
+    """Forms groups and writes the graph anew."""
+
+    def __init__(
+        self, joint: fx.GraphModule, outputs: Sequence[Any], descriptions: Sequence[Any], kernels: Kernels
+    ) -> None:
+        self.joint = joint
+        self.kernels = kernels
+        self.device = planned_device(joint)
+        placeholders = list(joint.graph.find_nodes(op="placeholder"))
+        tangents = [n for n in placeholders if aot.is_tangent(n)]
+        self.overwritten = _overwritten_storages(joint, aot.overwritten_inputs(placeholders, descriptions))
+        self.transparent = {n for n in joint.graph.nodes if is_part(n) or _is_view(n) or self._is_widening(n)}
+        operations = [n for n in computations(joint) if n not in self.transparent]
+        forward_set = forward_nodes(joint, outputs)
+        self.forward = [n for n in operations if n in forward_set]
+        everything = [n for n in computations(joint) if n not in forward_set]
+        self.backward = [n for n in sink(everything, tangents) if n not in self.transparent]
+        self.is_forward = set(self.forward)
+        self.tangents_of = _tangents_of(joint.graph, tangents)
+        self.fusible = {n for n in operations if self._is_fusible(n)}
+        self.group_of: dict[fx.Node, _Group] = {}
+        self.derived: set[fx.Node] = set()  # internal values that backward operations compute for themselves
+        self.position = {n: i for i, n in enumerate((*self.forward, *self.backward))}
+        self.stretch = dict(_stretches(self.forward, self.fusible)) | dict(_stretches(self.backward, self.fusible))
+
+    def run(self, statistics: Sequence[list[fx.Node]]) -> fx.Graph:
+        for members in statistics:
+            self.group_of.update(dict.fromkeys(members, _Group(members)))
+        for node in reversed(self.forward):
+            if node in self.fusible and node not in self.group_of:
+                self._place_forward(node)
+        for node in reversed(self.backward):
+            if node in self.fusible:
+                self._place_backward(node)
+        self._leave_out_single_operations()
+        return _Writer(self).write()
+
+    # ---------------------------------------------------------------- what may be fused
+
+    def _is_fusible(self, node: fx.Node) -> bool:
+        if not isinstance(node.target, aot.OpOverload) or node.op != "call_function":
+            return False
+        if not (_is_elementwise(node) or node.target in _REDUCTIONS or node.target in _COMPOSITE):
+            return False
+        if mutated_arguments(node) or is_random(node, self.device) or not node.all_input_nodes:
+            return False
+        if self._reads_overwritten(node):
+            return False  # it has to run where it stands
+        if len({self.tangents_of[a] for a in node.all_input_nodes} - {frozenset()}) > 1:
+            return False  # where one of the gradients never comes, this is no computation, or one with zeros
+        tensors = [t for n in (node, *node.all_input_nodes) for t in tensor_state.leaves(n.meta.get("val"))]
+        return all(
+            isinstance(t, torch.Tensor)
+            and t.layout is torch.strided
+            and t.dtype in _DTYPES
+            and t.device == self.device
+            and t.numel() > 0
+            and not tensor_state.is_symbolic(t)
+            for t in tensors
+            if t is not None
+        )
+
+    def _reads_overwritten(self, node: fx.Node) -> bool:
+        """Whether a node reads a buffer that the step writes to."""
+        values = (a.meta.get("val") for a in node.all_input_nodes)
+        dense = (v for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided)
+        return any(tensor_state.storage_id(v) in self.overwritten for v in dense)
+
+    def _is_widening(self, node: fx.Node) -> bool:
+        """Whether a node casts to a wider type: each reader does that for itself at no cost."""
+        if node.target is not aten._to_copy.default or set(node.kwargs) != {"dtype"} or self._reads_overwritten(node):
+            return False
+        before, after = source_of(node).meta["val"], node.meta["val"]
+        is_wider: bool = after.dtype.itemsize > before.dtype.itemsize
+        return is_wider and before.dtype in _FLOATS
+
+    def origin(self, node: fx.Node) -> fx.Node:
+        """Give the operation or input from which a value comes, through views and casts."""
+        while node in self.transparent:
+            node = source_of(node)
+        return node
+
+    def consumers(self, value: fx.Node) -> set[fx.Node]:
+        """Find the operations that read a value, directly or through views of it; the output is one of them."""
+        found: set[fx.Node] = set()
+        stack = list(value.users)
+        while stack:
+            user = stack.pop()
+            if user in self.transparent:
+                stack.extend(user.users)
+            else:
+                found.add(user)
+        return found
+
+    # ---------------------------------------------------------------- forward
+
+    def _place_forward(self, node: fx.Node) -> None:
+        """Put an operation into the group of all that reads it, or begin a group with it."""
+        group = self._absorbing(node)
+        if group is None:
+            self.group_of[node] = _Group([node])
+            return
+        group.members.insert(0, node)
+        self.group_of[node] = group
+        if _is_elementwise(node) and self._is_wanted(node, node):
+            self.derived.add(node)
+
+    def _absorbing(self, node: fx.Node) -> _Group | None:
+        """Find the group that a forward operation can be inside of."""
+        readers = {c for c in self.consumers(node) if c in self.is_forward or c.op == "output"}
+        groups = {self.group_of.get(c) for c in readers}
+        group = groups.pop() if len(groups) == 1 else None
+        if group is None or len(group.members) >= MOST_MEMBERS or not self._may_wait(node, group):
+            return None
+        return group if all(self._can_be_internal(node, value) for value in values_of(node)) else None
+
+    def _can_be_internal(self, node: fx.Node, value: fx.Node) -> bool:
+        """Whether a value can vanish into a group, or come out beside its result at little cost."""
+        if not self._is_wanted(node, value):
+            return True
+        if not _is_elementwise(node):
+            return self._is_small(node, value)
+        backward = [c for c in self.consumers(value) if c not in self.is_forward]
+        return all(c in self.fusible for c in backward) and len(self._kept_for(node)) <= 1
+
+    def _is_wanted(self, node: fx.Node, value: fx.Node) -> bool:
+        """Whether the backward reads a value, or derives another one from it."""
+        readers = self.consumers(value)
+        return any(c not in self.is_forward or c in self.derived for c in readers)
+
+    def _kept_for(self, node: fx.Node) -> list[fx.Node]:
+        """List what the backward would have to read in place of an internal value, and for it alone."""
+        size = _numel(node)
+        return [
+            a
+            for a in map(self.origin, node.all_input_nodes)
+            if a.op not in ("placeholder", "get_attr") and _numel(a) >= size and not self._is_wanted(a, a)
+        ]
+
+    def _may_wait(self, node: fx.Node, group: _Group) -> bool:
+        """Whether running an operation only where its group runs keeps no more memory waiting."""
+        if self.stretch[node] == self.stretch[group.members[-1]]:
+            return True
+        read = [
+            a.meta["val"] for a in map(self.origin, node.all_input_nodes) if a.op not in ("placeholder", "get_attr")
+        ]
+        waiting = sum(_bytes(t) for t in tensor_state.leaves(read) if _SMALL * t.numel() >= _numel(node))
+        return waiting <= sum(_bytes(t) for t in tensor_state.leaves(node.meta["val"]))
+
+    # ---------------------------------------------------------------- backward
+
+    def _place_backward(self, node: fx.Node) -> None:
+        """Put an operation into the group of all that reads its large results, or begin a group with it."""
+        group = _Group([node])
+        readers = {c for v in values_of(node) if not self._is_small(node, v) for c in self.consumers(v)}
+        joined = {self.group_of.get(c) for c in readers}
+        others = {g for g in joined if g is None or not self._gives_gradients_only(g)}
+        near = {self.stretch.get(c) for c in readers} == {self.stretch[node]}
+        own = self.tangents_of[node]
+        near = near and (not own or all(self.tangents_of[c] == own for c in readers))
+        if near and len(others) <= 1 and None not in others:
+            members = {node, *(m for g in joined if g is not None for m in g.members)}
+            if len(members) <= MOST_MEMBERS and self._is_ready_before(node, members):
+                group.members = sorted(members, key=self.position.__getitem__)
+        self.group_of.update(dict.fromkeys(group.members, group))
+
+    def _is_ready_before(self, first: fx.Node, members: set[fx.Node]) -> bool:
+        """Whether all that operations read exists before the first of them runs: then nothing else lies between."""
+        read = {self.origin(a) for member in members for a in member.all_input_nodes} - members
+        return all(self.position.get(a, -1) < self.position[first] for a in read)
+
+    def _is_small(self, node: fx.Node, value: fx.Node) -> bool:
+        size: int = value.meta["val"].numel()
+        return _SMALL * size <= max(_numel(a) for a in node.all_input_nodes)
+
+    def _gives_gradients_only(self, group: _Group) -> bool:
+        """Whether nothing waits for a group: sums over a batch that are the gradients of parameters."""
+        last = group.members[-1]
+        return all(self._is_small(last, v) and {c.op for c in self.consumers(v)} == {"output"} for v in values_of(last))
+
+    def _leave_out_single_operations(self) -> None:
+        """Leave a group of one operation as it is, unless it has to derive what it reads."""
+        for node, group in list(self.group_of.items()):
+            reads = (self.origin(a) for a in node.all_input_nodes)
+            if len(group.members) == 1 and not any(a in self.derived for a in reads):
+                del self.group_of[node]
+
+
+class _Writer:
+    """Writes the graph anew: forward, then backward, each group one node, views where they are needed first."""
+
+    def __init__(self, fuser: _Fuser) -> None:
+        self.fuser = fuser
+        self.graph = fx.Graph()
+        self.values: dict[fx.Node, fx.Node] = {}
+
+    def write(self) -> fx.Graph:
+        old = self.fuser.joint.graph
+        for node in old.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self.values[node] = self.graph.node_copy(node)
+        for node in (*self.fuser.forward, *self.fuser.backward):
+            group = self.fuser.group_of.get(node)
+            if group is None or node is group.members[-1]:
+                self._place(node)
+        output = old.output_node()
+        self.graph.output(fx.node.map_arg(output.args[0], self._value)).meta = output.meta
+        return self.graph
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        self._place(node)
+        return self.values[node]
+
+    def _place(self, node: fx.Node) -> None:
+        if node in self.values:
+            return
+        group = self.fuser.group_of.get(operation_of(node))
+        if group is None:
+            self.values[node] = self.graph.node_copy(node, self._value)
+        elif not group.is_written:
+            self._write_group(group)
+
+    def _write_group(self, group: _Group) -> None:
+        group.is_written = True
+        body = _Body(self.fuser, group)
+        results = [v for member in group.members for v in values_of(member) if self._is_read_outside(v, group)]
+        module = body.write(results)
+        shown = [v.meta["val"] for v in results]
+        kernel = self.fuser.kernels.get(module, shown)
+        node = self.graph.call_function(kernel, tuple(self._value(v) for v in body.inputs))
+        origin = group.members[-1].meta
+        node.meta = {**{k: origin[k] for k in ORIGIN if k in origin}, "val": shown[0] if len(shown) == 1 else shown}
+        for position, value in enumerate(results):
+            if len(results) == 1:
+                self.values[value] = node
+            else:
+                part = self.values[value] = self.graph.call_function(operator.getitem, (node, position))
+                part.meta = {**node.meta, "val": shown[position]}
+
+    def _is_read_outside(self, value: fx.Node, group: _Group) -> bool:
+        """Whether what a group computes is a result of it: read by other operations, or for what these derive."""
+        derived = self.fuser.derived
+        if value in derived:
+            return False
+        readers = self.fuser.consumers(value)
+        return any(c in derived or self.fuser.group_of.get(c) is not group for c in readers)
+
+
+class _Body:
+    """Writes what a kernel computes: the members of a group, with the views and derived values that they read."""
+
+    def __init__(self, fuser: _Fuser, group: _Group) -> None:
+        self.fuser = fuser
+        self.members = set(group.members)
+        self.order = group.members
+        self.graph = fx.Graph()
+        self.values: dict[fx.Node, fx.Node] = {}
+        self.inputs: list[fx.Node] = []
+
+    def write(self, results: Sequence[fx.Node]) -> fx.GraphModule:
+        """Write the kernel's graph.
+
+        Args:
+            results: What it returns.
+        """
+        for member in self.order:
+            self.values[member] = self.graph.node_copy(member, self._value)
+        self.graph.output([self._value(v) for v in results])
+        self.graph.eliminate_dead_code()
+        for placeholder in self.graph.find_nodes(op="placeholder"):
+            placeholder.meta = {"val": placeholder.meta["val"]}
+        return fx.GraphModule(torch.nn.Module(), self.graph)
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        if node not in self.values:
+            self.values[node] = self._copy(node) if self._is_inside(node) else self._read(node)
+        return self.values[node]
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        return self.graph.node_copy(node, self._value)
+
+    def _read(self, node: fx.Node) -> fx.Node:
+        placeholder = self.graph.placeholder(f"input_{len(self.inputs)}")
+        placeholder.meta = {"val": node.meta["val"]}
+        self.inputs.append(node)
+        return placeholder
+
+    def _is_inside(self, node: fx.Node) -> bool:
+        """Whether a value is computed here: by a member, derived, or a view or a cast of such."""
+        while node in self.fuser.transparent:
+            if node.target is aten._to_copy.default:
+                return True
+            node = source_of(node)
+        return node in self.members or node in self.fuser.derived
+
+
+def _overwritten_storages(joint: fx.GraphModule, after_forward: Sequence[fx.Node]) -> set[int]:
+    """Find what the step writes to, in the graph or after the forward, by the identity of fake storages."""
+    written = [*after_forward, *(a for n in computations(joint) for a in mutated_arguments(n))]
+    values = (n.meta.get("val") for n in written)
+    return {tensor_state.storage_id(v) for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided}
+
+
+def _tangents_of(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]:
+    """Find on which incoming gradients each value depends."""
+    found = {tangent: frozenset([tangent]) for tangent in tangents}
+    for node in graph.nodes:
+        if node not in found:
+            found[node] = frozenset().union(*(found[a] for a in node.all_input_nodes))
+    return found
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _ELEMENTWISE
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node only looks at the memory of its first argument."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or schema.is_mutable:
+        return False
+    return node.target is aten._unsafe_view.default or any(r.alias_info is not None for r in schema.returns)
+
+
+def _numel(node: fx.Node) -> int:
+    return max((t.numel() for t in tensor_state.leaves(node.meta.get("val")) if t is not None), default=0)
+
+
+def _bytes(value: torch.Tensor | None) -> int:
+    return 0 if value is None else value.numel() * value.dtype.itemsize
+
+
+def _stretches(order: Sequence[fx.Node], fusible: set[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
+    """Number the stretches of fusible operations between others; long ones are cut."""
+    stretch = length = 0
+    for node in order:
+        length += 1
+        if node not in fusible or length > MOST_MEMBERS:
+            stretch, length = stretch + 1, 0
+        yield node, stretch

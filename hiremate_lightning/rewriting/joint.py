@@ -1,0 +1,286 @@
+"""Reading a joint FX graph: what computes, what belongs to the forward, what draws or writes.
+
+Torch traces forward and backward into one graph. Whoever rewrites it or makes records of it agrees on these facts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..torch_private import aot, tensor_state
+from .replays import draw_mask_of
+
+aten = torch.ops.aten
+
+# Attention kernels carry the random tag even where no dropout is asked for; where the probability is found.
+_DROPOUT_ARGUMENT = {
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": 3,
+    "aten._scaled_dot_product_flash_attention.default": 3,
+    "aten._scaled_dot_product_efficient_attention.default": 5,
+    "aten._scaled_dot_product_cudnn_attention.default": 5,
+    "aten._scaled_dot_product_fused_attention_overrideable.default": 4,
+}
+# Add up, or choose among equals, in an order that a GPU does not fix: a second run may differ in the last bit, or name
+# another index. The forward operators that PyTorch calls nondeterministic, in its kernels or in the documentation of
+# `torch.use_deterministic_algorithms`, and to be safe other scans, modes, reductions by segment and sparse products.
+_ORDER_DEPENDENT_ON_GPU = re.compile(
+    r"aten\.(scatter_add|scatter_reduce|scatter\.src|scatter\.reduce|index_add|index_copy|index_put|_unsafe_index_put|"
+    r"index_reduce|put|segment_reduce|histc|bincount|cumsum|cumprod|logcumsumexp|kthvalue|median|nanmedian|mode|"
+    r"max_unpool2d|max_unpool3d|nll_loss2d_forward|_sparse_mm|_sparse_addmm|_cudnn_ctc_loss)\b"
+)
+# Talk to other processes: run as often, and in the order, that these expect.
+_COLLECTIVE = re.compile(r"(_c10d_functional|_c10d_functional_autograd|c10d)\.")
+# Operators whose result has the strides of their first input, beside those that PyTorch tags as pointwise.
+_FOLLOWS_STRIDES = {
+    aten._to_copy.default,
+    aten.copy.default,
+    aten.diagonal_scatter.default,
+    aten.hardswish_backward.default,
+    aten.index_put.default,
+    aten.mish_backward.default,
+    aten.select_scatter.default,
+    aten.slice_scatter.default,
+}
+_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+# Operators whose kernels lay out their results otherwise than traces say, with the formats in which they do not, where
+# all that they read has the same.
+_TRACED_OTHERWISE: dict[Any, tuple[torch.memory_format, ...]] = {
+    aten._log_softmax_backward_data.default: _FORMATS,
+    aten.elu_backward.default: _FORMATS,
+    aten.glu_backward.default: _FORMATS[:1],
+    aten.hardswish_backward.default: _FORMATS,
+    aten.hardtanh_backward.default: _FORMATS,
+    aten.mse_loss_backward.default: _FORMATS,
+    aten.native_batch_norm_backward.default: _FORMATS,
+    aten.native_dropout_backward.default: _FORMATS,
+    aten.native_group_norm_backward.default: _FORMATS,
+    aten.native_layer_norm_backward.default: _FORMATS[:1],
+    aten.softplus_backward.default: _FORMATS,
+}
+# Where these write into a copy of a view, PyTorch copies the view's whole storage; a trace counts the view alone.
+COPIES_STORAGE = {
+    aten.copy.default,
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
+    aten.diagonal_scatter.default,
+    aten.as_strided_scatter.default,
+}
+# Show the same elements in the same order.
+SHAPES = (aten.view.default, aten._unsafe_view.default)
+# What tells where a node comes from.
+ORIGIN = ("nn_module_stack", "stack_trace", "fwd_nn_module_stack")
+
+
+def planned_device(joint: fx.GraphModule) -> torch.device:
+    """Find the device that holds most of the inputs' bytes."""
+    by_device: dict[torch.device, int] = {}
+    for node in joint.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            size = tensor_state.int_hint(value.untyped_storage().nbytes())
+            by_device[value.device] = by_device.get(value.device, 0) + size
+    return max(by_device, key=lambda d: by_device[d]) if by_device else torch.device("cpu")
+
+
+def is_part(node: fx.Node) -> bool:
+    """Whether a node only picks one output of a computation with several."""
+    source = node.args[0] if node.args else None
+    return (
+        node.target is operator.getitem
+        and isinstance(source, fx.Node)
+        and isinstance(source.meta.get("val"), (tuple, list))
+    )
+
+
+def computations(joint: fx.GraphModule) -> list[fx.Node]:
+    """List what computes, in order."""
+    return [n for n in joint.graph.nodes if n.op in ("call_function", "call_method", "call_module") and not is_part(n)]
+
+
+def values_of(node: fx.Node) -> list[fx.Node]:
+    """List what a computation hands on: itself, or the parts that are used of a tuple."""
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        return sorted((u for u in node.users if is_part(u)), key=_position)
+    return [] if value is None else [node]
+
+
+def _position(part: fx.Node) -> int:
+    position = part.args[1]
+    assert isinstance(position, int)
+    return position
+
+
+def operation_of(node: fx.Node) -> fx.Node:
+    """Give the computation whose value, or part of whose value, a node is."""
+    return source_of(node) if is_part(node) else node
+
+
+def source_of(node: fx.Node) -> fx.Node:
+    """Give the first argument of a node, a value."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def replace_node(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> None:
+    """Let another operation give a value."""
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(target, args, kwargs)
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
+def alone_behind(node: fx.Node) -> fx.Node | None:
+    """Give what a node reads first, through other shapes of it, where nothing else reads that."""
+    before: Any = node.args[0]
+    while isinstance(before, fx.Node) and before.users.keys() == {node}:
+        if before.target not in SHAPES:
+            return before
+        node, before = before, source_of(before)
+    return None
+
+
+def is_view(target: Any) -> bool:
+    """Whether an operation's result lies on the memory of what it reads, by its schema."""
+    return bool(getattr(target, "is_view", False))
+
+
+def follows_strides(target: Any) -> bool:
+    """Whether an operation's result lies in memory as what it reads does: element by element, a part, or a view."""
+    return torch.Tag.pointwise in getattr(target, "tags", ()) or target in _FOLLOWS_STRIDES or is_view(target)
+
+
+def may_lie_otherwise(node: fx.Node) -> bool:
+    """Whether an operation's results may come with other strides than its trace says."""
+    formats = _TRACED_OTHERWISE.get(node.target)
+    if formats is None or tensor_state.is_symbolic(node.meta["val"]):
+        return False
+    values = (*tensor_state.leaves(node.meta["val"]), *(a.meta.get("val") for a in node.all_input_nodes))
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    large = [t for t in tensors if t.dim() > 1 and 2 * t.numel() >= tensors[0].numel()]  # statistics tell nothing
+    return not any(all(t.is_contiguous(memory_format=form) for t in large) for form in formats)
+
+
+def has_definite_strides(value: torch.Tensor) -> bool:
+    """Whether a tensor's strides follow from where its elements lie.
+
+    Those of dimensions of size 1 don't: a trace has others there than kernels give, and a product that reads them all
+    the same may be rounded otherwise.
+    """
+    return 1 not in value.shape
+
+
+def mutated_arguments(node: fx.Node) -> list[fx.Node]:
+    """List the arguments that an operator writes to, by its schema."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or not schema.is_mutable:
+        return []
+    written: list[fx.Node] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            written.extend(v for v in tensor_state.leaves(given) if isinstance(v, fx.Node))
+    return written
+
+
+def returns_nothing(node: fx.Node) -> bool:
+    """Whether an operator is called for its effect alone: it checks values, say."""
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and not schema.returns
+
+
+def forward_nodes(joint: fx.GraphModule, outputs: Sequence[Any]) -> set[fx.Node]:
+    """Find what must run in the forward: what its outputs need, and what has effects that plain training has there."""
+    tangent_dependent: set[fx.Node] = set()
+    for node in joint.graph.nodes:
+        if aot.is_tangent(node) or any(a in tangent_dependent for a in node.all_input_nodes):
+            tangent_dependent.add(node)
+    found: set[fx.Node] = set()
+    stack = [n for n in outputs if isinstance(n, fx.Node)]
+    for node in computations(joint):
+        has_effect = bool(mutated_arguments(node)) or is_random(node, None) or returns_nothing(node)
+        if has_effect and node not in tangent_dependent and not aot.is_tagged_backward(node):
+            stack.append(node)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def sink(backward: list[fx.Node], tangents: Sequence[fx.Node]) -> list[fx.Node]:
+    """Reorder the backward so that nodes independent of the incoming gradients run just before their first use.
+
+    Nodes that depend on gradients, draw random numbers or write to something keep their order.
+    """
+    members = set(backward)
+    dependent = set(tangents)
+    for node in backward:
+        if any(operation_of(a) in dependent for a in node.all_input_nodes):
+            dependent.add(node)
+    order: dict[fx.Node, None] = {}
+
+    def place(root: fx.Node) -> None:
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            sources = [operation_of(a) for a in node.all_input_nodes]
+            missing = [s for s in sources if s in members and s not in order]
+            if missing and node not in order:
+                stack.extend(reversed(missing))
+                continue
+            order.setdefault(stack.pop())
+
+    anchored = [n for n in backward if n in dependent or mutated_arguments(n) or is_random(n, None)]
+    for node in (*anchored, *backward):
+        place(node)
+    return list(order)
+
+
+def is_order_dependent_on_gpu(op: str) -> bool:
+    """Whether an operator, by its qualified name, may differ in the last bit from run to run on a GPU."""
+    return bool(_ORDER_DEPENDENT_ON_GPU.match(op))
+
+
+def is_collective(op: str) -> bool:
+    """Whether an operator, by its qualified name, talks to other processes."""
+    return bool(_COLLECTIVE.match(op))
+
+
+def may_choose_anew(ops: Iterable[str], device: torch.device) -> bool:
+    """Whether cuDNN may run one of these operators by another algorithm than before: it times them, for each thread."""
+    return device.type == "cuda" and torch.backends.cudnn.benchmark and "aten.convolution.default" in ops
+
+
+def is_random(node: fx.Node, device: torch.device | None) -> bool:
+    """Whether a second run may give other numbers, or hang."""
+    if isinstance(node.target, aot.HigherOrderOperator) or is_collective(str(node.target)):
+        return True
+    if node.target is draw_mask_of:
+        return True
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        if device is None or device.type != "cuda":
+            return False
+        is_transposed = node.target is torch.ops.aten.convolution.default and node.args[6]
+        sums_in_any_order = is_transposed and not torch.backends.cudnn.deterministic
+        return bool(sums_in_any_order) or is_order_dependent_on_gpu(str(node.target))
+    position = _DROPOUT_ARGUMENT.get(str(node.target))
+    if position is None:
+        return True
+    probability = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return bool(probability != 0.0)
+
+
+def name_of(target: Any) -> str:
+    """Name what a node calls, the same in every process."""
+    return f"hiremate.{target.__name__}" if inspect.isfunction(target) else str(target)

@@ -1,0 +1,158 @@
+"""What runs in place of captured operators, so that numbers are those of eager PyTorch, and memory no more.
+
+AOTAutograd captures some operations of eager as operators that round, draw or read otherwise. Here is which, and what
+computes the same.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..torch_private import aot, tensor_state
+from .fused_kernel import Kernel
+
+aten = torch.ops.aten
+
+
+def as_eager(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """Tell what computes a captured node as eager PyTorch does: a function, and its last arguments where they differ.
+
+    Eager's dropout on the CPU multiplies by a quotient in the input's type, in both directions. The operators that are
+    captured instead multiply by a number that may be rounded otherwise, and are slower. And `bernoulli_` is captured as
+    `bernoulli`.
+    Some operators take less memory here than in eager, and no captured graph knows how much they take there.
+    """
+    arguments: Any = node.args
+    if _is_dropout_on_host(node) and arguments[1] < 1:
+        source, probability = arguments[:2]
+        return dropout, (probability, eager_scale(source, probability))
+    if node.target is aten.native_dropout_backward.default:
+        gradient, mask, _ = arguments
+        drawn_by = mask.args[0] if mask.target is operator.getitem else mask
+        if _is_dropout_on_host(drawn_by):
+            return apply_dropout_mask, (eager_scale(gradient, drawn_by.args[1]),)
+    if node.target in _COMPACT and not node.meta["val"].dim():
+        return _COMPACT[node.target], ()
+    if node.target is aten.col2im.default:
+        return fold, ()
+    if node.target is aten.bernoulli.p and not node.kwargs and aot.called(node) is not torch.bernoulli:
+        return draw_in_place, ()
+    return node.target, ()
+
+
+def _compact(reduced: Any) -> Callable[..., torch.Tensor]:
+    def compact(*args: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = reduced(*args, **kwargs).clone()
+        return result
+
+    compact.__name__ = compact.__qualname__ = f"compact_{reduced.overloadpacket.__name__}"
+    return compact
+
+
+# Losses whose one number keeps the memory of all its terms.
+_COMPACT = {
+    reduced: _compact(reduced)
+    for reduced in (
+        aten.mse_loss.default,
+        aten.smooth_l1_loss.default,
+        aten.binary_cross_entropy.default,
+        aten.soft_margin_loss.default,
+    )
+}
+
+
+def fold(columns: torch.Tensor, size: Any, kernel: Any, dilation: Any, padding: Any, stride: Any) -> torch.Tensor:
+    """Add columns up as `col2im` does, whose result keeps memory for all of them."""
+    channels = columns.shape[-2] // (kernel[0] * kernel[1])
+    result: torch.Tensor = columns.new_empty((*columns.shape[:-2], channels, *size))
+    return aten.col2im.out(columns, size, kernel, dilation, padding, stride, out=result)  # type: ignore[no-any-return]
+
+
+def draw_in_place(source: torch.Tensor, probability: float) -> torch.Tensor:
+    """Draw as `bernoulli_` does, in the order of the memory; the operator that is captured for it draws by rows."""
+    return torch.empty_like(source).bernoulli_(probability)
+
+
+def eager_scale(source: fx.Node, probability: float) -> float:
+    """Give the number by which eager PyTorch multiplies what a dropout keeps."""
+    if probability == 1:
+        return 0.0
+    shown: torch.Tensor = source.meta["val"]
+    if shown.device.type != "cpu":
+        return _as_operand(1.0 / _as_operand(1.0 - probability, source), source)  # CUDA's kernel rounds both
+    with tensor_state.real_mode():
+        return float(torch.ones((), dtype=shown.dtype).div_(1.0 - probability))
+
+
+def _is_dropout_on_host(node: fx.Node) -> bool:
+    source: Any = node.args[0] if node.args else None
+    is_dropout = node.target is aten.native_dropout.default and node.args[2] is not False
+    return is_dropout and bool(source.meta["val"].device.type == "cpu")
+
+
+def _as_operand(scale: float, source: fx.Node) -> float:
+    """Round a number as kernels do that multiply a tensor by it."""
+    dtype = torch.float64 if source.meta["val"].dtype == torch.float64 else torch.float32
+    with tensor_state.real_mode():
+        return float(torch.tensor(scale, dtype=dtype))
+
+
+def dropout(source: torch.Tensor, probability: float, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw a mask and apply it; gives both, as `native_dropout` does."""
+    mask = draw_mask(source, probability, source.device)
+    return apply_dropout_mask(source, mask, scale), mask
+
+
+def draw_mask(like: torch.Tensor, probability: float, device: torch.device) -> torch.Tensor:
+    """Draw the mask of a dropout of a tensor that looks like this one, which may lie on the meta device."""
+    return torch.empty_like(like, dtype=torch.bool, device=device).bernoulli_(1.0 - probability)
+
+
+def apply_dropout_mask(source: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """Give what a dropout keeps, of its input or of its output's gradient."""
+    if source.is_cpu and source.stride() == mask.stride():  # in one block; a product with booleans takes a second one
+        return mask.view(torch.uint8).to(source.dtype).mul_(scale).mul_(source)
+    return torch.mul(source, mask).mul_(scale)
+
+
+def needs_traced_layout(target: Any) -> bool:
+    """Whether an operator of the backward must get its tensors with the strides that they were traced with.
+
+    Gradients come from the caller with other strides than were traced. Operators of PyTorch read them as they are, but
+    for those whose derivative makes the gradient contiguous first, which left no trace where it was traced as such
+    already; and those that address memory. What others wrote may rely on anything.
+    """
+    if isinstance(target, aot.OpOverload):
+        return target.namespace not in ("aten", "prims") or target.overloadpacket in _READ_MEMORY
+    return isinstance(target, (aot.HigherOrderOperator, Kernel))
+
+
+_READ_MEMORY = {
+    getattr(aten, name)
+    for name in (
+        "native_group_norm_backward",
+        "cudnn_batch_norm_backward",
+        "miopen_batch_norm_backward",
+        "_cdist_backward",
+        "_pdist_backward",
+        "mkldnn_rnn_layer_backward",
+        "_cudnn_rnn_backward",
+        "miopen_rnn_backward",
+        "_thnn_fused_lstm_cell_backward_impl",
+        "_thnn_fused_gru_cell_backward",
+        "as_strided",
+        "as_strided_scatter",
+    )
+}
+
+
+def with_strides(source: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """Give a tensor with these strides: itself where it has them, else a copy."""
+    if source.stride() == strides:
+        return source
+    return torch.empty_strided(source.shape, strides, dtype=source.dtype, device=source.device).copy_(source)

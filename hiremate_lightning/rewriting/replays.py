@@ -1,0 +1,149 @@
+"""How results come back, bit for bit, without a second run of the operation that gave them first.
+
+Random operations never run twice.
+A dropout's output is its input times its mask. And what was drawn is drawn again from the state that the generator had
+before: so a mask, one byte an element, need not be saved. A state takes 5 kB on the CPU and no device memory on CUDA.
+Drawing again leaves the generator as it was found, so that the next numbers are those of plain training.
+And a batch norm has its statistics already.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from ..torch_private import aot, tensor_state
+from .kernels import apply_dropout_mask, as_eager, draw_mask, eager_scale
+from .kernels import dropout as dropout_on_host
+from .normalizing import normalize
+
+aten = torch.ops.aten
+
+APPLY_MASK = "hiremate.apply_dropout_mask"  # reads the dropout's input and its mask, gives its output
+DRAW_MASK = "hiremate.draw_dropout_mask"  # reads a state, gives the dropout's mask
+DRAW_AGAIN = "hiremate.draw_again"  # reads what the operation read, and a state; gives all that the operation gave
+NORMALIZE = (
+    "hiremate.normalize"  # reads what the batch norm reads, its mean and its inverse deviation; gives its output
+)
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+def call_of(op: str, drawn: fx.Node, inputs: Sequence[fx.Node]) -> Call:
+    """Give what a replay node runs.
+
+    Args:
+        op: One of the four above.
+        drawn: The captured operation, a random one or a batch norm.
+        inputs: What the replay node reads; what finishes the operation may read more, which comes last.
+
+    Returns:
+        A function with its arguments, in which captured nodes stand for their values.
+    """
+    if op == APPLY_MASK:
+        source, probability = cast("tuple[fx.Node, float]", drawn.args[:2])
+        return apply_dropout_mask, (*inputs[:2], eager_scale(source, probability)), {}
+    if op == NORMALIZE:
+        read = drawn.args[:3]
+        first = len({a for a in read if isinstance(a, fx.Node)})
+        return normalize, (*read, *inputs[first : first + 2]), {}
+    state, device = inputs[-1], _device(drawn)
+    if op == DRAW_MASK:
+        drawn_as = drawn.args if drawn.target is draw_mask_of else mask_arguments(drawn)
+        return again(draw_mask_of), (state, device, *drawn_as), {}
+    target, changed = as_eager(drawn)
+    return again(target), (state, device, *drawn.args[: len(drawn.args) - len(changed)], *changed), dict(drawn.kwargs)
+
+
+def generator_state(device: torch.device) -> torch.Tensor:
+    """Give the state of a device's default generator, a tensor on the host."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_state(state: torch.Tensor, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+@functools.cache
+def again(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """Give the function that draws from a given state: it takes the state, the device, and what `draw` takes."""
+
+    def draw_again(state: torch.Tensor, device: torch.device, /, *args: Any, **kwargs: Any) -> Any:
+        before = generator_state(device)
+        _set_state(state, device)
+        try:
+            return draw(*args, **kwargs)
+        finally:
+            _set_state(before, device)
+
+    name = str(getattr(draw, "__name__", draw)).replace(".", "_")
+    draw_again.__name__ = draw_again.__qualname__ = f"{name}_again"
+    return draw_again
+
+
+def add_state(joint: fx.Graph, drawn: fx.Node) -> fx.Node:
+    """Put into a joint graph the node whose value is the generator's state before a random operation."""
+    with joint.inserting_before(drawn):
+        state = joint.call_function(generator_state, (_device(drawn),))
+    with tensor_state.fake_mode_of([drawn.meta["val"]]):
+        state.meta["val"] = torch.empty(generator_state(torch.device("cpu")).shape, dtype=torch.uint8)
+    return state
+
+
+def _device(drawn: fx.Node) -> torch.device:
+    values = (v for v in tensor_state.leaves(drawn.meta["val"]) if isinstance(v, torch.Tensor))
+    return next(values).device
+
+
+def can_draw_again(node: fx.Node) -> bool:
+    """Whether a random operation, which writes to nothing, draws from its device's default generator alone."""
+    target = node.target
+    if not isinstance(target, aot.OpOverload) or target.namespace != "aten" or "rnn" in str(target):
+        return False
+    if _device(node).type not in ("cpu", "cuda"):
+        return False
+    seeded = torch.Tag.nondeterministic_seeded in target.tags
+    return seeded and node.kwargs.get("generator") is None
+
+
+def draw_mask_of(
+    size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, probability: float
+) -> torch.Tensor:
+    """Draw the mask of a dropout whose input looks like this, as `kernels.dropout` does.
+
+    CUDA's kernel draws only while it applies the mask.
+    """
+    if device.type == "cuda":
+        source = torch.empty_strided(size, strides, dtype=dtype, device=device)
+        return torch.native_dropout(source, probability, train=True)[1]
+    return draw_mask(torch.empty_strided(size, strides, device="meta"), probability, device)
+
+
+def mask_arguments(dropout: fx.Node) -> tuple[Any, ...]:
+    """Give what `draw_mask_of` takes to draw the mask of a captured dropout."""
+    source, probability = dropout.args[:2]
+    assert isinstance(source, fx.Node)
+    shown: torch.Tensor = source.meta["val"]
+    size, strides = (tuple(tensor_state.int_hint(s) for s in sizes) for sizes in (shown.shape, shown.stride()))
+    return size, strides, shown.dtype, shown.device, probability
+
+
+def can_draw_mask(dropout: fx.Node, begins_allocation: bool) -> bool:
+    """Whether `draw_mask_of` draws what a captured dropout draws.
+
+    Args:
+        dropout: The dropout.
+        begins_allocation: Whether its input is the first in a block of the step's own: CUDA's kernel draws by how that
+            is aligned, which is known only there.
+    """
+    source, probability = dropout.args[:2]
+    if not isinstance(source, fx.Node) or not isinstance(probability, float):
+        return False
+    return as_eager(dropout)[0] is dropout_on_host or (_device(dropout).type == "cuda" and begins_allocation)

@@ -1,0 +1,1 @@
+"""Running a schedule on a captured graph."""

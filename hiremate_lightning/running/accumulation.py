@@ -1,0 +1,59 @@
+"""Gradients that are added to `.grad` where they appear.
+
+Autograd adds each gradient to the one that a parameter has already, and frees it. A captured graph hands all of its
+gradients to autograd at once, at its end: while gradients are accumulated, two full sets of them would exist. So the
+planned backward adds them by itself, as autograd would, wherever that is all that autograd would do with them. A
+gradient that a hook is to see, or that is one of several terms, is handed on as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..capturing.capture import Captured
+from ..torch_private import backward_pass
+
+Leaves = Mapping[int, torch.Tensor]  # by position among the inputs of a captured graph
+
+
+def find_leaves(captured: Captured, arguments: Sequence[Any]) -> dict[int, torch.Tensor]:
+    """List the inputs whose gradients stay with them: those that no other code has computed.
+
+    The tokens that order effects (checks of linear algebra) are traced as tensors, and come as None.
+    """
+    pairs = zip(arguments, captured.backward_outputs, strict=False)
+    found = {i: v for i, (v, gradient) in enumerate(pairs) if gradient is not None and isinstance(v, torch.Tensor)}
+    return {position: value for position, value in found.items() if value.is_leaf}
+
+
+def existing(leaves: Leaves) -> dict[int, torch.Tensor]:
+    """Give the gradients that leaves have already."""
+    found = ((position, leaf.grad) for position, leaf in leaves.items())
+    return {position: gradient for position, gradient in found if gradient is not None}
+
+
+def addable(captured: Captured, leaves: Leaves) -> frozenset[int]:
+    """List the positions of the leaves with whose gradients the running backward does nothing but add them."""
+    if any(leaf.device.type == "cuda" and not _on_default_stream(leaf.device) for leaf in leaves.values()):
+        return frozenset()
+    return frozenset(
+        position
+        for position, leaf in leaves.items()
+        if _is_alike(leaf, captured.backward_outputs[position].meta["val"])
+        and (leaf.grad is None or (_is_alike(leaf, leaf.grad) and not leaf.grad.requires_grad))
+        and backward_pass.only_takes_one(leaf)
+    )
+
+
+def _is_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    same = (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
+    return (
+        same and tensor.layout is torch.strided is other.layout and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    )
+
+
+def _on_default_stream(device: torch.device) -> bool:
+    return torch.cuda.current_stream(device) == torch.cuda.default_stream(device)

@@ -1,0 +1,232 @@
+"""Run programs on a captured graph, and change them without capturing again.
+
+AOTAutograd is told that the forward saves one value, an empty token. The values that a plan really saves ride on that
+token, together with the backward program that fits them. So a plan can be replaced at any time, even between a forward
+and its backward: steps under way finish with what they started with.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from ..capturing.capture import Captured
+from ..errors import CaptureError
+from ..torch_private import aot, backward_pass, tensor_state
+from .accumulation import Leaves, addable, existing, find_leaves
+from .program import Program
+
+FREED = (
+    "Trying to backward through the graph a second time, but the saved values have already been freed. "
+    "Specify retain_graph=True in the first backward if you need a second one."
+)
+CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+    "{name} is at version {found}; expected version {expected} instead"
+)
+
+
+class Conductor(Protocol):
+    """Chooses the program of each run of a part, and hears of it.
+
+    What `start` returns beside the program comes back with each later call about the same run.
+    """
+
+    def start(self, part: Part, arguments: Sequence[Any]) -> tuple[Program, Any]:
+        """Choose the program of the forward that is about to run."""
+
+    def forward_done(self, run: Any, outputs: Sequence[Any]) -> None:
+        """Hear that the forward has run."""
+
+    def backward_starts(self, run: Any, tangents: Sequence[Any], leaves: Leaves) -> None:
+        """Hear that the backward is about to run, and to which inputs its gradients belong."""
+
+    def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
+        """Hear of values that code outside has overwritten between forward and backward."""
+
+    def must_return(self, part: Part, positions: Collection[int]) -> None:
+        """Hear of gradients that exist, but that a backward could not add to."""
+
+    def backward_done(self, run: Any) -> None:
+        """Hear that the backward has run."""
+
+    def ran_out(self, error: torch.OutOfMemoryError) -> None:
+        """Hear that memory has run out, and add what is known to the error."""
+
+
+class Part:
+    """One captured graph, run by programs that its conductor chooses.
+
+    torch.compile's caches hold parts for as long as they please. So a part must not keep its conductor alive, which
+    knows the model; a backward that outlives both still runs.
+
+    Attributes:
+        captured: The captured graph.
+        own: Positions of outputs that are returned as tensors of their own, where the graph may give views.
+    """
+
+    def __init__(self, captured: Captured, conductor: Conductor) -> None:
+        self.captured = captured
+        self.own: tuple[int, ...] = ()
+        self._conductor = weakref.ref(conductor)
+        self._count = len(captured.forward_outputs)
+        self._takes_absent = not any(tensor_state.is_symbolic(t.meta.get("val")) for t in captured.tangents)
+
+    def forward(self, arguments: list[Any]) -> list[Any]:
+        """Run the forward: inputs in, outputs and the token out."""
+        conductor = self._conductor()
+        assert conductor is not None, "a model is alive while it is called"
+        program, run = conductor.start(self, arguments)
+        leaves = find_leaves(self.captured, arguments)  # the program empties the list
+        with self._explained():
+            results = list(program.forward(arguments))
+        outputs, saved = results[: self._count], results[self._count :]
+        del results
+        for position in self.own:
+            outputs[position] = tensor_state.unviewed(outputs[position])
+        token = torch.empty(0)
+        token.hiremate = _Saved(program, run, leaves, _kept(program, saved), outputs)  # type: ignore[attr-defined]
+        if self._takes_absent:
+            aot.let_gradients_be_absent(token)
+        conductor.forward_done(run, outputs)
+        return [*outputs, token]
+
+    def backward(self, arguments: list[Any]) -> Sequence[Any]:
+        """Run the backward: the token and tangents in, gradients out."""
+        saved: _Saved | None = getattr(arguments[0], "hiremate", None)
+        if saved is None:
+            raise CaptureError(
+                "Hooks on saved tensors (torch.autograd.graph.saved_tensors_hooks, save_on_cpu) are around a planned "
+                "call, and give back other tensors than they were given. What is kept is for the plan to decide: call "
+                "the model without them."
+            )
+        tangents = arguments[1:]
+        if any(tensor_state.is_batched(tangent) for tangent in tangents):
+            raise CaptureError(
+                "Code that torch.compile has captured can't take many gradients at once, as is_grads_batched=True "
+                "gives them. Ask for one after the other, call remove_hiremate(model), or plan other submodules only."
+            )
+        if backward_pass.creates_graph():  # autograd would see no way through to weights and inputs, and say nothing
+            raise CaptureError(
+                "Gradients of what a planned module returned were asked for with create_graph=True: they can't be "
+                "differentiated once more. Take them inside of what is planned, in a forward that calls "
+                "torch.autograd.grad, or plan the whole step with HiRemateCallback(target='training_step'). Where they "
+                "are not trained on, leave create_graph out. Or call remove_hiremate(model)."
+            )
+        arguments.clear()
+        conductor = self._conductor()
+        if conductor is not None:
+            conductor.backward_starts(saved.run, tangents, saved.leaves)
+        totals = self._find_totals(saved.leaves)
+        missing, added = missing_gradients(tangents), frozenset(totals)
+        program = saved.program.variant(missing, added) if missing or added else saved.program
+        values, overwritten = saved.take(program.unread, keep=backward_pass.will_run_again())
+        if overwritten and conductor is not None:
+            found = (self.captured.graph.tensors[saved.program.schedule.saved[i]].storage for i in overwritten)
+            conductor.was_overwritten(self, [storage for storage in found if storage is not None])
+        values.extend(tangents)
+        values.extend(totals.values())
+        for position in program.unread:
+            values[position] = None
+        del tangents, totals
+        with self._explained():
+            gradients = program.backward(values)
+        if conductor is not None:
+            conductor.backward_done(saved.run)
+        return gradients
+
+    def _find_totals(self, leaves: Leaves) -> dict[int, torch.Tensor]:
+        """Give the gradients that exist and to which the backward adds, by position."""
+        found = existing(leaves)
+        added = (
+            addable(self.captured, {position: leaves[position] for position in found}) if found else frozenset[int]()
+        )
+        conductor = self._conductor()
+        if conductor is not None and len(added) < len(found):
+            conductor.must_return(self, found.keys() - added)
+        return {position: found[position] for position in sorted(added)}
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Let the conductor add what it knows to an error that says that memory has run out."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            conductor = self._conductor()
+            if conductor is not None:
+                conductor.ran_out(error)
+            raise
+
+
+def missing_gradients(tangents: Sequence[Any]) -> frozenset[int]:
+    """List, by position, the gradients of outputs that have not arrived: the caller's loss does not depend on them."""
+    return frozenset(position for position, tangent in enumerate(tangents) if tangent is None)
+
+
+def _kept(program: Program, saved: list[Any]) -> list[Any]:
+    """Detach what is also returned, and views; copy what others overwrite.
+
+    A returned tensor gets a grad_fn that holds the token; the token must not hold the tensor. And a view holds what it
+    was taken of, which may be returned: nobody could tell any more whether others hold that too.
+    """
+    found = []
+    for value, returned, copied in zip(saved, program.returned, program.copied, strict=True):
+        if copied:
+            value = value.clone()
+        elif isinstance(value, torch.Tensor) and (returned or tensor_state.is_view(value)):
+            value = value.detach()
+        found.append(value)
+    return found
+
+
+class _Saved:
+    """The values that a forward saved, with the program whose backward reads them."""
+
+    __slots__ = ("copies", "leaves", "program", "run", "values", "versions", "watched")
+
+    def __init__(self, program: Program, run: Any, leaves: Leaves, values: list[Any], outputs: Sequence[Any]) -> None:
+        self.program = program
+        self.run = run
+        self.leaves = leaves
+        self.values: list[Any] | None = values
+        self.watched = [
+            [outputs[p].detach() for p in shown] or [v] if checked and isinstance(v, torch.Tensor) else []
+            for v, checked, shown in zip(values, program.checked, program.shown, strict=True)
+        ]
+        self.versions = self._count_changes()
+        protected = (i for i, is_borrowed in enumerate(program.borrowed) if is_borrowed and program.protects)
+        self.copies = {i: values[i].clone() for i in protected}
+
+    def take(self, unread: Collection[int], keep: bool) -> tuple[list[Any], list[int]]:
+        """Hand the values to a backward; they are gone afterwards unless another backward was announced.
+
+        Args:
+            unread: Positions of those that the backward does not read: they may have been changed.
+            keep: Whether there will be another backward.
+
+        Returns:
+            The values, and the positions of those that were overwritten since: these are copies.
+        """
+        if self.values is None:
+            raise RuntimeError(FREED)
+        overwritten = []
+        for index, (found, expected) in enumerate(zip(self._count_changes(), self.versions, strict=True)):
+            if found == expected:
+                continue
+            if index in self.copies:
+                overwritten.append(index)
+            elif index not in unread:
+                name = self.program.saved_names[index]
+                raise RuntimeError(CHANGED.format(name=name, found=found, expected=expected))
+        values = [self.copies[i] if i in overwritten else value for i, value in enumerate(self.values)]
+        if keep:  # a second tensor on a storage keeps the backward from computing into it
+            return [v.detach() if isinstance(v, torch.Tensor) else v for v in values], overwritten
+        self.values, self.copies, self.watched = None, {}, []
+        return values, overwritten
+
+    def _count_changes(self) -> list[int]:
+        return [sum(map(tensor_state.version_of, tensors)) for tensors in self.watched]

@@ -1,0 +1,363 @@
+"""Programs: a schedule of a captured graph as two straight-line FX modules, compiled to Python.
+
+Their generated code takes its arguments in a list that it empties and drops each value after its last use, which is
+where the schedule says `Free`.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from ..capturing.absent import NOTHING, Absence, find_absent
+from ..capturing.capture import Captured
+from ..records.graph import Phase, StorageKind
+from ..records.schedule import Compute, Operation, Schedule
+from ..rewriting.finishing import Finish
+from ..rewriting.kernels import as_eager, needs_traced_layout, with_strides
+from ..rewriting.losses import cross_entropy_gradient
+from ..rewriting.overwriting import overwriting, traced_strides
+from ..rewriting.replays import DRAW_AGAIN, call_of, generator_state
+from ..torch_private import aot, tensor_state
+from .straight_line import compiled
+
+
+@dataclass(frozen=True)
+class Program:
+    """A schedule, ready to run on a captured graph.
+
+    Attributes:
+        schedule: What it does.
+        forward: Takes the inputs in a list, returns outputs followed by saved values.
+        backward: Takes saved values followed by tangents in a list, returns gradients.
+        forward_module: FX module of the forward.
+        backward_module: FX module of the backward.
+        unread: Positions of what the backward takes and does not read: generated code would hold it to its end.
+        saved_names: Name of each saved value.
+        returned: For each saved value, whether the forward also returns it.
+        checked: For each saved value, whether a change in place between forward and backward is an error.
+        shown: For each saved value, the positions of outputs on its memory, through which code outside may change it.
+        borrowed: For each saved value, whether plain training would not need it, and code outside may overwrite it.
+        copied: For each saved value, whether a copy is saved, since code outside is known to overwrite it.
+        protects: Whether the forward copies what is borrowed.
+        variant: Gives the program for a backward to which some gradients of outputs, by position, do not arrive, and
+            which adds some of its own, by position, to tensors that it takes after the tangents.
+    """
+
+    schedule: Schedule
+    forward: aot.Boxed
+    backward: aot.Boxed
+    forward_module: fx.GraphModule
+    backward_module: fx.GraphModule
+    unread: tuple[int, ...]
+    saved_names: tuple[str, ...]
+    returned: tuple[bool, ...]
+    checked: tuple[bool, ...]
+    shown: tuple[tuple[int, ...], ...]
+    borrowed: tuple[bool, ...]
+    copied: tuple[bool, ...]
+    variant: Callable[[frozenset[int], frozenset[int]], Program]
+    protects: bool = False
+
+
+def build(captured: Captured, schedule: Schedule) -> Program:
+    """Generate the two straight-line programs of a schedule.
+
+    Args:
+        captured: The captured graph.
+        schedule: A valid schedule of its graph.
+
+    Returns:
+        The programs, compiled to Python.
+    """
+    saved = tuple(captured.fx_values[t] for t in schedule.saved)
+    forward = _forward_module(captured, schedule, saved)
+    takes = _takes(captured, schedule)
+    present = Absence(overwrites={**captured.overwrites, **takes})
+    backward = _backward_module(captured, schedule, saved, present)
+    outputs = set(captured.forward_outputs)
+    seen, plainly_unread = _seen(captured, schedule), _unread_plainly(captured, schedule)
+    borrowed = tuple(s and u for s, u in zip(seen, plainly_unread, strict=True))
+    overwritten = (captured.graph.tensors[t].storage in captured.overwritten for t in schedule.saved)
+    copied = tuple(b and o for b, o in zip(borrowed, overwritten, strict=True))
+
+    @functools.cache
+    def variant(missing: frozenset[int], added: frozenset[int]) -> Program:
+        absence = find_absent(captured, missing) if missing else present
+        absence = replace(absence, overwrites={**absence.overwrites, **takes})
+        module = _backward_module(captured, schedule, saved, absence, added)
+        if missing:
+            module.graph.eliminate_dead_code()
+        backward = compiled(module)
+        return replace(program, backward=backward, backward_module=module, unread=_unread(module))
+
+    program = Program(
+        schedule=schedule,
+        forward=compiled(forward),
+        backward=compiled(backward),
+        forward_module=forward,
+        backward_module=backward,
+        unread=_unread(backward),
+        saved_names=tuple(v.name for v in saved),
+        returned=tuple(v in outputs for v in saved),
+        checked=tuple(s and not c for s, c in zip(seen, copied, strict=True)),
+        shown=_shown(captured, schedule),
+        borrowed=borrowed,
+        copied=copied,
+        variant=variant,
+    )
+    return program
+
+
+def _takes(captured: Captured, schedule: Schedule) -> dict[fx.Node, int]:
+    """Give what computes into a value of the forward that nothing reads after it in a schedule, with its position."""
+    found, read = dict[fx.Node, int](), set[int | None]()
+    for operation in reversed(schedule.backward):
+        if not isinstance(operation, Compute):
+            continue
+        record = captured.graph.nodes[operation.node]
+        if record.takes is not None and captured.graph.tensors[record.takes].storage not in read:
+            node = captured.fx_nodes[operation.node]
+            found[node] = captured.takes[node]
+        read.update(captured.graph.tensors[t].storage for t in record.inputs)
+    return found
+
+
+def _unread(module: fx.GraphModule) -> tuple[int, ...]:
+    placeholders = enumerate(module.graph.find_nodes(op="placeholder"))
+    return tuple(position for position, value in placeholders if not value.users)
+
+
+def _seen(captured: Captured, schedule: Schedule) -> tuple[bool, ...]:
+    """Tell which saved values lie on memory that others see and may change.
+
+    It is returned, or exists beside the step (a parameter's, the batch's) and is left as it is.
+    """
+    graph = captured.graph
+    returned = {graph.tensors[t].storage for t in graph.outputs}
+    overwritten = {graph.tensors[t].storage for t in captured.mutated}
+    resident = {i for i, storage in enumerate(graph.storages) if storage.kind.is_resident} - overwritten
+    seen = (returned | resident) - {None}
+    return tuple(graph.tensors[t].storage in seen for t in schedule.saved)
+
+
+def _shown(captured: Captured, schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """List for each saved value the positions of the outputs on its memory."""
+    tensors = captured.graph.tensors
+    storage_of = {value: tensors[t].storage for t, value in enumerate(captured.fx_values)}
+    positions: dict[int | None, list[int]] = {}
+    for position, value in enumerate(captured.forward_outputs):
+        if isinstance(value, fx.Node):
+            positions.setdefault(storage_of[value], []).append(position)
+    positions.pop(None, None)
+    return tuple(tuple(positions.get(tensors[t].storage, ())) for t in schedule.saved)
+
+
+def _unread_plainly(captured: Captured, schedule: Schedule) -> tuple[bool, ...]:
+    """Tell which saved values lie on memory that is no parameter's, and that plain training would not read again."""
+    graph, needed = captured.graph, _needed_plainly(captured)
+    storages = (graph.tensors[t].storage for t in schedule.saved)
+    return tuple(
+        s is not None and s not in needed and graph.storages[s].kind is not StorageKind.PARAMETER for s in storages
+    )
+
+
+def _needed_plainly(captured: Captured) -> set[int | None]:
+    """List the storages that a plain backward reads: of a loss the logarithms, where here it reads the logits."""
+    graph = captured.graph
+    found = set(graph.gradients)
+    for index in graph.backward:
+        node = captured.fx_nodes[index]
+        logits = node.args[1] if node.target is cross_entropy_gradient else None
+        found.update(t for t in graph.nodes[index].inputs if captured.fx_values[t] is not logits)
+    return {graph.tensors[t].storage for t in found}
+
+
+def _forward_module(captured: Captured, schedule: Schedule, saved: Sequence[fx.Node]) -> fx.GraphModule:
+    graph = fx.Graph()
+    values = {p: graph.node_copy(p) for p in captured.placeholders}
+    _copy_constants(captured, graph, values)
+    _emit(captured, schedule.forward, graph, values)
+    outputs = [values[v] if isinstance(v, fx.Node) else v for v in captured.forward_outputs]
+    graph.output((*outputs, *(values[v] for v in saved)))
+    _drop_unread_states(graph)
+    return fx.GraphModule(captured.joint, graph, "PlannedForward")
+
+
+def _backward_module(
+    captured: Captured,
+    schedule: Schedule,
+    saved: Sequence[fx.Node],
+    absence: Absence,
+    added: frozenset[int] = frozenset(),
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for value in (*saved, *captured.tangents):
+        values[value] = graph.placeholder(value.name)
+    totals = {position: graph.placeholder(f"total_{position}") for position in sorted(added)}
+    _copy_constants(captured, graph, values)
+    _emit(captured, schedule.backward, graph, values, absence)
+    there = (v if isinstance(v, fx.Node) and v not in absence.values else None for v in captured.backward_outputs)
+    gradients = [None if v is None else values[v] for v in there]
+    for position, total in totals.items():
+        _add_at_once(graph, total, gradients[position])
+        gradients[position] = None
+    graph.output(tuple(gradients))
+    return fx.GraphModule(captured.joint, graph, "PlannedBackward")
+
+
+def _add_at_once(graph: fx.Graph, total: fx.Node, gradient: fx.Node | None) -> None:
+    """Add a gradient to one that exists, as soon as it is there; the generated code frees it then."""
+    if gradient is not None:
+        with graph.inserting_after(total if gradient.op == "placeholder" else gradient):
+            graph.call_function(torch.ops.aten.add_.Tensor, (total, gradient))
+
+
+def _copy_constants(captured: Captured, graph: fx.Graph, values: dict[fx.Node, fx.Node]) -> None:
+    for node in captured.joint.graph.find_nodes(op="get_attr"):
+        if node not in values:
+            values[node] = graph.node_copy(node)
+
+
+def _emit(
+    captured: Captured,
+    operations: Sequence[Operation],
+    graph: fx.Graph,
+    values: dict[fx.Node, fx.Node],
+    absence: Absence = NOTHING,
+) -> None:
+    """Append the operations of a schedule; generated code frees by itself, after the last use."""
+
+    def value_of(value: fx.Node) -> fx.Node:
+        return _zeros(value, graph) if value in absence.values else values[value]
+
+    def laid_out(value: fx.Node) -> fx.Node:
+        shown = value.meta.get("val")
+        if not isinstance(shown, torch.Tensor):
+            return value_of(value)
+        strides = tuple(tensor_state.int_hint(s) for s in shown.stride())
+        return graph.call_function(with_strides, (value_of(value), strides))
+
+    for operation in operations:
+        if not isinstance(operation, Compute) or operation.node >= len(captured.fx_nodes):
+            continue
+        record, node = captured.graph.nodes[operation.node], captured.fx_nodes[operation.node]
+        finish = captured.finishes.get(node)
+        outputs = [_as_made(captured.fx_values[t], finish) for t in record.outputs]
+        if record.replays is not None:
+            function, args, kwargs = call_of(record.op, node, [captured.fx_values[t] for t in record.inputs])
+            args, kwargs = fx.node.map_arg((args, kwargs), value_of)
+            copy = graph.call_function(function, args, kwargs)
+            copy.meta |= {"phase": record.phase, "key": record.key}
+            if record.op == DRAW_AGAIN:
+                _hand_on(node, copy, outputs, graph, values)
+            else:
+                values[outputs[0]] = copy
+            _finish(finish, outputs, copy, graph, values)
+            continue
+        if node in absence.values:
+            continue
+        if node in absence.replaced:
+            values[node] = values[absence.replaced[node]]
+            continue
+        needs_layout = record.phase is Phase.BACKWARD and needs_traced_layout(node.target)
+        copy = graph.node_copy(node, laid_out if needs_layout else value_of)
+        copy.meta |= {"phase": record.phase, "key": record.key}
+        copy.target, changed = as_eager(node)
+        copy.args = (*copy.args[: len(copy.args) - len(changed)], *changed)
+        if node.target is torch.ops.aten.view.default and record.phase is Phase.BACKWARD:
+            copy.target = torch.ops.aten.reshape.default  # gradients come with other strides than they were traced with
+        if node in absence.overwrites:
+            dying = absence.overwrites[node]
+            copy.target = overwriting(node.target, dying)
+            copy.args = (traced_strides(node, dying), *copy.args)
+        for state in (v for v in outputs if v.target is generator_state):
+            with graph.inserting_before(copy):
+                values[state] = graph.node_copy(state)
+        _hand_on(node, copy, [v for v in outputs if v.target is not generator_state], graph, values)
+        _finish(finish, outputs, copy, graph, values)
+
+
+def _hand_on(
+    node: fx.Node, copy: fx.Node, outputs: Sequence[fx.Node], graph: fx.Graph, values: dict[fx.Node, fx.Node]
+) -> None:
+    """Note what the copy of a captured node computes: its value, or the parts of it."""
+    for value in outputs:
+        if value is node:
+            values[value] = copy
+        else:
+            part = graph.call_function(operator.getitem, (copy, value.args[1]))
+            part.meta = value.meta
+            values[value] = part
+
+
+def _as_made(value: fx.Node, finish: Finish | None) -> fx.Node:
+    """Give what an operation makes, where others read that or what finishes it."""
+    return finish.value if finish is not None and value is finish.result else value
+
+
+def _finish(
+    finish: Finish | None, outputs: Sequence[fx.Node], made: fx.Node, graph: fx.Graph, values: dict[fx.Node, fx.Node]
+) -> None:
+    """Append what finishes a result, if it is among those that were just computed."""
+    if finish is None or finish.value not in outputs:
+        return
+    for step, target, args in finish.calls():
+        args, kwargs = fx.node.map_arg((args, dict(step.kwargs)), values.__getitem__)
+        values[step] = copy = graph.call_function(target, args, kwargs)
+        copy.meta = {**step.meta, "phase": made.meta["phase"], "finishes": made.meta["key"]}
+
+
+def _drop_unread_states(graph: fx.Graph) -> None:
+    """Leave out the states of generators from which nothing is drawn again."""
+    for state in graph.find_nodes(op="call_function", target=generator_state):
+        if not state.users:
+            graph.erase_node(state)
+
+
+def _zeros(value: fx.Node, graph: fx.Graph) -> fx.Node:
+    """Fill in a gradient that has not arrived, where an operation needs all of its gradients."""
+    shown: torch.Tensor = value.meta["val"]
+    size = tuple(tensor_state.int_hint(s) for s in shown.shape)
+    return graph.call_function(torch.zeros, (size,), {"dtype": shown.dtype, "device": shown.device})
+
+
+def stub_modules(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Make the two modules that AOTAutograd partitions into: only their calling convention counts, they never run."""
+    with tensor_state.fake_mode_of([n.meta.get("val") for n in captured.placeholders]):
+        token = torch.empty(0)
+    forward = _stub_forward(captured, token)
+    backward = fx.Graph()
+    backward.placeholder("token").meta["val"] = token
+    for tangent in captured.tangents:
+        backward.placeholder(tangent.name).meta = dict(tangent.meta)
+    gradients = []
+    for value in captured.backward_outputs:
+        if isinstance(value, fx.Node):
+            stand_in = backward.call_function(torch.empty, ((0,),))
+            stand_in.meta = dict(value.meta)
+            gradients.append(stand_in)
+        else:
+            gradients.append(value)
+    backward.output(tuple(gradients)).meta["desc"] = list(captured.output_descriptions[1])
+    return fx.GraphModule(captured.joint, forward), fx.GraphModule(captured.joint, backward)
+
+
+def _stub_forward(captured: Captured, token: torch.Tensor) -> fx.Graph:
+    graph = fx.Graph()
+    values = {p: graph.node_copy(p) for p in captured.placeholders}
+    _copy_constants(captured, graph, values)
+    _emit(captured, [Compute(n) for n in captured.graph.forward], graph, values)
+    made = graph.call_function(torch.empty, ((0,),))
+    made.meta["val"] = token
+    outputs = [values[v] if isinstance(v, fx.Node) else v for v in captured.forward_outputs]
+    description = [*captured.output_descriptions[0], aot.describe_saved(0)]
+    graph.output((*outputs, made)).meta["desc"] = description
+    _drop_unread_states(graph)
+    return graph

@@ -1,0 +1,102 @@
+"""Straight-line Python for a program: each operation called in the least time, each value freed after its last use."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from ..rewriting.joint import is_part
+from ..torch_private import aot
+from ..torch_private.calls import shortest
+
+
+def compiled(module: fx.GraphModule) -> aot.Boxed:
+    """Compile an FX graph to a function that takes its arguments in one list, which it empties.
+
+    Values are freed after their last use.
+    """
+    return aot.mark_boxed(_Writer(module).function())
+
+
+class _Writer:
+    """Writes the source of a graph, and keeps what it names."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self.names: dict[fx.Node, str] = {}
+        self.known: dict[str, Any] = {}  # globals of the source
+        self.name_of_known: dict[Any, str] = {}
+        self.lines: list[str] = []
+
+    def function(self) -> Callable[[list[Any]], Any]:
+        """Write it all and compile it."""
+        dying = _last_uses(self.module.graph)
+        taken = []
+        for node in self.module.graph.nodes:
+            if node.op == "placeholder":
+                taken.append(self._value(node))
+            elif node.op == "get_attr":
+                self.names[node] = self._constant(operator.attrgetter(node.target)(self.module))
+            elif node.op == "output":
+                self.lines.append(f"return {self._argument(node.args[0])}")
+            else:
+                self.lines.append(f"{self._value(node)} = {self._call(node)}")
+            gone = [self.names[value] for value in dying.get(node, ()) if value.op not in ("get_attr", "output")]
+            if gone and node.op != "output":
+                self.lines.append(f"del {', '.join(gone)}")
+        take = [f"[{', '.join(taken)}] = arguments"] if taken else []
+        body = "\n ".join([*take, "arguments.clear()", *self.lines])
+        exec(compile(f"def run(arguments):\n {body}\n", "<program of a plan>", "exec"), self.known)
+        run: Callable[[list[Any]], Any] = self.known["run"]
+        return run
+
+    def _value(self, node: fx.Node) -> str:
+        return self.names.setdefault(node, f"v{len(self.names)}")
+
+    def _constant(self, value: Any) -> str:
+        name = f"k{len(self.known)}"
+        self.known[name] = value
+        return name
+
+    def _callable(self, target: Any) -> str:
+        if target not in self.name_of_known:
+            self.name_of_known[target] = self._constant(target)
+        return self.name_of_known[target]
+
+    def _call(self, node: fx.Node) -> str:
+        if is_part(node):
+            return f"{self._argument(node.args[0])}[{node.args[1]}]"
+        arguments = [self._argument(a) for a in node.args]
+        arguments += [f"{name}={self._argument(a)}" for name, a in node.kwargs.items()]
+        if node.op == "call_method":
+            return f"{arguments[0]}.{node.target}({', '.join(arguments[1:])})"
+        target = self.module.get_submodule(str(node.target)) if node.op == "call_module" else shortest(node)
+        return f"{self._callable(target)}({', '.join(arguments)})"
+
+    def _argument(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return self.names[value]
+        if isinstance(value, (tuple, list)):
+            inner = "".join(f"{self._argument(v)}, " for v in value)
+            return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
+        if value is None or type(value) in (bool, int, str):
+            return repr(value)
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{self._argument(k)}: {self._argument(v)}' for k, v in value.items())}}}"
+        if isinstance(value, slice):
+            return f"slice({', '.join(map(self._argument, (value.start, value.stop, value.step)))})"
+        return self._constant(value)
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """List, for each node, the values that nothing reads after it."""
+    last = {node: node for node in graph.nodes}
+    for node in graph.nodes:
+        last.update(dict.fromkeys(node.all_input_nodes, node))
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for value, node in last.items():
+        found.setdefault(node, []).append(value)
+    return found

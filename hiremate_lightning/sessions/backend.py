@@ -1,0 +1,126 @@
+"""The torch.compile backend: Dynamo's captured code in, planned parts out.
+
+Dynamo guards on shapes, dtypes and modes and survives graph breaks; AOTAutograd functionalises and traces the joint
+graph. What is left to do here is to cut that graph for execution. Inference graphs run as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..capturing.capture import Captured, capture
+from ..errors import CaptureError
+from ..rewriting import assignments, casts, losses, views
+from ..rewriting.contributions import Contributions, OtherTermsError, Terms
+from ..rewriting.fused_kernel import Kernels
+from ..rewriting.fusion import fuse
+from ..running.execution import Part
+from ..running.program import stub_modules
+from ..running.straight_line import compiled
+from ..torch_private import aot, backward_pass
+from ..torch_private.each_size import EachSize, sizes_among
+from ..torch_private.eager_tracing import traced_as_eager
+
+
+def planning_backend(make_part: Callable[[Captured], Part], kernels: Kernels | None = None) -> Any:
+    """Build a backend that hands each captured graph to a session.
+
+    Args:
+        make_part: Called once for each joint graph; the part that it returns runs in the graph's place.
+        kernels: Where the kernels of fused operations are kept; None to fuse nothing.
+
+    Returns:
+        A backend for `torch.compile(..., backend=...)`.
+    """
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        terms: Terms = {}  # at the size traced last
+
+        def trace(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            nonlocal terms
+            compilation = _Compilation(make_part, kernels)
+            run, terms = compilation.compile(module, inputs, terms)
+            return run
+
+        sizes = sizes_among(module, inputs)
+        return EachSize(module, sizes, trace).run if sizes else trace(module, inputs)
+
+    return backend
+
+
+class _Compilation:
+    """The state of one compilation: AOTAutograd calls partition, then forward, then backward."""
+
+    def __init__(self, make_part: Callable[[Captured], Part], kernels: Kernels | None) -> None:
+        self._make_part = make_part
+        self._kernels = kernels
+        self._parameters: frozenset[int] = frozenset()
+        self._blocks: dict[str, int] = {}
+        self._contributions = Contributions((), {})
+        self._captured: Captured | None = None
+        self._part: Part | None = None
+
+    def compile(self, module: fx.GraphModule, inputs: Sequence[Any], terms: Terms) -> tuple[Callable[..., Any], Terms]:
+        """Trace captured code; where gradients turn out to be of other terms than expected, once more with those.
+
+        Gives what runs in its place, and the terms that it has.
+        """
+        backward_pass.watch()
+        self._parameters = frozenset(i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
+        for device_type in {inputs[i].device.type for i in self._parameters}:
+            self._blocks |= casts.remembering_blocks(module, device_type)
+        backend = aot.make_backend(
+            partition=self._partition, forward=self._forward, backward=self._backward, inference=self._inference
+        )
+        self._contributions = given = Contributions(inputs, terms)
+        with traced_as_eager():
+            try:
+                with given.traced(module):
+                    run = backend(module, given.expand(inputs))
+            except OtherTermsError as error:
+                given.settle(error.terms)
+                with given.traced(module):
+                    run = backend(module, given.expand(inputs))
+        if not given.terms:
+            return run, given.terms
+        return lambda *arguments: run(*given.expand(arguments)), given.terms
+
+    def _partition(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
+        joint.graph.eliminate_dead_code()
+        self._contributions.hand_over(joint, num_fwd_outputs)
+        if self._blocks:
+            casts.share(joint, num_fwd_outputs, self._parameters, self._blocks)
+        assignments.gather(joint)
+        views.leave_out(joint)
+        losses.join(joint)
+        if self._kernels is not None:
+            fuse(joint, num_fwd_outputs, self._kernels)
+        joint.recompile()
+        self._captured = capture(joint, num_fwd_outputs, self._parameters)
+        return stub_modules(self._captured)
+
+    def _forward(self, _: fx.GraphModule, __: Sequence[Any]) -> aot.Boxed:
+        assert self._captured is not None, "AOTAutograd compiles a forward only after it partitioned"
+        if aot.returns_the_wrong_values(self._captured.forward_outputs):
+            raise CaptureError(
+                "Its captured code returns an input where it should return a result, by a fault of torch.compile: "
+                "it overwrites in place what code before it has computed, and updates a buffer that it returns. "
+                "Write such a change out of place (y = y + 1, not y += 1)."
+            )
+        aot.allow_retain_graph()
+        aot.take_gradients_as_they_come()
+        self._part = part = self._make_part(self._captured)
+        part.own = aot.take_over_results()
+        return aot.mark_boxed(lambda arguments: part.forward(arguments))
+
+    def _backward(self, _: fx.GraphModule, __: Sequence[Any]) -> aot.Boxed:
+        part = self._part
+        assert part is not None, "AOTAutograd compiles a backward only after its forward"
+        return aot.mark_boxed(lambda arguments: part.backward(arguments))
+
+    def _inference(self, module: fx.GraphModule, _: Sequence[Any]) -> aot.Boxed:
+        return compiled(module)

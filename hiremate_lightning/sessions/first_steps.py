@@ -1,0 +1,267 @@
+"""Steps that have no plan: they run as was planned for the same code at other sizes, or else at the least memory."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from ..capturing.absent import without_missing
+from ..capturing.capture import Captured
+from ..measuring.resident import Resident
+from ..memory.allocator import in_blocks
+from ..planning.planner import FirstSolution, PlanOptions, fastest_that_fits, first_solution
+from ..records.costs import Profile, step_time_ms
+from ..records.graph import Graph
+from ..records.scaling import is_no_larger
+from ..records.schedule import keep_all, lower
+from ..records.step import Call, Decisions, Step, merge
+from ..reporting.report import Stages
+from ..running.execution import Part
+from ..running.program import Program, build
+from ..units import Budget
+from .kinds import Kind, Known
+
+REMEMBERED = 8  # searches, whose result may serve at another size
+KEPT = 64  # decisions for a part, by what ran before it in its step
+TRACING_BYTES = 2**14  # that tracing takes for itself: states of the random generator, three deep
+BudgetOf = Callable[[Step, int], int]  # of a step, with so many resident bytes
+Planned = tuple[Known, Decisions]  # a step, and what was decided for it
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the programs of first steps are decided by, found out where it is needed.
+
+    Attributes:
+        resident: Counts what existed before the step.
+        planned: Lists steps, and what was decided for them.
+        budget_of: Gives the budget of a step, resident bytes included.
+    """
+
+    resident: Callable[[], Resident]
+    planned: Callable[[], Iterable[Planned]]
+    budget_of: BudgetOf
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A forward of the step under way.
+
+    Attributes:
+        captured: What runs.
+        profile: Its costs.
+        program: The program that runs it.
+        is_planned: Whether that is by a plan, be it of another step.
+    """
+
+    captured: Captured
+    profile: Profile
+    program: Program
+    is_planned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """What was taken over for the rest of a step.
+
+    Attributes:
+        known: The step that it was planned for, at least as large.
+        decisions: For each call.
+    """
+
+    known: Known
+    decisions: tuple[Decisions, ...]
+
+
+class FirstSteps:
+    """The programs of steps that have no plan.
+
+    Args:
+        stages: Shows solving, and adds up its seconds.
+    """
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+        self._found: deque[FirstSolution] = deque(maxlen=REMEMBERED)
+        self._least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
+        self._taken_over: weakref.WeakKeyDictionary[Part, dict[Kind, Decisions | None]] = weakref.WeakKeyDictionary()
+        self._programs: weakref.WeakKeyDictionary[Part, dict[Decisions, Program]] = weakref.WeakKeyDictionary()
+        self._most_bytes = 0  # that were resident
+        self._begun: list[Begun] = []
+        self._alike: list[Planned] = []  # steps that are the same code as the one under way so far
+        self._compared = 0  # how many of its forwards were compared with theirs
+        self._followed: Followed | None = None
+
+    def forget_plans(self) -> None:
+        """Decide anew what to take over: there is another plan, or more is resident."""
+        self._taken_over.clear()
+        self._programs.clear()
+        self._followed = None
+
+    def count(self, resident: Resident) -> None:
+        """Learn of what exists before a step: where that is more than ever, what was taken over may not fit."""
+        if resident.size_bytes > self._most_bytes:
+            self._most_bytes = resident.size_bytes
+            self.forget_plans()
+
+    def forget_least(self, part: Part) -> None:
+        """Learn that a part can't run any more as it did."""
+        self._least.pop(part, None)
+        self._taken_over.pop(part, None)
+        self._programs.pop(part, None)
+
+    def begin(self, forward: Begun) -> None:
+        """Learn of a forward that runs, after its program was chosen."""
+        self._begun.append(forward)
+
+    def end_step(self) -> bool:
+        """Learn that the step under way has ended; say whether all of it was by plans."""
+        is_planned = all(forward.is_planned for forward in self._begun)
+        self._begun.clear()
+        self._alike.clear()
+        self._compared, self._followed = 0, None
+        return is_planned
+
+    def take_over(self, part: Part, profile: Profile, ran: Kind, given: Given) -> Program | None:
+        """Give the program of a part by a plan for the same step at other sizes; None where none fits.
+
+        Args:
+            part: The part, about to run.
+            profile: Costs of its operations.
+            ran: Numbers of the captured graphs that have run in the step, this one included.
+            given: What there is to decide by.
+        """
+        found = self._taken_over.setdefault(part, {})
+        if ran not in found:
+            with self._stages.stage("solve_s", "solving"):
+                if len(found) == KEPT:
+                    found.clear()
+                found[ran] = decisions = self._take_over(part.captured, profile, given)
+                programs = self._programs.setdefault(part, {})
+                if decisions is not None and decisions not in programs:
+                    programs[decisions] = _build(part.captured, decisions)
+        decisions = found[ran]
+        return None if decisions is None else self._programs[part][decisions]
+
+    def _take_over(self, captured: Captured, profile: Profile, given: Given) -> Decisions | None:
+        """Decide for the next forward of the step under way."""
+        place = len(self._begun)
+        self._compare(given)
+        self._alike = [(known, decided) for known, decided in self._alike if known.runs_at(place, captured)]
+        self._compared = place + 1
+        if not self._alike:
+            return None
+        first = self._alike[0][0]
+        if place not in first.places or not all(known.goes_on_as(first, place) for known, _ in self._alike):
+            return None  # nobody knows how the step goes on
+        call = first.places.index(place)
+        followed, is_last = self._followed, call + 1 == len(first.calls)  # all sizes are known then
+        if followed is None or is_last or not is_no_larger(captured.graph, followed.known.captured[call].graph):
+            followed = self._followed = self._follow(captured, profile, call, given)
+        return None if followed is None else followed.decisions[call]
+
+    def _compare(self, given: Given) -> None:
+        """Find the planned steps that are the same code so far."""
+        if not self._compared:
+            self._alike = list(given.planned())
+        for place in range(self._compared, len(self._begun)):
+            captured = self._begun[place].captured
+            self._alike = [(known, decided) for known, decided in self._alike if known.runs_at(place, captured)]
+
+    def _follow(self, captured: Captured, profile: Profile, call: int, given: Given) -> Followed | None:
+        """Choose, of what was decided for steps of the same code, the fastest that fits; None where none does."""
+        begun = [self._begun[place] for place in self._alike[0][0].places[:call]]
+        calls = [*((forward.captured, forward.profile) for forward in begun), (captured, profile)]
+        resident = given.resident()
+        known = self._foresee(calls, resident)
+        if known is None:
+            return None
+        step = known.merge()
+        margin_bytes = max(known.margin_bytes for known, _ in self._alike)
+        traced_bytes = TRACING_BYTES if len(known.calls) > 1 else 0  # graphs are traced while values of others live
+        budget_bytes = given.budget_of(step, resident.size_bytes) - resident.size_bytes - margin_bytes - traced_bytes
+        before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]
+        decided = dict.fromkeys([keep_all(step.graph), *(decisions for _, decisions in self._alike)])
+        candidates = [step.join([*before, *step.split(decisions)[call:]]) for decisions in decided]
+        decisions = fastest_that_fits(step, budget_bytes, candidates)
+        return None if decisions is None else Followed(known, step.split(decisions))
+
+    def _foresee(self, calls: Sequence[tuple[Captured, Profile]], resident: Resident) -> Known | None:
+        """Foresee the step under way: what is still to come as in the smallest known step that is not smaller so far.
+
+        Args:
+            calls: What has run of it, and is about to run, with the costs.
+            resident: What exists before it.
+
+        Returns:
+            The step; None where it is larger than all that is known: what is still to come may be larger too.
+        """
+        codes = [own for own, _ in calls]
+
+        @functools.cache
+        def as_run(index: int, missing: frozenset[int]) -> tuple[Graph, Profile]:
+            own, costs = calls[index]
+            return without_missing(own, missing, costs)
+
+        steps, count = [known for known, _ in self._alike], len(calls)
+        if count < len(steps[0].calls):
+            steps = [known for known in steps if known.is_no_smaller(codes)]
+            least_bytes = min((known.bytes_from(count) for known in steps), default=0)
+            steps = [known for known in steps if known.bytes_from(count) == least_bytes]
+        foreseen = [step for known in steps if (step := known.at_sizes(codes, as_run, resident)) is not None]
+        return max(foreseen, key=lambda step: step.outside_bytes, default=None)
+
+    def least(
+        self,
+        part: Part,
+        profile: Profile,
+        resident: Callable[[], Resident],
+        budget: Budget,
+        budget_of: BudgetOf | None,
+        options: PlanOptions,
+        name: str,
+    ) -> Program:
+        """Give the program of least memory of a part.
+
+        Args:
+            part: The part.
+            profile: Costs of its operations.
+            resident: Counts what existed before the step.
+            budget: The budget as asked for.
+            budget_of: Gives the budget of a step, resident bytes included; None where it is not to be checked.
+            options: How to plan.
+            name: What is planned, for reports.
+
+        Raises:
+            InfeasibleBudgetError: If not even the part alone fits.
+        """
+        program = self._least.get(part)
+        if program is None:
+            with self._stages.stage("solve_s", "solving"):
+                captured, resident_bytes = part.captured, resident().size_bytes
+                graph, costs = _without_doubtful(captured, profile)
+                step = merge([Call(in_blocks(graph, captured.device), costs)], [0])
+                budget_bytes = 0 if budget_of is None else budget_of(step, resident_bytes)
+                progress = self._stages.reporter.solving(step_time_ms(captured.graph, profile))
+                least = first_solution(step, budget, budget_bytes, resident_bytes, options, name, progress, self._found)
+                self._found.append(FirstSolution(step, least))
+                program = self._least[part] = _build(captured, step.split(least.recompute)[0])
+        return program
+
+
+def _without_doubtful(captured: Captured, profile: Profile) -> tuple[Graph, Profile]:
+    """Count no gradients that may never come: where a loss is returned, those of other outputs, logits for example.
+
+    Nor is it known who holds these outputs; their memory is taken for free where a gradient may have it.
+    """
+    graph = captured.graph
+    doubtful = frozenset(i for i, t in enumerate(graph.tangents) if graph.tensors[t].shape)
+    return without_missing(captured, doubtful if len(doubtful) < len(graph.tangents) else frozenset(), profile)
+
+
+def _build(captured: Captured, decisions: Decisions) -> Program:
+    program = build(captured, lower(captured.graph, decisions))
+    return replace(program, protects=True)  # what becomes of the values outside was not seen yet

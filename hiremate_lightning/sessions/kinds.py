@@ -1,0 +1,202 @@
+"""Kinds of steps: which captured graphs a step runs, in which order, and the programs that are planned for them.
+
+A kind is only known for sure when the step has ended, since kinds may begin alike (a GAN's two, for example). So the
+one that begins is foreseen from what came after the latest kind the last time, and a step that turns out another is
+told apart: what was measured in it says nothing about a plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..capturing.capture import Captured
+from ..measuring.resident import Resident
+from ..memory.allocator import in_blocks
+from ..planning.solvers.base import Strategy
+from ..records.costs import Profile
+from ..records.graph import Graph
+from ..records.scaling import at_size, difference, is_no_larger
+from ..records.step import Call, Step, merge
+from ..running.execution import Part
+from ..running.program import Program
+
+Kind = tuple[int, ...]  # the numbers of the captured graphs that a step runs forward, in order
+
+
+@dataclass(frozen=True)
+class Known:
+    """A kind of step that has been seen.
+
+    Attributes:
+        calls: What it runs.
+        order: Order of the backwards.
+        parts: The part of each call.
+        captured: What of it each call runs.
+        places: For each call, its place among all forwards of the step.
+        missing: For each call, positions of the gradients of outputs that don't arrive.
+        added: For each call, gradients that are only added to those of parameters, with the parameters' storages.
+        resident: What existed when it began, as planned.
+        solve: What solves it, and remembers.
+        margin_bytes: By how much an earlier plan was measured above what it predicted.
+        corrections: How often it was planned again for such a margin.
+    """
+
+    calls: tuple[Call, ...]
+    order: tuple[int, ...]
+    parts: tuple[Part, ...]
+    captured: tuple[Captured, ...]
+    places: tuple[int, ...]
+    missing: tuple[frozenset[int], ...]
+    added: tuple[Mapping[int, frozenset[int]], ...]
+    resident: Resident
+    solve: Strategy
+    margin_bytes: int = 0
+    corrections: int = 0
+
+    def merge(self) -> Step:
+        """Put it into one graph, as allocated, in which gradients that are added to those that exist die at once."""
+        calls = [
+            call.without_gradients({t for t, storages in added.items() if storages <= self.resident.kept})
+            for call, added in zip(self.calls, self.added, strict=True)
+        ]
+        step = merge(calls, self.order, self.resident.stale_bytes)
+        return replace(step, graph=in_blocks(step.graph, self.captured[0].device))
+
+    def runs_at(self, place: int, captured: Captured) -> bool:
+        """Whether the code of its forward at a place is that captured, at whatever size.
+
+        Of forwards without a backward nothing is known.
+        """
+        if place not in self.places:
+            return place < self.places[-1]
+        own = self.captured[self.places.index(place)]
+        return own is captured or difference(own.graph, captured.graph) is None
+
+    def goes_on_as(self, other: Known, place: int) -> bool:
+        """Whether it is the same code as another step from a place on."""
+        pairs = zip(self.places, other.captured, strict=False)
+        return (self.places, self.order) == (other.places, other.order) and all(
+            self.runs_at(at, captured) for at, captured in pairs if at >= place
+        )
+
+    def at_sizes(
+        self,
+        begun: Sequence[Captured],
+        as_run: Callable[[int, frozenset[int]], tuple[Graph, Profile]],
+        resident: Resident,
+    ) -> Known | None:
+        """Foresee the step from its first calls at other sizes; the others take what they take here.
+
+        Args:
+            begun: What these calls run, of the same code as here.
+            as_run: Gives the graph of one of them, and its costs, without what these missing gradients would bring.
+            resident: What exists before the step.
+
+        Returns:
+            The step; None where what remains of a call without what is missing is other code.
+        """
+        calls, others = list(self.calls), self.captured[len(begun) :]
+        for index in range(len(begun)):
+            call = at_size(calls[index], *as_run(index, self.missing[index]))
+            if call is None:
+                return None
+            calls[index] = call
+        return replace(self, calls=tuple(calls), captured=(*begun, *others), resident=resident)
+
+    def is_no_smaller(self, begun: Sequence[Captured]) -> bool:
+        """Whether its first calls are nowhere smaller than these, of the same code."""
+        return all(is_no_larger(one.graph, own.graph) for one, own in zip(begun, self.captured, strict=False))
+
+    def bytes_from(self, call: int) -> int:
+        """Add up the bytes of all values of a call and those after it."""
+        return sum(sum(later.graph.sizes) for later in self.calls[call:])
+
+    @property
+    def outside_bytes(self) -> int:
+        """Add up what runs outside of its calls, each at its peak."""
+        return sum(call.outside_bytes for call in self.calls)
+
+    def returning(self, part: Part, positions: Collection[int]) -> Known:
+        """Know that gradients of a part are not only added; the same where that was known."""
+        found, values = {part.captured.backward_outputs[position] for position in positions}, part.captured.fx_values
+        added = tuple(
+            {t: storages for t, storages in added.items() if own is not part or values[t] not in found}
+            for own, added in zip(self.parts, self.added, strict=True)
+        )
+        return self if added == self.added else replace(self, added=added)
+
+
+class Kinds:
+    """The kinds of steps seen so far, and the step under way.
+
+    Attributes:
+        programs: Of each planned kind, the program for each place in its sequence of forwards.
+        latest: The planned kind that ran last, None before there is one.
+        expected: The planned kind that the step under way is likely to be of, None where unknown.
+        ran: Numbers of the captured graphs that have run in this step.
+        sights: How often each kind has run.
+        by_plans: Kinds that ran by plans throughout, be they of other kinds.
+    """
+
+    def __init__(self) -> None:
+        self.programs: dict[Kind, Mapping[int, Program]] = {}
+        self.latest: Kind | None = None
+        self.expected: Kind | None = None
+        self.ran: list[int] = []
+        self.sights: Counter[Kind] = Counter()
+        self.by_plans: set[Kind] = set()
+        self._chosen: set[Kind | None] = set()  # whose programs ran in this step
+        self._followers: dict[Kind, Kind] = {}  # what came after each kind the last time
+        self._confused: dict[Kind, frozenset[Kind]] = {}  # the kinds that were taken for each other, by kind
+
+    def install(self, kind: Kind, programs: Mapping[int, Program]) -> None:
+        """Take the programs of a planned kind; a step under way has run, or begun with, those before."""
+        self.programs[kind] = programs
+        if self.ran:
+            self._chosen.add(None)
+        self.latest = kind
+
+    def likely(self) -> Kind | None:
+        """Foresee the kind of the step that begins."""
+        return None if self.latest is None else self._followers.get(self.latest, self.latest)
+
+    def all_likely(self) -> frozenset[Kind]:
+        """Give the kinds by whose plan the step that begins may run: none before there is one."""
+        likely = self.likely()
+        return frozenset() if likely is None else self.alike(likely)
+
+    def confuse(self, one: Kind, other: Kind) -> None:
+        """Learn that a step that began as one kind turned out another."""
+        group = self.alike(one) | self.alike(other)
+        self._confused |= dict.fromkeys(group, group)
+
+    def alike(self, kind: Kind) -> frozenset[Kind]:
+        """Give the kinds that were confused with a kind, itself included."""
+        return self._confused.get(kind, frozenset({kind}))
+
+    def choose(self, number: int) -> Program | None:
+        """Choose the program of the graph that begins: of the expected kind, else of one that began like this step."""
+        self.ran.append(number)
+        ran, place = tuple(self.ran), len(self.ran) - 1
+        candidates = (self.expected, *reversed(self.programs))
+        kind = next((k for k in candidates if k in self.programs and k[: place + 1] == ran), None)
+        self._chosen.add(kind)
+        return None if kind is None else self.programs[kind].get(place)
+
+    def end(self) -> tuple[Kind, bool]:
+        """End the step; give its kind, and whether only programs of that kind, or of kinds alike, ran in it."""
+        kind = tuple(self.ran)
+        self.sights[kind] += 1
+        is_own = bool(self._chosen) and self._chosen <= self.alike(kind)
+        if kind in self.programs:
+            if self.latest is not None:
+                self._followers[self.latest] = kind
+            self.latest = kind
+        self.forget()
+        return kind, is_own
+
+    def forget(self) -> None:
+        """Forget the step under way."""
+        self.ran, self._chosen = [], set()

@@ -1,0 +1,52 @@
+"""What the steps of one kind may take, where gradients exist before some of them and not before others.
+
+When gradients are accumulated, those of the parameters appear in the first backward, and the others add to them. So the
+same step comes in several states, each with a graph of its own, and one plan has to do in all of them.
+"""
+
+from __future__ import annotations
+
+from ..measuring.resident import Resident
+
+
+class Limits:
+    """The budgets of the steps of one kind, and where nothing fits them, by the gradients that exist before a step."""
+
+    def __init__(self) -> None:
+        self._budgets: dict[frozenset[int], int] = {}
+        self._least: dict[frozenset[int], tuple[int, int]] = {}  # bytes that existed, and the least peak found
+
+    def budget_bytes(self, resident: Resident, own_bytes: int) -> int:
+        """Give the budget of a step: the most that any state of it may take.
+
+        A share is of what a step adds to what exists. Where gradients don't exist yet that gives fewer bytes, though
+        more is added, and the bytes of the other states are there all the same.
+
+        Args:
+            resident: What exists before the step.
+            own_bytes: The budget in this state alone, resident bytes included.
+        """
+        self._budgets[resident.kept] = own_bytes
+        return max(self._budgets.values())
+
+    def nothing_fits(self, resident: Resident, least_bytes: int) -> None:
+        """Note the least peak that was found in a state in which nothing fits."""
+        self._least[resident.kept] = resident.size_bytes, least_bytes
+
+    def stays(self, resident: Resident, peak_bytes: int, is_least: bool) -> bool:
+        """Whether a plan may stay: it fits, or another one would not fit either, or takes as much in another state.
+
+        Args:
+            resident: What exists before the step.
+            peak_bytes: What the plan takes then.
+            is_least: Whether it was made in a state in which nothing fits.
+        """
+        least = [least_bytes for _, least_bytes in self._least.values()] if is_least else []
+        if peak_bytes <= max((*self._budgets.values(), *least)):
+            return True
+        size_bytes, _ = self._least.get(resident.kept, (resident.size_bytes + 1, 0))
+        return size_bytes <= resident.size_bytes
+
+    def forget_least(self) -> None:
+        """Forget where nothing fits: the step itself has changed."""
+        self._least.clear()

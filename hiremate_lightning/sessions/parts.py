@@ -1,0 +1,89 @@
+"""The captured graphs of a session: each is profiled before its first run."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+
+from torch import nn
+
+from ..capturing.capture import Captured
+from ..measuring.custom_operators import without_unsteady
+from ..measuring.profiling import CostCache, measure, undisturbed
+from ..records.costs import Profile
+from ..records.graph import StorageKind
+from ..reporting.report import Stages
+from ..rewriting.fused_kernel import Kernels
+from ..running.execution import Conductor, Part
+from ..torch_private import tensor_state
+
+
+class Parts:
+    """Numbers the captured graphs of a session, in the order of their capture.
+
+    Args:
+        stages: Shows profiling, and adds up its seconds.
+        cache_dir: Where to keep profiles between runs, None for nowhere.
+        kernels: What compiles fused operations before they are profiled, None where nothing is fused.
+
+    What belongs to a part goes with it: of sizes that have not come for long, what was traced is dropped.
+
+    Attributes:
+        count: How many parts were captured so far.
+    """
+
+    def __init__(self, stages: Stages, cache_dir: Path | None, kernels: Kernels | None) -> None:
+        self._stages = stages
+        self._costs = CostCache(cache_dir)
+        self._kernels = kernels
+        self.count = 0
+        self._parts: dict[int, weakref.ref[Part]] = {}
+        self._numbers: weakref.WeakKeyDictionary[Part, int] = weakref.WeakKeyDictionary()
+        self._profiles: weakref.WeakKeyDictionary[Part, Profile] = weakref.WeakKeyDictionary()
+
+    @property
+    def all(self) -> list[Part]:
+        """The parts that still exist, in the order of their capture."""
+        return sorted(self._numbers, key=self._numbers.__getitem__)
+
+    @property
+    def profiles(self) -> dict[int, Profile]:
+        """Costs of the operations of the parts that have run, by number."""
+        return {self._numbers[part]: self._profiles[part] for part in self.all if part in self._profiles}
+
+    def find(self, number: int) -> Part | None:
+        """Give the part with a number, None where it was dropped."""
+        return self._parts[number]()
+
+    def add(self, captured: Captured, conductor: Conductor) -> Part:
+        """Make a part of a captured graph."""
+        part = Part(captured, conductor)
+        self._numbers[part] = self.count
+        self._parts[self.count] = weakref.ref(part)
+        self.count += 1
+        return part
+
+    def prepare(self, part: Part) -> tuple[int, Profile]:
+        """Give the number of a part that is about to run, and the costs of its operations: measured the first time."""
+        if part not in self._profiles:
+            part.captured = without_unsteady(part.captured)
+            self._profiles[part] = self._measure(part.captured)
+        return self._numbers[part], self._profiles[part]
+
+    def _measure(self, captured: Captured) -> Profile:
+        """Compile what is fused, then measure each operation."""
+        if self._kernels is not None:
+            with self._stages.stage("compile_s", "compiling"), undisturbed(captured.device):
+                self._kernels.compile(lambda done, total: self._stages.reporter.progress("kernels", done, total))
+        with self._stages.stage("profile_s", "profiling"):
+            return measure(
+                captured,
+                self._costs,
+                progress=lambda done, total: self._stages.reporter.progress("operations", done, total),
+            )
+
+
+def uses_all_parameters(captured: Captured, root: nn.Module) -> bool:
+    """Whether a captured graph reads all parameters of a module."""
+    used = sum(storage.kind is StorageKind.PARAMETER for storage in captured.graph.storages)
+    return used >= len({tensor_state.storage_id(p) for p in root.parameters()})

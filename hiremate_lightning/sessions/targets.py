@@ -1,0 +1,574 @@
+"""Which calls are planned: the modules whose place a session takes, found by themselves or named.
+
+A slot stands in for a module's call. What is planned is the outermost call of a module with trainable parameters, with
+gradients on and in training mode; calls inside of it belong to it. So with a LightningModule it is the module's own
+forward where `training_step` calls it, else the submodules that `training_step` calls. The module's own hooks run
+outside the plan, once; its forward is taken as found at the call, so that what others patched there (Accelerate's
+autocast) is honoured.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import CaptureError, ConfigurationError, HiRemateWarning
+from ..torch_private import dynamo, hooks, tensor_state
+from .session import Session
+
+Target = str | Sequence[str] | None
+
+# By names of classes: what is not installed, or not used, need not be imported.
+FOREIGN = {
+    "FullyShardedDataParallel": "FSDP shards its parameters while the plan runs. Use DistributedDataParallel.",
+    "FSDPModule": "fully_shard() shards its parameters while the plan runs. Use DistributedDataParallel.",
+    "DeepSpeedEngine": "DeepSpeed schedules memory itself. Use DistributedDataParallel.",
+    "PipelineEngine": "DeepSpeed schedules memory itself. Use DistributedDataParallel.",
+}
+WITH_COMPILE = (
+    "Call it without torch.compile. Or call remove_hiremate(model) and keep "
+    "torch.compile(model, backend='hiremate', options={'budget': ...})."
+)
+UNPLANNED = (
+    "trains without its plan: an optimizer stepped twice, and none of the planned calls ran in between. A plan runs "
+    f"where a module is called; it is passed by where code calls its forward, or compiles around it. {WITH_COMPILE}"
+)
+
+
+def _call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    dynamo.hooks_of_all_modules()
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _call_found(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    dynamo.hooks_of_all_modules()
+    return forward(*args, **kwargs)
+
+
+def _call_training_step(module: Any, *args: Any, **kwargs: Any) -> Any:
+    dynamo.hooks_of_all_modules()
+    return type(module).training_step(module, *args, **kwargs)
+
+
+class _EntryPoints:
+    """Copies of the functions above, each with a code object of its own.
+
+    Dynamo keeps what it compiled, and counts recompilations, by code object. So each planned call needs its own. They
+    are used again,
+    never dropped: a code object that dies takes Dynamo's entries with it inside the garbage collector, which crashes.
+    """
+
+    def __init__(self) -> None:
+        self._unused: dict[Callable[..., Any], list[Callable[..., Any]]] = {}
+        self._count = 0
+
+    def take(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Give a copy that no one uses."""
+        unused = self._unused.setdefault(function, [])
+        if unused:
+            return unused.pop()
+        assert isinstance(function, types.FunctionType)
+        self._count += 1
+        code = function.__code__.replace(co_name=f"{function.__name__}_{self._count}")
+        return types.FunctionType(code, function.__globals__, code.co_name)
+
+    def give_back(self, taken: list[tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
+        """Forget what was compiled for copies, and let others use them."""
+        while taken:
+            function, copy = taken.pop()
+            dynamo.forget_compiled(copy)
+            self._unused[function].append(copy)
+
+
+_entry_points = _EntryPoints()
+
+
+class _Compiler:
+    """Compiles the calls of one session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._taken: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+        weakref.finalize(self, _entry_points.give_back, self._taken)
+
+    def compile(self, function: Callable[..., Any], first: Any) -> Callable[..., Any]:
+        """Compile a function of this module, its first argument given."""
+        copy = _entry_points.take(function)
+        self._taken.append((function, copy))
+        return functools.partial(torch.compile(copy, backend=self._session.backend()), first)
+
+    def close(self) -> None:
+        """Forget all that was compiled."""
+        _entry_points.give_back(self._taken)
+
+
+_attached: weakref.WeakSet[Targets] = weakref.WeakSet()
+_announced: weakref.WeakSet[Session] = weakref.WeakSet()  # of which it is known that calls ran without a plan
+
+
+class Targets:
+    """The slots of one model.
+
+    Attributes:
+        root: The model.
+        session: Plans what is called.
+        adopted: Modules whose calls are planned, by path, in the order in which they were first called.
+        is_inside: Whether one of their calls is under way.
+    """
+
+    def __init__(self, root: nn.Module, session: Session, target: Target = None) -> None:
+        refuse(root)
+        self.root = root
+        self.session = session
+        self.adopted: dict[str, nn.Module] = {}
+        self._target = target
+        self._candidates()
+        self._compiler = _Compiler(session)
+        self._compiled: dict[nn.Module, tuple[Any, Callable[..., Any]]] = {}
+        self._captured: set[str] = set()  # modules of which something was captured
+        self._passed_by: set[str] = set()  # modules of which nothing was
+        self._uncaptured = 0  # calls in a row of which nothing was captured, though something was before
+        self.is_inside = False
+        self._given_up = 0  # number of functions that Dynamo gave up, when it was last looked for their modules
+        self._warned = False
+        self._hook: Any = None
+
+    def attach(self) -> None:
+        """Take over the calls of all candidates; once more for modules that were added since."""
+        _attached.add(self)
+        if self._hook is None:
+            self._hook = listen_to_optimizers(self.session)
+        for name, module in self._candidates().items():
+            is_free = name not in self._passed_by and not self._is_inside_adopted(name)
+            if is_free and hooks.get_call(module) is None:
+                hooks.set_call(module, _Slot(self, name, module))
+
+    def detach(self) -> None:
+        """Leave every module as it was."""
+        _attached.discard(self)
+        self.session.abandon_step()
+        self._compiled.clear()
+        self._compiler.close()
+        for module in self.root.modules():
+            if isinstance(hooks.get_call(module), _Slot):
+                hooks.set_call(module, None)
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _candidates(self) -> dict[str, nn.Module]:
+        """List the modules that may be planned: those named, or all."""
+        return dict(self.root.named_modules()) if self._target is None else _named(self.root, self._target)
+
+    def _is_inside_adopted(self, name: str) -> bool:
+        return any(name == outer or name.startswith(f"{outer}." if outer else "") for outer in self.adopted)
+
+    def call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a candidate: planned where it trains and is outermost, or is called by what can't be captured."""
+        if not self._trains(name, module, (args, kwargs)):
+            return hooks.plain_call(module, *args, **kwargs)
+        if self.is_inside:
+            return self._call_inside(name, module, args, kwargs)
+        if name not in self.adopted:
+            self._adopt(name, module)
+        before = self.session.runs
+        with (
+            _leaving_no_trace(),
+            self.session.calling(name or type(self.root).__name__, (args, kwargs)),
+            self._in_place(module),
+        ):
+            result = hooks.plain_call(module, *args, **kwargs)
+        if self.session.runs != before:
+            self._captured.add(name)
+            self._uncaptured = 0
+            self._plan_what_given_up_code_calls(module)
+        elif name in self._captured:
+            self._uncaptured += 1
+            if self._uncaptured.bit_count() == 1:  # after 1, 2, 4, 8 such calls: what is in the way may be gone
+                self._compiled.pop(module, None)
+            check_captured(self.session, name or type(module).__name__, result)
+        elif not self._plan_parts_of(name, module, result):
+            check_captured(self.session, name or type(module).__name__, result)
+        return result
+
+    def _call_inside(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a candidate inside of a planned call, where that is not captured: it becomes a graph of its own."""
+        before = self.session.runs
+        with self._in_place(module):
+            result = hooks.plain_call(module, *args, **kwargs)
+        if self.session.runs == before and _requires_gradient(result):
+            hooks.set_call(module, None)
+            self.session.say(f"{name} could not be captured and runs without a plan, beside what is planned.")
+        return result
+
+    def _plan_what_given_up_code_calls(self, module: nn.Module) -> None:
+        """Let what runs uncaptured below modules whose forward Dynamo gave up be graphs of their own, from now on.
+
+        Dynamo looks at what such a forward calls, but not at modules of torch itself.
+        """
+        given_up, read = dynamo.given_up_count(), self.session.parameters_of_step
+        if given_up == self._given_up or read is None:
+            return
+        self._given_up = given_up
+        paths = {m: path for path, m in self.root.named_modules()}
+        for outer in [m for m in module.modules() if dynamo.gave_up(m)]:
+            missed = [m for m in outer.modules() if m is not outer and _has_weights(m, besides=read)]
+            for inner in missed:
+                if hooks.get_call(inner) is None:
+                    hooks.set_call(inner, _Slot(self, paths[inner], inner))
+            if missed:
+                self.session.abandon_step()
+                where = paths[outer] or type(outer).__name__
+                self.session.say(f"{where} was not captured as a whole; from the next step on its parts are planned.")
+
+    def _plan_parts_of(self, name: str, module: nn.Module, result: Any) -> bool:
+        """Plan the parts of a module of which nothing was captured, from the next step on.
+
+        Dynamo gives up on a forward that breaks the graph in a loop, say; that of a torch.nn.Sequential is one.
+
+        Returns:
+            Whether there is nothing to refuse: it has parts, or it is a part itself, or it doesn't train.
+        """
+        if not _requires_gradient(result):
+            return True
+        parts = {n: m for n, m in module.named_modules(prefix=name) if m is not module and _has_weights(m)}
+        where = name or type(module).__name__
+        if parts:
+            self.session.abandon_step()
+            self.session.say(
+                f"Nothing of {where} was captured as a whole; from the next step on its parts are planned."
+            )
+        elif self._passed_by or self._has_others_than(module):
+            self.session.say(f"{where} could not be captured and runs without a plan, beside what is planned.")
+        else:
+            return False
+        if parts or self.session.captured_count:
+            _announced.add(self.session)
+        self._passed_by.add(name)
+        self.adopted.pop(name, None)
+        hooks.set_call(module, None)
+        for path, part in parts.items():
+            if hooks.get_call(part) is None:
+                hooks.set_call(part, _Slot(self, path, part))
+        return True
+
+    def _has_others_than(self, module: nn.Module) -> bool:
+        """Whether there are candidates that may still be called and planned, where one was called first."""
+        others = [m for m in self._candidates().values() if m not in (module, self.root)]
+        return any(_has_weights(m) and m not in module.modules() for m in others)
+
+    def _trains(self, name: str, module: nn.Module, arguments: Any) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        if not _has_weights(module) and not (module is self.root and _requires_gradient(arguments)):
+            return False
+        where = name or type(module).__name__
+        if tensor_state.is_transforming():
+            self.session.say(
+                f"{type(self.root).__name__} was called inside of a transform of torch.func, or of forward-mode "
+                "differentiation: such calls are not planned."
+            )
+            return False
+        if not module.training and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{where} was called with gradients but in eval mode: such calls are not planned. "
+                "Call .train() to plan them.",
+                HiRemateWarning,
+                stacklevel=4,
+            )
+        return module.training
+
+    def _adopt(self, name: str, module: nn.Module) -> None:
+        """Plan a module's calls from now on; its submodules are part of it and need no slots."""
+        _refuse_each(self.root, _reason_of_others)  # what came after this was attached
+        self.adopted[name] = module
+        for inner in module.modules():
+            if inner is not module and isinstance(hooks.get_call(inner), _Slot):
+                hooks.set_call(inner, None)
+
+    @contextmanager
+    def _in_place(self, module: nn.Module) -> Iterator[None]:
+        """Let the compiled forward stand in for the module's forward during one call; where it calls itself, too."""
+        found, slot, was_inside = module.__dict__.get("forward"), hooks.get_call(module), self.is_inside
+        self.is_inside = True
+        hooks.set_call(module, None)
+        module.__dict__["forward"] = self._compiled_forward(module, found)
+        try:
+            yield
+        finally:
+            self.is_inside = was_inside
+            if self in _attached:
+                hooks.set_call(module, slot)
+            if found is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = found
+
+    def _compiled_forward(self, module: nn.Module, found: Callable[..., Any] | None) -> Callable[..., Any]:
+        known = self._compiled.get(module)
+        if known is not None and known[0] is found:
+            return known[1]
+        if found is None:
+            compiled = self._compiler.compile(_call_forward, module)
+        else:
+            compiled = self._compiler.compile(_call_found, found)
+        self._compiled[module] = (found, compiled)
+        return compiled
+
+
+class StepTarget:
+    """The training step of a LightningModule, loss included, as one planned function.
+
+    `self.log` and `self.log_dict` are kept out of the trace: they read and write the Trainer's state.
+
+    Attributes:
+        root: The LightningModule.
+        session: Plans the step.
+    """
+
+    METHOD = "training_step"
+
+    def __init__(self, root: nn.Module, session: Session) -> None:
+        refuse(root)
+        self.root = root
+        self.session = session
+        self._compiler = _Compiler(session)
+        self._compiled = self._compiler.compile(_call_training_step, root)
+        self._hook: Any = None
+
+    def attach(self) -> None:
+        """Take over the training step."""
+        if self._hook is None:
+            self._hook = listen_to_optimizers(self.session)
+        self.root.__dict__[self.METHOD] = self._call
+
+    def detach(self) -> None:
+        """Leave the module as it was."""
+        self.session.abandon_step()
+        self._compiler.close()
+        self.root.__dict__.pop(self.METHOD, None)
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        before = self.session.runs
+        name = f"{type(self.root).__name__}.{self.METHOD}"
+        with _leaving_no_trace(), self.session.calling(name, (args, kwargs)), self._log_untraced():
+            result = self._compiled(*args, **kwargs)
+        if self.session.runs == before:
+            check_captured(self.session, name, result)
+        return result
+
+    @contextmanager
+    def _log_untraced(self) -> Iterator[None]:
+        names = [name for name in ("log", "log_dict") if hasattr(self.root, name)]
+        for name in names:
+            self.root.__dict__[name] = torch.compiler.disable(getattr(self.root, name))
+        try:
+            yield
+        finally:
+            for name in names:
+                del self.root.__dict__[name]
+
+
+def listen_to_optimizers(session: Session) -> Any:
+    """Tell a session of each optimizer step; the handle that is returned ends that."""
+    handle = hooks.on_optimizer_step(_OptimizerListener(session))
+    weakref.finalize(session, handle.remove)
+    return handle
+
+
+class _OptimizerListener:
+    """Hears of optimizer steps; the hook is global, and must not keep the session alive."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = weakref.ref(session)
+        self._runs: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+
+    def __call__(self, optimizer: torch.optim.Optimizer) -> None:
+        session = self._session()
+        if session is not None:
+            session.optimizer_stepped(optimizer)
+            is_passed_by = self._runs.get(optimizer) == session.runs and session not in _announced
+            if is_passed_by and _has_gradients_of(session.root, optimizer):
+                session.say(f"{type(session.root).__name__} {UNPLANNED}")
+            self._runs[optimizer] = session.runs
+
+
+def _has_gradients_of(root: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    own = {id(p) for p in root.parameters() if p.grad is not None}
+    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+
+@contextmanager
+def _leaving_no_trace() -> Iterator[None]:
+    """Let a call in which something is raised have no say in how later ones are captured."""
+    try:
+        yield
+    except BaseException:  # Ctrl-C too
+        dynamo.try_again()
+        raise
+
+
+def check_captured(session: Session, name: str, result: Any) -> None:
+    """Refuse a call that trains but ran none of our graphs: it must not pass in silence.
+
+    Where earlier calls were captured, training goes on and this is announced once.
+
+    Raises:
+        CaptureError: If anything in the result requires a gradient, and nothing was ever captured.
+    """
+    if _requires_gradient(result):
+        if session.captured_count:
+            _announced.add(session)
+            session.say(
+                f"A call of {name} could not be captured and ran without a plan; earlier ones were planned, and later "
+                "ones are tried."
+            )
+            return
+        raise CaptureError(
+            f"Nothing of {name} was captured: torch.compile ran it as it is. "
+            "Name submodules that can be captured with target=, or train without a plan."
+        )
+
+
+def _requires_gradient(result: Any) -> bool:
+    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensor_state.leaves(result))
+
+
+def _has_weights(module: nn.Module, besides: Collection[int] = ()) -> bool:
+    return any(p.requires_grad and id(p) not in besides for p in module.parameters())
+
+
+class _Slot:
+    """Stands in for the call of one module."""
+
+    def __init__(self, targets: Targets, name: str, module: nn.Module) -> None:
+        self.targets = targets
+        self._name = name
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            if not self.targets.is_inside:
+                _refuse_outer_compile()
+            return hooks.plain_call(self._module, *args, **kwargs)
+        return self.targets.call(self._name, self._module, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Leave copies of a module unplanned; LightningModule copies its whole state."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave pickled modules unplanned."""
+        return (type(None), ())
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _refuse_outer_compile() -> None:
+    """Stop a torch.compile around a planned module; Dynamo calls this while it traces, and passes the error on.
+
+    Raises:
+        ConfigurationError: Always.
+    """
+    raise ConfigurationError(f"A torch.compile is around a module that is planned by hiremate(). {WITH_COMPILE}")
+
+
+def planned_module_with(parameters: Sequence[torch.Tensor]) -> nn.Module | None:
+    """Find a module whose calls are planned and which has any of the parameters."""
+    own = {id(p) for p in parameters}
+    for planned in list(_attached):
+        for module in planned.root.modules():
+            if isinstance(hooks.get_call(module), _Slot) and any(id(p) in own for p in module.parameters()):
+                return module
+    return None
+
+
+def targets_of(module: nn.Module) -> Targets | None:
+    """Find who plans the calls of a module or of anything in it."""
+    for inner in module.modules():
+        slot = hooks.get_call(inner)
+        if isinstance(slot, _Slot):
+            return slot.targets
+    return None
+
+
+def _named(root: nn.Module, target: str | Sequence[str]) -> dict[str, nn.Module]:
+    """Look up modules by their paths.
+
+    Raises:
+        ConfigurationError: If there is no module of that path; the text names the nearest ones.
+    """
+    modules = dict(root.named_modules())
+    found = {}
+    for name in (target,) if isinstance(target, str) else target:
+        if name not in modules:
+            nearest = difflib.get_close_matches(name, [m for m in modules if m], n=3, cutoff=0.4)
+            hint = f" Did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
+            raise ConfigurationError(f"{type(root).__name__} has no submodule {name!r} to plan (target=).{hint}")
+        found[name] = modules[name]
+    return found
+
+
+def refuse(root: nn.Module) -> None:
+    """Refuse what can't be planned, by name and with the way out.
+
+    Raises:
+        ConfigurationError: If the model is compiled, checkpointed, sharded or replicated already, or is no module.
+    """
+    if not isinstance(root, nn.Module):
+        raise ConfigurationError(f"Expected a torch.nn.Module to plan, found {type(root).__name__}.")
+    _refuse_each(root, lambda module: _reason_to_refuse(module) or _reason_of_others(module))
+
+
+def _refuse_each(root: nn.Module, reason_of: Callable[[nn.Module], str | None]) -> None:
+    for name, module in root.named_modules():
+        reason = reason_of(module)
+        if reason is not None:
+            where = f"submodule {name!r} ({type(module).__name__})" if name else type(module).__name__
+            raise ConfigurationError(f"Can't plan {where}: {reason}")
+
+
+def _reason_of_others(module: nn.Module) -> str | None:
+    """Say why what another tool did to a module, maybe after it was attached to, is in the way of a plan."""
+    found = next((FOREIGN[c.__name__] for c in type(module).__mro__ if c.__name__ in FOREIGN), None)
+    if found is None and any(p.device.type == "xla" for p in module.parameters(recurse=False)):
+        return "XLA decides on memory itself. Train on CUDA devices or on the CPU."
+    if found is None and _is_checkpointed(module):
+        return (
+            "its activation checkpointing is on, and a plan replaces it. "
+            "Call model.gradient_checkpointing_disable() first."
+        )
+    return found
+
+
+def _reason_to_refuse(module: nn.Module) -> str | None:
+    kind = type(module).__name__
+    if kind == "OptimizedModule" or hooks.get_call(module) is not None:
+        if isinstance(hooks.get_call(module), _Slot):
+            return "it is planned already. Call remove_hiremate(model) first."
+        return "it is compiled already. Pass the module itself, without torch.compile or .compile()."
+    if isinstance(module, nn.DataParallel):
+        return "DataParallel copies modules at every step. Use DistributedDataParallel, one process for each device."
+    if any(nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
+        return "its parameters have no shape yet. Call the model once with a batch under torch.no_grad() first."
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is a TorchScript module, which has no Python to capture. Pass the module that it was made from."
+    return None
+
+
+def _is_checkpointed(module: nn.Module) -> bool:
+    """Read the flag of transformers and diffusers, under the first of its names that the module has."""
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing", "gradient_checkpointing")
+    name = next((n for n in names if n in module.__dict__ or hasattr(type(module), n)), None)
+    return name is not None and getattr(module, name) is True

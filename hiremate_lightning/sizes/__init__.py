@@ -1,0 +1,1 @@
+"""The largest batch that fits, found by planning."""

@@ -1,0 +1,481 @@
+"""The largest batch within a budget, found by planning: steps at two small sizes, a forecast for all others, a proof.
+
+1. Run one real step at each of two sizes, at the least memory, and record them.
+2. Refit the step as a function of the size (`scaling`), and search for the best size with the planner (`size_search`).
+3. Run the step there, plan it by what was measured, run it again under its plan, and compare its peak with the budget.
+   Where the truth differs, refit with it and step back.
+
+So no size is tried that was not predicted to fit, and the size that is returned has run. At most six real steps are
+taken, and everything that they changed is put back: weights, optimizers, random numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import BudgetError, ConfigurationError, HiRemateWarning
+from ..memory.metering import MemoryMeter
+from ..options import SessionOptions, make_options
+from ..out_of_memory import InfeasibleBudgetError
+from ..planning.planner import DEFAULT_SOLVER
+from ..planning.solvers import UNLIMITED, smallest_budget
+from ..planning.solvers.base import Problem
+from ..records.graph import OUTSIDE, Graph
+from ..records.scaling import Scaling, difference
+from ..reporting.report import Reporter
+from ..sessions.targets import Target, Targets, refuse, targets_of
+from ..units import Budget, format_bytes, format_ratio, parse_budget
+from .size_result import BatchSizeResult, result_lines, result_table
+from .size_search import Forecast, Found, Limit, Objective, Trial, search, trial_of
+from .size_trials import SizeRunner, SizeTask, TrialSession
+from .training_state import Stateful, TrainingState
+
+log = logging.getLogger("hiremate_lightning")
+
+MAX_STEPS = 6  # real steps of a search
+FAR = 4  # times the largest sample: beyond it, another sample is taken half way
+CAUTION = 0.9  # factor on the overhead to aim for, after a prediction of it was too low
+STEP_BACK = 0.8  # of a size that failed and from which nothing can be forecast
+
+
+@dataclass(frozen=True, slots=True)
+class SizeOptions:
+    """What to search for.
+
+    Attributes:
+        init_val: Size of the first real step; small.
+        max_val: Largest size to return.
+        max_overhead: Most predicted overhead to accept, a ratio.
+        objective: What the best size is.
+        margin: Share of what the budget leaves beside weights and optimizer that predictions must leave free.
+        max_trials: Most sizes to plan in one search.
+    """
+
+    init_val: int = 2
+    max_val: int = 8192
+    max_overhead: float = 0.3
+    objective: Objective = Objective.LARGEST
+    margin: float = 0.05
+    max_trials: int = 25
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        rules = (
+            (self.init_val >= 1, "init_val must be at least 1", self.init_val),
+            (self.max_val >= self.init_val, f"max_val must be at least init_val, {self.init_val}", self.max_val),
+            (self.max_overhead >= 0, "max_overhead must be at least 0", self.max_overhead),
+            (0 <= self.margin < 1, "margin must be a share in [0, 1)", self.margin),
+            (self.max_trials >= 3, "max_trials must be at least 3", self.max_trials),
+        )
+        for holds, expected, found in rules:
+            if not holds:
+                raise ConfigurationError(f"{expected}, found {found!r}")
+
+
+def parse_objective(name: str) -> Objective:
+    """Read an objective.
+
+    Raises:
+        ConfigurationError: If there is none of that name.
+    """
+    try:
+        return Objective(name)
+    except ValueError:
+        names = " or ".join(repr(objective.value) for objective in Objective)
+        raise ConfigurationError(f"objective must be {names}, found {name!r}") from None
+
+
+def find_max_batch_size(
+    model: nn.Module,
+    make_batch: Callable[[int], Any],
+    step: Callable[[nn.Module, Any], Any],
+    *,
+    budget: int | float | str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    validate: Callable[[nn.Module, Any], Any] | None = None,
+    stateful: Sequence[Stateful] = (),
+    init_val: int = 2,
+    max_val: int = 8192,
+    max_overhead: float = 0.3,
+    objective: str = "largest",
+    margin: float = 0.05,
+    max_trials: int = 25,
+    target: Target = None,
+    time_limit_s: float = 3.0,
+    solver: str = DEFAULT_SOLVER,
+    verbose: bool = True,
+) -> BatchSizeResult:
+    """Find the largest batch that trains within a budget, without running out of memory on the way.
+
+    Afterwards the model, its optimizers and all random generators are as they were. Under torch.distributed every rank
+    calls it, and all get the smallest of their sizes.
+
+    Args:
+        model: The module to train, on its device; planned by `hiremate` or not.
+        make_batch: Gives a batch of a size, on the model's device; of the longest samples where lengths vary. The size
+            may also be a sequence length, or any number that the batch grows with.
+        step: Takes the model and a batch, and runs one training step: forward, backward, optimizer.
+        budget: Bytes ("12 GiB", an int) or "auto", as for `hiremate`; None for the budget of a planned model, else
+            "auto". A share is refused, since what it is a share of grows with the batch.
+        optimizer: Found by itself where `step` steps it.
+        validate: Takes the model and a batch, and runs one step of validation, whose memory counts too.
+        stateful: What else a step changes: schedulers, a gradient scaler.
+        init_val: Size of the first real step; small.
+        max_val: Largest size to return: the length of the data set, say.
+        max_overhead: Most predicted overhead to accept, a ratio.
+        objective: "largest", or "throughput" for the most samples per second.
+        margin: Share of what the budget leaves beside weights and optimizer that predictions must leave free.
+        max_trials: Most sizes to plan in one search.
+        target: As for `hiremate`.
+        time_limit_s: Seconds for solving one plan; training may take longer and gets a plan at least as fast.
+        solver: Name of the strategy, see `solvers`.
+        verbose: Whether to report the search, on rank zero.
+
+    Returns:
+        The size, and what was found on the way; `int(result)` is the size.
+
+    Raises:
+        BudgetError: If the budget can't be read, or is a share.
+        ConfigurationError: If an argument is out of its range, or the step can't be scaled.
+        InfeasibleBudgetError: If not even size 1 fits.
+
+    Example:
+        >>> result = find_max_batch_size(model, make_batch, step, budget="10 GiB")
+        >>> loader = DataLoader(data, batch_size=int(result))
+    """
+    options = SizeOptions(init_val, max_val, max_overhead, parse_objective(objective), margin, max_trials)
+    root = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    known = targets_of(root) if isinstance(root, nn.Module) else None
+    default = Budget() if known is None else known.session.options.budget
+    chosen = default if budget is None else parse_budget(budget)
+    asked = make_options(chosen, time_limit_s=time_limit_s, solver=solver, verbose=verbose)
+
+    def run(size: int, session: TrialSession) -> None:
+        batch = make_batch(size)
+        session.expect_batch(batch)
+        step(model, batch)
+        session.finish(batch)
+
+    def run_validation(size: int, session: TrialSession) -> int:
+        assert validate is not None, "it is run only where it is given"
+        batch = make_batch(size)
+        return session.peak_of(lambda: validate(model, batch), batch)
+
+    task = SizeTask(
+        root,
+        run,
+        lambda session: Targets(root, session, target),
+        run_validation if validate is not None else None,
+    )
+    finder = SizeFinder(task, asked, options)
+    with ExitStack() as stack:
+        if known is not None:
+            known.detach()
+            stack.callback(known.attach)
+        refuse(root)
+        return finder.find(TrainingState(root, [optimizer] if optimizer is not None else [], stateful))
+
+
+class SizeFinder:
+    """Searches for a size.
+
+    Args:
+        task: What to run at each size.
+        asked: How to plan, and for which budget.
+        options: What to search for.
+
+    Raises:
+        BudgetError: If the budget is a share.
+    """
+
+    def __init__(self, task: SizeTask, asked: SessionOptions, options: SizeOptions) -> None:
+        if asked.budget.share is not None:
+            raise BudgetError(
+                f"The budget {asked.budget} is a share of what a step adds, which grows with the batch: no batch is "
+                'the largest. Name bytes, such as "10 GiB", or "auto".'
+            )
+        self._task = task
+        self._asked = asked
+        self._options = options
+        self._reporter = Reporter(asked.verbose)
+        self._trials: dict[int, Trial] = {}
+        self._max_overhead = options.max_overhead
+        self._failed: set[int] = set()
+        self._spare_bytes = 0  # by how much a prediction was wrong
+        self._budget_bytes = 0
+
+    def find(self, state: TrainingState) -> BatchSizeResult:
+        """Search, and put the state back however it ends.
+
+        Raises:
+            ConfigurationError: If the step can't be scaled, or takes too much overhead at size 1.
+            InfeasibleBudgetError: If not even size 1 fits.
+        """
+        start = time.perf_counter()
+        self._runner = SizeRunner(self._task, self._asked, state)
+        if not MemoryMeter.is_available(self._runner.device):
+            raise ConfigurationError("Another profiler is running, so memory can't be measured: stop it first.")
+        with self._reporter.stage("searching for the size"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", HiRemateWarning)
+            try:
+                asked = self._asked.budget.size_bytes
+                self._budget_bytes = self._agree(self._runner.free_bytes() if asked is None else asked)
+                found = self._find()
+            finally:
+                state.restore()
+        result = BatchSizeResult(
+            size=found.size,
+            limited_by=found.limit.value,
+            unplanned_size=found.unplanned_size,
+            objective=self._options.objective.value,
+            budget_bytes=self._budget_bytes,
+            max_overhead=self._options.max_overhead,
+            margin=self._options.margin,
+            trials=tuple(trial for _, trial in sorted(self._trials.items())),
+            real_steps=self._runner.steps,
+            seconds=time.perf_counter() - start,
+        )
+        self._reporter.show(lambda: result_table(result), lambda: result_lines(result))
+        return result
+
+    def _find(self) -> Found:
+        self._sample_two()
+        self._sample_half_way()
+        high = self._options.max_val
+        found = self._predict(high)
+        while not self._verify(found.size):
+            self._failed.add(found.size)
+            high = found.size - 1
+            if high < 1 or self._steps_left < 2:
+                return self._fall_back(found)
+            found = self._predict(high)
+        return found
+
+    @property
+    def _steps_left(self) -> int:
+        return MAX_STEPS - self._runner.steps
+
+    # ---------------------------------------------------------------- samples
+
+    def _sample_two(self) -> None:
+        """Run a step at two sizes, where the budget has room for the second one."""
+        first = self._sample_first()
+        second = self._second_size(first)
+        if second == first:
+            return
+        self._sample(second)
+        if not self._is_same(first, second):
+            middle = (first + second) // 2
+            if middle > first:
+                log.info("Sizes %d and %d are not captured as the same graph: %d is tried", first, second, middle)
+                del self._runner.seen[first]
+                self._sample(middle)
+            self._check_same(min(self._runner.seen), second)
+        self._check_grows(*sorted(self._runner.seen))
+
+    def _sample_half_way(self) -> None:
+        """Take another sample where the search would end far beyond those at hand: kernels change with the size."""
+        forecast = self._forecast()
+        feasible = 0 if forecast is None else forecast.largest_feasible(self._options.max_val)
+        middle = self._agree(feasible // 2)
+        if middle * 2 > FAR * max(self._runner.seen):
+            self._sample(middle)
+
+    def _sample_first(self) -> int:
+        """Run a step at the first size, or at the largest part of it that fits."""
+        size, refused = self._options.init_val, None
+        while True:
+            try:
+                self._sample(size)
+            except InfeasibleBudgetError as error:
+                log.info("Size %d does not fit: %s", size, error)
+                if size == 1:
+                    raise _at_size(1, error) from error
+                size, refused = max(1, size // 4), _at_size(size, error)
+            except Exception as error:  # the user chose another size: some models can't train on fewer samples
+                if refused is None:
+                    raise
+                raise refused from error
+            else:
+                return size
+
+    def _sample(self, size: int) -> None:
+        # One rank that stops inside a step would leave the others waiting in it.
+        on_infeasible = "warn" if _is_distributed() else "raise"
+        with self._runner.session(self._budget_bytes, on_infeasible) as session:
+            self._runner.step(size, session)
+
+    def _second_size(self, first: int) -> int:
+        """Choose a size that is sure to fit, even if memory grows with its square; the larger, the better it tells."""
+        sample = self._runner.sample(first)
+        least = smallest_budget(Problem(sample.graph, sample.profile, UNLIMITED)).peak_bytes
+        least += self._runner.seen[first].batch_bytes
+        ratio = (self._limit_bytes - self._runner.fixed_bytes) / max(1, least)
+        second = int(first * math.sqrt(max(ratio, 1.0)))
+        if second == first and (first + 1) / first <= ratio:
+            second += 1
+        return self._agree(min(second, self._options.max_val))
+
+    def _is_same(self, first: int, second: int) -> bool:
+        found = difference(self._runner.sample(first).graph, self._runner.sample(second).graph)
+        return bool(self._agree(found is None))
+
+    def _check_same(self, first: int, second: int) -> None:
+        found = difference(self._runner.sample(first).graph, self._runner.sample(second).graph)
+        if not self._agree(found is None):
+            raise ConfigurationError(
+                f"The step can't be scaled: at sizes {first} and {second} it is not the same graph: {found}. "
+                "The size must not decide what the model computes; start at a larger init_val, where it does so only "
+                "for small sizes."
+            )
+
+    def _check_grows(self, first: int, second: int) -> None:
+        one, other = (_captured_shapes(self._runner.sample(size).graph) for size in (first, second))
+        if one == other:
+            raise ConfigurationError(
+                f"The step can't be scaled: at sizes {first} and {second} its tensors are the same. The batch must be "
+                "made of the size that is asked for."
+            )
+
+    # ---------------------------------------------------------------- prediction
+
+    @property
+    def _limit_bytes(self) -> int:
+        room = max(0, self._budget_bytes - self._runner.fixed_bytes)
+        return self._budget_bytes - int(self._options.margin * room) - self._spare_bytes
+
+    def _forecast(self) -> Forecast | None:
+        """Refit the step from the samples that are the same graph as the latest; None where that is only one."""
+        latest = self._runner.sample(list(self._runner.seen)[-1])
+        samples = [self._runner.sample(size) for size in sorted(self._runner.seen)]
+        samples = [sample for sample in samples if difference(sample.graph, latest.graph) is None]
+        if len(samples) < 2:
+            return None
+        scaling = Scaling(samples, self._runner.block_bytes)
+        return Forecast(
+            scaling,
+            self._runner.resident_line(scaling.sizes),
+            self._limit_bytes,
+            replace(self._asked.plan, on_infeasible="warn"),
+            self._runner.optimizer_ms,
+            self._runner.validation_line(scaling.sizes),
+        )
+
+    def _predict(self, high: int) -> Found:
+        """Search for the best size up to one; ranks agree on the smallest."""
+        forecast = self._forecast()
+        if not self._agree(forecast is not None) or forecast is None:
+            seen = max(self._runner.seen)
+            return Found(seen if seen <= high else max(1, int(STEP_BACK * high)), Limit.GRAPH, 0)
+        found = search(forecast, high, self._max_overhead, self._options.objective, self._options.max_trials)
+        size = self._agree(found.size)
+        if size < 1:
+            raise self._nothing_fits(forecast)
+        forecast.trial(size)
+        self._trials.update(forecast.trials)
+        return replace(found, size=size, unplanned_size=self._agree(found.unplanned_size))
+
+    def _nothing_fits(self, forecast: Forecast | None) -> ConfigurationError | InfeasibleBudgetError:
+        """Say what stands against size 1, by a forecast or by its own step."""
+        trial = self._trials[1] if forecast is None else forecast.trial(1)
+        is_feasible = forecast is None or forecast.largest_feasible(1) > 0
+        if is_feasible and trial.overhead is not None and trial.overhead > self._max_overhead:
+            return ConfigurationError(
+                f"Even size 1 takes an overhead of {format_ratio(trial.overhead)} to stay within "
+                f"{format_bytes(self._limit_bytes)}, more than max_overhead, {format_ratio(self._max_overhead)}. "
+                "Raise the budget or max_overhead."
+            )
+        needed = max(trial.predicted_peak_bytes, trial.measured_peak_bytes or 0)
+        if forecast is not None:
+            needed = max(forecast.least_bytes(1), forecast.validation_bytes(1))
+        return InfeasibleBudgetError(
+            f"Not even size 1 fits the budget of {format_bytes(self._budget_bytes)}, of which predictions leave "
+            f"{format_bytes(self._budget_bytes - self._limit_bytes)} free: it needs {format_bytes(needed)} "
+            f"({needed:,} bytes). Raise the budget. (CUDA out of memory. is what this would have become.)",
+            budget_bytes=self._budget_bytes,
+            smallest_bytes=needed,
+        )
+
+    # ---------------------------------------------------------------- proof
+
+    def _verify(self, size: int) -> bool:
+        """Run the size, plan it by what was measured, and run it under its plan; whether it fits."""
+        with self._runner.session(self._budget_bytes, "warn") as session:
+            session.plans_first = True
+            self._runner.step(size, session)
+            plan = session.plan
+            assert plan is not None, "the first step was planned at its end"
+            self._trials[size] = planned = trial_of(size, plan, self._runner.optimizer_ms)
+            validation = self._runner.seen[size].validation_bytes
+            if not self._agree(planned.overhead is not None and validation <= self._budget_bytes):
+                self._spare_bytes += max(0, validation - self._budget_bytes)
+                return False
+            if not self._agree((planned.overhead or 0.0) <= self._options.max_overhead):
+                self._max_overhead *= CAUTION
+                return False
+            self._runner.step(size, session)
+            plan = session.plan or plan  # it meets what exists before its own step: gradients may be gone by then
+        if not session.peaks:
+            log.info("The second step of size %d was of another kind than the first: its peak is not known", size)
+            return bool(self._agree(0))
+        peak = max(session.peaks)
+        self._trials[size] = replace(trial_of(size, plan, self._runner.optimizer_ms), measured_peak_bytes=peak)
+        excess = peak - self._budget_bytes
+        self._spare_bytes += max(0, excess)
+        return bool(self._agree(excess <= 0))
+
+    def _fall_back(self, failed: Found) -> Found:
+        """Take the largest size of those that ran, at the least memory, and that a plan was predicted to fit."""
+        forecast = self._forecast()
+        sizes = [size for size in sorted(self._runner.seen, reverse=True) if size not in self._failed]
+        fits = (s for s in sizes if forecast is not None and forecast.accepts(s, self._options.max_overhead))
+        size = self._agree(next(fits, 0))
+        if size < 1 and forecast is None and 1 in self._failed:
+            raise self._nothing_fits(None)
+        if size < 1:
+            raise ConfigurationError(
+                f"No size was found in {self._runner.steps} real steps: the predictions for sizes "
+                f"{', '.join(map(str, sorted(self._failed)))} were too far off. Start at a larger init_val."
+            )
+        if forecast is not None:
+            self._trials[size] = forecast.trial(size)
+        return replace(failed, size=size, limit=Limit.STEPS)
+
+    def _agree(self, value: int) -> int:
+        """Give the smallest value of all ranks."""
+        if not _is_distributed():
+            return int(value)
+        on = self._runner.device if torch.distributed.get_backend() == "nccl" else torch.device("cpu")
+        shared = torch.tensor(int(value), dtype=torch.int64, device=on)
+        torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MIN)
+        return int(shared.item())
+
+
+def _captured_shapes(graph: Graph) -> list[tuple[int, ...]]:
+    """List the shapes of all tensors but those that stand for bytes of outside code, which vary by themselves."""
+    outside = {index for index, node in enumerate(graph.nodes) if node.op == OUTSIDE}
+    return [tensor.shape for tensor in graph.tensors if tensor.producer not in outside]
+
+
+def _is_distributed() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _at_size(size: int, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
+    return InfeasibleBudgetError(
+        f"Not even size {size} fits. {error}",
+        budget_bytes=error.budget_bytes,
+        smallest_bytes=error.smallest_bytes,
+        module=error.module,
+    )

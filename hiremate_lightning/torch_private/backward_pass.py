@@ -1,0 +1,125 @@
+"""Every private torch API about a running backward, and nothing else: what it will do, and when it has ended.
+
+Checked on the torch versions in `CHECKED_VERSIONS`; `tests/test_backward_pass.py` fails loudly when one
+moves. What these functions tell is of the innermost backward that runs in this thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextvars import Context, ContextVar
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+_running: ContextVar[_Running | None] = ContextVar("hiremate_running_backward", default=None)
+
+
+class _Running:
+    """A backward that was called from Python.
+
+    Attributes:
+        roots: What it begins with; nothing any more when it has ended.
+        creates_graph: Whether it was called with `create_graph=True`.
+        edges: How many edges lead to each node, None before they were counted.
+    """
+
+    def __init__(self, roots: Sequence[torch.Tensor | GradientEdge], creates_graph: bool) -> None:
+        self.roots = tuple(roots)
+        self.creates_graph = creates_graph
+        self.edges: Counter[Node] | None = None
+
+    def count_edges(self) -> Counter[Node]:
+        """Follow all edges from the roots, once."""
+        if self.edges is None:
+            nodes = [r.node if isinstance(r, GradientEdge) else get_gradient_edge(r).node for r in self.roots]
+            self.edges, seen = Counter(nodes), set(nodes)
+            while nodes:
+                for node, _ in nodes.pop().next_functions:
+                    if node is None:
+                        continue
+                    self.edges[node] += 1
+                    if node not in seen:
+                        seen.add(node)
+                        nodes.append(node)
+        return self.edges
+
+    def end(self) -> None:
+        """Let go of the graph: autograd's threads keep this object."""
+        self.roots, self.edges = (), Counter()
+
+
+def watch() -> None:
+    """Remember the roots of each backward from now on."""
+    original = torch.autograd._engine_run_backward
+    if hasattr(original, "hiremate"):
+        return
+
+    @functools.wraps(original)
+    def run(
+        roots: Sequence[torch.Tensor | GradientEdge],
+        tangents: Sequence[torch.Tensor | None],
+        retain_graph: bool,
+        create_graph: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        running = _Running(roots, create_graph)
+        token = _running.set(running)  # autograd hands this context on to its threads
+        try:
+            return original(roots, tangents, retain_graph, create_graph, *args, **kwargs)
+        finally:
+            _running.reset(token)
+            running.end()
+
+    run.hiremate = True  # type: ignore[attr-defined]
+    setattr(torch.autograd, "_engine_run_backward", run)  # noqa: B010  mypy takes it for a function that stays
+
+
+def only_takes_one(leaf: torch.Tensor) -> bool:
+    """Whether the running backward will do nothing with a leaf but add one gradient, from one place, to its `.grad`.
+
+    False where that is not known: a backward that was not called from Python, or before `watch`.
+    """
+    running = _current()
+    if running is None or not leaf.requires_grad or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+        return False
+    node = get_gradient_edge(leaf).node
+    if running.count_edges()[node] != 1:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # autograd.grad() asks for the gradient of a leaf: it is returned, not added
+        return False
+
+
+def _current() -> _Running | None:
+    running = _running.get()
+    if running is None:  # a thread of autograd's, on a GPU
+        context = torch._C._get_obj_in_tls("context") if torch._C._is_key_in_tls("context") else None
+        running = context.get(_running) if isinstance(context, Context) else None
+    return running if running is not None and running.roots else None
+
+
+def is_running() -> bool:
+    """Whether this thread is inside of a backward, whoever called it."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
+def will_run_again() -> bool:
+    """Whether the running backward was called with `retain_graph=True`."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def creates_graph() -> bool:
+    """Whether the running backward was called with `create_graph=True`; False where that is not known."""
+    running = _current()
+    return running is not None and running.creates_graph
+
+
+def at_end(function: Callable[[], None]) -> None:
+    """Call a function when the running backward has ended, that of all graphs; not where it fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -1,0 +1,221 @@
+"""Dynamo, set so that it captures what plans need, and says what it could not capture."""
+
+from __future__ import annotations
+
+import logging
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import convert_frame
+from torch._dynamo.convert_frame import input_codes
+from torch._dynamo.eval_frame import reset_code, set_code_exec_strategy
+from torch._dynamo.exc import TorchDynamoException as CompileError
+from torch._dynamo.exc import TorchRuntimeError
+from torch._dynamo.pgo import CodeId, get_code_state
+from torch._dynamo.resume_execution import ContinueExecutionCache
+from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch._dynamo.utils import TensorStaticReason
+from torch._dynamo.utils import tensor_always_has_static_shape as _has_static_shape
+from torch._dynamo.variables import ConstantVariable, builder
+from torch._dynamo.variables.misc import LoggingLoggerVariable
+from torch.nn.modules import module as nn_module
+
+from ..garbage import collecting_what_it_leaves
+
+__all__ = ["CompileError"]
+
+log = logging.getLogger("hiremate_lightning")
+_DYNAMO_LOG = logging.getLogger("torch._dynamo.convert_frame")
+
+
+@contextmanager
+def capturing_for_plans(tell: Callable[[str], None] | None = None, sizes_vary: bool = False) -> Iterator[None]:
+    """Let Dynamo capture as plans need it.
+
+    * Tensors have the sizes that they have, or where these vary, symbols for those that are found to: see `EachSize`.
+      A number that changes from call to call (a module that counts its steps) is an input of the graph from its second
+      value on, or each step would be captured anew.
+    * A function is compiled as often as it takes: beyond its limits Dynamo would run it uncaptured in silence.
+    * NumPy draws its own random numbers, or Dynamo would let torch draw them.
+    * A hook that a module gets later, or loses, is seen: its call is captured anew.
+    * A log's message does not end a graph if it is said only once, or not at all.
+    * Code that Dynamo or AOTAutograd fail on runs as it is, and what it calls is captured on its own. The error is told
+      or, where there is no one to tell, raised. So are errors of the code itself, which are seen as it is traced.
+    """
+    settings = _unused_settings.pop() if _unused_settings else _settings_for_plans()
+    capture = _capture_with_symbols if sizes_vary else _capture_with_numbers
+    try:
+        with settings, replaced((convert_frame, "_compile", capture)), _told_of_failures(tell):
+            yield
+    finally:
+        _unused_settings.append(settings)
+
+
+@contextmanager
+def replaced(*stand_ins: tuple[Any, str, Any]) -> Iterator[None]:
+    """Put something in the place of attributes, each given by its owner and its name, for a while."""
+    originals = [getattr(owner, name) for owner, name, _ in stand_ins]
+    for owner, name, stand_in in stand_ins:
+        setattr(owner, name, stand_in)
+    try:
+        yield
+    finally:
+        for (owner, name, _), original in zip(stand_ins, originals, strict=True):
+            setattr(owner, name, original)
+
+
+def _always_static(*_: Any, **__: Any) -> tuple[bool, TensorStaticReason]:
+    return True, TensorStaticReason.NOT_TENSOR
+
+
+def _capture_with(has_static_shape: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    is_static = builder, "tensor_always_has_static_shape", has_static_shape
+    with replaced(is_static, *_WHILE_CAPTURING), collecting_what_it_leaves():
+        return _capture(*arguments, **options)
+
+
+def _capture_with_numbers(code: types.CodeType, *arguments: Any, **options: Any) -> Any:
+    """Capture code with numbers for all sizes."""
+    try:
+        return _capture_with(_always_static, code, *arguments, **options)
+    except Exception:  # Dynamo runs it as it is, or fails
+        rest_of = ContinueExecutionCache.generated_code_metadata.get(code)
+        _given_up.add(code if rest_of is None else rest_of.code)
+        raise
+
+
+def given_up_count() -> int:
+    """Count the functions that Dynamo gave up so far."""
+    return len(_given_up)
+
+
+def gave_up(module: torch.nn.Module) -> bool:
+    """Whether Dynamo gave up a module's forward, or what follows a break in it.
+
+    Of what such code calls, Dynamo captures only what is not of torch itself (`nn.Linear`, `nn.Sequential`).
+    """
+    function: Any = module.forward
+    while function is not None:
+        if getattr(function, "__code__", None) in _given_up:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def _capture_with_symbols(code: types.CodeType, *arguments: Any, **options: Any) -> Any:
+    """Capture code with symbols for sizes that vary, or with numbers where Dynamo fails on those."""
+    if code not in _without_symbols:
+        try:
+            with replaced((_GUARDS_LOG, "disabled", True)):  # it calls an error what is put right here
+                return _capture_with(_has_static_shape, code, *arguments, **options)
+        except Exception:  # whatever Dynamo fails on: if it is not the symbols it fails again
+            log.debug("%s is captured again, with numbers for its sizes", code.co_name, exc_info=True)
+    result = _capture_with_numbers(code, *arguments, **options)
+    _without_symbols.add(code)
+    return result
+
+
+def _log_early(variable: Any, tracer: Any, name: str, values: list[Any], named: dict[str, Any]) -> Any:
+    """Log what is logged once, as transformers does by `logger.warning_once`, when it is captured; so is what isn't."""
+    level = getattr(logging, name.upper(), None)
+    is_constant = all(value.is_python_constant() for value in (*values, *named.values()))
+    if name.endswith("_once") and is_constant:
+        constants = {key: value.as_python_constant() for key, value in named.items()}
+        getattr(variable.value, name)(*(value.as_python_constant() for value in values), **constants)
+    elif level is None or variable.value.isEnabledFor(level):
+        return _break_graph(variable, tracer, name, values, named)
+    return ConstantVariable.create(None)
+
+
+_capture, _break_graph = convert_frame._compile, LoggingLoggerVariable.call_method
+_WHILE_CAPTURING = (
+    (LoggingLoggerVariable, "call_method", _log_early),
+    (dynamo_config, "run_gc_after_compile", False),  # it would take what the capture still holds for old
+)
+_GUARDS_LOG = logging.getLogger("torch._guards")
+_without_symbols: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that Dynamo failed on with symbols
+_given_up: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that it failed on altogether
+# Kept, since making one takes longer than using it; not shared, since several calls may be under way.
+_unused_settings: list[Any] = []
+
+
+@contextmanager
+def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
+    """Let Dynamo go on without what it fails on, and hear of it from its log, however quiet a user has made that."""
+    level, was_quiet = _DYNAMO_LOG.level, not _DYNAMO_LOG.isEnabledFor(logging.WARNING)
+
+    def heed(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None or record.levelno < logging.WARNING:
+            return not was_quiet or record.levelno > logging.WARNING
+        if tell is None or isinstance(error, TorchRuntimeError):
+            raise error
+        tell(_in_brief(getattr(error, "inner_exception", error)))
+        return False
+
+    if was_quiet:
+        _DYNAMO_LOG.setLevel(logging.WARNING)
+    dynamo_config.suppress_errors = _DYNAMO_LOG.isEnabledFor(logging.WARNING)  # not where all logging is disabled
+    _DYNAMO_LOG.addFilter(heed)
+    try:
+        yield
+    finally:
+        _DYNAMO_LOG.removeFilter(heed)
+        if was_quiet:
+            _DYNAMO_LOG.setLevel(level)
+
+
+def tell_of_failure(error: Exception) -> None:
+    """Tell of what could not be captured as Dynamo tells of its own failures: see `capturing_for_plans`."""
+    _DYNAMO_LOG.log(logging.WARNING, "a graph runs uncaptured", exc_info=error)
+
+
+def _in_brief(error: BaseException) -> str:
+    kind = "" if isinstance(error, CompileError) else f"{type(error).__name__}: "  # Dynamo's name it themselves
+    return kind + str(error).strip().split("\n\n")[0]
+
+
+def hooks_of_all_modules() -> tuple[Any, ...]:
+    """Name the hooks that run for each module; captured code that asks for them is captured anew where they change."""
+    return (
+        tuple(nn_module._global_forward_pre_hooks),
+        tuple(nn_module._global_forward_hooks),
+        tuple(nn_module._global_backward_pre_hooks),
+        tuple(nn_module._global_backward_hooks),
+    )
+
+
+def _settings_for_plans() -> Any:
+    return dynamo_config.patch(
+        recompile_limit=256,
+        accumulated_recompile_limit=4096,
+        use_numpy_random_stream=True,
+        skip_nnmodule_hook_guards=False,
+        suppress_errors=False,
+        allow_unspec_int_on_nn_module=True,
+        specialize_float=True,
+        trace_autograd_ops=True,
+    )
+
+
+def forget_compiled(function: Callable[..., Any]) -> None:
+    """Drop what Dynamo compiled for a function, and the sizes that it saw there."""
+    reset_code(function.__code__)
+    _without_symbols.discard(function.__code__)
+    get_code_state().pop(CodeId.make(function.__code__), None)
+
+
+def try_again() -> None:
+    """Let Dynamo capture what it gave up for good, as it does with code in which something is raised while it traces.
+
+    What it captured before stays. Code that it gives up again costs the time to trace it.
+    """
+    for seen in tuple(input_codes.seen):
+        code = seen()
+        if code is not None:
+            set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))

@@ -1,0 +1,132 @@
+"""Code that Dynamo captured once for all sizes, traced anew for each.
+
+A plan is of bytes, so the joint graph that it is made of has numbers for sizes. But most seconds of a capture go to
+Dynamo, which reads the user's code. Where sizes vary its graph has symbols for them, and is kept: only AOTAutograd's
+trace is made for each size that comes.
+
+What tells symbols apart is private; `tests/test_torch_private.py` says on which versions of torch this was checked.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from ..garbage import collecting_what_it_leaves
+from . import dynamo, tensor_state
+
+KEPT = 128  # traces of one graph, the latest used ones: each takes megabytes of the host's memory
+Run = Callable[..., Any]
+Trace = Callable[[fx.GraphModule, Sequence[Any]], Run]
+
+
+def sizes_among(module: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
+    """List the positions of the inputs of captured code that are numbers on which sizes of its tensors depend."""
+    numbers = {i: value.node.expr.free_symbols for i, value in enumerate(inputs) if isinstance(value, torch.SymInt)}
+    if not numbers:
+        return []
+    shown = tensor_state.leaves([node.meta.get("example_value") for node in module.graph.nodes])
+    symbols = set[Any]().union(*(_symbols_of(value) for value in shown if isinstance(value, torch.Tensor)))
+    return [position for position, its_symbols in numbers.items() if not symbols.isdisjoint(its_symbols)]
+
+
+def _symbols_of(tensor: torch.Tensor) -> set[Any]:
+    numbers = (*tensor.shape, *(tensor.stride() if tensor.layout is torch.strided else ()))
+    return set[Any]().union(*(n.node.expr.free_symbols for n in numbers if isinstance(n, torch.SymInt)))
+
+
+class EachSize:
+    """Captured code that is traced when it is first called with a size.
+
+    Args:
+        module: What Dynamo captured.
+        sizes: Positions of the inputs that are sizes.
+        trace: Gives what runs in the place of code of definite sizes, from that code and inputs without memory.
+    """
+
+    def __init__(self, module: fx.GraphModule, sizes: Sequence[int], trace: Trace) -> None:
+        count = len(module.graph.find_nodes(op="placeholder"))
+        self._module = module
+        self._sizes = tuple(sizes)
+        self._others = tuple(position for position in range(count) if position not in self._sizes)
+        self._trace = trace
+        self._is_particular = False
+        self._traced: OrderedDict[tuple[Any, ...], Run] = OrderedDict()
+
+    def run(self, *arguments: Any) -> Any:
+        """Run what was traced for the sizes among the arguments; where that fails, the code as it was captured."""
+        sizes = tuple(arguments[position] for position in self._sizes)
+        others = [arguments[position] for position in self._others]
+        key = sizes, self._particulars(others)
+        run = self._traced.get(key) or self._trace_for(sizes, others)
+        if key in self._traced:
+            self._traced.move_to_end(key)
+        return run(*others)
+
+    def _trace_for(self, sizes: tuple[int, ...], others: Sequence[Any]) -> Run:
+        module = _with_numbers(self._module, dict(zip(self._sizes, sizes, strict=True)))
+        devices = {value.device for value in others if isinstance(value, torch.Tensor)}
+        generators = torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"])
+        with generators, collecting_what_it_leaves():
+            try:
+                run, is_general = _trace_apart(module, others, self._trace)
+            except Exception as error:  # whatever AOTAutograd fails on
+                dynamo.tell_of_failure(error)
+                run, is_general = module, True
+        self._is_particular = self._is_particular or not is_general
+        self._traced[sizes, self._particulars(others)] = run
+        if len(self._traced) > KEPT:
+            self._traced.popitem(last=False)
+        return run
+
+    def _particulars(self, others: Sequence[Any]) -> tuple[Any, ...]:
+        """Tell what a trace may hold for beside sizes: numbers, and how tensors lie in storages that they share."""
+        if not self._is_particular:
+            return ()
+        storages: dict[int, list[tuple[int, int]]] = {}
+        for position, value in enumerate(others):
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                place = position, int(value.storage_offset())
+                storages.setdefault(value.untyped_storage().data_ptr(), []).append(place)
+        shared = [places for places in storages.values() if len(places) > 1]
+        offsets = [(position, offset - places[0][1]) for places in shared for position, offset in places]
+        return (*(value for value in others if not isinstance(value, torch.Tensor)), *offsets)
+
+
+def _with_numbers(module: fx.GraphModule, numbers: Mapping[int, int]) -> fx.GraphModule:
+    """Copy captured code with numbers in the place of some inputs."""
+    graph = fx.Graph()
+    inputs = list(module.graph.find_nodes(op="placeholder"))
+    values: dict[fx.Node, Any] = {
+        node: numbers[position] for position, node in enumerate(inputs) if position in numbers
+    }
+    for node in module.graph.nodes:
+        if node not in values:
+            values[node] = graph.node_copy(node, values.__getitem__)
+            if node.op == "placeholder":
+                values[node]._dynamo_source = node._dynamo_source
+    copy = fx.GraphModule(module, graph)
+    copy.meta = dict(module.meta)
+    copy._param_name_to_source = module._param_name_to_source
+    return copy
+
+
+def _trace_apart(module: fx.GraphModule, values: Sequence[Any], trace: Trace) -> tuple[Run, bool]:
+    """Trace code after Dynamo has guarded it; say too whether what comes holds for all values of the same sizes.
+
+    It doesn't where AOTAutograd asks for guards: on inputs that overlap, or on numbers that are no sizes.
+    """
+    shapes = ShapeEnv(specialize_zero_one=False, duck_shape=False)  # other numbers stay symbols, whatever they are
+    mode = FakeTensorMode(shape_env=shapes)
+    context = TracingContext(mode)
+    with tracing(context):
+        inputs = [mode.from_tensor(v, static_shapes=True) if isinstance(v, torch.Tensor) else v for v in values]
+        run = trace(module, inputs)
+    return run, not context.guards_context.aotautograd_guards and not shapes.guards

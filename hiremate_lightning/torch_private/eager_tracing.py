@@ -1,0 +1,199 @@
+"""Tracing of the very operators that eager PyTorch runs, with the strides that they give.
+
+PyTorch's tables of decompositions are private; `tests/test_torch_private.py` says on which versions this was checked.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch._dynamo  # before AOTAutograd, which imports it in a circle
+from torch._C import DispatchKey
+from torch._decomp import decomposition_table
+from torch._dispatch.python import no_python_dispatcher
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import runtime_wrappers
+from torch._guards import StorageOverlap, TracingContext
+from torch._inductor import config as inductor_config
+from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_impls import op_implementations_dict
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from . import dynamo, tensor_state
+
+
+@contextmanager
+def traced_as_eager() -> Iterator[None]:
+    """Trace what eager PyTorch would run, where torch's tracing departs from it, for a while.
+
+    Departures: Python decompositions that round otherwise than the kernels that they stand for, or draw random numbers
+    where eager doesn't; random operations whose result nobody uses are dropped, and with them their draws; strides of
+    some results are not those that the CPU's kernels give; the backward is taken to run under the forward's autocast,
+    which training ends before it: products in single precision would lose theirs; and an input that is written to is
+    taken to overlap for ever with the inputs that it overlapped with.
+    """
+    with (
+        inductor_config.patch(fallback_random=True),
+        functorch_config.patch(backward_pass_autocast="off"),
+        _eager_kernels(),
+        _eager_strides_of_one(),
+        _eager_strides(),
+        _guarded_overlaps(),
+    ):
+        yield
+
+
+def _guarded_overlaps() -> Any:
+    """Guard on which inputs of a storage overlap, where some are written to; torch does so only for symbolic sizes."""
+    find = runtime_wrappers.compute_overlapping_inputs
+
+    def find_and_guard(config: Any, inputs: list[Any], of_one_storage: list[int]) -> set[int]:
+        overlapping: set[int] = find(config, inputs, of_one_storage)
+        sources, context = config.aot_autograd_arg_pos_to_source, TracingContext.try_get()
+        if sources and context is not None and len(of_one_storage) > 1:
+            apart = [sources[i] for i in of_one_storage if i not in overlapping]
+            guard = StorageOverlap([sources[i] for i in sorted(overlapping)], apart)
+            context.guards_context.aotautograd_guards.append(guard)
+        return overlapping
+
+    return dynamo.replaced((runtime_wrappers, "compute_overlapping_inputs", find_and_guard))
+
+
+_IMPLICIT = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
+
+
+@contextmanager
+def _eager_kernels() -> Iterator[None]:
+    """Take the Python decompositions of some operators out of the dispatcher."""
+    operators = _decomposed_unlike_eager()
+    found: dict[OpOverload, dict[Any, Any]] = {op: dict(op.py_kernels) for op in operators}
+    for op in operators:
+        for key in _IMPLICIT:
+            op.py_kernels.pop(key, None)
+        op._dispatch_cache.clear()
+    dropout = torch.ops.aten.dropout.default
+    for key in _IMPLICIT:
+        dropout.py_kernels[key] = _eager_dropout
+    try:
+        yield
+    finally:
+        for op, kernels in found.items():
+            op.py_kernels.clear()
+            op.py_kernels.update(kernels)
+            op._dispatch_cache.clear()
+
+
+def _decomposed_unlike_eager() -> list[OpOverload]:
+    """List the operators whose Python decomposition gives other numbers: products fold otherwise, resizing rounds."""
+    aten = torch.ops.aten
+    packets = [aten.dropout, aten.matmul, aten.hardshrink, aten.softshrink, aten.stft, aten.istft]
+    packets += [getattr(aten, name) for name in dir(aten) if name.startswith(("upsample_", "_upsample_"))]
+    overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    return [op for op in overloads if any(key in op.py_kernels for key in _IMPLICIT)]
+
+
+def _eager_dropout(input: torch.Tensor, p: float, train: bool | None) -> torch.Tensor:
+    """Draw as eager does: nothing for a probability of 0 or 1."""
+    if p == 0 or not train or input.numel() == 0:
+        return input
+    if p == 1:
+        return input.mul(torch.zeros((), dtype=input.dtype, device=input.device))
+    dropped: torch.Tensor = torch.ops.aten.native_dropout.default(input, p, train)[0]
+    return dropped
+
+
+@contextmanager
+def _eager_strides() -> Iterator[None]:
+    """Correct the strides of results that torch takes for those of an input."""
+    aten = torch.ops.aten
+    sources = {  # the argument whose memory format the first result has on the CPU; None: contiguous, on all devices
+        aten._native_batch_norm_legit_functional.default: 0,
+        aten._native_batch_norm_legit.default: 0,
+        aten._native_batch_norm_legit.no_stats: 0,
+        aten._native_batch_norm_legit_no_training.default: 0,
+        aten.native_batch_norm_backward.default: 1,
+        aten._log_softmax_backward_data.default: None,
+    }
+    found = {op: decomposition_table[op] for op in sources}
+    for op, position in sources.items():
+        decomposition_table[op] = _with_strides(found[op], position)
+    FakeTensorMode.cache_clear()  # it holds results by arguments, whoever computed them
+    try:
+        yield
+    finally:
+        for op, decomposition in found.items():
+            decomposition_table[op] = decomposition
+        FakeTensorMode.cache_clear()
+
+
+@contextmanager
+def _eager_strides_of_one() -> Iterator[None]:
+    """Give dimensions of size 1 the strides that kernels give them.
+
+    No element is found by them, but kernels tell by them whether images are channels-last: for a batch of one.
+    """
+    aten = torch.ops.aten
+    views = {op: op_implementations_dict[op] for op in (aten.view.default, aten._unsafe_view.default)}
+    with_numbers = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
+    kernels = {op: op.py_kernels[DispatchKey.Meta] for op in with_numbers}
+    op_implementations_dict.update((op, _view_as_kernels_do(implementation)) for op, implementation in views.items())
+    for op, kernel in kernels.items():
+        op.py_kernels[DispatchKey.Meta] = _with_numbers_as_kernels_do(kernel)
+        op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        op_implementations_dict.update(views)
+        for op, kernel in kernels.items():
+            op.py_kernels[DispatchKey.Meta] = kernel
+            op._dispatch_cache.clear()
+
+
+def _view_as_kernels_do(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    def view(mode: Any, op: OpOverload, tensor: torch.Tensor, *shape: Any) -> Any:
+        result = implementation(mode, op, tensor, *shape)
+        if 1 not in result.shape or tensor_state.is_symbolic(tensor) or tensor_state.is_symbolic(result):
+            return result
+        seen = _without_memory(tensor, lambda like: like.view(result.shape))
+        return torch.as_strided(tensor, seen.shape, seen.stride(), tensor.storage_offset())
+
+    return view
+
+
+def _with_numbers_as_kernels_do(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def compute(tensor: Any, number: Any, **options: Any) -> Any:
+        result = kernel(tensor, number, **options)
+        is_one = isinstance(tensor, torch.Tensor) and 1 in tensor.shape and not tensor_state.is_symbolic(tensor)
+        if not is_one or isinstance(number, torch.Tensor):
+            return result
+        seen = _without_memory(tensor, lambda like: like + like.new_empty(()))  # of another shape, as numbers are
+        return torch.as_strided(result, seen.shape, seen.stride())
+
+    return compute
+
+
+def _without_memory(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Run a function on a tensor that has nothing but sizes and strides, by the kernels' own rules for these."""
+    with tensor_state.real_mode(), no_python_dispatcher():
+        return function(torch.empty_strided(tensor.shape, tensor.stride(), device="meta"))
+
+
+def _with_strides(decomposition: Callable[..., Any], position: int | None) -> Callable[..., Any]:
+    """Give the first result of a decomposition the memory format of an argument, None for a contiguous one."""
+
+    @functools.wraps(decomposition)  # torch looks at its name and module
+    def corrected(*args: Any, **kwargs: Any) -> Any:
+        results = decomposition(*args, **kwargs)
+        first, *others = results if isinstance(results, tuple) else (results,)
+        if first is None or (position is not None and first.device.type != "cpu"):
+            return results
+        wanted = torch.contiguous_format if position is None else suggest_memory_format(args[position])
+        made = torch.empty_like(first, memory_format=wanted)
+        return (made, *others) if isinstance(results, tuple) else made
+
+    return corrected

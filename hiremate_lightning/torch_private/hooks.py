@@ -1,0 +1,44 @@
+"""Where code of ours runs without a trace in a model: in the place of a module's call, beside an optimizer's step.
+
+The slot that `nn.Module.compile` uses is the only way to take over a call that keeps state_dict, deepcopy and pickle as
+they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+CALL_SLOT = "_compiled_call_impl"
+
+
+def get_call(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """Give the function that stands in for a module's call, None where there is none."""
+    call: Callable[..., Any] | None = module.__dict__.get(CALL_SLOT)
+    return call
+
+
+def set_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+    """Let a function stand in for a module's call, hooks included; None restores the module."""
+    if call is None:
+        module.__dict__.pop(CALL_SLOT, None)
+    else:
+        module.__dict__[CALL_SLOT] = call
+
+
+def plain_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module as if nothing stood in for it: hooks, then its forward as found now."""
+    return module._call_impl(*args, **kwargs)
+
+
+def on_optimizer_step(hook: Callable[[torch.optim.Optimizer], None]) -> Any:
+    """Call a function after each step of any optimizer; the handle that is returned removes it."""
+    return register_optimizer_step_post_hook(lambda optimizer, args, kwargs: hook(optimizer))
+
+
+def before_optimizer_step(hook: Callable[[torch.optim.Optimizer], None]) -> Any:
+    """Call a function before each step of any optimizer; the handle that is returned removes it."""
+    return register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: hook(optimizer))

@@ -1,0 +1,26 @@
+"""What devices, allocators and process groups have and do not show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def keep_busy(milliseconds: float = 0.5) -> None:
+    """Let the current CUDA device wait about so long, in which the host can launch what follows."""
+    torch.cuda._sleep(int(2_000_000 * milliseconds))  # clock cycles
+
+
+def has_expandable_segments() -> bool:
+    """Whether CUDA's caching allocator grows its segments in place, by the environment or by a call."""
+    settings = str(torch._C._accelerator_getAllocatorSettings()).replace(" ", "")
+    return "expandable_segments:True" in settings
+
+
+def process_group_store() -> tuple[Any, int] | None:
+    """Give the key-value store of the process group and the rank of this process; None outside of a group."""
+    group = torch.distributed
+    if not group.is_available() or not group.is_initialized() or group.get_world_size() == 1:
+        return None
+    return group.PrefixStore("hiremate", group.distributed_c10d._get_default_store()), group.get_rank()

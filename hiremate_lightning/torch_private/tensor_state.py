@@ -1,0 +1,131 @@
+"""What tensors are made of and Python does not tell: versions, storages, tracing modes."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentError
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves as leaves
+from torch.utils._pytree import tree_map as map_leaves
+
+__all__ = ["DataDependentError", "leaves", "map_leaves"]
+
+
+def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode:
+    """Find the mode in which fake values were made."""
+    mode = detect_fake_mode(values)
+    return mode if mode is not None else FakeTensorMode()
+
+
+def fake_mode() -> FakeTensorMode:
+    """Make a mode in which tensors have shapes, types and devices, and no memory; it copies real ones that it meets."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor was made in a fake mode."""
+    return isinstance(tensor, FakeTensor)
+
+
+def unviewed(tensor: torch.Tensor) -> torch.Tensor:
+    """Give the same memory as a tensor that is no view of another one, as autograd sees it."""
+    return torch.ops.aten._unsafe_view(tensor, tensor.shape)  # type: ignore[no-any-return]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Count the in-place changes of a tensor; -1 for one made in inference mode, which has no count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def is_batched(value: Any) -> bool:
+    """Whether a tensor stands for the many that `torch.autograd.grad` got with is_grads_batched."""
+    return isinstance(value, torch.Tensor) and bool(torch._C._functorch.is_legacy_batchedtensor(value))
+
+
+def is_transforming() -> bool:
+    """Whether a transform of torch.func (grad, vmap) or forward-mode differentiation is under way."""
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether a traced tensor has a size that is not a number yet."""
+    return isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identify a storage, fake ones included, as long as a tensor on it lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds another one, of which it is a view."""
+    return bool(tensor._is_view())
+
+
+def is_alone_on_storage(tensor: torch.Tensor) -> bool:
+    """Whether nobody else holds a tensor's storage, by itself or by a tensor, but for the one that it is a view of."""
+    storage = tensor.untyped_storage()  # the Python object that others have too, where they have one
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    is_only = count == 2 + is_view(tensor)  # its own, this Python object's, and that of the tensor it is a view of
+    return is_only and sys.getrefcount(storage) == _OWN_REFERENCES
+
+
+def _count_own_references() -> int:
+    tensor = torch.empty(0)
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage)
+
+
+_OWN_REFERENCES = _count_own_references()  # to the Python object of a storage that only a function and a tensor have
+
+
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Give the dense tensors that a tensor is made of: itself, or the indices and values of a sparse one."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return (tensor._indices(), tensor._values())
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    return ()
+
+
+def storage_sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Give the bytes of all storages of some tensors, each once, by their identities."""
+    parts = (part for tensor in tensors for part in dense_parts(tensor))
+    return {storage_id(part): part.untyped_storage().nbytes() for part in parts}
+
+
+def watch_storage(tensor: torch.Tensor) -> Callable[[], bool]:
+    """Give a function that tells whether a tensor's storage still lives, without keeping it alive."""
+    reference = StorageWeakRef(tensor.untyped_storage())
+    return lambda: not reference.expired()
+
+
+def at_release(tensor: torch.Tensor, function: Callable[[], None]) -> None:
+    """Call a function when a tensor's storage is about to be released, whoever holds it until then."""
+    weakref.finalize(tensor.untyped_storage(), function).atexit = False
+
+
+def int_hint(value: Any) -> int:
+    """Read a size that may be symbolic, without guarding on it."""
+    if isinstance(value, torch.SymInt):
+        hint = value.node.hint
+        return int(hint) if hint is not None else 0
+    return int(value)
+
+
+def real_mode() -> Any:
+    """Leave the tracing modes for a while, so that operations run on real tensors."""
+    return _disable_current_modes()
