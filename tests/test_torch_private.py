@@ -160,20 +160,25 @@ def test_a_log_ends_a_graph_only_where_it_may_be_heard_at_each_call(caplog):
 
 @pytest.mark.parametrize("limit", [3, 5])
 def test_settings_of_torch_compile_are_the_users_again_after_nested_and_failed_calls(limit):
-    config = torch._dynamo.config
+    config, seen = torch._dynamo.config, []
+
+    def note(module, inputs):
+        seen.append(config.recompile_limit)
+        return module.forward
 
     def nested():
         with dynamo.capturing_for_plans():
             with dynamo.capturing_for_plans():
-                assert config.recompile_limit == 256
-            assert config.recompile_limit == 256
+                torch.compile(lambda x: x + 1, backend=note)(torch.ones(3))
+            torch.compile(lambda x: x + 2, backend=note)(torch.ones(3))
             raise RuntimeError("a call that fails")
 
-    with config.patch(recompile_limit=limit):
+    with config.patch(recompile_limit=limit, suppress_errors=limit == 3):
         for _ in range(2):
             with pytest.raises(RuntimeError, match="that fails"):
                 nested()
-            assert config.recompile_limit == limit
+            assert (config.recompile_limit, config.suppress_errors) == (limit, limit == 3)
+    assert set(seen) == {256}
 
 
 def test_a_number_that_makes_a_size_is_an_input_from_its_second_value_on():

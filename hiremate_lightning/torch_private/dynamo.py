@@ -47,13 +47,9 @@ def capturing_for_plans(tell: Callable[[str], None] | None = None, sizes_vary: b
     * Code that Dynamo or AOTAutograd fail on runs as it is, and what it calls is captured on its own. The error is told
       or, where there is no one to tell, raised. So are errors of the code itself, which are seen as it is traced.
     """
-    settings = _unused_settings.pop() if _unused_settings else _settings_for_plans()
     capture = _capture_with_symbols if sizes_vary else _capture_with_numbers
-    try:
-        with settings, replaced((convert_frame, "_compile", capture)), _told_of_failures(tell):
-            yield
-    finally:
-        _unused_settings.append(settings)
+    with replaced((convert_frame, "_compile", capture)), _told_of_failures(tell):
+        yield
 
 
 @contextmanager
@@ -75,7 +71,7 @@ def _always_static(*_: Any, **__: Any) -> tuple[bool, TensorStaticReason]:
 
 def _capture_with(has_static_shape: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     is_static = builder, "tensor_always_has_static_shape", has_static_shape
-    with replaced(is_static, *_WHILE_CAPTURING), collecting_what_it_leaves():
+    with _settings_for_plans(), replaced(is_static, *_WHILE_CAPTURING), collecting_what_it_leaves():
         return _capture(*arguments, **options)
 
 
@@ -140,14 +136,13 @@ _WHILE_CAPTURING = (
 _GUARDS_LOG = logging.getLogger("torch._guards")
 _without_symbols: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that Dynamo failed on with symbols
 _given_up: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that it failed on altogether
-# Kept, since making one takes longer than using it; not shared, since several calls may be under way.
-_unused_settings: list[Any] = []
 
 
 @contextmanager
 def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
     """Let Dynamo go on without what it fails on, and hear of it from its log, however quiet a user has made that."""
     level, was_quiet = _DYNAMO_LOG.level, not _DYNAMO_LOG.isEnabledFor(logging.WARNING)
+    suppress_errors = dynamo_config.suppress_errors
 
     def heed(record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -165,6 +160,7 @@ def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
     try:
         yield
     finally:
+        dynamo_config.suppress_errors = suppress_errors
         _DYNAMO_LOG.removeFilter(heed)
         if was_quiet:
             _DYNAMO_LOG.setLevel(level)
@@ -196,7 +192,6 @@ def _settings_for_plans() -> Any:
         accumulated_recompile_limit=4096,
         use_numpy_random_stream=True,
         skip_nnmodule_hook_guards=False,
-        suppress_errors=False,
         allow_unspec_int_on_nn_module=True,
         specialize_float=True,
         trace_autograd_ops=True,
