@@ -10,8 +10,9 @@ from torch import nn
 from .options import make_options
 from .planning.plan import Plan
 from .planning.planner import DEFAULT_SOLVER
+from .sessions.refusals import refuse
 from .sessions.session import Session
-from .sessions.targets import Target, Targets, refuse, targets_of
+from .sessions.targets import Target, Targets, targets_of
 
 FABRIC_WRAPPER = "_FabricModule"  # by its name: this module loads without Lightning
 

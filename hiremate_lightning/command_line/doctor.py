@@ -22,7 +22,7 @@ from ..errors import ConfigurationError
 from ..memory.metering import free_host_bytes
 from ..planning.solvers import SolveOptions, Status
 from ..planning.solvers.mip_backend import Program, solve
-from ..sessions.targets import refuse
+from ..sessions.refusals import refuse
 from ..torch_private import tensor_state
 from ..units import format_bytes, format_ratio
 from .factory import Workload, find_factory

@@ -39,7 +39,7 @@ from ..running.execution import Part
 from ..running.program import Program, build
 from ..sessions.backend import planning_backend
 from ..sessions.eager_paths import eager_paths
-from ..sessions.targets import refuse
+from ..sessions.refusals import refuse
 from ..torch_private import dynamo, tensor_state
 from .factory import Call, Workload
 

@@ -35,7 +35,8 @@ from ..planning.plan import Plan
 from ..running.execution import Part
 from ..sessions.backend import planning_backend
 from ..sessions.session import Session
-from ..sessions.targets import WITH_COMPILE, listen_to_optimizers, planned_module_with
+from ..sessions.slots import WITH_COMPILE
+from ..sessions.targets import listen_to_optimizers, planned_module_with
 
 _Weak = dict[int, weakref.ref[torch.Tensor]]  # by identity: tensors compare by their values
 _Key = tuple[tuple[str, str], ...]

@@ -10,8 +10,6 @@ autocast) is honoured.
 from __future__ import annotations
 
 import difflib
-import functools
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,92 +21,17 @@ from torch import nn
 
 from ..errors import CaptureError, ConfigurationError, HiRemateWarning
 from ..torch_private import dynamo, hooks, tensor_state
+from .entry_points import Compiler, call_forward, call_found, call_training_step
+from .refusals import reason_of_others, refuse, refuse_each
 from .session import Session
+from .slots import WITH_COMPILE, Slot
 
 Target = str | Sequence[str] | None
 
-# By names of classes: what is not installed, or not used, need not be imported.
-FOREIGN = {
-    "FullyShardedDataParallel": "FSDP shards its parameters while the plan runs. Use DistributedDataParallel.",
-    "FSDPModule": "fully_shard() shards its parameters while the plan runs. Use DistributedDataParallel.",
-    "DeepSpeedEngine": "DeepSpeed schedules memory itself. Use DistributedDataParallel.",
-    "PipelineEngine": "DeepSpeed schedules memory itself. Use DistributedDataParallel.",
-}
-WITH_COMPILE = (
-    "Call it without torch.compile. Or call remove_hiremate(model) and keep "
-    "torch.compile(model, backend='hiremate', options={'budget': ...})."
-)
 UNPLANNED = (
     "trains without its plan: an optimizer stepped twice, and none of the planned calls ran in between. A plan runs "
     f"where a module is called; it is passed by where code calls its forward, or compiles around it. {WITH_COMPILE}"
 )
-
-
-def _call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    dynamo.hooks_of_all_modules()
-    return type(module).forward(module, *args, **kwargs)
-
-
-def _call_found(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    dynamo.hooks_of_all_modules()
-    return forward(*args, **kwargs)
-
-
-def _call_training_step(module: Any, *args: Any, **kwargs: Any) -> Any:
-    dynamo.hooks_of_all_modules()
-    return type(module).training_step(module, *args, **kwargs)
-
-
-class _EntryPoints:
-    """Copies of the functions above, each with a code object of its own.
-
-    Dynamo keeps what it compiled, and counts recompilations, by code object. So each planned call needs its own. They
-    are used again,
-    never dropped: a code object that dies takes Dynamo's entries with it inside the garbage collector, which crashes.
-    """
-
-    def __init__(self) -> None:
-        self._unused: dict[Callable[..., Any], list[Callable[..., Any]]] = {}
-        self._count = 0
-
-    def take(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Give a copy that no one uses."""
-        unused = self._unused.setdefault(function, [])
-        if unused:
-            return unused.pop()
-        assert isinstance(function, types.FunctionType)
-        self._count += 1
-        code = function.__code__.replace(co_name=f"{function.__name__}_{self._count}")
-        return types.FunctionType(code, function.__globals__, code.co_name)
-
-    def give_back(self, taken: list[tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
-        """Forget what was compiled for copies, and let others use them."""
-        while taken:
-            function, copy = taken.pop()
-            dynamo.forget_compiled(copy)
-            self._unused[function].append(copy)
-
-
-_entry_points = _EntryPoints()
-
-
-class _Compiler:
-    """Compiles the calls of one session."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._taken: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
-        weakref.finalize(self, _entry_points.give_back, self._taken)
-
-    def compile(self, function: Callable[..., Any], first: Any) -> Callable[..., Any]:
-        """Compile a function of this module, its first argument given."""
-        copy = _entry_points.take(function)
-        self._taken.append((function, copy))
-        return functools.partial(torch.compile(copy, backend=self._session.backend()), first)
-
-    def close(self) -> None:
-        """Forget all that was compiled."""
-        _entry_points.give_back(self._taken)
 
 
 _attached: weakref.WeakSet[Targets] = weakref.WeakSet()
@@ -132,7 +55,7 @@ class Targets:
         self.adopted: dict[str, nn.Module] = {}
         self._target = target
         self._candidates()
-        self._compiler = _Compiler(session)
+        self._compiler = Compiler(session)
         self._compiled: dict[nn.Module, tuple[Any, Callable[..., Any]]] = {}
         self._captured: set[str] = set()  # modules of which something was captured
         self._passed_by: set[str] = set()  # modules of which nothing was
@@ -150,7 +73,7 @@ class Targets:
         for name, module in self._candidates().items():
             is_free = name not in self._passed_by and not self._is_inside_adopted(name)
             if is_free and hooks.get_call(module) is None:
-                hooks.set_call(module, _Slot(self, name, module))
+                hooks.set_call(module, Slot(self, name, module))
 
     def detach(self) -> None:
         """Leave every module as it was."""
@@ -159,7 +82,7 @@ class Targets:
         self._compiled.clear()
         self._compiler.close()
         for module in self.root.modules():
-            if isinstance(hooks.get_call(module), _Slot):
+            if isinstance(hooks.get_call(module), Slot):
                 hooks.set_call(module, None)
         if self._hook is not None:
             self._hook.remove()
@@ -224,7 +147,7 @@ class Targets:
             missed = [m for m in outer.modules() if m is not outer and _has_weights(m, besides=read)]
             for inner in missed:
                 if hooks.get_call(inner) is None:
-                    hooks.set_call(inner, _Slot(self, paths[inner], inner))
+                    hooks.set_call(inner, Slot(self, paths[inner], inner))
             if missed:
                 self.session.abandon_step()
                 where = paths[outer] or type(outer).__name__
@@ -258,7 +181,7 @@ class Targets:
         hooks.set_call(module, None)
         for path, part in parts.items():
             if hooks.get_call(part) is None:
-                hooks.set_call(part, _Slot(self, path, part))
+                hooks.set_call(part, Slot(self, path, part))
         return True
 
     def _has_others_than(self, module: nn.Module) -> bool:
@@ -290,10 +213,10 @@ class Targets:
 
     def _adopt(self, name: str, module: nn.Module) -> None:
         """Plan a module's calls from now on; its submodules are part of it and need no slots."""
-        _refuse_each(self.root, _reason_of_others)  # what came after this was attached
+        refuse_each(self.root, reason_of_others)  # what came after this was attached
         self.adopted[name] = module
         for inner in module.modules():
-            if inner is not module and isinstance(hooks.get_call(inner), _Slot):
+            if inner is not module and isinstance(hooks.get_call(inner), Slot):
                 hooks.set_call(inner, None)
 
     @contextmanager
@@ -319,9 +242,9 @@ class Targets:
         if known is not None and known[0] is found:
             return known[1]
         if found is None:
-            compiled = self._compiler.compile(_call_forward, module)
+            compiled = self._compiler.compile(call_forward, module)
         else:
-            compiled = self._compiler.compile(_call_found, found)
+            compiled = self._compiler.compile(call_found, found)
         self._compiled[module] = (found, compiled)
         return compiled
 
@@ -342,8 +265,8 @@ class StepTarget:
         refuse(root)
         self.root = root
         self.session = session
-        self._compiler = _Compiler(session)
-        self._compiled = self._compiler.compile(_call_training_step, root)
+        self._compiler = Compiler(session)
+        self._compiled = self._compiler.compile(call_training_step, root)
         self._hook: Any = None
 
     def attach(self) -> None:
@@ -451,56 +374,21 @@ def _has_weights(module: nn.Module, besides: Collection[int] = ()) -> bool:
     return any(p.requires_grad and id(p) not in besides for p in module.parameters())
 
 
-class _Slot:
-    """Stands in for the call of one module."""
-
-    def __init__(self, targets: Targets, name: str, module: nn.Module) -> None:
-        self.targets = targets
-        self._name = name
-        self._module = module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            if not self.targets.is_inside:
-                _refuse_outer_compile()
-            return hooks.plain_call(self._module, *args, **kwargs)
-        return self.targets.call(self._name, self._module, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Leave copies of a module unplanned; LightningModule copies its whole state."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Leave pickled modules unplanned."""
-        return (type(None), ())
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _refuse_outer_compile() -> None:
-    """Stop a torch.compile around a planned module; Dynamo calls this while it traces, and passes the error on.
-
-    Raises:
-        ConfigurationError: Always.
-    """
-    raise ConfigurationError(f"A torch.compile is around a module that is planned by hiremate(). {WITH_COMPILE}")
-
-
 def planned_module_with(parameters: Sequence[torch.Tensor]) -> nn.Module | None:
     """Find a module whose calls are planned and which has any of the parameters."""
     own = {id(p) for p in parameters}
     for planned in list(_attached):
         for module in planned.root.modules():
-            if isinstance(hooks.get_call(module), _Slot) and any(id(p) in own for p in module.parameters()):
+            if isinstance(hooks.get_call(module), Slot) and any(id(p) in own for p in module.parameters()):
                 return module
     return None
 
 
 def targets_of(module: nn.Module) -> Targets | None:
     """Find who plans the calls of a module or of anything in it."""
-    for inner in module.modules():
-        slot = hooks.get_call(inner)
-        if isinstance(slot, _Slot):
-            return slot.targets
-    return None
+    slots = (hooks.get_call(inner) for inner in module.modules())
+    callers = (slot.targets for slot in slots if isinstance(slot, Slot))
+    return next((caller for caller in callers if isinstance(caller, Targets)), None)
 
 
 def _named(root: nn.Module, target: str | Sequence[str]) -> dict[str, nn.Module]:
@@ -518,57 +406,3 @@ def _named(root: nn.Module, target: str | Sequence[str]) -> dict[str, nn.Module]
             raise ConfigurationError(f"{type(root).__name__} has no submodule {name!r} to plan (target=).{hint}")
         found[name] = modules[name]
     return found
-
-
-def refuse(root: nn.Module) -> None:
-    """Refuse what can't be planned, by name and with the way out.
-
-    Raises:
-        ConfigurationError: If the model is compiled, checkpointed, sharded or replicated already, or is no module.
-    """
-    if not isinstance(root, nn.Module):
-        raise ConfigurationError(f"Expected a torch.nn.Module to plan, found {type(root).__name__}.")
-    _refuse_each(root, lambda module: _reason_to_refuse(module) or _reason_of_others(module))
-
-
-def _refuse_each(root: nn.Module, reason_of: Callable[[nn.Module], str | None]) -> None:
-    for name, module in root.named_modules():
-        reason = reason_of(module)
-        if reason is not None:
-            where = f"submodule {name!r} ({type(module).__name__})" if name else type(module).__name__
-            raise ConfigurationError(f"Can't plan {where}: {reason}")
-
-
-def _reason_of_others(module: nn.Module) -> str | None:
-    """Say why what another tool did to a module, maybe after it was attached to, is in the way of a plan."""
-    found = next((FOREIGN[c.__name__] for c in type(module).__mro__ if c.__name__ in FOREIGN), None)
-    if found is None and any(p.device.type == "xla" for p in module.parameters(recurse=False)):
-        return "XLA decides on memory itself. Train on CUDA devices or on the CPU."
-    if found is None and _is_checkpointed(module):
-        return (
-            "its activation checkpointing is on, and a plan replaces it. "
-            "Call model.gradient_checkpointing_disable() first."
-        )
-    return found
-
-
-def _reason_to_refuse(module: nn.Module) -> str | None:
-    kind = type(module).__name__
-    if kind == "OptimizedModule" or hooks.get_call(module) is not None:
-        if isinstance(hooks.get_call(module), _Slot):
-            return "it is planned already. Call remove_hiremate(model) first."
-        return "it is compiled already. Pass the module itself, without torch.compile or .compile()."
-    if isinstance(module, nn.DataParallel):
-        return "DataParallel copies modules at every step. Use DistributedDataParallel, one process for each device."
-    if any(nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
-        return "its parameters have no shape yet. Call the model once with a batch under torch.no_grad() first."
-    if isinstance(module, torch.jit.ScriptModule):
-        return "it is a TorchScript module, which has no Python to capture. Pass the module that it was made from."
-    return None
-
-
-def _is_checkpointed(module: nn.Module) -> bool:
-    """Read the flag of transformers and diffusers, under the first of its names that the module has."""
-    names = ("is_activation_checkpointing", "is_gradient_checkpointing", "gradient_checkpointing")
-    name = next((n for n in names if n in module.__dict__ or hasattr(type(module), n)), None)
-    return name is not None and getattr(module, name) is True

@@ -33,7 +33,8 @@ from ..planning.solvers.base import Problem
 from ..records.graph import OUTSIDE, Graph
 from ..records.scaling import Scaling, difference
 from ..reporting.report import Reporter
-from ..sessions.targets import Target, Targets, refuse, targets_of
+from ..sessions.refusals import refuse
+from ..sessions.targets import Target, Targets, targets_of
 from ..units import Budget, format_bytes, format_ratio, parse_budget
 from .size_result import BatchSizeResult, result_lines, result_table
 from .size_search import Forecast, Found, Limit, Objective, Trial, search, trial_of

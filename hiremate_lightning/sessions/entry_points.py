@@ -1,0 +1,85 @@
+"""Functions for Dynamo to compile: what a planned call enters, each time with a code object of its own."""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..torch_private import dynamo
+from .session import Session
+
+
+def call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of a module's class."""
+    dynamo.hooks_of_all_modules()
+    return type(module).forward(module, *args, **kwargs)
+
+
+def call_found(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a forward that somebody has put in the place of its class's."""
+    dynamo.hooks_of_all_modules()
+    return forward(*args, **kwargs)
+
+
+def call_training_step(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the training step of a LightningModule's class."""
+    dynamo.hooks_of_all_modules()
+    return type(module).training_step(module, *args, **kwargs)
+
+
+class _EntryPoints:
+    """Copies of the functions above, each with a code object of its own.
+
+    Dynamo keeps what it compiled, and counts recompilations, by code object. So each planned call needs its own. They
+    are used again,
+    never dropped: a code object that dies takes Dynamo's entries with it inside the garbage collector, which crashes.
+    """
+
+    def __init__(self) -> None:
+        self._unused: dict[Callable[..., Any], list[Callable[..., Any]]] = {}
+        self._count = 0
+
+    def take(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Give a copy that no one uses."""
+        unused = self._unused.setdefault(function, [])
+        if unused:
+            return unused.pop()
+        assert isinstance(function, types.FunctionType)
+        self._count += 1
+        code = function.__code__.replace(co_name=f"{function.__name__}_{self._count}")
+        return types.FunctionType(code, function.__globals__, code.co_name)
+
+    def give_back(self, taken: list[tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
+        """Forget what was compiled for copies, and let others use them."""
+        while taken:
+            function, copy = taken.pop()
+            dynamo.forget_compiled(copy)
+            self._unused[function].append(copy)
+
+
+_entry_points = _EntryPoints()
+
+
+class Compiler:
+    """Compiles the calls of one session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._taken: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+        weakref.finalize(self, _entry_points.give_back, self._taken)
+
+    def compile(self, function: Callable[..., Any], first: Any) -> Callable[..., Any]:
+        """Compile a function of this module, its first argument given."""
+        copy = _entry_points.take(function)
+        self._taken.append((function, copy))
+        return functools.partial(torch.compile(copy, backend=self._session.backend()), first)
+
+    def close(self) -> None:
+        """Forget all that was compiled."""
+        _entry_points.give_back(self._taken)

@@ -1,0 +1,79 @@
+"""What can't be planned, refused by name and with the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..errors import ConfigurationError
+from ..torch_private import hooks
+from .slots import Slot
+
+# By names of classes: what is not installed, or not used, need not be imported.
+FOREIGN = {
+    "FullyShardedDataParallel": "FSDP shards its parameters while the plan runs. Use DistributedDataParallel.",
+    "FSDPModule": "fully_shard() shards its parameters while the plan runs. Use DistributedDataParallel.",
+    "DeepSpeedEngine": "DeepSpeed schedules memory itself. Use DistributedDataParallel.",
+    "PipelineEngine": "DeepSpeed schedules memory itself. Use DistributedDataParallel.",
+}
+
+
+def refuse(root: nn.Module) -> None:
+    """Refuse what can't be planned, by name and with the way out.
+
+    Raises:
+        ConfigurationError: If the model is compiled, checkpointed, sharded or replicated already, or is no module.
+    """
+    if not isinstance(root, nn.Module):
+        raise ConfigurationError(f"Expected a torch.nn.Module to plan, found {type(root).__name__}.")
+    refuse_each(root, lambda module: _reason_to_refuse(module) or reason_of_others(module))
+
+
+def refuse_each(root: nn.Module, reason_of: Callable[[nn.Module], str | None]) -> None:
+    """Refuse a model of which any module has a reason to be refused.
+
+    Raises:
+        ConfigurationError: Names the module and says the reason.
+    """
+    for name, module in root.named_modules():
+        reason = reason_of(module)
+        if reason is not None:
+            where = f"submodule {name!r} ({type(module).__name__})" if name else type(module).__name__
+            raise ConfigurationError(f"Can't plan {where}: {reason}")
+
+
+def reason_of_others(module: nn.Module) -> str | None:
+    """Say why what another tool did to a module, maybe after it was attached to, is in the way of a plan."""
+    found = next((FOREIGN[c.__name__] for c in type(module).__mro__ if c.__name__ in FOREIGN), None)
+    if found is None and any(p.device.type == "xla" for p in module.parameters(recurse=False)):
+        return "XLA decides on memory itself. Train on CUDA devices or on the CPU."
+    if found is None and _is_checkpointed(module):
+        return (
+            "its activation checkpointing is on, and a plan replaces it. "
+            "Call model.gradient_checkpointing_disable() first."
+        )
+    return found
+
+
+def _reason_to_refuse(module: nn.Module) -> str | None:
+    kind = type(module).__name__
+    if kind == "OptimizedModule" or hooks.get_call(module) is not None:
+        if isinstance(hooks.get_call(module), Slot):
+            return "it is planned already. Call remove_hiremate(model) first."
+        return "it is compiled already. Pass the module itself, without torch.compile or .compile()."
+    if isinstance(module, nn.DataParallel):
+        return "DataParallel copies modules at every step. Use DistributedDataParallel, one process for each device."
+    if any(nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
+        return "its parameters have no shape yet. Call the model once with a batch under torch.no_grad() first."
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is a TorchScript module, which has no Python to capture. Pass the module that it was made from."
+    return None
+
+
+def _is_checkpointed(module: nn.Module) -> bool:
+    """Read the flag of transformers and diffusers, under the first of its names that the module has."""
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing", "gradient_checkpointing")
+    name = next((n for n in names if n in module.__dict__ or hasattr(type(module), n)), None)
+    return name is not None and getattr(module, name) is True
