@@ -16,9 +16,8 @@ from torch import fx
 
 from ..capturing.absent import NOTHING, Absence, find_absent
 from ..capturing.capture import Captured
-from ..records.graph import Phase, StorageKind
+from ..records.graph import Node, Phase, StorageKind
 from ..records.schedule import Compute, Operation, Schedule
-from ..rewriting.finishing import Finish
 from ..rewriting.kernels import as_eager, needs_traced_layout, with_strides
 from ..rewriting.losses import cross_entropy_gradient
 from ..rewriting.overwriting import overwriting, traced_strides
@@ -182,7 +181,7 @@ def _forward_module(captured: Captured, schedule: Schedule, saved: Sequence[fx.N
     graph = fx.Graph()
     values = {p: graph.node_copy(p) for p in captured.placeholders}
     _copy_constants(captured, graph, values)
-    _emit(captured, schedule.forward, graph, values)
+    _Emitter(captured, graph, values).emit(schedule.forward)
     outputs = [values[v] if isinstance(v, fx.Node) else v for v in captured.forward_outputs]
     graph.output((*outputs, *(values[v] for v in saved)))
     _drop_unread_states(graph)
@@ -202,7 +201,7 @@ def _backward_module(
         values[value] = graph.placeholder(value.name)
     totals = {position: graph.placeholder(f"total_{position}") for position in sorted(added)}
     _copy_constants(captured, graph, values)
-    _emit(captured, schedule.backward, graph, values, absence)
+    _Emitter(captured, graph, values, absence).emit(schedule.backward)
     there = (v if isinstance(v, fx.Node) and v not in absence.values else None for v in captured.backward_outputs)
     gradients = [None if v is None else values[v] for v in there]
     for position, total in totals.items():
@@ -225,93 +224,102 @@ def _copy_constants(captured: Captured, graph: fx.Graph, values: dict[fx.Node, f
             values[node] = graph.node_copy(node)
 
 
-def _emit(
-    captured: Captured,
-    operations: Sequence[Operation],
-    graph: fx.Graph,
-    values: dict[fx.Node, fx.Node],
-    absence: Absence = NOTHING,
-) -> None:
-    """Append the operations of a schedule; generated code frees by itself, after the last use."""
+class _Emitter:
+    """Appends the operations of a schedule to a graph; generated code frees by itself, after the last use.
 
-    def value_of(value: fx.Node) -> fx.Node:
-        return _zeros(value, graph) if value in absence.values else values[value]
+    Attributes:
+        values: For each captured value the one that stands for it in the graph.
+    """
 
-    def laid_out(value: fx.Node) -> fx.Node:
-        shown = value.meta.get("val")
-        if not isinstance(shown, torch.Tensor):
-            return value_of(value)
-        strides = tuple(tensor_state.int_hint(s) for s in shown.stride())
-        return graph.call_function(with_strides, (value_of(value), strides))
+    def __init__(
+        self, captured: Captured, graph: fx.Graph, values: dict[fx.Node, fx.Node], absence: Absence = NOTHING
+    ) -> None:
+        self.values = values
+        self._captured, self._graph, self._absence = captured, graph, absence
 
-    for operation in operations:
-        if not isinstance(operation, Compute) or operation.node >= len(captured.fx_nodes):
-            continue
-        record, node = captured.graph.nodes[operation.node], captured.fx_nodes[operation.node]
-        finish = captured.finishes.get(node)
-        outputs = [_as_made(captured.fx_values[t], finish) for t in record.outputs]
-        if record.replays is not None:
-            function, args, kwargs = call_of(record.op, node, [captured.fx_values[t] for t in record.inputs])
-            args, kwargs = fx.node.map_arg((args, kwargs), value_of)
-            copy = graph.call_function(function, args, kwargs)
-            copy.meta |= {"phase": record.phase, "key": record.key}
-            if record.op == DRAW_AGAIN:
-                _hand_on(node, copy, outputs, graph, values)
+    def emit(self, operations: Sequence[Operation]) -> None:
+        """Append operations, in their order."""
+        computed = (op.node for op in operations if isinstance(op, Compute))
+        for index in (node for node in computed if node < len(self._captured.fx_nodes)):
+            record, node = self._captured.graph.nodes[index], self._captured.fx_nodes[index]
+            if record.replays is not None:
+                self._replay(record, node)
+            elif node in self._absence.values:
+                pass  # a gradient that has not arrived
+            elif node in self._absence.replaced:
+                self.values[node] = self.values[self._absence.replaced[node]]
             else:
-                values[outputs[0]] = copy
-            _finish(finish, outputs, copy, graph, values)
-            continue
-        if node in absence.values:
-            continue
-        if node in absence.replaced:
-            values[node] = values[absence.replaced[node]]
-            continue
+                self._compute(record, node)
+
+    def _replay(self, record: Node, node: fx.Node) -> None:
+        """Bring back what a captured node gave, by another operation."""
+        function, args, kwargs = call_of(record.op, node, [self._captured.fx_values[t] for t in record.inputs])
+        args, kwargs = fx.node.map_arg((args, kwargs), self._value_of)
+        copy = self._graph.call_function(function, args, kwargs)
+        copy.meta |= {"phase": record.phase, "key": record.key}
+        outputs = self._outputs(record, node)
+        if record.op == DRAW_AGAIN:
+            self._hand_on(node, copy, outputs)
+        else:
+            self.values[outputs[0]] = copy
+        self._finish(node, outputs, copy)
+
+    def _compute(self, record: Node, node: fx.Node) -> None:
+        """Compute what a captured node does, by the kernel of eager PyTorch."""
         needs_layout = record.phase is Phase.BACKWARD and needs_traced_layout(node.target)
-        copy = graph.node_copy(node, laid_out if needs_layout else value_of)
+        copy = self._graph.node_copy(node, self._laid_out if needs_layout else self._value_of)
         copy.meta |= {"phase": record.phase, "key": record.key}
         copy.target, changed = as_eager(node)
         copy.args = (*copy.args[: len(copy.args) - len(changed)], *changed)
         if node.target is torch.ops.aten.view.default and record.phase is Phase.BACKWARD:
             copy.target = torch.ops.aten.reshape.default  # gradients come with other strides than they were traced with
-        if node in absence.overwrites:
-            dying = absence.overwrites[node]
+        if node in self._absence.overwrites:
+            dying = self._absence.overwrites[node]
             copy.target = overwriting(node.target, dying)
             copy.args = (traced_strides(node, dying), *copy.args)
+        outputs = self._outputs(record, node)
         for state in (v for v in outputs if v.target is generator_state):
-            with graph.inserting_before(copy):
-                values[state] = graph.node_copy(state)
-        _hand_on(node, copy, [v for v in outputs if v.target is not generator_state], graph, values)
-        _finish(finish, outputs, copy, graph, values)
+            with self._graph.inserting_before(copy):
+                self.values[state] = self._graph.node_copy(state)
+        self._hand_on(node, copy, [v for v in outputs if v.target is not generator_state])
+        self._finish(node, outputs, copy)
 
+    def _value_of(self, value: fx.Node) -> fx.Node:
+        return _zeros(value, self._graph) if value in self._absence.values else self.values[value]
 
-def _hand_on(
-    node: fx.Node, copy: fx.Node, outputs: Sequence[fx.Node], graph: fx.Graph, values: dict[fx.Node, fx.Node]
-) -> None:
-    """Note what the copy of a captured node computes: its value, or the parts of it."""
-    for value in outputs:
-        if value is node:
-            values[value] = copy
-        else:
-            part = graph.call_function(operator.getitem, (copy, value.args[1]))
-            part.meta = value.meta
-            values[value] = part
+    def _laid_out(self, value: fx.Node) -> fx.Node:
+        """Give a value with the strides that it was traced with."""
+        shown = value.meta.get("val")
+        if not isinstance(shown, torch.Tensor):
+            return self._value_of(value)
+        strides = tuple(tensor_state.int_hint(s) for s in shown.stride())
+        return self._graph.call_function(with_strides, (self._value_of(value), strides))
 
+    def _outputs(self, record: Node, node: fx.Node) -> list[fx.Node]:
+        """List what an operation makes: of a result that is finished, what is finished."""
+        finish = self._captured.finishes.get(node)
+        made = (self._captured.fx_values[t] for t in record.outputs)
+        return [finish.value if finish is not None and value is finish.result else value for value in made]
 
-def _as_made(value: fx.Node, finish: Finish | None) -> fx.Node:
-    """Give what an operation makes, where others read that or what finishes it."""
-    return finish.value if finish is not None and value is finish.result else value
+    def _hand_on(self, node: fx.Node, copy: fx.Node, outputs: Sequence[fx.Node]) -> None:
+        """Note what the copy of a captured node computes: its value, or the parts of it."""
+        for value in outputs:
+            if value is node:
+                self.values[value] = copy
+            else:
+                part = self._graph.call_function(operator.getitem, (copy, value.args[1]))
+                part.meta = value.meta
+                self.values[value] = part
 
-
-def _finish(
-    finish: Finish | None, outputs: Sequence[fx.Node], made: fx.Node, graph: fx.Graph, values: dict[fx.Node, fx.Node]
-) -> None:
-    """Append what finishes a result, if it is among those that were just computed."""
-    if finish is None or finish.value not in outputs:
-        return
-    for step, target, args in finish.calls():
-        args, kwargs = fx.node.map_arg((args, dict(step.kwargs)), values.__getitem__)
-        values[step] = copy = graph.call_function(target, args, kwargs)
-        copy.meta = {**step.meta, "phase": made.meta["phase"], "finishes": made.meta["key"]}
+    def _finish(self, node: fx.Node, outputs: Sequence[fx.Node], made: fx.Node) -> None:
+        """Append what finishes a result, if it is among those that were just computed."""
+        finish = self._captured.finishes.get(node)
+        if finish is None or finish.value not in outputs:
+            return
+        for step, target, args in finish.calls():
+            args, kwargs = fx.node.map_arg((args, dict(step.kwargs)), self.values.__getitem__)
+            self.values[step] = copy = self._graph.call_function(target, args, kwargs)
+            copy.meta = {**step.meta, "phase": made.meta["phase"], "finishes": made.meta["key"]}
 
 
 def _drop_unread_states(graph: fx.Graph) -> None:
@@ -353,7 +361,7 @@ def _stub_forward(captured: Captured, token: torch.Tensor) -> fx.Graph:
     graph = fx.Graph()
     values = {p: graph.node_copy(p) for p in captured.placeholders}
     _copy_constants(captured, graph, values)
-    _emit(captured, [Compute(n) for n in captured.graph.forward], graph, values)
+    _Emitter(captured, graph, values).emit([Compute(n) for n in captured.graph.forward])
     made = graph.call_function(torch.empty, ((0,),))
     made.meta["val"] = token
     outputs = [values[v] if isinstance(v, fx.Node) else v for v in captured.forward_outputs]
