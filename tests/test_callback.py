@@ -423,17 +423,87 @@ def test_averaged_weights_are_the_same(kind, averaging_comes_first):
     assert_same_weights(found, expected)
 
 
-def test_a_copy_made_while_fitting_is_plain():
+@pytest.mark.parametrize("target", [None, "training_step"])
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_made_while_fitting_is_plain(target, copy_of):
     copies = []
 
     class Averages(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            copies.append(copy.deepcopy(pl_module))
+            copied = copy_of(pl_module)
+            copied.log = copied.log_dict = lambda *_, **__: None
+            runs = callback._targets.session.runs
+            copied.training_step(batch, batch_idx).backward()
+            assert callback._targets.session.runs == runs
+            assert all(p.grad is not None for p in copied.parameters())
+            copies.append(copied)
 
-    fit(CallsItself, planned(), Averages(), max_epochs=1)
-    assert copies
+    callback = planned(target=target)
+    fit(CallsItself, callback, Averages(), max_epochs=1)
+    assert len(copies) == 4
     for copied in copies:
         assert all(module._compiled_call_impl is None for module in copied.modules())
+
+
+class TakesTheBatchAlone(CallsItself):
+    """A module whose training step does not ask for the number of its batch."""
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return super().training_step(batch, 0)
+
+
+class ValidatesByTraining(Validates):
+    """A module whose validation is its training step, on larger batches."""
+
+    def validation_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        return self.training_step(batch, index)
+
+    def val_dataloader(self) -> DataLoader:
+        return batches(1, 4 * ROWS)
+
+
+def test_a_training_step_may_take_the_batch_alone():
+    expected, expected_logs = fit(TakesTheBatchAlone)
+    found, logs = fit(TakesTheBatchAlone, planned(target="training_step"))
+    assert_same_weights(found, expected)
+    assert logs == expected_logs
+
+
+def test_a_validation_that_calls_the_training_step_is_not_planned():
+    plain, (expected, expected_logs) = planned(target="training_step"), fit(ValidatesByTraining)
+    fit(CallsItself, plain)
+    callback = planned(target="training_step")
+
+    found, logs = fit(ValidatesByTraining, callback)
+
+    assert_same_weights(found, expected)
+    assert logs == expected_logs
+    assert callback.plan.resident_bytes == plain.plan.resident_bytes
+    assert callback.plan.measured.peak_bytes == plain.plan.measured.peak_bytes
+
+
+def test_what_users_put_in_the_place_of_methods_is_called_and_stays():
+    logged = []
+
+    class Patched(CallsItself):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log = lambda name, value, **_: logged.append((name, value.item().hex()))
+            self.training_step = self.doubled_step
+
+        def doubled_step(self, batch, batch_idx):
+            return 2 * CallsItself.training_step(self, batch, batch_idx)
+
+    expected, _ = fit(Patched)
+    expected_logs = [*logged]
+    logged.clear()
+    own = {name: expected.__dict__[name] for name in ("log", "training_step")}
+
+    found, _ = fit(Patched, planned(target="training_step"))
+
+    assert_same_weights(found, expected)
+    assert logged == expected_logs
+    assert {name: found.__dict__[name].__qualname__ for name in own} == {n: f.__qualname__ for n, f in own.items()}
 
 
 def test_the_batch_size_finder_sees_the_planned_model():

@@ -1,7 +1,9 @@
-"""Slots: what stands in for the call of a module whose calls may be planned."""
+"""Slots: what stands in for the call, or the training step, of a module whose calls may be planned."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +57,28 @@ class Slot:
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave pickled modules unplanned."""
         return (type(None), ())
+
+
+class StepSlot:
+    """Stands in for the training step of one module. Lightning reads the signature of what it wraps.
+
+    Args:
+        call: Runs the step, planned where it is to be.
+        plain: The step as it is without a plan.
+    """
+
+    def __init__(self, call: Callable[..., Any], plain: Callable[..., Any]) -> None:
+        self._call = call
+        self._plain = plain
+        self.__wrapped__ = getattr(plain, "__wrapped__", plain)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step."""
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave copies and pickled modules unplanned."""
+        return (functools.partial, (self._plain,))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
