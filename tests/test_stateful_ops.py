@@ -84,6 +84,18 @@ def test_random_numbers_are_those_of_plain_training(function):
     train_both(lambda: Between(function), simple_loop(rows))
 
 
+class Drawing(Between):
+    """Draws from a generator of Python's own that the model keeps."""
+
+    def __init__(self, name: str, *arguments: Any) -> None:
+        super().__init__(lambda self, x: x * getattr(self.generator, name)(*arguments), generator=random.Random(3))
+
+
+@pytest.mark.parametrize("draw", [("random",), ("uniform", 0.5, 2.0), ("randint", 1, 9), ("gauss", 1.0, 0.1)])
+def test_a_generator_of_python_s_own_goes_on_from_step_to_step(draw):
+    train_both(lambda: Drawing(*draw), simple_loop(rows))
+
+
 def draws_in_vain(self, x):
     F.dropout(x, 0.5, training=True)
     torch.randn(3)

@@ -22,7 +22,8 @@ from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import TensorStaticReason
 from torch._dynamo.utils import tensor_always_has_static_shape as _has_static_shape
 from torch._dynamo.variables import ConstantVariable, builder
-from torch._dynamo.variables.misc import LoggingLoggerVariable
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.misc import LoggingLoggerVariable, RandomVariable
 from torch.nn.modules import module as nn_module
 
 from ..garbage import collecting_what_it_leaves
@@ -41,7 +42,8 @@ def capturing_for_plans(tell: Callable[[str], None] | None = None, sizes_vary: b
       A number that changes from call to call (a module that counts its steps) is an input of the graph from its second
       value on, or each step would be captured anew.
     * A function is compiled as often as it takes: beyond its limits Dynamo would run it uncaptured in silence.
-    * NumPy draws its own random numbers, or Dynamo would let torch draw them.
+    * NumPy draws its own random numbers, or Dynamo would let torch draw them. So does a `random.Random` of the user's,
+      which Dynamo takes for one that always gives the same.
     * A hook that a module gets later, or loses, is seen: its call is captured anew.
     * A log's message does not end a graph if it is said only once, or not at all.
     * Code that Dynamo or AOTAutograd fail on runs as it is, and what it calls is captured on its own. The error is told
@@ -128,9 +130,17 @@ def _log_early(variable: Any, tracer: Any, name: str, values: list[Any], named: 
     return ConstantVariable.create(None)
 
 
-_capture, _break_graph = convert_frame._compile, LoggingLoggerVariable.call_method
+def _draw_outside(variable: Any, tracer: Any, name: str, values: list[Any], named: dict[str, Any]) -> Any:
+    """End a graph where a generator is asked that lives longer than the call."""
+    if variable.source is None:
+        return _draw(variable, tracer, name, values, named)
+    return VariableTracker.call_method(variable, tracer, name, values, named)
+
+
+_capture, _break_graph, _draw = convert_frame._compile, LoggingLoggerVariable.call_method, RandomVariable.call_method
 _WHILE_CAPTURING = (
     (LoggingLoggerVariable, "call_method", _log_early),
+    (RandomVariable, "call_method", _draw_outside),
     (dynamo_config, "run_gc_after_compile", False),  # it would take what the capture still holds for old
 )
 _GUARDS_LOG = logging.getLogger("torch._guards")
