@@ -19,6 +19,7 @@ from .test_execution import compiled, every_other_kept, nothing_kept
 from .test_overwriting import Autocast, captured_of
 
 ROWS, WIDTH = 64, 32
+BACKWARDS = torch.arange(ROWS).flip(0)
 
 
 def finished(captured: Captured) -> list[str]:
@@ -40,6 +41,8 @@ CHOICES: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "read by its gradient": (lambda f, x: f[1](F.gelu(f[0](x))), []),
     "read twice": (lambda f, x: (lambda y: f[1](y.relu()) + y)(f[0](x)), ["add"]),
     "reads itself": (lambda f, x: (lambda y: f[1](y + y))(f[0](x)), []),
+    "put into itself": (lambda f, x: (lambda y: f[1](y.index_put((BACKWARDS,), y)))(f[0](x)), []),
+    "added to itself": (lambda f, x: (lambda y: f[1](y.index_add(0, BACKWARDS, y)))(f[0](x)), []),
     "returned": (lambda f, x: (lambda y: (y, y.relu()))(f[0](x)), []),
     "returned when finished": (lambda f, x: f[0](x).relu(), ["relu"]),
     "returned as a view": (lambda f, x: f[0](x).view(2, -1, WIDTH).relu(), []),

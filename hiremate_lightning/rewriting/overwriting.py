@@ -291,6 +291,8 @@ def candidates_of(node: fx.Node) -> list[tuple[int, fx.Node]]:
     if node.target in _INTO_FIRST_BY_ROWS and not result.is_contiguous():
         return []
     found = [(i, a) for i, a in enumerate(node.args) if isinstance(a, fx.Node)]
+    if node.target in _INTO_FIRST and node.args[0] in tensor_state.leaves(node.args[1:]):
+        return []  # what is put there is read from there
     taken = found[:1] if node.target in _INTO_FIRST else found
     return [(i, a) for i, a in taken if _look_alike(a.meta["val"], result)]
 
