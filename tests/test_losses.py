@@ -324,6 +324,38 @@ def test_logits_that_are_returned_may_be_changed_in_place(dtype):
     train_both(lambda: Words(lambda y, x: (entropy(y, x), y), dtype), simple_loop(batch, loss_of=changed))
 
 
+class Table(nn.Module):
+    """Logits that are a weight, which the step itself changes once it has their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.randn(ROWS, CLASSES))
+        self.words = Words(entropy)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.logits, x.flatten()) + self.words(x)
+        with torch.no_grad():
+            self.logits.mul_(0.9)
+        return loss
+
+
+class Cleared(Words):
+    """Logits of a graph before, which the one of the loss clears."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.head(self.words(x).float().relu()).flatten(0, 1)
+        torch._dynamo.graph_break()
+        loss = F.cross_entropy(logits, x.flatten())
+        with torch.no_grad():
+            logits.zero_()
+        return loss
+
+
+@pytest.mark.parametrize("make", [Table, lambda: Cleared(entropy, torch.float32)], ids=["weight", "graph before"])
+def test_logits_that_the_step_changes_in_place_are_not_read_again(make):
+    train_both(make, simple_loop(batch, loss_of=lambda loss: loss), on_infeasible="warn")
+
+
 def test_logits_are_there_for_another_backward():
     torch.manual_seed(0)
     plain = Words(entropy, torch.float32)

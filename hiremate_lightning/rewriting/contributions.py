@@ -18,8 +18,8 @@ import torch
 from torch import fx
 from torch.autograd.graph import get_gradient_edge
 
-from ..torch_private import aot, tensor_state
-from .joint import mutated_arguments
+from ..torch_private import aot
+from .joint import written_values
 
 Terms = Mapping[int, int]  # by position of an input: of how many terms its gradient is the sum
 
@@ -139,11 +139,8 @@ class Contributions:
 
 def _written(joint: fx.GraphModule) -> set[int]:
     """List the positions of the inputs that are changed in place."""
-    placeholders = joint.graph.find_nodes(op="placeholder")
-    descriptions = joint.graph.output_node().meta.get("desc", ())
-    written = {argument for node in joint.graph.nodes for argument in mutated_arguments(node)}
-    written.update(aot.overwritten_inputs(placeholders, tensor_state.leaves(descriptions)))
-    return {position for position, node in enumerate(placeholders) if node in written}
+    written = set(written_values(joint))
+    return {position for position, node in enumerate(joint.graph.find_nodes(op="placeholder")) if node in written}
 
 
 def _count_readers(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[int]:

@@ -36,6 +36,7 @@ from .joint import (
     sink,
     source_of,
     values_of,
+    written_storages,
 )
 
 aten = torch.ops.aten
@@ -94,8 +95,8 @@ def fuse(joint: fx.GraphModule, num_forward: int, kernels: Kernels) -> None:
     """
     decomposer = Decomposer(joint.graph)
     decomposer.run()
-    outputs, _, descriptions, _ = aot.joint_outputs(joint, num_forward)
-    joint.graph = _Fuser(joint, outputs, descriptions, kernels).run(decomposer.statistics)
+    outputs, *_ = aot.joint_outputs(joint, num_forward)
+    joint.graph = _Fuser(joint, outputs, kernels).run(decomposer.statistics)
 
 
 @dataclass(eq=False)
@@ -114,15 +115,12 @@ class _Group:
 class _Fuser:
     """Forms groups and writes the graph anew."""
 
-    def __init__(
-        self, joint: fx.GraphModule, outputs: Sequence[Any], descriptions: Sequence[Any], kernels: Kernels
-    ) -> None:
+    def __init__(self, joint: fx.GraphModule, outputs: Sequence[Any], kernels: Kernels) -> None:
         self.joint = joint
         self.kernels = kernels
         self.device = planned_device(joint)
-        placeholders = list(joint.graph.find_nodes(op="placeholder"))
-        tangents = [n for n in placeholders if aot.is_tangent(n)]
-        self.overwritten = _overwritten_storages(joint, aot.overwritten_inputs(placeholders, descriptions))
+        tangents = [n for n in joint.graph.find_nodes(op="placeholder") if aot.is_tangent(n)]
+        self.overwritten = written_storages(joint)
         self.transparent = {n for n in joint.graph.nodes if is_part(n) or _is_view(n) or self._is_widening(n)}
         operations = [n for n in computations(joint) if n not in self.transparent]
         forward_set = forward_nodes(joint, outputs)
@@ -406,13 +404,6 @@ class _Body:
                 return True
             node = source_of(node)
         return node in self.members or node in self.fuser.derived
-
-
-def _overwritten_storages(joint: fx.GraphModule, after_forward: Sequence[fx.Node]) -> set[int]:
-    """Find what the step writes to, in the graph or after the forward, by the identity of fake storages."""
-    written = [*after_forward, *(a for n in computations(joint) for a in mutated_arguments(n))]
-    values = (n.meta.get("val") for n in written)
-    return {tensor_state.storage_id(v) for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided}
 
 
 def _tangents_of(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]:

@@ -192,6 +192,20 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     return written
 
 
+def written_values(joint: fx.GraphModule) -> list[fx.Node]:
+    """List the values that a step writes to, in the graph or after the forward."""
+    placeholders = list(joint.graph.find_nodes(op="placeholder"))
+    descriptions = tensor_state.leaves(joint.graph.output_node().meta.get("desc", ()))
+    in_graph = (argument for node in joint.graph.nodes for argument in mutated_arguments(node))
+    return [*aot.overwritten_inputs(placeholders, descriptions), *in_graph]
+
+
+def written_storages(joint: fx.GraphModule) -> set[int]:
+    """Find what a step writes to by the identity of fake storages."""
+    values = (node.meta.get("val") for node in written_values(joint))
+    return {tensor_state.storage_id(v) for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided}
+
+
 def returns_nothing(node: fx.Node) -> bool:
     """Whether an operator is called for its effect alone: it checks values, say."""
     schema = getattr(node.target, "_schema", None)

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from ..torch_private import tensor_state
-from .joint import SHAPES, alone_behind, is_part, replace_node, source_of
+from .joint import SHAPES, alone_behind, is_part, replace_node, source_of, written_storages
 
 aten = torch.ops.aten
 
@@ -175,12 +175,16 @@ def plain_bytes(node: fx.Node) -> int:
 def join(joint: fx.GraphModule) -> None:
     """Rewrite a joint graph so that a cross entropy is one operation, and its gradient another.
 
+    Not where the step writes to the memory of the logits: the backward could not read them any more.
+
     Args:
         joint: Forward and backward, dead code already removed; changed.
     """
-    for node in joint.graph.find_nodes(op="call_function", target=aten.nll_loss_forward.default):
+    found = joint.graph.find_nodes(op="call_function", target=aten.nll_loss_forward.default)
+    written = written_storages(joint) if found else set()
+    for node in found:
         loss = _loss_at(node)
-        if loss is not None:
+        if loss is not None and tensor_state.storage_id(loss.logits.meta["val"]) not in written:
             _replace(loss)
     joint.graph.eliminate_dead_code()
 
