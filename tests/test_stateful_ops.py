@@ -576,7 +576,14 @@ def transposed_bernoulli(self, x):
     return (x.t() * torch.bernoulli(x.t().detach(), 0.8)).t()
 
 
-@pytest.mark.parametrize("function", [transposed_alpha_dropout, transposed_stochastic_depth, transposed_bernoulli])
+def transposed_bernoulli_method(self, x):
+    return (x.t() * x.t().detach().bernoulli(0.8)).t()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [transposed_alpha_dropout, transposed_stochastic_depth, transposed_bernoulli, transposed_bernoulli_method],
+)
 def test_transposed_draws_are_the_same(function):
     train_both(lambda: Between(function), simple_loop(rows))
 

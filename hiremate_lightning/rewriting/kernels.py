@@ -18,6 +18,8 @@ from .fused_kernel import Kernel
 
 aten = torch.ops.aten
 
+_BY_ROWS = (torch.bernoulli, "bernoulli")  # the function and the method
+
 
 def as_eager(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     """Tell what computes a captured node as eager PyTorch does: a function, and its last arguments where they differ.
@@ -40,7 +42,7 @@ def as_eager(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
         return _COMPACT[node.target], ()
     if node.target is aten.col2im.default:
         return fold, ()
-    if node.target is aten.bernoulli.p and not node.kwargs and aot.called(node) is not torch.bernoulli:
+    if node.target is aten.bernoulli.p and not node.kwargs and aot.called(node) not in _BY_ROWS:
         return draw_in_place, ()
     return node.target, ()
 
