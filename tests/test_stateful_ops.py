@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -586,6 +587,29 @@ def transposed_bernoulli_method(self, x):
 )
 def test_transposed_draws_are_the_same(function):
     train_both(lambda: Between(function), simple_loop(rows))
+
+
+class Frozen(nn.Module):
+    """Draws in a captured graph that has no gradients, since nothing in it is trained."""
+
+    def __init__(self, function: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.frozen, self.trained = nn.Linear(WIDTH, WIDTH).requires_grad_(False), Between(lambda self, x: x)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.function(self, self.frozen(x))
+        torch._dynamo.graph_break()
+        return self.trained(y)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda self, x: F.dropout(x, 0.15), transposed_stochastic_depth, transposed_bernoulli],
+    ids=["dropout", "in place", "by rows"],
+)
+def test_draws_before_what_is_trained_are_exact(function):
+    train_both(lambda: Frozen(function), simple_loop(rows))
 
 
 class Counting(nn.Module):

@@ -47,6 +47,13 @@ def as_eager(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     return node.target, ()
 
 
+def run_as_eager(graph: fx.Graph) -> None:
+    """Let a graph without a backward call what computes as eager PyTorch does."""
+    for node, (target, changed) in [(n, as_eager(n)) for n in graph.nodes if n.op == "call_function"]:
+        node.target = target
+        node.args = (*node.args[: len(node.args) - len(changed)], *changed)
+
+
 def _compact(reduced: Any) -> Callable[..., torch.Tensor]:
     def compact(*args: Any, **kwargs: Any) -> torch.Tensor:
         result: torch.Tensor = reduced(*args, **kwargs).clone()

@@ -18,6 +18,7 @@ from ..rewriting import assignments, casts, losses, views
 from ..rewriting.contributions import Contributions, OtherTermsError, Terms
 from ..rewriting.fused_kernel import Kernels
 from ..rewriting.fusion import fuse
+from ..rewriting.kernels import run_as_eager
 from ..running.execution import Part
 from ..running.program import stub_modules
 from ..running.straight_line import compiled
@@ -123,4 +124,5 @@ class _Compilation:
         return aot.mark_boxed(lambda arguments: part.backward(arguments))
 
     def _inference(self, module: fx.GraphModule, _: Sequence[Any]) -> aot.Boxed:
+        run_as_eager(module.graph)
         return compiled(module)
