@@ -554,7 +554,23 @@ class Distances(nn.Module):
         return torch.cdist(self.layer(x).transpose(0, 1), self.codes, p=1.0)
 
 
-@pytest.mark.parametrize("kind", [GroupNormed, Distances])
+class Parts(nn.Module):
+    """Complex numbers as pairs of real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(torch.fft.rfft(self.layer(x)))
+
+
+class Complex(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_complex(self.layer(x).unflatten(-1, (-1, 2)))
+
+
+@pytest.mark.parametrize("kind", [GroupNormed, Distances, Parts])
 def test_gradients_that_come_transposed_are_read_as_they_are(kind):
     """Some derivatives make their gradient contiguous first; captured with a contiguous one, they would not."""
 
@@ -563,6 +579,11 @@ def test_gradients_that_come_transposed_are_read_as_they_are(kind):
         return (turned * torch.arange(turned.numel()).view(turned.shape).sin()).square().mean()
 
     train_both(kind, simple_loop(tokens, loss_of=transposed), budget="90%")
+
+
+def test_gradients_that_come_as_conjugates_are_read_as_they_are():
+    factors = torch.view_as_complex(tokens(9).unflatten(-1, (-1, 2)).contiguous())
+    train_both(Complex, simple_loop(tokens, loss_of=lambda y: (y.conj() * factors).abs().sum()), budget="90%")
 
 
 def transposed_alpha_dropout(self, x):

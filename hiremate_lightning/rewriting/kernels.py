@@ -156,12 +156,15 @@ _READ_MEMORY = {
         "_thnn_fused_gru_cell_backward",
         "as_strided",
         "as_strided_scatter",
+        "view_as_complex",
+        "view_as_real",
     )
 }
 
 
 def with_strides(source: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """Give a tensor with these strides: itself where it has them, else a copy."""
+    """Give a tensor with these strides, whose memory has its very numbers: itself where that is so, else a copy."""
+    source = source.resolve_conj().resolve_neg()
     if source.stride() == strides:
         return source
     return torch.empty_strided(source.shape, strides, dtype=source.dtype, device=source.device).copy_(source)
