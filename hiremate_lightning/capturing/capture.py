@@ -77,7 +77,6 @@ class Captured:
         joint: The joint FX graph.
         graph: The records made of it.
         overwrites: For each FX node that overwrites a gradient, the position of that argument.
-        takes: For each FX node that may compute into a value of the forward, the position of that argument.
         allocating: The graph as it is where nothing is overwritten.
         fx_nodes: For each node of the graph, the FX node that it stands for.
         finishes: For FX nodes of the forward, what runs over a result of theirs as a part of the same node.
@@ -93,7 +92,6 @@ class Captured:
     joint: fx.GraphModule
     graph: Graph
     overwrites: Mapping[fx.Node, int]
-    takes: Mapping[fx.Node, int]
     allocating: Graph
     fx_nodes: tuple[fx.Node, ...]
     finishes: Mapping[fx.Node, Finish]
@@ -184,13 +182,11 @@ class _Builder:
             gradients=self._tensors_of(gradients),
         )
         graph, overwrites = overwrite(allocating, self.fx_nodes, self.fx_values)
-        takes = find_takes(graph, self.fx_nodes, self.fx_values, overwrites)
-        taken = {index: tensor for index, (tensor, _) in takes.items()}
+        taken = find_takes(graph, self.fx_nodes, self.fx_values, overwrites)
         return Captured(
             self.joint,
             graph.taking(taken),
             overwrites,
-            {self.fx_nodes[index]: position for index, (_, position) in takes.items()},
             allocating.taking(taken),
             tuple(self.fx_nodes),
             self.finishes,

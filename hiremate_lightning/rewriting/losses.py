@@ -219,11 +219,9 @@ def _loss_at(forward: fx.Node) -> _Loss | None:
     in_order = all(n.meta["val"].is_contiguous() for n in (logarithms, backward, gradient))
     is_alike = logits.meta["val"].device == shown.device == gradient.meta["val"].device and not logarithms.args[2]
     is_large = shown.numel() * shown.itemsize > 2 * PART_BYTES
-    return (
-        _Loss(forward, backward, logits, gradient, list(shown.shape), shown.dtype)
-        if in_order and is_alike and is_large
-        else None
-    )
+    if not (in_order and is_alike and is_large):
+        return None
+    return _Loss(forward, backward, logits, gradient, list(shown.shape), shown.dtype)
 
 
 def _is_derivative(backward: fx.Node, forward: fx.Node, logarithms: fx.Node) -> bool:

@@ -195,7 +195,7 @@ class _Search:
 
 def find_takes(
     graph: Graph, fx_nodes: Sequence[fx.Node], fx_values: Sequence[fx.Node], overwrites: Collection[fx.Node]
-) -> dict[int, tuple[int, int]]:
+) -> dict[int, int]:
     """Find operations of the backward that may compute into a value of the forward which only they read there.
 
     Args:
@@ -205,8 +205,8 @@ def find_takes(
         overwrites: Those that overwrite gradients.
 
     Returns:
-        By node, the tensor and its position among the arguments. Whether that lives on is for the schedule to say, and
-        for those who hold what the forward returns.
+        The tensor by node. Whether it lives on is for the schedule to say, and for those who hold what the forward
+        returns.
     """
     tensor_of = {value: index for index, value in enumerate(fx_values)}
     readers: dict[int | None, set[int]] = {}
@@ -214,14 +214,14 @@ def find_takes(
         for tensor in graph.nodes[index].inputs:
             readers.setdefault(graph.tensors[tensor].storage, set()).add(index)
     returned, unsettled = {graph.tensors[t].storage for t in graph.gradients}, _unsettled(graph, fx_nodes)
-    found: dict[int, tuple[int, int]] = {}
+    found: dict[int, int] = {}
     for index in graph.backward:
         node, made = fx_nodes[index], graph.allocates[index]
         if node in overwrites or len(made) != 1 or made[0] in returned or may_lie_otherwise(node):
             continue
         if node.target in _INTO and not unsettled.isdisjoint(graph.nodes[index].inputs):
             continue
-        for position, value in candidates_of(node):
+        for _, value in candidates_of(node):
             storage = graph.tensors[tensor_of[value]].storage
             if (
                 storage is not None
@@ -230,7 +230,7 @@ def find_takes(
                 and [graph.tensors[tensor_of[a]].storage for a in node.all_input_nodes].count(storage) == 1
                 and storage not in returned
             ):
-                found[index] = (tensor_of[value], position)
+                found[index] = tensor_of[value]
     return found
 
 

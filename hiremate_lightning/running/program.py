@@ -121,8 +121,8 @@ def _takes(captured: Captured, schedule: Schedule) -> dict[fx.Node, int]:
             continue
         record = captured.graph.nodes[operation.node]
         if record.takes is not None and captured.graph.tensors[record.takes].storage not in read:
-            node = captured.fx_nodes[operation.node]
-            found[node] = captured.takes[node]
+            node, taken = captured.fx_nodes[operation.node], captured.fx_values[record.takes]
+            found[node] = next(position for position, a in enumerate(node.args) if a is taken)
         read.update(captured.graph.tensors[t].storage for t in record.inputs)
     return found
 
