@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .out_of_memory import InfeasibleBudgetError
     from .planning.plan import Plan
     from .reporting.html_report import write_html
+    from .reporting.metrics import plan_metrics
     from .reporting.svg_report import write_svg
     from .sizes.batch_size import find_max_batch_size
     from .sizes.size_result import BatchSizeResult

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import hiremate_lightning
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hiremate_lightning"
@@ -32,6 +35,15 @@ def test_every_subpackage_is_listed_by_name() -> None:
     found = {".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("__init__.py")}
 
     assert listed("packages") == found | {"hiremate_lightning.callbacks"}
+
+
+def test_what_is_loaded_when_asked_for_is_shown_to_type_checkers() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    imports = (n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level)
+    shown = {alias.name: node.module for node in imports for alias in node.names if node.module != "errors"}
+
+    assert shown == hiremate_lightning._LAZY
+    assert set(hiremate_lightning.__all__) > set(shown)
 
 
 def test_the_callbacks_import_from_anywhere(tmp_path: Path) -> None:
