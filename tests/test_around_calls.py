@@ -153,6 +153,27 @@ def test_a_frozen_model_whose_input_is_trained_is_planned():
     assert get_plan(model).solution.recompute_ms > 0
 
 
+class Waves(nn.Module):
+    """Computes without weights of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            x = x.sin() + x.tanh().square()
+        return x
+
+
+def test_a_module_without_weights_is_planned_where_its_input_is_trained():
+    def train_input(module: nn.Module) -> torch.Tensor:
+        x = batch(0, 16 * ROWS).requires_grad_()
+        for _ in range(3):
+            module(x).square().mean().backward()
+        return x.grad
+
+    module = hiremate(Waves(), "60%", verbose=False)
+    assert torch.equal(train_input(module), train_input(Waves()))
+    assert get_plan(module).solution.recompute_ms > 0
+
+
 def test_a_model_that_shares_a_part_with_a_planned_one_is_refused():
     shared = layers()
     first, second = nn.Sequential(shared, nn.Linear(WIDTH, 4)), nn.Sequential(shared, nn.Linear(WIDTH, 4))

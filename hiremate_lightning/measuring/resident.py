@@ -55,6 +55,7 @@ class ResidentMemory:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._left = LeftOutputs()
         parameters = list(root.parameters())
+        self._inputs_on = torch.device("cpu")
         self._samples = [weakref.ref(p) for p in parameters[:: max(1, len(parameters) // SAMPLES)]]
         self._most = (0, 0)  # optimizers' states and samples' gradients when a step began
         self._uncollected_steps = LITTERED_STEPS  # begun since garbage was collected
@@ -63,8 +64,8 @@ class ResidentMemory:
 
     @property
     def device(self) -> torch.device:
-        """Where most of the model is: it may have moved since the last step."""
-        sizes: dict[torch.device, int] = {}
+        """Where most of the model is, or its input: it may have moved since the last step."""
+        sizes: dict[torch.device, int] = {self._inputs_on: 0}
         for parameter in self.root.parameters():
             sizes[parameter.device] = sizes.get(parameter.device, 0) + parameter.nbytes
         return max(sizes, key=lambda device: sizes[device])
@@ -90,8 +91,10 @@ class ResidentMemory:
         has_grown, self._most = most != self._most, most
         return has_grown
 
-    def step_begins(self) -> None:
-        """Learn that a step begins."""
+    def step_begins(self, arguments: Sequence[torch.Tensor]) -> None:
+        """Learn that a step begins, and with what."""
+        if arguments:
+            self._inputs_on = arguments[0].device
         self._uncollected_steps += 1
 
     def collect_garbage(self, steps: int = 1) -> None:

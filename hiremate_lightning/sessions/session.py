@@ -296,7 +296,7 @@ class Session:
 
     def _begin_step(self, arguments: list[torch.Tensor]) -> None:
         self._steps += 1
-        self._memory.step_begins()
+        self._memory.step_begins(arguments)
         if self._finished is not None:
             self._memory.collect_garbage()
         if self._watches_resident():
