@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
+from hiremate_lightning import HiRemateWarning, InfeasibleBudgetError, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.errors import CaptureError
 from hiremate_lightning.measuring.profiling import TimedRun
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
@@ -345,6 +345,15 @@ def test_a_second_request_with_an_unreadable_budget_changes_nothing():
     with pytest.raises(ValueError, match="bananas"):
         hiremate(model, "10 bananas")
     assert get_plan(model) is plan
+
+
+def test_a_second_request_with_a_budget_that_nothing_fits_changes_nothing():
+    model = warm_up(planned(), steps=5, rows=8 * MANY)
+    plan, options = get_plan(model), session_of(model).options
+    with pytest.raises(InfeasibleBudgetError):
+        hiremate(model, "1 MiB")
+    assert get_plan(model) is plan
+    assert session_of(model).options is options
 
 
 def test_peak_and_overhead_are_measured_in_the_steps_after_the_plan():

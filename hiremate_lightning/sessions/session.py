@@ -132,11 +132,20 @@ class Session:
         self._memory.batch = [t for t in tensor_state.leaves(batch) if isinstance(t, torch.Tensor)]
 
     def set_budget(self, budget: Budget) -> None:
-        """Change the budget; steps already seen are planned anew, nothing is captured again."""
-        self.options = replace(self.options, budget=budget)
-        self._limits.clear()
-        for kind in list(self._known):
-            self._make_plan(kind)
+        """Change the budget; steps already seen are planned anew, nothing is captured again.
+
+        Raises:
+            InfeasibleBudgetError: If nothing fits it; then all is as it was.
+        """
+        before = self.options, dict(self.plans), dict(self._kinds.programs), self._limits
+        self.options, self._limits = replace(self.options, budget=budget), defaultdict(Limits)
+        try:
+            for kind in list(self._known):
+                self._make_plan(kind)
+        except BaseException:  # Ctrl-C too
+            self.options, self.plans, self._kinds.programs, self._limits = before
+            self._first_steps.forget_plans()
+            raise
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Learn of an optimizer; what follows its step is no longer part of the training step."""
