@@ -356,6 +356,39 @@ def test_a_second_request_with_a_budget_that_nothing_fits_changes_nothing():
     assert session_of(model).options is options
 
 
+def test_a_step_whose_backward_failed_is_not_what_is_planned():
+    class Breaks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = make(1), make(2)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            between = self.first(x)
+            torch._dynamo.graph_break()
+            return between, self.last(between)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    def train(model: nn.Module, failing: int) -> nn.Module:
+        for index in range(5):
+            model.zero_grad()
+            between, result = model(batch(index, MANY))
+            if index == failing:
+                between.register_hook(fail)
+            with contextlib.suppress(ArithmeticError):
+                result.square().mean().backward()
+            del between, result
+        return model
+
+    expected = get_plan(train(hiremate(Breaks(), "70%", verbose=False), failing=-1))
+    for failing in (0, 1):
+        found = get_plan(train(hiremate(Breaks(), "70%", verbose=False), failing))
+        assert found.unplanned_peak_bytes == expected.unplanned_peak_bytes
+        assert found.planned_peak_bytes <= found.budget_bytes == expected.budget_bytes
+        assert found.measured.peak_bytes == found.planned_peak_bytes
+
+
 def test_peak_and_overhead_are_measured_in_the_steps_after_the_plan():
     model = warm_up(planned(), steps=2)
     assert get_plan(model).measured.peak_bytes is None

@@ -109,6 +109,7 @@ class StepRecord:
         self._alive_at: dict[str, list[tuple[int, ...]]] = {}  # by mark, which outputs of each run still lived
         self._meter: MemoryMeter | None = None
         self._is_closed = False
+        self._ended = 0  # how many of the backwards have ended, with all that they are part of
         self._counted: list[Interval] = []
         if device is not None and MemoryMeter.is_available(device):
             self._meter = MemoryMeter(device)
@@ -118,6 +119,11 @@ class StepRecord:
     def is_measured(self) -> bool:
         """Whether memory is measured; another profiler may occupy the means, or another meter interrupt."""
         return self._meter is not None and not self._meter.lost_marks
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all backwards that began have ended: where one failed, much of the step was not seen."""
+        return self._ended == len(self.backwards)
 
     @property
     def signature(self) -> tuple[int, ...]:
@@ -165,10 +171,11 @@ class StepRecord:
         """Note that a backward ended, and which outputs someone else than the part itself held meanwhile."""
         run.alive = _living(run)
         self._mark(f"b{run.index}")
-        backward_pass.at_end(lambda: self._ended(run))
+        backward_pass.at_end(lambda: self._backward_ended(run))
 
-    def _ended(self, run: Run) -> None:
+    def _backward_ended(self, run: Run) -> None:
         """Note that the whole backward has ended; what follows, the optimizer's step say, is not part of the plan."""
+        self._ended += 1
         if not self._is_closed:
             self._mark(f"e{run.index}")
 

@@ -388,6 +388,7 @@ class Session:
         self._memory.step_ended(record)
         if record is not None:
             record.close(at_once)
+        if record is not None and record.is_whole:
             if kind in self.plans:
                 if record.peak_bytes is not None and is_own:
                     self._measured(kind, record.peak_bytes)
@@ -395,9 +396,9 @@ class Session:
                 record.timed = timed
                 self._finished = record if self._gets_a_plan(kind) else None
                 self._saw_unplanned = False
-        elif timed is not None and is_own and self.plans[kind].measured.peak_bytes is not None:
+        elif record is None and timed is not None and is_own and self.plans[kind].measured.peak_bytes is not None:
             self._update(kind, step_ms=timed.total_ms, recompute_ms=timed.recompute_ms)
-        if record is None and kind not in self.plans:
+        if (record is None or not record.is_whole) and kind not in self.plans:
             self._saw_unplanned = self._gets_a_plan(kind)
 
     def _gets_a_plan(self, kind: Kind) -> bool:
