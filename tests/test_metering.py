@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -225,6 +226,13 @@ def test_what_another_meter_saw_stay_on_a_device_does_not_count(monkeypatch):
 
 def test_free_host_bytes_are_plausible():
     assert free_host_bytes() > 2**20
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="only Linux tells what its cache of files would give")
+def test_what_the_cache_of_files_takes_is_free():
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    sizes = {name: 1024 * int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
+    assert free_host_bytes() == pytest.approx(sizes["MemAvailable"], rel=0.1)
 
 
 @pytest.mark.parametrize(("fraction", "expected"), [(1.0, 70 + 8), (0.5, 50 - 12)])
