@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from .errors import ConfigurationError
 from .options import make_options
 from .planning.plan import Plan
 from .planning.planner import DEFAULT_SOLVER
@@ -78,6 +79,10 @@ def hiremate(
         known.session.set_budget(options.budget)
         return model
     refuse(model)  # with what is around it: Fabric compiles there
+    if known is not None:
+        raise ConfigurationError(
+            f"Can't plan {type(root).__name__}: a part of it is planned already. Call remove_hiremate(model) first."
+        )
     session = Session(root, options)
     if optimizer is not None:
         session.watch_optimizer(optimizer)

@@ -213,6 +213,33 @@ def test_submodules_are_planned_where_only_they_are_called():
     assert get_plan(model) is not None
 
 
+def test_what_is_called_alone_and_in_a_planned_call_is_planned_in_both():
+    def call(model, x):
+        return model.encoder(x) + model(x)
+
+    plain = Net()
+    model, counts = hiremate(copy.deepcopy(plain), "100%", verbose=False), []
+    for _ in range(3):
+        before, x = targets_of(model).session.runs, batch()
+        for net in (plain, model):
+            call(net, x).square().mean().backward()
+        counts.append(targets_of(model).session.runs - before)
+    assert counts == [2, 2, 2]
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_part_of_what_was_called_is_known_to_be_planned():
+    model = hiremate(Net(), "100%", verbose=False)
+    for is_called in (False, True):
+        if is_called:
+            train(model)
+        assert targets_of(model.encoder) is targets_of(model)
+        with pytest.raises(ConfigurationError, match="planned already"):
+            hiremate(nn.Sequential(model.encoder, nn.Linear(32, 4)), "50%", verbose=False)
+    hiremate(model.encoder, "90%")
+    assert targets_of(model).session.options.budget.share == 0.9
+
+
 def test_only_the_named_target_is_planned():
     model = hiremate(Net(), "90%", target="encoder", verbose=False)
     train(model)

@@ -92,6 +92,11 @@ class Targets:
         """List the modules that may be planned: those named, or all."""
         return dict(self.root.named_modules()) if self._target is None else _named(self.root, self._target)
 
+    @property
+    def inner(self) -> set[nn.Module]:
+        """The modules that are planned as parts of adopted ones."""
+        return {inner for adopted in self.adopted.values() for inner in adopted.modules()}
+
     def _is_inside_adopted(self, name: str) -> bool:
         return any(name == outer or name.startswith(f"{outer}." if outer else "") for outer in self.adopted)
 
@@ -212,11 +217,11 @@ class Targets:
         return module.training
 
     def _adopt(self, name: str, module: nn.Module) -> None:
-        """Plan a module's calls from now on; its submodules are part of it and need no slots."""
+        """Plan a module's calls from now on; of its submodules, those that are called alone keep their slots."""
         refuse_each(self.root, reason_of_others)  # what came after this was attached
         self.adopted[name] = module
         for inner in module.modules():
-            if inner is not module and isinstance(hooks.get_call(inner), Slot):
+            if inner not in self.adopted.values() and isinstance(hooks.get_call(inner), Slot):
                 hooks.set_call(inner, None)
 
     @contextmanager
@@ -398,9 +403,11 @@ def planned_module_with(parameters: Sequence[torch.Tensor]) -> nn.Module | None:
 
 
 def targets_of(module: nn.Module) -> Targets | None:
-    """Find who plans the calls of a module or of anything in it."""
-    slots = (hooks.get_call(inner) for inner in module.modules())
-    callers = (slot.targets for slot in slots if isinstance(slot, Slot))
+    """Find who plans the calls of a module or of anything in it; what is inside of a planned one has no slots."""
+    own = list(module.modules())
+    slots = (hooks.get_call(inner) for inner in own)
+    callers = [slot.targets for slot in slots if isinstance(slot, Slot)]
+    callers += [planned for planned in list(_attached) if not planned.inner.isdisjoint(own)]
     return next((caller for caller in callers if isinstance(caller, Targets)), None)
 
 
