@@ -351,6 +351,20 @@ class Squash(torch.autograd.Function):
         return gradient * (1 - y * y) * ctx.scale, None
 
 
+class NoisyGradient(torch.autograd.Function):
+    """Draws in its backward, and there alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * torch.rand_like(x)
+
+
 class RoundStraightThrough(torch.autograd.Function):
     """Rounds; gradients pass through."""
 
@@ -374,6 +388,14 @@ FUNCTIONS = {
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_autograd_functions_keep_their_backward(function):
     train_both(lambda: Between(function), simple_loop(rows))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_what_a_backward_draws_is_drawn_after_what_the_loss_draws():
+    def noisy(y: Tensor) -> Tensor:
+        return (y * torch.rand_like(y)).mean()
+
+    train_both(lambda: Between(lambda self, x: NoisyGradient.apply(x)), simple_loop(rows, loss_of=noisy))
 
 
 @torch.library.custom_op("hiremate_tests::cube", mutates_args=())

@@ -222,7 +222,7 @@ def forward_nodes(joint: fx.GraphModule, outputs: Sequence[Any]) -> set[fx.Node]
     stack = [n for n in outputs if isinstance(n, fx.Node)]
     for node in computations(joint):
         has_effect = bool(mutated_arguments(node)) or is_random(node, None) or returns_nothing(node)
-        if has_effect and node not in tangent_dependent and not aot.is_tagged_backward(node):
+        if has_effect and node not in tangent_dependent and not aot.is_of_backward(node):
             stack.append(node)
     while stack:
         node = stack.pop()

@@ -50,9 +50,9 @@ def is_tangent(node: fx.Node) -> bool:
     return bool(_is_tangent(node))
 
 
-def is_tagged_backward(node: fx.Node) -> bool:
-    """Whether autograd, not the user's forward, made this node."""
-    return bool(_has_tag_is_backward(node))
+def is_of_backward(node: fx.Node) -> bool:
+    """Whether autograd, or the backward of a `torch.autograd.Function`, which has no tag, made this node."""
+    return bool(_has_tag_is_backward(node)) or "partitioner_tag" not in node.meta
 
 
 def describe_saved(index: int) -> Any:
