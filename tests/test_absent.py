@@ -110,6 +110,39 @@ def test_zeros_fill_in_where_an_operation_needs_all_gradients():
     )
 
 
+class Parted(torch.autograd.Function):
+    """Has two results, and a gradient that is not zero where one of theirs is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.chunk(2, 1)
+
+    @staticmethod
+    def backward(ctx, first, second):
+        return torch.cat([torch.where(second == 0, first, first * 2), second + 1e-3], 1)
+
+
+# Dynamo makes an instance of each torch.autograd.Function that it traces, which torch itself warns of.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_function_with_a_backward_of_its_own_gets_zeros(used):
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            halves = Parted.apply(self.linear(x).tanh())
+            return [half.exp() for half in halves], Parted.apply(self.other(x).tanh())
+
+    def loss_of(out, step):
+        return out[0][used].square().mean()
+
+    plain, planned = two(Split)
+    hiremate(planned, "100%", verbose=False)
+    assert_same(train(planned, loss_of), train(plain, loss_of))
+
+
 def test_no_memory_is_taken_for_gradients_that_never_come():
     plain, planned = two(WithLogits)
     hiremate(planned, "100%", verbose=False)

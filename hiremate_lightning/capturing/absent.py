@@ -3,13 +3,15 @@
 A model may return more than its loss, logits for example. Autograd then has no gradient for the rest. PyTorch's
 compiled functions are given zeros instead: as large as the logits, added to the true gradient, which may come out with
 other strides then, and handed on to parameters that plain training leaves alone. So here, as in plain training, a
-computation none of whose gradients has arrived is left out, and of a sum the other term is taken.
+computation none of whose gradients has arrived is left out, and of a sum the other term is taken. The backward of a
+`torch.autograd.Function` gets zeros for those of its gradients that have not arrived, if any has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 from torch import fx
@@ -18,6 +20,7 @@ from ..memory.allocator import allocated_bytes
 from ..records.costs import Profile
 from ..records.graph import Graph, Node
 from ..rewriting.overwriting import overwrite
+from ..torch_private import aot
 from .capture import Captured
 
 
@@ -49,15 +52,20 @@ def find_absent(captured: Captured, missing: frozenset[int]) -> Absence:
     tangents = captured.tangents
     absent = {tangents[position] for position in missing}
     dependent, replaced = set(tangents), dict[fx.Node, fx.Node]()
-    for node in captured.joint.graph.nodes:
-        gradients = [a for a in node.all_input_nodes if a in dependent]
-        if not gradients or node.op == "output":
-            continue
-        dependent.add(node)
-        if all(a in absent for a in gradients):
-            absent.add(node)
-        elif (other := _other_term(node, absent)) is not None:
-            replaced[node] = other
+    for is_of_function, nodes in groupby(tuple(captured.joint.graph.nodes), aot.is_of_function_backward):
+        together, there = list(nodes), dependent - absent if is_of_function else set()
+        gets_zeros = any(not there.isdisjoint(node.all_input_nodes) for node in together)
+        for node in together:
+            gradients = [a for a in node.all_input_nodes if a in dependent]
+            if not gradients or node.op == "output":
+                continue
+            dependent.add(node)
+            if gets_zeros:
+                continue
+            if all(a in absent for a in gradients):
+                absent.add(node)
+            elif (other := _other_term(node, absent)) is not None:
+                replaced[node] = other
     found = Absence(frozenset(absent), replaced)
     return replace(found, overwrites=_overwritten(captured, found)[1])
 

@@ -51,8 +51,14 @@ def is_tangent(node: fx.Node) -> bool:
 
 
 def is_of_backward(node: fx.Node) -> bool:
-    """Whether autograd, or the backward of a `torch.autograd.Function`, which has no tag, made this node."""
-    return bool(_has_tag_is_backward(node)) or "partitioner_tag" not in node.meta
+    """Whether autograd, or the backward of a `torch.autograd.Function`, made this node."""
+    return bool(_has_tag_is_backward(node)) or is_of_function_backward(node)
+
+
+def is_of_function_backward(node: fx.Node) -> bool:
+    """Whether the backward of a `torch.autograd.Function` made this node: unlike its forward it is not tagged."""
+    called = (function for _, function in node.meta.get("source_fn_stack", ()))
+    return "partitioner_tag" not in node.meta and "autograd.Function" in called
 
 
 def describe_saved(index: int) -> Any:
