@@ -592,7 +592,18 @@ class Complex(Parts):
         return torch.view_as_complex(self.layer(x).unflatten(-1, (-1, 2)))
 
 
-@pytest.mark.parametrize("kind", [GroupNormed, Distances, Parts])
+class WeightNormed(nn.Module):
+    """Returns a weight that it computes, whatever its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 4 * WIDTH))
+
+    def forward(self, _: Tensor) -> Tensor:
+        return self.layer.weight
+
+
+@pytest.mark.parametrize("kind", [GroupNormed, Distances, Parts, WeightNormed])
 def test_gradients_that_come_transposed_are_read_as_they_are(kind):
     """Some derivatives make their gradient contiguous first; captured with a contiguous one, they would not."""
 

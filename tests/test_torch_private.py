@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
+import torchgen
 from torch import nn
 
 from hiremate_lightning import torch_private
@@ -226,3 +229,15 @@ def test_guards_that_fail_with_symbols_are_not_heard_where_numbers_do(monkeypatc
     with pytest.raises(AssertionError):
         dynamo._capture_with_symbols(failing)
     assert [record.name for record in caplog.records] == ["torch._guards"]
+
+
+def test_the_derivatives_that_make_their_gradient_contiguous_are_known():
+    """Each must be in `kernels._READ_MEMORY`, be traced as what does so itself (convolutions), or not be planned (nested)."""
+    text = (Path(torchgen.__file__).parent / "packaged" / "autograd" / "derivatives.yaml").read_text(encoding="utf-8")
+    entries = re.split(r"^- name: ", text, flags=re.MULTILINE)[1:]
+    found = {re.match(r"\w+", entry)[0] for entry in entries if re.search(r"grad\w*(\.\w+\(\))*\.contiguous\(", entry)}
+
+    read_memory = {"_cdist_forward", "as_strided_scatter", "view_as_complex", "view_as_real", "_weight_norm_interface"}
+    batch_norms = {"cudnn_batch_norm", "miopen_batch_norm"}
+    convolutions, nested = {"_conv_depthwise2d", "conv_depthwise3d"}, {"values"}
+    assert found == read_memory | batch_norms | convolutions | nested

@@ -154,6 +154,7 @@ _READ_MEMORY = {
         "miopen_rnn_backward",
         "_thnn_fused_lstm_cell_backward_impl",
         "_thnn_fused_gru_cell_backward",
+        "_weight_norm_interface_backward",
         "as_strided",
         "as_strided_scatter",
         "view_as_complex",
