@@ -232,7 +232,7 @@ def test_guards_that_fail_with_symbols_are_not_heard_where_numbers_do(monkeypatc
 
 
 def test_the_derivatives_that_make_their_gradient_contiguous_are_known():
-    """Each must be in `kernels._READ_MEMORY`, be traced as what does so itself (convolutions), or not be planned (nested)."""
+    """Each is in `kernels._READ_MEMORY`, or traced as what does so itself (convolutions), or not planned (nested)."""
     text = (Path(torchgen.__file__).parent / "packaged" / "autograd" / "derivatives.yaml").read_text(encoding="utf-8")
     entries = re.split(r"^- name: ", text, flags=re.MULTILINE)[1:]
     found = {re.match(r"\w+", entry)[0] for entry in entries if re.search(r"grad\w*(\.\w+\(\))*\.contiguous\(", entry)}
