@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from hiremate_lightning.memory.metering import MemoryMeter, free_bytes, free_host_bytes, measure_peak
+from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.torch_private import host_events
 
 CPU = torch.device("cpu")
@@ -222,28 +221,3 @@ def test_what_another_meter_saw_stay_on_a_device_does_not_count(monkeypatch):
         device.add(1 * KB)
     found = [(i.start_bytes, i.peak_bytes) for i in outer.intervals]
     assert found == [(0, 3 * KB), (3 * KB, 4 * KB)]
-
-
-def test_free_host_bytes_are_plausible():
-    assert free_host_bytes() > 2**20
-
-
-@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="only Linux tells what its cache of files would give")
-def test_what_the_cache_of_files_takes_is_free():
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    sizes = {name: 1024 * int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
-    assert free_host_bytes() == pytest.approx(sizes["MemAvailable"], rel=0.1)
-
-
-@pytest.mark.parametrize(("fraction", "expected"), [(1.0, 70 + 8), (0.5, 50 - 12)])
-def test_what_a_gpu_could_still_hand_out_is_within_the_share_of_the_process(monkeypatch, fraction, expected):
-    """Of 100 bytes 70 are free, 20 are reserved by this process, 12 of which are allocated."""
-    answers = {
-        "memory_allocated": 12,
-        "memory_reserved": 20,
-        "mem_get_info": (70, 100),
-        "get_per_process_memory_fraction": fraction,
-    }
-    for name, answer in answers.items():
-        monkeypatch.setattr(torch.cuda, name, lambda _, answer=answer: answer)
-    assert free_bytes(torch.device("cuda")) == expected

@@ -21,7 +21,7 @@ from rich.text import Text
 from ..errors import ConfigurationError
 from ..measuring.profiling import CostCache
 from ..memory.allocator import allocated_bytes
-from ..memory.metering import free_host_bytes
+from ..memory.free_memory import free_host_bytes
 from ..out_of_memory import InfeasibleBudgetError
 from ..planning.plan import Plan, PlanningTime
 from ..planning.planner import PlanOptions, make_plan, resolve, unplanned

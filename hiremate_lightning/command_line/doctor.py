@@ -19,7 +19,7 @@ from torch import nn
 from .. import torch_private
 from ..api import get_plan, hiremate, remove_hiremate
 from ..errors import ConfigurationError
-from ..memory.metering import free_host_bytes
+from ..memory.free_memory import free_host_bytes
 from ..planning.solvers import SolveOptions, Status
 from ..planning.solvers.mip_backend import Program, solve
 from ..sessions.refusals import refuse

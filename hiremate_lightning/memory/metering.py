@@ -6,13 +6,10 @@ caching allocator's statistics are read and reset at each mark.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -236,24 +233,3 @@ def measure_peak(function: Callable[[], Any], device: torch.device | str = "cpu"
     with MemoryMeter(torch.device(device)) as meter:
         function()
     return max((interval.peak_bytes for interval in meter.intervals), default=0)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Give the bytes of memory that a device could still hand out."""
-    if device.type != "cuda":
-        return free_host_bytes()
-    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    free, total = torch.cuda.mem_get_info(device)
-    capped = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-    return max(0, min(free + reserved, capped) - allocated)
-
-
-def free_host_bytes() -> int:
-    """Give the bytes of memory that the machine could still hand out, what it would take from its cache included."""
-    with suppress(OSError, StopIteration):  # Linux says it; "free" is there what not even the cache of files takes
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return 2**62  # a system that does not tell: no limit

@@ -29,7 +29,7 @@ from ..garbage import collecting_what_it_leaves
 from ..measuring.profiling import TimedRun
 from ..measuring.recording import Run, StepRecord
 from ..measuring.resident import LITTERED_STEPS, WATCHED_STEPS, Resident, ResidentMemory
-from ..memory.metering import free_bytes
+from ..memory.free_memory import free_bytes
 from ..options import SessionOptions
 from ..out_of_memory import InfeasibleBudgetError, explain
 from ..planning.plan import Plan, describe_peak

@@ -14,7 +14,8 @@ from torch import nn
 
 from ..errors import ConfigurationError
 from ..memory.allocator import allocated_bytes
-from ..memory.metering import free_bytes, measure_peak
+from ..memory.free_memory import free_bytes
+from ..memory.metering import measure_peak
 from ..options import SessionOptions
 from ..planning.plan import Plan
 from ..planning.planner import resolve
