@@ -241,3 +241,21 @@ def test_the_derivatives_that_make_their_gradient_contiguous_are_known():
     batch_norms = {"cudnn_batch_norm", "miopen_batch_norm"}
     convolutions, nested = {"_conv_depthwise2d", "conv_depthwise3d"}, {"values"}
     assert found == read_memory | batch_norms | convolutions | nested
+
+
+def test_a_fraction_that_changes_is_an_input_from_its_second_value_on():
+    seen = captured_inputs(lambda x, t: x * t, [(torch.ones(4), t) for t in (0.1, 0.2, 0.3, 0.1)])
+    assert [len(inputs) for inputs in seen] == [1, 2]
+
+
+@pytest.mark.parametrize("write", ["{:.2f}".format, lambda t: f"{t:.2f}", lambda t: "%.2f" % t, str])  # noqa: UP031
+def test_a_fraction_that_is_written_into_a_string_keeps_its_format(write):
+    def forward(x, t):
+        return x * len(write(t))
+
+    values = (1.0, 1.25, 1.375, 2.123456)
+    compiled = torch.compile(forward, backend="eager")
+    with dynamo.capturing_for_plans():
+        found = [compiled(torch.ones(1), t) for t in values]
+    assert found == [forward(torch.ones(1), t) for t in values]
+    torch.compiler.reset()

@@ -18,12 +18,14 @@ from torch._dynamo.exc import TorchDynamoException as CompileError
 from torch._dynamo.exc import TorchRuntimeError
 from torch._dynamo.pgo import CodeId, get_code_state
 from torch._dynamo.resume_execution import ContinueExecutionCache
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import TensorStaticReason
 from torch._dynamo.utils import tensor_always_has_static_shape as _has_static_shape
 from torch._dynamo.variables import ConstantVariable, builder
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.misc import LoggingLoggerVariable, RandomVariable
+from torch._dynamo.variables.tensor import SymNodeVariable
 from torch.nn.modules import module as nn_module
 
 from ..garbage import collecting_what_it_leaves
@@ -39,8 +41,9 @@ def capturing_for_plans(tell: Callable[[str], None] | None = None, sizes_vary: b
     """Let Dynamo capture as plans need it.
 
     * Tensors have the sizes that they have, or where these vary, symbols for those that are found to: see `EachSize`.
-      A number that changes from call to call (a module that counts its steps) is an input of the graph from its second
-      value on, or each step would be captured anew.
+      A number that changes from call to call (the steps that a module counts, the weight of a term that grows) is an
+      input of the graph from its second value on, where PyTorch can have it as one, or each step would be captured
+      anew. Where it is written into a string, it is not.
     * A function is compiled as often as it takes: beyond its limits Dynamo would run it uncaptured in silence.
     * NumPy draws its own random numbers, or Dynamo would let torch draw them. So does a `random.Random` of the user's,
       which Dynamo takes for one that always gives the same.
@@ -71,20 +74,38 @@ def _always_static(*_: Any, **__: Any) -> tuple[bool, TensorStaticReason]:
     return True, TensorStaticReason.NOT_TENSOR
 
 
-def _capture_with(has_static_shape: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def _capture_with(has_static_shape: Callable[..., Any], fractions_vary: bool, *arguments: Any, **options: Any) -> Any:
     is_static = builder, "tensor_always_has_static_shape", has_static_shape
-    with _settings_for_plans(), replaced(is_static, *_WHILE_CAPTURING), collecting_what_it_leaves():
+    settings = dynamo_config.patch(specialize_float=not fractions_vary, **_SETTINGS)
+    with settings, replaced(is_static, *_WHILE_CAPTURING), collecting_what_it_leaves():
         return _capture(*arguments, **options)
 
 
 def _capture_with_numbers(code: types.CodeType, *arguments: Any, **options: Any) -> Any:
     """Capture code with numbers for all sizes."""
+    if code not in _without_fractions:
+        try:
+            result = _capture_with(_always_static, True, code, *arguments, **options)
+        except Exception:  # the first time all are numbers; later it may be what they vary in that Dynamo fails on
+            if code not in _captured:
+                _give_up(code)
+                raise
+            log.debug("%s is captured again, with its fractions as they are", code.co_name, exc_info=True)
+        else:
+            _captured.add(code)
+            return result
     try:
-        return _capture_with(_always_static, code, *arguments, **options)
+        result = _capture_with(_always_static, False, code, *arguments, **options)
     except Exception:  # Dynamo runs it as it is, or fails
-        rest_of = ContinueExecutionCache.generated_code_metadata.get(code)
-        _given_up.add(code if rest_of is None else rest_of.code)
+        _give_up(code)
         raise
+    _without_fractions.add(code)
+    return result
+
+
+def _give_up(code: types.CodeType) -> None:
+    rest_of = ContinueExecutionCache.generated_code_metadata.get(code)
+    _given_up.add(code if rest_of is None else rest_of.code)
 
 
 def given_up_count() -> int:
@@ -110,7 +131,7 @@ def _capture_with_symbols(code: types.CodeType, *arguments: Any, **options: Any)
     if code not in _without_symbols:
         try:
             with replaced((_GUARDS_LOG, "disabled", True)):  # it calls an error what is put right here
-                return _capture_with(_has_static_shape, code, *arguments, **options)
+                return _capture_with(_has_static_shape, code not in _without_fractions, code, *arguments, **options)
         except Exception:  # whatever Dynamo fails on: if it is not the symbols it fails again
             log.debug("%s is captured again, with numbers for its sizes", code.co_name, exc_info=True)
     result = _capture_with_numbers(code, *arguments, **options)
@@ -137,14 +158,33 @@ def _draw_outside(variable: Any, tracer: Any, name: str, values: list[Any], name
     return VariableTracker.call_method(variable, tracer, name, values, named)
 
 
+def _format_as_it_is(translator: Any, specification: Any, flags: int) -> None:
+    """Write a number that varies into a string as it is now; Dynamo would forget its format."""
+    if isinstance(translator.stack[-1], SymNodeVariable):
+        translator.push(ConstantVariable.create(translator.pop().evaluate_expr()))
+    _format(translator, specification, flags)
+
+
 _capture, _break_graph, _draw = convert_frame._compile, LoggingLoggerVariable.call_method, RandomVariable.call_method
+_format = InstructionTranslatorBase._format_value
 _WHILE_CAPTURING = (
+    (InstructionTranslatorBase, "_format_value", _format_as_it_is),
     (LoggingLoggerVariable, "call_method", _log_early),
     (RandomVariable, "call_method", _draw_outside),
     (dynamo_config, "run_gc_after_compile", False),  # it would take what the capture still holds for old
 )
+_SETTINGS = {
+    "recompile_limit": 256,
+    "accumulated_recompile_limit": 4096,
+    "use_numpy_random_stream": True,
+    "skip_nnmodule_hook_guards": False,
+    "allow_unspec_int_on_nn_module": True,
+    "trace_autograd_ops": True,
+}
 _GUARDS_LOG = logging.getLogger("torch._guards")
+_captured: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
 _without_symbols: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that Dynamo failed on with symbols
+_without_fractions: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # that it failed on where fractions vary
 _given_up: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that it failed on altogether
 
 
@@ -196,22 +236,11 @@ def hooks_of_all_modules() -> tuple[Any, ...]:
     )
 
 
-def _settings_for_plans() -> Any:
-    return dynamo_config.patch(
-        recompile_limit=256,
-        accumulated_recompile_limit=4096,
-        use_numpy_random_stream=True,
-        skip_nnmodule_hook_guards=False,
-        allow_unspec_int_on_nn_module=True,
-        specialize_float=True,
-        trace_autograd_ops=True,
-    )
-
-
 def forget_compiled(function: Callable[..., Any]) -> None:
     """Drop what Dynamo compiled for a function, and the sizes that it saw there."""
     reset_code(function.__code__)
-    _without_symbols.discard(function.__code__)
+    for known in (_captured, _without_symbols, _without_fractions):
+        known.discard(function.__code__)
     get_code_state().pop(CodeId.make(function.__code__), None)
 
 
