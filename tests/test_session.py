@@ -138,6 +138,36 @@ def test_steps_of_two_shapes_in_turn_stay_exact():
     assert_same(found, expected)
 
 
+class Weighted(Net):
+    """Computes with a number that changes."""
+
+    def __init__(self, use) -> None:
+        super().__init__()
+        self.use, self.weight = use, 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.use(super().forward(x), self.weight)
+
+
+@pytest.mark.parametrize(
+    ("use", "captured"), [(lambda y, w: y + w * y.square(), 2), (lambda y, w: y.clamp(-w, w), session.CAPTURES + 1)]
+)
+def test_a_number_that_changes_is_captured_once_more_or_that_is_told(use, captured):
+    plain, planned = Weighted(use), Weighted(use)
+    planned.load_state_dict(plain.state_dict())
+    hiremate(planned, "90%", verbose=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", HiRemateWarning)
+        for index in range(session.CAPTURES + 1):
+            for model in (plain, planned):
+                torch.manual_seed(index)
+                model.weight = 1 + index / 10
+                step(model, index)
+            assert_same(gradients(planned), gradients(plain))
+    assert session_of(planned).captured_count == captured
+    assert len([w for w in caught if "captured anew in each of 8 steps" in str(w.message)]) == (captured > 2)
+
+
 @pytest.mark.parametrize("steps_before", [1, 6])
 def test_more_kinds_of_steps_than_max_plans_are_announced_once(steps_before):
     model = warm_up(planned(max_plans=1), steps=steps_before)

@@ -59,6 +59,7 @@ from .parts import Parts, uses_all_parameters
 
 log = logging.getLogger("hiremate_lightning")
 
+CAPTURES = 8  # in as many steps, one after the other, are announced: it goes on like that
 CORRECTIONS = 3  # of a plan whose peak is measured above the budget: where code outside varies, none may be enough
 
 
@@ -97,6 +98,8 @@ class Session:
         self._saw_unplanned = False  # whether a kind of step without a plan ran unrecorded
         self._began_with: Resident | None = None  # when the step began, where that was counted
         self._steps = 0
+        self._captured = 0  # graphs when the latest step ended
+        self._capturing_steps = 0  # one after the other, in each of which something was captured
         self._kinds = Kinds()
         self._memory = ResidentMemory(root)
         self._in_backward = False
@@ -376,6 +379,7 @@ class Session:
             self._memory.batch = []
         if not self._kinds.ran and self._record is None:
             return
+        self._note_captures()
         kind, is_own = self._kinds.end()  # else programs of another kind ran in it, and its plan was not seen
         if self._first_steps.end_step():
             self._kinds.by_plans.add(kind)
@@ -400,6 +404,17 @@ class Session:
             self._update(kind, step_ms=timed.total_ms, recompute_ms=timed.recompute_ms)
         if (record is None or not record.is_whole) and kind not in self.plans:
             self._saw_unplanned = self._gets_a_plan(kind)
+
+    def _note_captures(self) -> None:
+        """Tell where each step is captured anew: that may take longer than the step itself, and does not end."""
+        self._capturing_steps = self._capturing_steps + 1 if self.parts.count > self._captured else 0
+        self._captured = self.parts.count
+        if self._capturing_steps == CAPTURES:
+            self.say(
+                f"Something was captured anew in each of {CAPTURES} steps, one after the other, which takes time: "
+                "input shapes change, or numbers that code computes with. Pad to a few shapes; hand changing numbers "
+                "over as tensors."
+            )
 
     def _gets_a_plan(self, kind: Kind) -> bool:
         """Whether to plan a kind of step: it has come again, or some of it had to run at the least memory."""

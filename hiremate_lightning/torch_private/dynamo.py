@@ -173,7 +173,7 @@ _WHILE_CAPTURING = (
     (RandomVariable, "call_method", _draw_outside),
     (dynamo_config, "run_gc_after_compile", False),  # it would take what the capture still holds for old
 )
-_SETTINGS = {
+_SETTINGS: dict[str, Any] = {
     "recompile_limit": 256,
     "accumulated_recompile_limit": 4096,
     "use_numpy_random_stream": True,
