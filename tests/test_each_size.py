@@ -106,6 +106,7 @@ def test_sizes_seen_with_one_model_are_forgotten_with_it(captures, traced):
         remove_hiremate(model)
 
 
+@pytest.mark.filterwarnings("ignore:Something was captured anew")
 def test_what_was_traced_for_sizes_that_do_not_come_any_more_is_dropped(monkeypatch, traced):
     monkeypatch.setattr(each_size, "KEPT", 2)
     lengths = [9, 8, 7, 6, 5, 4, 3, 2, 7, 7]

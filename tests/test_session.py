@@ -266,6 +266,7 @@ def test_a_share_is_of_the_step_and_not_of_what_a_part_of_it_might_take():
     assert plan.budget_bytes == plan.resident_bytes + int(0.95 * plan.unplanned.peak_bytes)
 
 
+@pytest.mark.filterwarnings("ignore:Something was captured anew")
 def test_a_plan_is_measured_less_and_less_often_while_steps_of_other_sizes_come(monkeypatch):
     model = warm_up(planned(), steps=4, rows=MANY)
     budget = get_plan(model).budget_bytes

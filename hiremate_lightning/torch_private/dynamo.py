@@ -84,10 +84,12 @@ def _capture_with(has_static_shape: Callable[..., Any], fractions_vary: bool, *a
 def _capture_with_numbers(code: types.CodeType, *arguments: Any, **options: Any) -> Any:
     """Capture code with numbers for all sizes."""
     if code not in _without_fractions:
+        is_tried_again = code in _captured
         try:
-            result = _capture_with(_always_static, True, code, *arguments, **options)
-        except Exception:  # the first time all are numbers; later it may be what they vary in that Dynamo fails on
-            if code not in _captured:
+            with replaced((_GUARDS_LOG, "disabled", is_tried_again)):
+                result = _capture_with(_always_static, True, code, *arguments, **options)
+        except Exception:  # the first time no fraction varies; later that may be what Dynamo fails on
+            if not is_tried_again:
                 _give_up(code)
                 raise
             log.debug("%s is captured again, with its fractions as they are", code.co_name, exc_info=True)
