@@ -249,13 +249,15 @@ def test_a_fraction_that_changes_is_an_input_from_its_second_value_on():
 
 
 @pytest.mark.parametrize("write", ["{:.2f}".format, lambda t: f"{t:.2f}", lambda t: "%.2f" % t, str])  # noqa: UP031
-def test_a_fraction_that_is_written_into_a_string_keeps_its_format(write):
+@pytest.mark.parametrize("sizes_vary", [False, True])
+def test_a_fraction_that_is_written_into_a_string_keeps_its_format(write, sizes_vary):
     def forward(x, t):
         return x * len(write(t))
 
     values = (1.0, 1.25, 1.375, 2.123456)
     compiled = torch.compile(forward, backend="eager")
-    with dynamo.capturing_for_plans():
+    with dynamo.capturing_for_plans(sizes_vary=sizes_vary):
         found = [compiled(torch.ones(1), t) for t in values]
     assert found == [forward(torch.ones(1), t) for t in values]
+    assert forward.__code__ not in dynamo._given_up
     torch.compiler.reset()

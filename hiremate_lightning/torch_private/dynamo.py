@@ -74,11 +74,15 @@ def _always_static(*_: Any, **__: Any) -> tuple[bool, TensorStaticReason]:
     return True, TensorStaticReason.NOT_TENSOR
 
 
-def _capture_with(has_static_shape: Callable[..., Any], fractions_vary: bool, *arguments: Any, **options: Any) -> Any:
+def _capture_with(
+    has_static_shape: Callable[..., Any], fractions_vary: bool, code: types.CodeType, *arguments: Any, **options: Any
+) -> Any:
     is_static = builder, "tensor_always_has_static_shape", has_static_shape
     settings = dynamo_config.patch(specialize_float=not fractions_vary, **_SETTINGS)
     with settings, replaced(is_static, *_WHILE_CAPTURING), collecting_what_it_leaves():
-        return _capture(*arguments, **options)
+        result = _capture(code, *arguments, **options)
+    _captured.add(code)
+    return result
 
 
 def _capture_with_numbers(code: types.CodeType, *arguments: Any, **options: Any) -> Any:
@@ -86,16 +90,13 @@ def _capture_with_numbers(code: types.CodeType, *arguments: Any, **options: Any)
     if code not in _without_fractions:
         is_tried_again = code in _captured
         try:
-            with replaced((_GUARDS_LOG, "disabled", is_tried_again)):
-                result = _capture_with(_always_static, True, code, *arguments, **options)
+            with replaced((_GUARDS_LOG, "disabled", is_tried_again or _GUARDS_LOG.disabled)):
+                return _capture_with(_always_static, True, code, *arguments, **options)
         except Exception:  # the first time no fraction varies; later that may be what Dynamo fails on
             if not is_tried_again:
                 _give_up(code)
                 raise
             log.debug("%s is captured again, with its fractions as they are", code.co_name, exc_info=True)
-        else:
-            _captured.add(code)
-            return result
     try:
         result = _capture_with(_always_static, False, code, *arguments, **options)
     except Exception:  # Dynamo runs it as it is, or fails
