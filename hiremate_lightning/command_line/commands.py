@@ -6,15 +6,15 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -43,6 +43,7 @@ from .offline import OfflineOptions, OfflineStep, Rates, capture_offline, rates_
 
 FIT_SIZES = (4, 8)  # batch sizes that `fit` captures: 1 and 2 are special to many operators
 FIT_PLANS = 12  # most sizes that `fit` plans
+Found = TypeVar("Found", Plan, BatchSizeResult)
 AUTOCAST_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -150,12 +151,7 @@ def plan(asked: argparse.Namespace) -> int:
             write_html(made, asked.html)
     notes = work.notes(captured)
     if not _write_json(asked.json, _plan_numbers(made, captured, notes)):
-        console = Console()
-        if console.is_terminal:
-            console.print(plan_table(made))
-        else:
-            _say(console, plan_lines(made))
-        _say_notes(console, notes)
+        _show(made, plan_table, plan_lines, notes)
     return 0
 
 
@@ -274,12 +270,7 @@ def fit(asked: argparse.Namespace) -> int:
     sizes = " and ".join(map(str, FIT_SIZES))
     notes = [f"Predicted from the step at batch sizes {sizes}; nothing ran.", *work.notes(seen[-1][0])]
     if not _write_json(asked.json, {**result.to_dict(), "notes": notes}):
-        console = Console()
-        if console.is_terminal:
-            console.print(result_table(result))
-        else:
-            _say(console, result_lines(result))
-        _say_notes(console, notes)
+        _show(result, result_table, result_lines, notes)
     return 0
 
 
@@ -345,6 +336,21 @@ def _write_json(target: str | None, numbers: dict[str, Any]) -> bool:
 def _say(console: Console, lines: Sequence[str]) -> None:
     for line in lines:
         console.print(Text(line), soft_wrap=True)
+
+
+def _show(
+    found: Found,
+    table: Callable[[Found], RenderableType],
+    lines: Callable[[Found], Sequence[str]],
+    notes: Sequence[str],
+) -> None:
+    """Show what was found: drawn on a terminal, in plain lines elsewhere."""
+    console = Console()
+    if console.is_terminal:
+        console.print(table(found))
+    else:
+        _say(console, lines(found))
+    _say_notes(console, notes)
 
 
 def _say_notes(console: Console, notes: Sequence[str]) -> None:

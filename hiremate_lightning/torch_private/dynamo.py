@@ -185,7 +185,7 @@ _SETTINGS: dict[str, Any] = {
     "trace_autograd_ops": True,
 }
 _GUARDS_LOG = logging.getLogger("torch._guards")
-_captured: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
+_captured: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that it did not fail on, once at least
 _without_symbols: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that Dynamo failed on with symbols
 _without_fractions: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # that it failed on where fractions vary
 _given_up: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that it failed on altogether
