@@ -20,15 +20,15 @@ there:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from ..partition import Cluster, PartitionOptions, partition
 from .base import Problem, Solution, Status, strategy
-from .incumbent import Search, begin, keep_everything
+from .incumbent import Search
 from .mip_backend import Program, solve
 from .model import Model
 from .phases import PhasedProgram
-from .refine import QUICK_SHARE, Restriction, polish, refine
-from .turn_point import prove, try_segments
+from .refine import Restriction, refine, solve_by
 
 SAVED_SHARES = (1.0, 0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.0)  # of a cluster's bytes: limits of its options
 OPTION_LIMIT_S = 2.0
@@ -134,11 +134,4 @@ def merge(search: Search, options: PartitionOptions) -> None:
 @strategy("hilp")
 def hilp(problem: Problem) -> Solution:
     """Choose among the options of clusters, then repair across their borders."""
-    search = begin(problem)
-    if search.model.keep_all_bytes <= problem.budget_bytes:
-        return keep_everything(problem.graph, search.model.keep_all_bytes)
-    if prove(search):
-        try_segments(search, search.within(QUICK_SHARE))
-        merge(search, PartitionOptions())
-        polish(search)
-    return search.answer("hilp")
+    return solve_by(partial(merge, options=PartitionOptions()), problem, "hilp")

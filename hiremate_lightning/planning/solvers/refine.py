@@ -119,14 +119,19 @@ def polish(search: Search) -> None:
         search.offer(keep_more(search.model, search.best, search.limit, time.monotonic() + max(0.5, search.left_s())))
 
 
-@strategy("phases")
-def phases(problem: Problem) -> Solution:
-    """Solve the phased model of the whole graph, refined where its replay passes the budget."""
+def solve_by(improve: Callable[[Search], None], problem: Problem, name: str) -> Solution:
+    """Prove a bound, try segments, improve on them, and keep more: what a strategy of that name answers."""
     search = begin(problem)
     if search.model.keep_all_bytes <= problem.budget_bytes:
         return keep_everything(problem.graph, search.model.keep_all_bytes)
     if prove(search):
         try_segments(search, search.within(QUICK_SHARE))
-        refine(search)
+        improve(search)
         polish(search)
-    return search.answer("phases")
+    return search.answer(name)
+
+
+@strategy("phases")
+def phases(problem: Problem) -> Solution:
+    """Solve the phased model of the whole graph, refined where its replay passes the budget."""
+    return solve_by(refine, problem, "phases")
