@@ -147,7 +147,8 @@ def _reading_at_once(graph: Graph, gone: set[int]) -> tuple[Node, ...]:
     made = {t for index in graph.forward for t in graph.nodes[index].outputs}
     early = [t for index in sorted(gone) for t in graph.nodes[index].inputs if t in made]
     nodes = [
-        replace(n, inputs=(), takes=None, plain_bytes=0) if index in gone else n for index, n in enumerate(graph.nodes)
+        replace(n, inputs=(), takes=None, plain_bytes=0, plain_inputs=()) if index in gone else n
+        for index, n in enumerate(graph.nodes)
     ]
     if early:
         first = graph.backward[0]

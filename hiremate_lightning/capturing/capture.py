@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..memory.allocator import allocated_bytes
 from ..records.graph import Graph, Node, Phase, Storage, StorageKind, Tensor
+from ..rewriting import pooling
 from ..rewriting.finishing import Finish, find_finishes
 from ..rewriting.joint import (
     COPIES_STORAGE,
@@ -221,7 +222,7 @@ class _Builder:
         index = len(self.tensors)
         if isinstance(value, torch.Tensor):
             shape = tuple(tensor_state.int_hint(s) for s in value.shape)
-            storage = self._storage(value, kind)
+            storage = self._storage(value, kind, pooling.plain_times(node))
             self.tensors.append(Tensor(node.name, storage, shape, str(value.dtype).removeprefix("torch."), producer))
         else:
             self.tensors.append(Tensor(node.name, None, (), "", producer))
@@ -229,14 +230,14 @@ class _Builder:
         self.tensor_of[node] = index
         return index
 
-    def _storage(self, value: torch.Tensor, kind: StorageKind) -> int | None:
+    def _storage(self, value: torch.Tensor, kind: StorageKind, plain_times: int) -> int | None:
         if value.layout is not torch.strided:
             return None
         identity = tensor_state.storage_id(value)
         if identity not in self.storage_of:
             size = tensor_state.int_hint(value.untyped_storage().nbytes()) if value.device == self.device else 0
             self.storage_of[identity] = len(self.storages)
-            self.storages.append(Storage(allocated_bytes(size, self.device), kind))
+            self.storages.append(Storage(allocated_bytes(size, self.device), kind, plain_times))
         return self.storage_of[identity]
 
     def _take_size(self, tensor: int, source: int) -> None:
@@ -280,6 +281,7 @@ class _Builder:
                 module=_module_path(node),
                 source=_source(node),
                 plain_bytes=plain_bytes(node),
+                plain_inputs=tuple(self.tensor_of[v] for v in pooling.plain_inputs(node)),
             )
         )
         self.fx_nodes.append(node)

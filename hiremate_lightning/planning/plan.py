@@ -12,10 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..records.costs import Profile, as_plain, step_time_ms
+from ..records.costs import Profile, step_time_ms
 from ..records.graph import Graph
-from ..records.schedule import Schedule, keep_all, lower
-from ..records.simulation import Simulation, simulate
+from ..records.schedule import Schedule, lower
+from ..records.simulation import Simulation, simulate, simulate_plain
 from ..units import Budget, format_bytes, format_ratio, format_time
 from .solvers.base import Solution, Status
 
@@ -93,7 +93,7 @@ class Plan:
     @cached_property
     def unplanned(self) -> Simulation:
         """The simulated step with everything kept, as plain PyTorch runs it."""
-        return simulate(self.graph, as_plain(self.graph, self.profile), lower(self.graph, keep_all(self.graph)))
+        return simulate_plain(self.graph, self.profile)
 
     @property
     def unplanned_peak_bytes(self) -> int:

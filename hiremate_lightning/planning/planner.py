@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..out_of_memory import InfeasibleBudgetError
-from ..records.costs import Profile, as_plain
+from ..records.costs import Profile
 from ..records.graph import OUTSIDE, Graph
 from ..records.scaling import difference
-from ..records.schedule import keep_all, lower
-from ..records.simulation import Simulation, simulate
+from ..records.schedule import keep_all
+from ..records.simulation import Simulation, simulate_plain
 from ..records.step import Decisions, Step
 from ..units import Budget, format_bytes
 from .plan import Plan, PlanningTime
@@ -52,7 +52,7 @@ class PlanOptions:
 
 def unplanned(step: Step | Problem) -> Simulation:
     """Simulate the step with everything kept, as plain PyTorch runs it."""
-    return simulate(step.graph, as_plain(step.graph, step.profile), lower(step.graph, keep_all(step.graph)))
+    return simulate_plain(step.graph, step.profile)
 
 
 def resolve(budget: Budget, resident_bytes: int, unplanned_bytes: int, free_bytes: int) -> int:

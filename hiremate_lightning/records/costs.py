@@ -38,10 +38,16 @@ def profile_from_json(text: str) -> Profile:
     return Profile(tuple(data["time_ms"]), tuple(data["workspace_bytes"]), data["device"])
 
 
-def as_plain(graph: Graph, profile: Profile) -> Profile:
-    """Give the costs with the workspaces of plain PyTorch, where these are known to be larger."""
+def as_plain(graph: Graph, profile: Profile) -> tuple[Graph, Profile]:
+    """Give a step as plain PyTorch runs it, where that is known to hold, to read or to need more."""
+    storages = tuple(replace(s, size_bytes=s.size_bytes * s.plain_times, plain_times=1) for s in graph.storages)
+    nodes = tuple(
+        replace(n, inputs=tuple(dict.fromkeys((*n.inputs, *n.plain_inputs)))) if n.plain_inputs else n
+        for n in graph.nodes
+    )
     pairs = zip(graph.nodes, profile.workspace_bytes, strict=True)
-    return replace(profile, workspace_bytes=tuple(max(size, node.plain_bytes) for node, size in pairs))
+    workspaces = tuple(max(size, node.plain_bytes) for node, size in pairs)
+    return replace(graph, nodes=nodes, storages=storages), replace(profile, workspace_bytes=workspaces)
 
 
 @dataclass(frozen=True, slots=True)

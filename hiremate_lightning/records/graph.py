@@ -53,10 +53,12 @@ class Storage:
     Attributes:
         size_bytes: Bytes of the block as its allocator hands it out, 0 if it is not on the planned device.
         kind: What it holds.
+        plain_times: As plain PyTorch holds it, it is so many times as large.
     """
 
     size_bytes: int
     kind: StorageKind
+    plain_times: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class Node:
         takes: For a node of the backward, a tensor of the forward that it reads and whose memory its result takes where
             nothing else is to read that any more.
         plain_bytes: Workspace that plain PyTorch needs for the same, 0 where that is taken to be no more.
+        plain_inputs: Tensors that plain PyTorch reads too.
     """
 
     name: str
@@ -116,6 +119,7 @@ class Node:
     replays: int | None = None
     takes: int | None = None
     plain_bytes: int = 0
+    plain_inputs: tuple[int, ...] = ()
 
     @property
     def is_repeatable(self) -> bool:
@@ -229,5 +233,5 @@ def graph_from_json(text: str) -> Graph:
 
     nodes = tuple(Node(**{**freeze(n), "phase": Phase(n["phase"])}) for n in data.pop("nodes"))
     tensors = tuple(Tensor(**freeze(t)) for t in data.pop("tensors"))
-    storages = tuple(Storage(s["size_bytes"], StorageKind(s["kind"])) for s in data.pop("storages"))
+    storages = tuple(Storage(**{**s, "kind": StorageKind(s["kind"])}) for s in data.pop("storages"))
     return Graph(nodes, tensors, storages, **freeze(data))

@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import ScheduleError
-from .costs import Profile
+from .costs import Profile, as_plain
 from .graph import Graph
-from .schedule import Compute, Operation, Schedule
+from .schedule import Compute, Operation, Schedule, keep_all, lower
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +128,7 @@ def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
 
     Raises:
         ScheduleError: If a node reads, or a free drops, a tensor that is not in memory; if a node that must run once
-        runs
-            again; if a node of the step doesn't run, or a gradient isn't there at the end.
+            runs again; if a node of the step doesn't run, or a gradient isn't there at the end.
     """
     memory = _Memory(graph)
     memory.define(graph.inputs, ())
@@ -152,6 +151,12 @@ def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
     step_ms = sum(profile.time_ms[index] for index in (*graph.forward, *graph.backward))
     peak = max((moment.peak_bytes for moment in timeline), default=0)
     return Simulation(tuple(timeline), turn, peak, saved_bytes, time_ms, time_ms - step_ms)
+
+
+def simulate_plain(graph: Graph, profile: Profile) -> Simulation:
+    """Simulate a step with everything kept, as plain PyTorch runs it."""
+    plain, costs = as_plain(graph, profile)
+    return simulate(plain, costs, lower(plain, keep_all(plain)))
 
 
 def _replay(

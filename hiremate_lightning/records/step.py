@@ -233,6 +233,7 @@ class _Merger:
                     outputs=tuple(t + tensors for t in node.outputs),
                     replays=None if node.replays is None else node.replays + nodes,
                     takes=None if node.takes is None else node.takes + tensors,
+                    plain_inputs=tuple(t + tensors for t in node.plain_inputs),
                 )
             )
             self.owners.append((index, position))

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..planning.plan import Plan, planned_lines
+from ..records.costs import as_plain
 from ..records.graph import OUTSIDE, Graph, Node
 from ..records.schedule import Schedule, keep_all, lower
 from ..units import format_bytes, format_time
@@ -71,7 +72,8 @@ def uses_by_module(plan: Plan) -> dict[str, ModuleUse]:
     """
     graph = plan.graph
     kept = _kept_storages(graph, plan.schedule)
-    dropped = _kept_storages(graph, lower(graph, keep_all(graph))) - kept
+    plain, _ = as_plain(graph, plan.profile)
+    kept_plainly = _kept_storages(plain, lower(plain, keep_all(plain)))
     again = plan.schedule.recomputed(graph)
     repeated = {_original(graph, node) for node in again}
     uses: dict[str, ModuleUse] = {}
@@ -82,7 +84,7 @@ def uses_by_module(plan: Plan) -> dict[str, ModuleUse]:
         works = _works(graph, index)
         use = ModuleUse(
             sum(graph.sizes[s] for s in storages if s in kept),
-            sum(graph.sizes[s] for s in storages if s in dropped),
+            sum(plain.sizes[s] - graph.sizes[s] * (s in kept) for s in storages if s in kept_plainly),
             int(works and index in repeated),
             int(works),
         )

@@ -14,7 +14,7 @@ from typing import Any
 from ..planning.plan import Plan
 from ..planning.solvers.curve import Curve
 from ..records.costs import as_plain, step_time_ms
-from ..records.graph import Phase
+from ..records.graph import Graph, Phase
 from ..records.schedule import Schedule, keep_all, lower
 from ..records.simulation import Simulation
 from ..units import format_bytes, format_ratio, format_time
@@ -45,6 +45,7 @@ class Run:
 
     Attributes:
         plan: The plan.
+        graph: Its graph, or that of plain PyTorch.
         name: "plain" or "planned".
         schedule: What runs.
         simulation: Its timeline.
@@ -52,6 +53,7 @@ class Run:
     """
 
     plan: Plan
+    graph: Graph
     name: str
     schedule: Schedule
     simulation: Simulation
@@ -60,7 +62,7 @@ class Run:
     @cached_property
     def lives(self) -> tuple[Lifetime, ...]:
         """Blocks that it allocates."""
-        return lifetimes(self.plan.graph, self.schedule)
+        return lifetimes(self.graph, self.schedule)
 
     @cached_property
     def bands(self) -> dict[Band, list[int]]:
@@ -89,13 +91,13 @@ class Run:
 
 def plain_run(plan: Plan) -> Run:
     """Give the step with everything kept."""
-    workspace_bytes = as_plain(plan.graph, plan.profile).workspace_bytes
-    return Run(plan, "plain", lower(plan.graph, keep_all(plan.graph)), plan.unplanned, workspace_bytes)
+    graph, profile = as_plain(plan.graph, plan.profile)
+    return Run(plan, graph, "plain", lower(graph, keep_all(graph)), plan.unplanned, profile.workspace_bytes)
 
 
 def planned_run(plan: Plan) -> Run:
     """Give the step under the plan."""
-    return Run(plan, "planned", plan.schedule, plan.planned, plan.profile.workspace_bytes)
+    return Run(plan, plan.graph, "planned", plan.schedule, plan.planned, plan.profile.workspace_bytes)
 
 
 def resident_bands(plan: Plan) -> tuple[tuple[str, str, int], ...]:

@@ -19,6 +19,7 @@ from torch import fx
 from ..torch_private import aot, tensor_state
 from .joint import COPIES_STORAGE, SHAPES, is_part, is_view, operation_of, values_of
 from .overwriting import candidates_of, overwriting, traced_strides
+from .pooling import max_pool
 
 LEAST_BYTES = 2**17  # below it, to look whether memory may be overwritten takes longer than to allocate
 
@@ -132,8 +133,10 @@ def _only_looks(node: fx.Node) -> bool:
 
 
 def _allocates(node: fx.Node) -> bool:
-    """Whether an operator is PyTorch's own and makes new memory, of the size that a trace says."""
+    """Whether an operator is PyTorch's own, or stands for one, and makes new memory, of the size that a trace says."""
     target: Any = node.target
+    if target is max_pool:
+        return True
     if not isinstance(target, aot.OpOverload) or target.namespace != "aten":
         return False
     return not (target.is_view or target._schema.is_mutable or target in COPIES_STORAGE)

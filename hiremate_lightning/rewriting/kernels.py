@@ -163,6 +163,12 @@ _READ_MEMORY = {
 }
 
 
+def memory_format_of(value: torch.Tensor) -> torch.memory_format | None:
+    """Say how a tensor lies in memory, None where it has gaps or another order of its dimensions."""
+    last = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}.get(value.dim(), ())
+    return next((f for f in (torch.contiguous_format, *last) if value.is_contiguous(memory_format=f)), None)
+
+
 def with_strides(source: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """Give a tensor with these strides, whose memory has its very numbers: itself where that is so, else a copy."""
     source = source.resolve_conj().resolve_neg()

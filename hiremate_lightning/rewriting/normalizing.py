@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from ..torch_private import tensor_state
+from .kernels import memory_format_of
 
 aten = torch.ops.aten
 
@@ -59,16 +60,11 @@ def can_normalize(node: fx.Node) -> bool:
     if position is None or not arguments[position]:
         return False
     source: torch.Tensor = arguments[0].meta["val"]
-    layout = _layout(source)
+    layout = memory_format_of(source)
     if layout is None:
         return False
     dtypes = (None if a is None else a.meta["val"].dtype for a in arguments[1:3])
     return _gives_the_same(node.target, source.device, source.dim(), layout, source.dtype, *dtypes)
-
-
-def _layout(source: torch.Tensor) -> torch.memory_format | None:
-    last = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}.get(source.dim(), ())
-    return next((f for f in (torch.contiguous_format, *last) if source.is_contiguous(memory_format=f)), None)
 
 
 @functools.cache

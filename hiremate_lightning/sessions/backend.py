@@ -14,7 +14,7 @@ from torch import fx
 
 from ..capturing.capture import Captured, capture
 from ..errors import CaptureError
-from ..rewriting import assignments, casts, losses, views
+from ..rewriting import assignments, casts, losses, pooling, views
 from ..rewriting.contributions import Contributions, OtherTermsError, Terms
 from ..rewriting.fused_kernel import Kernels
 from ..rewriting.fusion import fuse
@@ -98,6 +98,7 @@ class _Compilation:
         assignments.gather(joint)
         views.leave_out(joint)
         losses.join(joint)
+        pooling.join(joint)
         if self._kernels is not None:
             fuse(joint, num_fwd_outputs, self._kernels)
         joint.recompile()

@@ -1,0 +1,237 @@
+"""Max pools that note the place of each maximum within its window, where PyTorch notes that within the whole plane.
+
+The gradient of a max pool goes to the places of the maxima. PyTorch keeps these as 64-bit integers, twice the memory of
+the maxima in single precision, and what was pooled, of which it reads the shape alone. Here a place is counted from the
+first element of its window: a byte is enough for most, and nothing else is kept. A pool and its gradient run some
+pictures at a time, so that the wide integers exist for these only. The kernels are those of eager PyTorch, and each
+plane is pooled by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..torch_private import tensor_state
+from .joint import is_part, replace_node, values_of
+from .kernels import memory_format_of
+
+aten = torch.ops.aten
+
+PARTS = 16  # at most
+PART_BYTES = 2**20  # at least, of what is pooled: each part takes a few launches
+_LEAST_BYTES = 2**14  # of PyTorch's places in one picture: below it, the launches take longer than it is worth
+_FEW_CHANNELS = 8  # below it, there is nothing to vectorize over
+
+_KERNELS: dict[Any, tuple[Any, int]] = {  # and their gradients, and how many dimensions they pool
+    aten.max_pool2d_with_indices.default: (aten.max_pool2d_with_indices_backward.default, 2),
+    aten.max_pool3d_with_indices.default: (aten.max_pool3d_with_indices_backward.default, 3),
+}
+_OUT = {
+    4: (aten.max_pool2d_with_indices.out, aten.max_pool2d_with_indices_backward.grad_input),
+    5: (aten.max_pool3d_with_indices.out, aten.max_pool3d_with_indices_backward.grad_input),
+}
+
+Windows = tuple[list[int], list[int], list[int], list[int], bool]
+
+
+def max_pool(
+    source: torch.Tensor, windows: Windows, shape: Sequence[int], form: torch.memory_format, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give the largest value of each window, and its place within the window.
+
+    Args:
+        source: Pictures or volumes: batch, channels, and two or three dimensions.
+        windows: Kernel size, stride, padding and dilation by dimension, and whether to round the shape up.
+        shape: Of the results.
+        form: How they and the source lie in memory.
+        dtype: Of the places.
+    """
+    pool, _ = _OUT[source.dim()]
+    values = torch.empty(shape, dtype=source.dtype, device=source.device, memory_format=form)
+    places = torch.empty(shape, dtype=dtype, device=source.device, memory_format=form)
+    first = _first_elements(source.shape[2:], shape[2:], windows, source.device)
+    # On the CPU the kernel for channels last is vectorized: up to nine times as fast, for the same numbers.
+    is_turned = source.is_cpu and form is torch.contiguous_format and source.dim() == 4 and shape[1] >= _FEW_CHANNELS
+    for part in _parts(source.shape, source.itemsize):
+        read = source[part].contiguous(memory_format=torch.channels_last) if is_turned else source[part]
+        made = torch.empty_like(values[part], dtype=torch.int64)
+        pool(read, *windows, out=values[part], indices=made)
+        places[part].copy_(made.sub_(first))
+    return values, places
+
+
+def max_pool_gradient(
+    gradient: torch.Tensor, places: torch.Tensor, windows: Windows, shape: Sequence[int], form: torch.memory_format
+) -> torch.Tensor:
+    """Give the gradient of a max pool with respect to what was pooled.
+
+    Args:
+        gradient: Of the largest values.
+        places: Of these within their windows.
+        windows: Kernel size, stride, padding and dilation by dimension, and whether to round the shape up.
+        shape: Of what was pooled.
+        form: How it lies in memory.
+    """
+    _, spread = _OUT[gradient.dim()]
+    result = torch.empty(shape, dtype=gradient.dtype, device=gradient.device, memory_format=form)
+    first = _first_elements(shape[2:], places.shape[2:], windows, gradient.device)
+    for part in _parts(shape, gradient.itemsize):
+        made = result[part]
+        # Of what was pooled the kernel reads the shape alone.
+        spread(gradient[part], made, *windows, places[part].to(torch.int64).add_(first), grad_input=made)
+    return result
+
+
+def _parts(shape: Sequence[int], itemsize: int) -> list[slice]:
+    count = shape[0]
+    enough = -(-PART_BYTES // (torch.Size(shape[1:]).numel() * itemsize))
+    step = max(1, -(-count // PARTS), min(enough, -(-count // 2)))
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+
+
+def _first_elements(
+    plane: Sequence[int], pooled: Sequence[int], windows: Windows, device: torch.device
+) -> torch.Tensor:
+    """Number, by window, its first element that is none of the padding, as PyTorch numbers the elements of a plane."""
+    _, stride, padding, *_ = windows
+    found = torch.zeros((), dtype=torch.int64, device=device)
+    for size, count, step, before in zip(plane, pooled, stride, padding, strict=True):
+        starts = torch.arange(-before, count * step - before, step, device=device).clamp_(min=0)
+        found = found.unsqueeze(-1) * size + starts
+    return found
+
+
+def join(joint: fx.GraphModule) -> None:
+    """Rewrite a joint graph so that max pools keep places within windows, where only their gradients read places.
+
+    Args:
+        joint: Forward and backward, dead code already removed; changed.
+    """
+    for target in _KERNELS:
+        for node in joint.graph.find_nodes(op="call_function", target=target):
+            gradients = _gradients_of(node)
+            if gradients:
+                _replace(node, gradients)
+    joint.graph.eliminate_dead_code()
+
+
+def plain_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
+    """List what plain PyTorch reads beside what a node reads: what was pooled, for the gradient of a max pool."""
+    if node.target is not max_pool_gradient:
+        return ()
+    places: Any = node.args[1]
+    return (places.args[0].args[0],)
+
+
+def plain_times(value: fx.Node) -> int:
+    """Say how many times as large plain PyTorch holds a value: the places of a max pool."""
+    maker: Any = value.args[0] if is_part(value) else None
+    is_places = maker is not None and maker.target is max_pool and value.args[1] == 1
+    return torch.int64.itemsize // value.meta["val"].itemsize if is_places else 1
+
+
+def _replace(pool: fx.Node, gradients: Sequence[fx.Node]) -> None:
+    source: Any = pool.args[0]
+    values, places = pool.meta["val"]
+    windows, form = _windows_of(pool), memory_format_of(source.meta["val"])
+    dtype = _dtype_of_places(source.meta["val"].shape[2:], windows)
+    with tensor_state.fake_mode_of([places]):
+        narrow = places.to(dtype)
+    _places_of(pool).meta["val"] = narrow
+    pool.meta["val"] = (values, narrow)
+    for gradient in gradients:
+        args = (gradient.args[0], gradient.args[-1], windows, list(source.meta["val"].shape), form)
+        replace_node(gradient, max_pool_gradient, args)
+    replace_node(pool, max_pool, (source, windows, list(values.shape), form, dtype))
+
+
+def _places_of(pool: fx.Node) -> Any:
+    """Give the places of a max pool, None where nothing reads them."""
+    return next((part for part in values_of(pool) if part.args[1] == 1), None)
+
+
+def _gradients_of(pool: fx.Node) -> list[fx.Node]:
+    """List the gradients that read the places of a max pool, none where anything else does or tensors lie otherwise."""
+    backward, dims = _KERNELS[pool.target]
+    source: Any = pool.args[0]
+    shown: torch.Tensor = source.meta["val"]
+    places = _places_of(pool)
+    if places is None or pool.kwargs or tensor_state.is_symbolic(shown) or shown.dim() != dims + 2:
+        return []
+    form = memory_format_of(shown)
+    made = (*pool.meta["val"], *(n.meta["val"] for n in places.users if n.target is backward))
+    if form is None or not all(t.is_contiguous(memory_format=form) for t in made):
+        return []
+    if not shown.numel() or places.meta["val"].nbytes < _LEAST_BYTES * shown.shape[0]:
+        return []
+    if not _gives_the_same(pool.target, dims, form, shown.device, shown.dtype):
+        return []
+    gradients = list(places.users)
+    windows = _windows_of(pool)
+    are_all = all(
+        n.target is backward and not n.kwargs and n.args[1] is source and _windows_of(n) == windows for n in gradients
+    )
+    return gradients if are_all else []
+
+
+@functools.cache
+def _gives_the_same(
+    target: Any, dims: int, form: torch.memory_format, device: torch.device, dtype: torch.dtype
+) -> bool:
+    """Compare with PyTorch's kernels where windows hold what is no number, nothing but minus infinity, or equals.
+
+    For volumes, channels last, PyTorch 2.13 names places outside of windows that hold nothing but minus infinity.
+    """
+    backward, _ = _KERNELS[target]
+    windows: Windows = ([3] * dims, [2] * dims, [1] * dims, [1] * dims, False)
+    with tensor_state.real_mode(), torch.no_grad():
+        source = _numbers((3, 37, 9, 7, 5)[: dims + 2], device, dtype).contiguous(memory_format=form)
+        try:
+            expected, whole = target(source, *windows)
+            gradient = _numbers(tuple(expected.shape), device, dtype).nan_to_num_(1, 2, 3)
+            arrived = backward(gradient, source, *windows, whole)
+            narrow = _dtype_of_places(source.shape[2:], windows)
+            found, places = max_pool(source, windows, list(expected.shape), form, narrow)
+            spread = max_pool_gradient(gradient, places, windows, list(source.shape), form)
+        except (RuntimeError, NotImplementedError):  # no kernel for it here
+            return False
+        return torch.equal(found.nan_to_num(), expected.nan_to_num()) and torch.equal(spread, arrived)
+
+
+def _numbers(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Make whole numbers without a generator, some planes of minus infinity, and here and there what is none."""
+    count = torch.Size(shape).numel()
+    found = torch.arange(1, count + 1, dtype=torch.float64).mul_(1.7).sin_().mul_(3).round_()
+    found[::41], found[5::101] = torch.nan, torch.inf
+    found = found.view(shape)
+    found[1:, ::4] = -torch.inf
+    return found.to(device, dtype)
+
+
+def _windows_of(node: fx.Node) -> Windows:
+    """Read the windows of a max pool, or of its gradient, by dimension."""
+    source: Any = node.args[0]
+    dims = source.meta["val"].dim() - 2
+    given: Any = node.args[1:] if node.target in _KERNELS else node.args[2:-1]
+    all_given: Any = (*given, *([], 0, 1, False)[len(given) - 1 :])
+    kernel, stride, padding, dilation, is_ceil = all_given
+
+    def each(value: Any) -> list[int]:
+        values = [value] if isinstance(value, int) else list(value)
+        return values * dims if len(values) == 1 else values
+
+    return each(kernel), each(stride) or each(kernel), each(padding), each(dilation), bool(is_ceil)
+
+
+def _dtype_of_places(plane: Sequence[int], windows: Windows) -> torch.dtype:
+    """Give the narrowest integers that number the elements from the first of a window to its last."""
+    kernel, _, _, dilation, _ = windows
+    span = 0
+    for size, length, gap in zip(plane, kernel, dilation, strict=True):
+        span = span * size + (length - 1) * gap
+    return next(d for d in (torch.uint8, torch.int16, torch.int32, torch.int64) if span <= torch.iinfo(d).max)
