@@ -24,6 +24,7 @@ from hiremate_lightning.planning.solvers.decisions import decisions
 from hiremate_lightning.planning.solvers.model import Model
 from hiremate_lightning.planning.solvers.turn_point import segment_policies
 from hiremate_lightning.sessions import first_steps, session
+from hiremate_lightning.sessions import planned as planning
 from hiremate_lightning.sessions.targets import targets_of
 from hiremate_lightning.torch_private import dynamo
 
@@ -548,7 +549,7 @@ def test_with_warn_a_budget_too_small_is_announced_once_and_trains():
 @pytest.mark.filterwarnings("ignore:Nothing fits")
 def test_what_can_not_fit_is_not_planned_again_when_more_is_resident(monkeypatch):
     made = []
-    monkeypatch.setattr(session, "make_plan", lambda *args, **options: made.append(1) or make_plan(*args, **options))
+    monkeypatch.setattr(planning, "make_plan", lambda *args, **options: made.append(1) or make_plan(*args, **options))
     model = warm_up(planned("1 KiB", on_infeasible="warn"))
     before = get_plan(model).resident_bytes
     optimizer = torch.optim.AdamW(model.parameters())
@@ -791,7 +792,7 @@ def test_a_peak_in_which_algorithms_are_tried_does_not_count(monkeypatch):
         return count
 
     usual = steps_until_measured()
-    monkeypatch.setattr(session, "may_choose_anew", lambda ops, device: True)
+    monkeypatch.setattr(planning, "may_choose_anew", lambda ops, device: True)
     with recorded() as said:
         assert steps_until_measured() == usual + 1
     assert len(said) == 1
@@ -1105,13 +1106,13 @@ def test_a_plan_is_corrected_again_where_the_first_margin_was_too_small():
         step(model, index)
     life = targets_of(model).session
     ((kind, plan),) = life.plans.items()
-    for correction in range(1, session.CORRECTIONS + 1):
-        life._measured(kind, plan.budget_bytes + 1000)  # what runs outside takes more, whatever is planned
+    for correction in range(1, planning.CORRECTIONS + 1):
+        life._planned.peak_measured(kind, plan.budget_bytes + 1000)  # what runs outside takes more, whatever is planned
         margin_bytes = plan.budget_bytes + 1000 - plan.planned_peak_bytes
-        assert life._known[kind].margin_bytes == margin_bytes
-        assert life._known[kind].corrections == correction
+        assert life._planned._known[kind].margin_bytes == margin_bytes
+        assert life._planned._known[kind].corrections == correction
         plan = life.plans[kind]
         assert plan.planned_peak_bytes <= plan.budget_bytes - margin_bytes
     with pytest.warns(HiRemateWarning, match="after planning with a margin"):
-        life._measured(kind, plan.budget_bytes + 1000)
+        life._planned.peak_measured(kind, plan.budget_bytes + 1000)
     assert life.plans[kind].planned_peak_bytes == plan.planned_peak_bytes

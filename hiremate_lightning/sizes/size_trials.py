@@ -75,7 +75,7 @@ class TrialSession(Session):
         calls, order = record.calls(self.parts.profiles)
         self.calls = tuple(calls), tuple(order)
         if self.plans_first:
-            self._learn(record, self.resident)
+            self._planned.learn(record, self.resident)
 
     def peak_of(self, function: Callable[[], Any], batch: Any) -> int:
         """Run a function, and give its peak with all that exists beside it, gradients included."""

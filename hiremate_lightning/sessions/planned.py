@@ -1,0 +1,305 @@
+"""What is planned for the kinds of steps that a session has seen: made, adapted, and corrected by what is measured."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from typing import Any
+
+from ..measuring.recording import StepRecord
+from ..measuring.resident import Resident, ResidentMemory
+from ..memory.free_memory import free_bytes
+from ..options import SessionOptions
+from ..out_of_memory import InfeasibleBudgetError
+from ..planning.plan import Plan
+from ..planning.planner import make_plan, resolve, unplanned
+from ..planning.shared_solving import shared
+from ..planning.solvers import worker
+from ..planning.solvers.base import Strategy
+from ..planning.solvers.curve import Remembering
+from ..records.costs import step_time_ms
+from ..records.scaling import are_same
+from ..records.schedule import lower
+from ..records.step import Step
+from ..reporting.report import Stages
+from ..rewriting.joint import may_choose_anew
+from ..running.execution import Part
+from ..running.program import build
+from ..torch_private import runtime
+from ..units import Budget, format_bytes
+from .first_steps import FirstSteps, Planned
+from .kinds import Kind, Kinds, Known
+from .limits import Limits
+from .parts import Parts
+
+log = logging.getLogger("hiremate_lightning")
+
+CORRECTIONS = 3  # of a plan whose peak is measured above the budget: where code outside varies, none may be enough
+
+
+class PlannedKinds:
+    """The plans of one model, by kind of step.
+
+    Args:
+        options: What was asked for.
+        name: Of the model.
+        memory: What exists before a step.
+        parts: The captured graphs.
+        stages: Shows the stages of planning, and counts their time.
+        say: Warns.
+
+    Attributes:
+        options: What was asked for; the budget may change.
+        plans: The plans so far.
+        kinds: The kinds of steps, and the step under way.
+        first_steps: What steps run that have no plan of their own.
+        listeners: Called with each plan when it is made, and again when it has been measured.
+        awaited: How many steps were foreseen as of a plan to be measured, since one was.
+    """
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        name: str,
+        memory: ResidentMemory,
+        parts: Parts,
+        stages: Stages,
+        say: Callable[[str], None],
+    ) -> None:
+        self.options = options
+        self.plans: dict[Kind, Plan] = {}
+        self.kinds = Kinds()
+        self.first_steps = FirstSteps(stages)
+        self.listeners: list[Callable[[Plan], None]] = []
+        self.awaited = 0
+        self._name, self._memory, self._parts, self._stages, self._say = name, memory, parts, stages, say
+        self._known: dict[Kind, Known] = {}
+        self._limits: defaultdict[Kind, Limits] = defaultdict(Limits)
+        self._unfit: set[Kind] = set()  # whose plans were made with gradients dying that do not
+        self._searching: set[Kind] = set()  # whose next step is the first in which cuDNN chooses algorithms
+        self._auto_bytes: int | None = None
+
+    @property
+    def latest(self) -> Plan | None:
+        """The plan of the latest kind of step, None before there is one."""
+        return None if self.kinds.latest is None else self.plans[self.kinds.latest]
+
+    def set_budget(self, budget: Budget) -> None:
+        """Change the budget; steps already seen are planned anew, nothing is captured again.
+
+        Raises:
+            InfeasibleBudgetError: If nothing fits it; then all is as it was.
+        """
+        before = self.options, dict(self.plans), dict(self.kinds.programs), self._limits
+        self.options, self._limits = replace(self.options, budget=budget), defaultdict(Limits)
+        try:
+            for kind in list(self._known):
+                self._make_plan(kind)
+        except BaseException:  # Ctrl-C too
+            self.options, self.plans, self.kinds.programs, self._limits = before
+            self.first_steps.forget_plans()
+            raise
+
+    def must_return(self, part: Part, positions: Collection[int]) -> None:
+        """Learn that gradients were handed to autograd beside those that exist, where a plan may count on adding."""
+        for kind, known in self._known.items():
+            returning = known.returning(part, positions)
+            if returning is not known:
+                self._known[kind] = returning
+                self._unfit.add(kind)
+                self._say(
+                    "Gradients can't be added where they appear any more, since a hook sees them, another term of the "
+                    "loss has some too, or autograd.grad asks for them: two sets of them are planned for from now on."
+                )
+
+    def gets_a_plan(self, kind: Kind) -> bool:
+        """Whether to plan a kind of step: it has come again, or some of it had to run at the least memory."""
+        is_worth_it = self.kinds.sights[kind] > 1 or kind not in self.kinds.by_plans
+        return is_worth_it and (self._captured_before(kind) is not None or self._may_plan_more())
+
+    def _captured_before(self, kind: Kind) -> Known | None:
+        """Find the same step at the same sizes: Dynamo captures a size anew once it has symbols for it."""
+        parts = [part for number in kind if (part := self._parts.find(number)) is not None]
+        graphs = [part.captured.graph for part in parts]
+        if len(graphs) < len(kind):
+            return None
+        return next((k for k in self._known.values() if are_same([c.graph for c in k.captured], graphs)), None)
+
+    def _may_plan_more(self) -> bool:
+        """Whether there are fewer plans than allowed; if not, that is announced."""
+        count = len({id(known.solve) for known in self._known.values()})
+        if count < self.options.max_plans:
+            return True
+        self._say(
+            f"There are {count} plans already (max_plans): other steps run as was planned for another input "
+            "shape, where that fits, or else at the least memory. Each new shape takes seconds as it first appears: "
+            "pad to a few shapes, or raise max_plans."
+        )
+        return False
+
+    def learn(self, record: StepRecord, resident: Resident) -> None:
+        """Plan a kind of step that was not seen before."""
+        kind = record.signature
+        twin = self._captured_before(kind)
+        calls, order = record.calls(self._parts.profiles)
+        runs = [run for run in record.runs if run.index in record.backwards]
+        self._known[kind] = Known(
+            calls=tuple(calls) if twin is None else twin.calls,
+            order=tuple(order),
+            parts=tuple(run.part for run in runs),
+            captured=tuple(run.part.captured for run in runs),
+            places=tuple(run.index for run in runs),
+            missing=tuple(run.missing for run in runs),
+            added=tuple(run.added for run in runs),
+            resident=resident,
+            solve=self._new_solver() if twin is None else twin.solve,
+        )
+        self._make_plan(kind)
+
+    def _new_solver(self) -> Strategy:
+        return shared(Remembering(worker.apart(self.options.plan.solver)), runtime.process_group_store())
+
+    def _make_plan(self, kind: Kind) -> None:
+        """Plan a known step and let its programs take over."""
+        known = self._known[kind]
+        step, resident_bytes = known.merge(), known.resident.size_bytes
+        budget_bytes = self._limit_bytes(kind, step)
+        with self._stages.reporter.stage("solving"):
+            plan = make_plan(
+                step,
+                self.options.budget,
+                budget_bytes,
+                resident_bytes,
+                self.options.plan,
+                target=self._name,
+                planning=self._stages.take(),
+                margin_bytes=known.margin_bytes,
+                solve=known.solve,
+                progress=self._stages.reporter.solving(step_time_ms(step.graph, step.profile)),
+            )
+        plan = replace(plan, resident_parts=known.resident.kinds)
+        decided = zip(known.captured, known.places, step.split(plan.solution.recompute), strict=True)
+        programs = {place: build(captured, lower(captured.graph, decisions)) for captured, place, decisions in decided}
+        self.plans[kind] = plan
+        self.awaited = min(self.awaited, 3)
+        self.first_steps.forget_plans()
+        self.kinds.install(kind, programs)
+        self._stages.reporter.planned(plan)
+        again = {plan.graph.nodes[node].op for node in plan.schedule.recomputed(plan.graph)}
+        if may_choose_anew(again, self._memory.device):
+            self._searching.add(kind)
+            self._say(
+                "torch.backends.cudnn.benchmark is on: convolutions that are computed again may take another algorithm "
+                "than before, and differ in the last bits. Turn it off for the same numbers bit for bit."
+            )
+        if plan.planned_peak_bytes > budget_bytes:
+            self._limits[kind].nothing_fits(known.resident, plan.planned_peak_bytes)
+            peak, budget = format_bytes(plan.planned_peak_bytes), format_bytes(budget_bytes)
+            self._say(f"Nothing fits the budget of {budget}: the step runs at the least memory found, {peak}.")
+        self._tell(plan)
+
+    def adapt(self, kind: Kind, resident: Resident) -> None:
+        """Meet what exists before this step: the plan stays where it still fits, else the step is planned anew."""
+        known, plan = self._known[kind], self.plans[kind]
+        if resident == known.resident and kind not in self._unfit:
+            return
+        limits, is_least = self._limits[kind], plan.planned_peak_bytes > plan.budget_bytes
+        if kind in self._unfit:
+            self._unfit.discard(kind)
+            limits.forget_least()
+        self._known[kind] = known = replace(known, resident=resident)
+        step = known.merge()
+        budget_bytes = self._limit_bytes(kind, step)
+        adapted = replace(
+            plan,
+            graph=step.graph,
+            budget_bytes=budget_bytes,
+            resident_bytes=resident.size_bytes,
+            resident_parts=resident.kinds,
+        )
+        if (plan.measured.peak_bytes or 0) > budget_bytes:
+            adapted = adapted.with_measured(peak_bytes=None)  # it was of more resident bytes: measured again
+        if limits.stays(resident, adapted.planned_peak_bytes + known.margin_bytes, is_least):
+            self.plans[kind] = adapted
+            self._tell(adapted)
+        else:
+            log.info("%s is planned anew: resident bytes are now %s", self._name, format_bytes(resident.size_bytes))
+            self._make_plan(kind)
+
+    def peak_measured(self, kind: Kind, peak_bytes: int) -> None:
+        """Compare a measured peak with the budget; where it is over, plan with less, a few times at most."""
+        if kind in self._searching:
+            self._searching.remove(kind)
+            return  # cuDNN tried its algorithms, with all the memory that these may take: the next step counts
+        plan, known = self.plans[kind], self._known[kind]
+        self.awaited = 0
+        self.update(kind, peak_bytes=peak_bytes)
+        excess = peak_bytes - plan.budget_bytes
+        if excess <= 0 or plan.planned_peak_bytes > plan.budget_bytes:
+            return
+        text = f"The measured peak {format_bytes(peak_bytes)} is {format_bytes(excess)} above the budget"
+        if known.corrections == CORRECTIONS:
+            self._say(
+                f"{text}, after planning with a margin: something outside of the planned modules takes the memory."
+            )
+            return
+        margin_bytes = peak_bytes - plan.planned_peak_bytes  # more than the last one, which was left free
+        self._known[kind] = replace(known, margin_bytes=margin_bytes, corrections=known.corrections + 1)
+        try:
+            self._make_plan(kind)
+        except InfeasibleBudgetError:
+            self._say(f"{text}, and no plan leaves that margin: the plan stays.")
+        else:
+            log.info("%s: planned again, with that margin", text)
+
+    def confused(self, expected: Kind, kind: Kind) -> None:
+        """Learn that a step turned out another kind than it began as."""
+        self.kinds.confuse(expected, kind)
+        plan = max((self.plans[expected], self.plans[kind]), key=lambda plan: plan.unplanned_peak_bytes)
+        if plan.solution.recompute_ms > 0:
+            self._say(
+                "A step began by the plan of another kind of step, and went another way: it may have taken more than "
+                f"its budget of {format_bytes(plan.budget_bytes)}. From now on such steps begin by the plan of the "
+                "kind that needs most."
+            )
+
+    def any_is_unfit(self) -> bool:
+        """Whether the step that begins may run by a plan that counts on gradients to die which do not."""
+        return not self._unfit.isdisjoint(self.kinds.all_likely())
+
+    def update(self, kind: Kind, **measured: Any) -> None:
+        """Note on the plan of a kind of step what was measured."""
+        plan = self.plans[kind] = self.plans[kind].with_measured(**measured)
+        if plan.measured.step_ms is not None:
+            self._stages.reporter.measured(plan)
+        self._tell(plan)
+
+    def foreseen(self) -> Iterator[Planned]:
+        """Give each kind that is planned, and what its plan recomputes."""
+        return ((self._known[kind], plan.solution.recompute) for kind, plan in self.plans.items())
+
+    def _tell(self, plan: Plan) -> None:
+        for listener in self.listeners:
+            listener(plan)
+
+    def _limit_bytes(self, kind: Kind, step: Step) -> int:
+        """Give the budget of a known kind of step with what exists before it now, resident bytes included."""
+        resident = self._known[kind].resident
+        return self._limits[kind].budget_bytes(resident, self.budget_bytes(step, resident.size_bytes, kind))
+
+    def budget_bytes(self, step: Step, resident_bytes: int, kind: Kind | None = None) -> int:
+        """Give the budget of a step, resident bytes included; a share is of the largest step that is known.
+
+        Args:
+            step: The step.
+            resident_bytes: Bytes that exist before it.
+            kind: Its kind, None where that is not known yet.
+        """
+        if self._auto_bytes is None:
+            self._auto_bytes = resolve(Budget(), resident_bytes, 0, free_bytes(self._memory.device))
+        if self.options.budget.is_auto:
+            return self._auto_bytes
+        others = (plan.unplanned.peak_bytes for planned, plan in self.plans.items() if planned != kind)
+        return resolve(self.options.budget, resident_bytes, max(unplanned(step).peak_bytes, *others, 0), 0)
