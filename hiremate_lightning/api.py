@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .errors import ConfigurationError
-from .options import make_options
+from .options import make_options, refuse_changes
 from .planning.plan import Plan
 from .planning.planner import DEFAULT_SOLVER
 from .sessions.refusals import refuse
@@ -35,7 +35,8 @@ def hiremate(
     """Train a model within a budget of bytes, with the same numbers.
 
     The model is planned at its first training steps and stays what it is: same class, parameters, state_dict. A second
-    call changes the budget and plans again, without capturing again.
+    call changes the budget and plans again, without capturing again. It may name an optimizer and be silent; what else
+    it leaves out stays as it was.
 
     Args:
         model: The module to train. What DistributedDataParallel or Fabric put around it is planned inside.
@@ -76,6 +77,11 @@ def hiremate(
     root = _inside(model)
     known = targets_of(root) if isinstance(root, nn.Module) else None
     if known is not None and any(root is module for module in known.root.modules()):
+        refuse_changes(known.session.options, options)
+        known.refuse_other_target(root, target)
+        if optimizer is not None:
+            known.session.watch_optimizer(optimizer)
+        known.session.stages.reporter.verbose &= verbose
         known.session.set_budget(options.budget)
         return model
     refuse(model)  # with what is around it: Fabric compiles there

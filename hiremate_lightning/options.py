@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .errors import ConfigurationError
 from .planning.planner import DEFAULT_SOLVER, PlanOptions
@@ -67,3 +68,30 @@ def make_options(
         verbose=verbose,
         compile=compile,
     )
+
+
+def refuse_changes(now: SessionOptions, asked: SessionOptions) -> None:
+    """Refuse a second request that asks for more than another budget; what is left at its default asks for nothing.
+
+    Raises:
+        ConfigurationError: If an argument is another one; the text names it.
+    """
+    defaults, known = _arguments(SessionOptions(Budget())), _arguments(now)
+    for name, value in _arguments(asked).items():
+        if value not in (known[name], defaults[name]):
+            raise ConfigurationError(
+                f"A model that is planned keeps its arguments, but for the budget: expected {name}={known[name]!r} as "
+                f"at first, found {value!r}. Call remove_hiremate(model) first."
+            )
+
+
+def _arguments(options: SessionOptions) -> dict[str, Any]:
+    """Give what decides on a plan, beside the budget, by the names of the arguments."""
+    return {
+        "time_limit_s": options.plan.time_limit_s,
+        "max_plans": options.max_plans,
+        "on_infeasible": options.plan.on_infeasible,
+        "cache_dir": options.cache_dir,
+        "solver": options.plan.solver,
+        "compile": options.compile,
+    }

@@ -240,6 +240,43 @@ def test_a_part_of_what_was_called_is_known_to_be_planned():
     assert targets_of(model).session.options.budget.share == 0.9
 
 
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"solver": "rotor"}, "keeps its arguments, but for the budget: expected solver='portfolio'.*found 'rotor'"),
+        ({"compile": "inductor"}, "expected compile=None.*'inductor'"),
+        ({"time_limit_s": 1.0}, "expected time_limit_s=30.0.*1.0"),
+        ({"max_plans": 2}, "expected max_plans=8.*2"),
+        ({"on_infeasible": "warn"}, "expected on_infeasible='raise'.*'warn'"),
+        ({"cache_dir": "plans"}, "expected cache_dir=None.*plans"),
+        ({"target": "head"}, "keeps its targets: expected target='encoder' as at first, found 'head'.*remove_hiremate"),
+    ],
+)
+def test_a_second_request_that_asks_for_more_than_another_budget_is_refused_and_changes_nothing(asked, words):
+    model = hiremate(Net(), "100%", target="encoder", verbose=False)
+    train(model)
+    plan = get_plan(model)
+    with pytest.raises(ConfigurationError, match=words):
+        hiremate(model, "50%", **asked)
+    assert get_plan(model) is plan
+    hiremate(remove_hiremate(model), "50%", verbose=False, **asked)
+
+
+def test_a_second_request_may_repeat_the_first_name_an_optimizer_and_be_silent():
+    model, first = Net(), {"solver": "rotor", "time_limit_s": 5.0, "target": ["encoder"]}
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(batch()).sum().backward()
+    optimizer.step()
+    hiremate(model, "100%", **first)
+    hiremate(model, "90%", **first)
+    hiremate(model, "80%", optimizer=optimizer, verbose=False)
+    session = targets_of(model).session
+    assert session.options.plan.solver == "rotor"
+    assert session.stages.reporter.is_silent
+    train(model, steps=2)
+    assert dict(get_plan(model).resident_parts)["optimizer state"] > 0
+
+
 def test_only_the_named_target_is_planned():
     model = hiremate(Net(), "90%", target="encoder", verbose=False)
     train(model)

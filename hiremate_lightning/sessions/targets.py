@@ -88,6 +88,18 @@ class Targets:
             self._hook.remove()
             self._hook = None
 
+    def refuse_other_target(self, asked: nn.Module, target: Target) -> None:
+        """Refuse a second request, for the root or a part of it, that names other modules than the first.
+
+        Raises:
+            ConfigurationError: If it names any.
+        """
+        if target is not None and set(_named(asked, target).values()) != set(self._candidates().values()):
+            raise ConfigurationError(
+                f"A model that is planned keeps its targets: expected target={self._target!r} as at first, found "
+                f"{target!r}. Call remove_hiremate(model) first."
+            )
+
     def _candidates(self) -> dict[str, nn.Module]:
         """List the modules that may be planned: those named, or all."""
         return dict(self.root.named_modules()) if self._target is None else _named(self.root, self._target)
