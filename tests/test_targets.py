@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hiremate_lightning import (
     BudgetError,
@@ -21,6 +22,7 @@ from hiremate_lightning import (
     hiremate,
     remove_hiremate,
 )
+from hiremate_lightning.sessions import slots
 from hiremate_lightning.sessions.targets import targets_of
 from hiremate_lightning.torch_private import hooks
 
@@ -213,10 +215,12 @@ def test_submodules_are_planned_where_only_they_are_called():
     assert get_plan(model) is not None
 
 
-def test_what_is_called_alone_and_in_a_planned_call_is_planned_in_both():
-    def call(model, x):
-        return model.encoder(x) + model(x)
-
+@pytest.mark.parametrize(
+    "call",
+    [lambda model, x: model.encoder(x) + model(x), lambda model, x: model(x) + model.encoder(x)],
+    ids=["alone first", "whole first"],
+)
+def test_what_is_called_alone_and_in_a_planned_call_is_planned_in_both(call):
     plain = Net()
     model, counts = hiremate(copy.deepcopy(plain), "100%", verbose=False), []
     for _ in range(3):
@@ -225,6 +229,36 @@ def test_what_is_called_alone_and_in_a_planned_call_is_planned_in_both():
             call(net, x).square().mean().backward()
         counts.append(targets_of(model).session.runs - before)
     assert counts == [2, 2, 2]
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_part_that_is_called_alone_later_on_is_planned(monkeypatch):
+    monkeypatch.setattr(slots, "WATCHED_CALLS", 3)
+    model = hiremate(Net(), "100%", verbose=False)
+    train(model, steps=4)
+    train(model, steps=1, call=model.encoder)
+    assert list(targets_of(model).adopted) == [""], "looked at now and again"
+    train(model, steps=2)
+    train(model, steps=1, call=model.encoder)
+    assert list(targets_of(model).adopted) == ["", "encoder"]
+
+
+def test_a_part_that_is_called_in_a_backward_is_left_to_the_call_that_it_is_computed_again_for():
+    class Checkpointing(Net):
+        @torch.compiler.disable
+        def outside(self, x):
+            return checkpoint(self.encoder, x, use_reentrant=False)
+
+        def forward(self, x):
+            return self.head(self.outside(self.head(x)))
+
+    plain = Checkpointing()
+    model = hiremate(copy.deepcopy(plain), "100%", verbose=False)
+    for _ in range(3):
+        x = batch()
+        for net in (plain, model):
+            net(x).square().mean().backward()
+    assert list(targets_of(model).adopted) == [""]
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
 
 

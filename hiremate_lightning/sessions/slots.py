@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,9 @@ WITH_COMPILE = (
     "Call it without torch.compile. Or call remove_hiremate(model) and keep "
     "torch.compile(model, backend='hiremate', options={'budget': ...})."
 )
+
+
+WATCHED_CALLS = 16  # the first ones, and then each so many-th, after which it is seen what is called alone
 
 
 class Caller(Protocol):
@@ -57,6 +61,54 @@ class Slot:
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave pickled modules unplanned."""
         return (type(None), ())
+
+
+class WaitingSlots:
+    """Slots of what is inside of planned modules, in place between calls: they see what is called alone.
+
+    During a call they are away, since Dynamo would capture them. To put them back takes time, and makes Dynamo look at
+    all guards of these modules: it is done after the first calls, and then now and again.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[nn.Module, Slot] = {}
+        self._calls = 0
+
+    def __contains__(self, module: nn.Module) -> bool:
+        return module in self._slots
+
+    def add(self, module: nn.Module, slot: Slot) -> None:
+        """Keep the slot of a module that has become part of a planned one."""
+        self._slots[module] = slot
+
+    def drop(self, module: nn.Module) -> None:
+        """Forget the slot of a module, which is planned by itself."""
+        self._slots.pop(module, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._slots.clear()
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Take the slots away during one call."""
+        if self._is_watching:
+            for module, slot in self._slots.items():
+                if hooks.get_call(module) is slot:
+                    hooks.set_call(module, None)
+        self._calls += 1
+        try:
+            yield
+        finally:
+            if self._is_watching:
+                for module, slot in self._slots.items():
+                    if hooks.get_call(module) is None:
+                        hooks.set_call(module, slot)
+
+    @property
+    def _is_watching(self) -> bool:
+        """Whether slots are in place after the latest call."""
+        return self._calls < WATCHED_CALLS or self._calls % WATCHED_CALLS == 0
 
 
 class StepSlot:

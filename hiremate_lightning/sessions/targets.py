@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from ..errors import CaptureError, ConfigurationError, HiRemateWarning
-from ..torch_private import dynamo, hooks, tensor_state
+from ..torch_private import backward_pass, dynamo, hooks, tensor_state
 from .entry_points import Compiler, call_forward, call_found, call_training_step
 from .refusals import reason_of_others, refuse, refuse_each
 from .session import Session
-from .slots import WITH_COMPILE, Slot, StepSlot
+from .slots import WITH_COMPILE, Slot, StepSlot, WaitingSlots
 
 Target = str | Sequence[str] | None
 
@@ -64,6 +64,7 @@ class Targets:
         self._given_up = 0  # number of functions that Dynamo gave up, when it was last looked for their modules
         self._warned = False
         self._hook: Any = None
+        self._waiting = WaitingSlots()
 
     def attach(self) -> None:
         """Take over the calls of all candidates; once more for modules that were added since."""
@@ -79,6 +80,7 @@ class Targets:
         """Leave every module as it was."""
         _attached.discard(self)
         self.session.abandon_step()
+        self._waiting.clear()
         self._compiled.clear()
         self._compiler.close()
         for module in self.root.modules():
@@ -119,7 +121,13 @@ class Targets:
         if self.is_inside:
             return self._call_inside(name, module, args, kwargs)
         if name not in self.adopted:
+            if module in self._waiting and backward_pass.is_running():
+                return hooks.plain_call(module, *args, **kwargs)  # a part of a planned call is computed again
             self._adopt(name, module)
+        with self._waiting.away():
+            return self._call_outermost(name, module, args, kwargs)
+
+    def _call_outermost(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = self.session.runs
         with (
             _leaving_no_trace(),
@@ -232,8 +240,11 @@ class Targets:
         """Plan a module's calls from now on; of its submodules, those that are called alone keep their slots."""
         refuse_each(self.root, reason_of_others)  # what came after this was attached
         self.adopted[name] = module
+        self._waiting.drop(module)
         for inner in module.modules():
-            if inner not in self.adopted.values() and isinstance(hooks.get_call(inner), Slot):
+            slot = hooks.get_call(inner)
+            if inner not in self.adopted.values() and isinstance(slot, Slot):
+                self._waiting.add(inner, slot)
                 hooks.set_call(inner, None)
 
     @contextmanager
