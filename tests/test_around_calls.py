@@ -25,6 +25,8 @@ from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sessions import backend
 from hiremate_lightning.sessions.targets import targets_of
 
+from .exact import simple_loop, train_both
+
 ROWS, WIDTH = 256, 32
 
 
@@ -92,6 +94,37 @@ def test_checkpoint_around_a_planned_model_is_announced(is_reentrant):
     for index in range(3):  # and without checkpoint it is planned
         model(batch(index)).square().mean().backward()
     assert get_plan(model) is not None
+
+
+class Inside(nn.Module):
+    """Layers within checkpoint, and one after them; what is given in a list has no gradient by the reentrant way."""
+
+    def __init__(self, is_reentrant: bool, is_listed: bool, trains: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.is_reentrant, self.is_listed, self.trains = is_reentrant, is_listed, trains
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x) if self.trains else x
+        given = [y] if self.is_listed else y
+        return self.last(y + checkpoint(self.inner, given, use_reentrant=self.is_reentrant))
+
+    def inner(self, given: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+        return self.second(given[0] if isinstance(given, list) else given).tanh()
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("is_listed", [False, True])
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_checkpoint_inside_gives_gradients_to_the_same_parameters(is_reentrant, is_listed, trains):
+    train_both(lambda: Inside(is_reentrant, is_listed, trains), simple_loop(batch, steps=3))
+
+
+def test_checkpoint_without_gradients_warns_as_ever():
+    model = hiremate(Inside(is_reentrant=True, is_listed=False, trains=False), "100%", verbose=False)
+    with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):
+        model(batch(0)).sum().backward()
 
 
 def test_hooks_that_replace_saved_tensors_are_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,8 +25,9 @@ from torch._dynamo.utils import TensorStaticReason
 from torch._dynamo.utils import tensor_always_has_static_shape as _has_static_shape
 from torch._dynamo.variables import ConstantVariable, builder
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.misc import LoggingLoggerVariable, RandomVariable
-from torch._dynamo.variables.tensor import SymNodeVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch.nn.modules import module as nn_module
 
 from ..garbage import collecting_what_it_leaves
@@ -48,6 +50,7 @@ def capturing_for_plans(tell: Callable[[str], None] | None = None, sizes_vary: b
     * NumPy draws its own random numbers, or Dynamo would let torch draw them. So does a `random.Random` of the user's,
       which Dynamo takes for one that always gives the same.
     * A hook that a module gets later, or loses, is seen: its call is captured anew.
+    * What `checkpoint(use_reentrant=True)` computes has no gradient where none of its inputs has one.
     * A log's message does not end a graph if it is said only once, or not at all.
     * Code that Dynamo or AOTAutograd fail on runs as it is, and what it calls is captured on its own. The error is told
       or, where there is no one to tell, raised. So are errors of the code itself, which are seen as it is traced.
@@ -161,6 +164,29 @@ def _draw_outside(variable: Any, tracer: Any, name: str, values: list[Any], name
     return VariableTracker.call_method(variable, tracer, name, values, named)
 
 
+def _checkpoint_as_asked(variable: Any, tracer: Any, arguments: list[Any], named: dict[str, Any]) -> Any:
+    """Compute without gradients what the reentrant variant of checkpoint gives none; Dynamo takes it for the other one.
+
+    That variant is an autograd function: it has a gradient only where a tensor among its own arguments has one.
+    """
+    is_reentrant = "use_reentrant" not in named or named["use_reentrant"].as_python_constant() in (True, None)
+    tensors = [a.realize() for a in arguments[1:]]
+    if not is_reentrant or any(isinstance(t, TensorVariable) and _needs_gradient(t) for t in tensors):
+        return _checkpoint(variable, tracer, arguments, named)
+    warnings.warn("None of the inputs have requires_grad=True. Gradients will be None", stacklevel=2)  # as eager does
+    plain = VariableTracker.build(tracer, _without_gradients)
+    return tracer.inline_user_function_return(plain, arguments, {})
+
+
+def _needs_gradient(tensor: TensorVariable) -> bool:
+    return bool(tensor.as_proxy().node.meta["example_value"].requires_grad)
+
+
+def _without_gradients(function: Callable[..., Any], *arguments: Any) -> Any:
+    with torch.no_grad():
+        return function(*arguments)
+
+
 def _format_as_it_is(translator: Any, specification: Any, flags: int) -> None:
     """Write a number that varies into a string as it is now; Dynamo would forget its format."""
     if isinstance(translator.stack[-1], SymNodeVariable):
@@ -169,9 +195,10 @@ def _format_as_it_is(translator: Any, specification: Any, flags: int) -> None:
 
 
 _capture, _break_graph, _draw = convert_frame._compile, LoggingLoggerVariable.call_method, RandomVariable.call_method
-_format = InstructionTranslatorBase._format_value
+_format, _checkpoint = InstructionTranslatorBase._format_value, CheckpointHigherOrderVariable._call_function
 _WHILE_CAPTURING = (
     (InstructionTranslatorBase, "_format_value", _format_as_it_is),
+    (CheckpointHigherOrderVariable, "_call_function", _checkpoint_as_asked),
     (LoggingLoggerVariable, "call_method", _log_early),
     (RandomVariable, "call_method", _draw_outside),
     (dynamo_config, "run_gc_after_compile", False),  # it would take what the capture still holds for old
