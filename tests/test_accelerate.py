@@ -88,6 +88,7 @@ class Tracker(GeneralTracker):
     def __init__(self):
         super().__init__()
         self.logged: list[dict[str, float]] = []
+        self.steps: list[int | None] = []
 
     @property
     def tracker(self):
@@ -98,6 +99,7 @@ class Tracker(GeneralTracker):
 
     def log(self, values, step=None):
         self.logged.append(values)
+        self.steps.append(step)
 
 
 def test_trackers_get_each_plan_and_what_was_measured_of_it():
@@ -113,6 +115,22 @@ def test_trackers_get_each_plan_and_what_was_measured_of_it():
     assert last["hiremate/measured_peak_bytes"] == plan.measured.peak_bytes
     assert last["hiremate/planned_peak_bytes"] == plan.planned_peak_bytes
     assert last["hiremate/measured_overhead"] == plan.measured.overhead
+
+
+def test_trackers_get_the_number_of_optimizer_steps():
+    tracker = Tracker()
+    accelerator = Accelerator(cpu=True, log_with=tracker, gradient_accumulation_steps=4)
+    model, optimizer = prepared(accelerator)
+    accelerator.init_trackers("test")
+
+    expected = []
+    for index in range(9):
+        with accelerator.accumulate(model):
+            train(accelerator, model, optimizer, steps=1)
+        expected += [index // 4] * (len(tracker.steps) - len(expected))
+
+    assert tracker.steps == expected
+    assert len(set(expected)) > 1
 
 
 def test_without_trackers_nothing_is_logged(monkeypatch):

@@ -41,7 +41,8 @@ def prepare_hiremate(
 ) -> Any:
     """Call `accelerator.prepare`, with the model among the objects trained inside a budget.
 
-    The accelerator's trackers, where there are any, get the numbers of each plan as `hiremate/...` metrics.
+    The accelerator's trackers, where there are any, get the numbers of each plan as `hiremate/...` metrics, at the
+    number of optimizer steps since then.
 
     Args:
         accelerator: The accelerator.
@@ -90,7 +91,7 @@ def _track(accelerator: Accelerator, session: Session) -> None:
 
     def log(plan: Plan) -> None:
         if accelerator.trackers:
-            accelerator.log(plan_metrics(plan, len(session.plans)))
+            accelerator.log(plan_metrics(plan, len(session.plans)), step=session.updates)
 
     session.listeners.append(log)
 

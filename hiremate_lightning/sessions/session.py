@@ -57,6 +57,7 @@ class Session:
     Attributes:
         root: The module whose parameters and buffers are resident.
         runs: Number of forwards of captured graphs so far.
+        updates: Number of updates of the weights so far; optimizers that step after the same forwards make one.
         kernels: Where fused operations are kept, None where nothing is fused.
         stages: Shows the stages of planning, and counts their time.
         parts: The captured graphs.
@@ -65,7 +66,8 @@ class Session:
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:
         self.root = root
         self.kernels = Kernels(self.say) if options.compile else None
-        self.runs = 0
+        self.runs = self.updates = 0
+        self._runs_of_update = 0  # forwards before the latest update
         self.stages = Stages(Reporter(options.verbose))
         self.parts = Parts(self.stages, options.cache_dir, self.kernels)
         self._memory = ResidentMemory(root)
@@ -139,8 +141,10 @@ class Session:
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Learn of an optimizer; what follows its step is no longer part of the training step."""
-        has_ended = self._memory.stepped(optimizer) and not backward_pass.is_running()
-        if has_ended and self._record is not None and self._record.backwards:
+        is_own = self._memory.stepped(optimizer)
+        if is_own and self.runs > self._runs_of_update:
+            self.updates, self._runs_of_update = self.updates + 1, self.runs
+        if is_own and not backward_pass.is_running() and self._record is not None and self._record.backwards:
             self._record.close()
 
     def abandon_step(self) -> None:
