@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from hiremate_lightning import get_plan, hiremate
@@ -354,6 +355,40 @@ class Cleared(Words):
 @pytest.mark.parametrize("make", [Table, lambda: Cleared(entropy, torch.float32)], ids=["weight", "graph before"])
 def test_logits_that_the_step_changes_in_place_are_not_read_again(make):
     train_both(make, simple_loop(batch, loss_of=lambda loss: loss), on_infeasible="warn")
+
+
+class OfBytes(nn.Module):
+    """Classes as bytes, among them 156, which is what -100 would be as one."""
+
+    def __init__(self, of: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.of = nn.Linear(WIDTH, 200), of
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.of(self.layer(x), torch.arange(ROWS).remainder(200).to(torch.uint8))
+
+
+OF_BYTES = {
+    "mean": F.cross_entropy,
+    "none": lambda z, t: F.cross_entropy(z, t, reduction="none"),
+    "ignored": lambda z, t: F.cross_entropy(z, t, ignore_index=199),
+    "weighted": lambda z, t: F.cross_entropy(z, t, weight=torch.linspace(0, 1, 200)),
+    "smoothed": lambda z, t: F.cross_entropy(z, t, label_smoothing=0.1),
+    "logarithms": lambda z, t: F.nll_loss(z.log_softmax(1), t),
+}
+
+
+@pytest.mark.parametrize("part_bytes", [1, 2**20], ids=["by rows", "whole"])
+@pytest.mark.parametrize("of", OF_BYTES.values(), ids=OF_BYTES)
+def test_classes_may_be_bytes(monkeypatch, of, part_bytes):
+    monkeypatch.setattr(losses, "PART_BYTES", part_bytes)
+    train_both(lambda: OfBytes(of), simple_loop(lambda _: numbers(ROWS, WIDTH), steps=3), "100%")
+
+
+def test_torch_still_traces_no_loss_of_bytes():
+    """Where this fails torch was mended, and `byte_targets` can go."""
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="Expected dtype int32/int64 for index"):
+        F.cross_entropy(torch.ones(2, 3), torch.ones(2, dtype=torch.uint8))
 
 
 def test_logits_are_there_for_another_backward():

@@ -51,7 +51,8 @@ def cross_entropy(
     losses = torch.empty(shape[0], dtype=dtype, device=logits.device)
     for part, logarithms in _parts(logits, shape, dtype):
         losses[part] = aten.nll_loss_forward(logarithms, target[part], None, 0, ignore_index)[0]
-    kept = torch.where(target == ignore_index, _IGNORED, 0)  # what each row has picked is all that it has now
+    is_ignored = target.long() == ignore_index  # as a byte, -100 would be 156
+    kept = torch.where(is_ignored, _IGNORED, 0)  # what each row has picked is all that it has now
     picked = losses.neg_().unsqueeze(1)
     return aten.nll_loss_forward(picked, kept, None, reduction, _IGNORED)  # type: ignore[no-any-return]
 

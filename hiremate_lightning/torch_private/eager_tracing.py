@@ -24,7 +24,7 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from . import dynamo, tensor_state
+from . import byte_targets, dynamo, tensor_state
 
 
 @contextmanager
@@ -43,6 +43,7 @@ def traced_as_eager() -> Iterator[None]:
         _eager_kernels(),
         _eager_strides_of_one(),
         _eager_strides(),
+        byte_targets.traced(),
         _guarded_overlaps(),
     ):
         yield
