@@ -26,8 +26,9 @@ WIDTH, ROWS, CLASSES = 32, 200, 301
 
 @pytest.fixture(autouse=True)
 def _many_parts(monkeypatch):
-    """Take 16 rows at a time, the last time 8, where nothing says otherwise."""
+    """Take 16 rows at a time, the last time 8, where nothing says otherwise, and few classes for many."""
     monkeypatch.setattr(losses, "PART_BYTES", 1)
+    monkeypatch.setattr(losses, "LEAST_ROW_BYTES", 1)
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -378,10 +379,10 @@ OF_BYTES = {
 }
 
 
-@pytest.mark.parametrize("part_bytes", [1, 2**20], ids=["by rows", "whole"])
+@pytest.mark.parametrize("least_row_bytes", [1, 2**20], ids=["by rows", "whole"])
 @pytest.mark.parametrize("of", OF_BYTES.values(), ids=OF_BYTES)
-def test_classes_may_be_bytes(monkeypatch, of, part_bytes):
-    monkeypatch.setattr(losses, "PART_BYTES", part_bytes)
+def test_classes_may_be_bytes(monkeypatch, of, least_row_bytes):
+    monkeypatch.setattr(losses, "LEAST_ROW_BYTES", least_row_bytes)
     train_both(lambda: OfBytes(of), simple_loop(lambda _: numbers(ROWS, WIDTH), steps=3), "100%")
 
 

@@ -32,7 +32,7 @@ from ..memory.metering import MemoryMeter, measure_peak
 from ..records.costs import A100, Machine, Profile, estimate
 from ..records.graph import Graph, Phase
 from ..rewriting.finishing import Finish
-from ..rewriting.joint import is_collective
+from ..rewriting.joint import is_collective, is_part
 from ..rewriting.kernels import as_eager
 from ..rewriting.replays import call_of, generator_state
 from ..running.program import Program
@@ -253,12 +253,19 @@ def runner(captured: Captured, index: int) -> Callable[[], Any]:
 
 def _finished(result: Any, finish: Finish, made: Mapping[fx.Node, Any]) -> Any:
     """Run what finishes one of an operation's results; gives all of them, finished."""
-    value = result if isinstance(result, torch.Tensor) else result[finish.value.args[1]]
-    there = {**made, finish.value: value}
+    parts = [result] if isinstance(result, torch.Tensor) else list(result)
+    del result
+    position: Any = finish.value.args[1] if is_part(finish.value) else 0
+    last = finish.value
+    there = {**made, last: parts[position]}
+    parts[position] = None
     for step, target, args in finish.calls():
         args, kwargs = fx.node.map_arg((args, dict(step.kwargs)), there.__getitem__)
         there[step] = target(*args, **kwargs)
-    return result, there[finish.result]
+        del there[last], args  # as generated code does
+        last = step
+    parts[position] = there[last]
+    return parts
 
 
 # Seed and offset of the mask of dropout: the kernels return them on the host and read them there, whatever traces say.

@@ -21,7 +21,7 @@ from .joint import COPIES_STORAGE, SHAPES, is_part, is_view, operation_of, value
 from .overwriting import candidates_of, overwriting, traced_strides
 from .pooling import max_pool
 
-LEAST_BYTES = 2**17  # below it, to look whether memory may be overwritten takes longer than to allocate
+LEAST_BYTES = 2**17  # below it, to look whether memory may be overwritten takes longer than to allocate, which is done
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,14 @@ class Finish:
         return tuple(dict.fromkeys(a for step in self.steps for a in step.all_input_nodes if a not in inside))
 
     def calls(self) -> Iterator[tuple[fx.Node, Any, tuple[Any, ...]]]:
-        """Give for each step what runs it, and its arguments, in which FX nodes stand for values."""
+        """Give for each step what runs it, and its arguments, in which FX nodes stand for values.
+
+        The steps are the same for small values and for large ones, so that a graph is the same for all batch sizes.
+        """
         value = self.value
+        is_small = value.meta["val"].untyped_storage().nbytes() < LEAST_BYTES
         for step in self.steps:
-            if _only_looks(step):
+            if is_small or _only_looks(step):
                 yield step, step.target, step.args
             else:
                 dying = step.args.index(value)
@@ -143,7 +147,7 @@ def _allocates(node: fx.Node) -> bool:
 
 
 def _is_fresh(value: fx.Node) -> bool:
-    """Whether a value lies on memory of its own, and on enough of it."""
+    """Whether a value lies on memory of its own."""
     shown = value.meta.get("val")
     if not isinstance(shown, torch.Tensor) or shown.layout is not torch.strided or tensor_state.is_symbolic(shown):
         return False
@@ -151,4 +155,4 @@ def _is_fresh(value: fx.Node) -> bool:
     beside = [v for v in values_of(maker) if v is not value]
     around = (v.meta.get("val") for v in (*maker.all_input_nodes, *beside))
     storages = {tensor_state.storage_id(v) for v in around if isinstance(v, torch.Tensor) and v.layout is torch.strided}
-    return shown.untyped_storage().nbytes() >= LEAST_BYTES and tensor_state.storage_id(shown) not in storages
+    return tensor_state.storage_id(shown) not in storages

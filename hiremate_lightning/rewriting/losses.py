@@ -23,6 +23,7 @@ from .joint import SHAPES, alone_behind, is_part, replace_node, source_of, writt
 
 aten = torch.ops.aten
 
+LEAST_ROW_BYTES = 2**14  # of the logarithms of one row; the graph is to be the same for any number of rows
 PARTS = 16  # at most
 PART_BYTES = 2**20  # at least, of the logarithms: each part takes a few launches
 _TOGETHER = 8  # rows: a part begins where memory is aligned as for the first row, since kernels add up by that
@@ -219,7 +220,7 @@ def _loss_at(forward: fx.Node) -> _Loss | None:
     logits, gradient = _source_of(logarithms), _converted(rest)
     in_order = all(n.meta["val"].is_contiguous() for n in (logarithms, backward, gradient))
     is_alike = logits.meta["val"].device == shown.device == gradient.meta["val"].device and not logarithms.args[2]
-    is_large = shown.numel() * shown.itemsize > 2 * PART_BYTES
+    is_large = shown.shape[1] * shown.itemsize >= LEAST_ROW_BYTES
     if not (in_order and is_alike and is_large):
         return None
     return _Loss(forward, backward, logits, gradient, list(shown.shape), shown.dtype)
