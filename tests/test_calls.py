@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from hiremate_lightning.torch_private.calls import schema_call, shortest
+from hiremate_lightning.torch_private.calls import arguments, schema_call, shortest
 
 aten = torch.ops.aten
 
@@ -113,3 +113,24 @@ def test_a_value_of_unknown_kind_changes_nothing():
     node = node_of(aten.add.Tensor, X, X)
     node.args[0].meta.clear()
     assert shortest(node) is schema_call(aten.add.Tensor)
+
+
+ONE_BY_ONE = {
+    "view": (aten.view.default, (X, [2, 8]), (2, 8)),
+    "view as one dimension": (aten.view.default, (X, [16]), (16,)),
+    "expand": (aten.expand.default, (X, [2, 4, 4]), (2, 4, 4)),
+    "permute": (aten.permute.default, (CUBE, [2, 0, 1]), ([2, 0, 1],)),
+    "a number": (aten.view.default, (torch.ones(1), []), ([],)),
+    "a dtype": (aten.view.dtype, (X, torch.int32), (torch.int32,)),
+    "sums": (aten.sum.dim_IntList, (X, [0]), ([0],)),
+}
+
+
+@pytest.mark.parametrize(("target", "args", "expected"), ONE_BY_ONE.values(), ids=ONE_BY_ONE)
+def test_sizes_are_given_one_by_one_where_that_is_the_same(target, args, expected):
+    node = node_of(target, *args)
+    _, *given = arguments(node)
+    assert tuple(given) == expected
+    result = shortest(node)(args[0], *given)
+    assert torch.equal(result, target(*args))
+    assert result.stride() == target(*args).stride()

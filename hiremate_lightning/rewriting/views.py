@@ -45,7 +45,7 @@ def _shown_by(node: fx.Node) -> fx.Node | None:
     source, arguments = node.args[0], node.args[1:]
     if node.target in _NOTHING or (node.target is aten.slice.Tensor and arguments[1:] in ((0, _TO_THE_END), ())):
         return source
-    if _only_shapes(node):
+    if _only_shapes(node) or (node.target is aten.expand.default and _is_definite(node.meta["val"])):
         shown = source.meta.get("val")
         return source if isinstance(shown, torch.Tensor) and shown.shape == node.meta["val"].shape else None
     before = source.args[1:]
@@ -62,7 +62,10 @@ def _only_shapes(node: fx.Node) -> bool:
     """Whether a node gives elements another shape, and that alone says which strides it has."""
     if node.target is not aten.view.default:
         return False
-    shown: torch.Tensor = node.meta["val"]
+    return _is_definite(node.meta["val"])
+
+
+def _is_definite(shown: torch.Tensor) -> bool:
     return not tensor_state.is_symbolic(shown) and has_definite_strides(shown)
 
 

@@ -9,8 +9,7 @@ from typing import Any
 from torch import fx
 
 from ..rewriting.joint import is_part
-from ..torch_private import aot
-from ..torch_private.calls import shortest
+from ..torch_private import aot, calls
 
 
 def compiled(module: fx.GraphModule) -> aot.Boxed:
@@ -69,11 +68,12 @@ class _Writer:
     def _call(self, node: fx.Node) -> str:
         if is_part(node):
             return f"{self._argument(node.args[0])}[{node.args[1]}]"
-        arguments = [self._argument(a) for a in node.args]
+        given = calls.arguments(node) if node.op == "call_function" else node.args
+        arguments = [self._argument(a) for a in given]
         arguments += [f"{name}={self._argument(a)}" for name, a in node.kwargs.items()]
         if node.op == "call_method":
             return f"{arguments[0]}.{node.target}({', '.join(arguments[1:])})"
-        target = self.module.get_submodule(str(node.target)) if node.op == "call_module" else shortest(node)
+        target = self.module.get_submodule(str(node.target)) if node.op == "call_module" else calls.shortest(node)
         return f"{self._callable(target)}({', '.join(arguments)})"
 
     def _argument(self, value: Any) -> str:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import aot, tensor_state
 
 _known: dict[Any, Any] = {}  # by form of a call: what to call, None for the schema's own
+_one_by_one: dict[Any, bool] = {}  # by form of a call: whether sizes may be given one by one
 
 
 def shortest(node: fx.Node) -> Any:
@@ -26,10 +27,29 @@ def shortest(node: fx.Node) -> Any:
     target: Any = node.target
     if type(target) is not aot.OpOverload:
         return target
-    form = (target, tuple(map(_kind, node.args)), tuple((name, _kind(a)) for name, a in node.kwargs.items()))
+    form = _form(node)
     if form not in _known:
-        _known[form] = next((f for f in _functions_named(target) if _does_the_same(f, node)), None)
+        _known[form] = next((f for f in _functions_named(target) if _does_the_same(f, node, node.args)), None)
     return _known[form] or schema_call(target)
+
+
+def arguments(node: fx.Node) -> tuple[Any, ...]:
+    """Give the arguments of a call as `shortest` takes them in the least time: sizes one by one, where it does.
+
+    Given a list, a method looks first whether that is a dtype, which takes as long as the view itself.
+    """
+    if len(node.args) != 2 or not isinstance(node.args[1], (list, tuple)) or node.kwargs:
+        return node.args
+    form, spread = _form(node), (node.args[0], *node.args[1])
+    if form not in _one_by_one:
+        function = shortest(node)
+        is_method = getattr(torch._C.TensorBase, getattr(function, "__name__", ""), None) is function
+        _one_by_one[form] = bool(node.args[1]) and is_method and _does_the_same(function, node, spread)
+    return spread if _one_by_one[form] else node.args
+
+
+def _form(node: fx.Node) -> tuple[Any, ...]:
+    return node.target, tuple(map(_kind, node.args)), tuple((name, _kind(a)) for name, a in node.kwargs.items())
 
 
 def schema_call(target: aot.OpOverload) -> Callable[..., Any]:
@@ -56,13 +76,13 @@ def _kind(argument: Any) -> Any:
     return type(argument) if isinstance(argument, (int, float)) else (type(argument), repr(argument))
 
 
-def _does_the_same(function: Callable[..., Any], node: fx.Node) -> bool:
-    """Whether a function, called as a node calls its operator, calls that operator with the same arguments."""
+def _does_the_same(function: Callable[..., Any], node: fx.Node, arguments: tuple[Any, ...]) -> bool:
+    """Whether a function, given these arguments, calls the operator that a node calls, with the node's arguments."""
     if not all(isinstance(a.meta.get("val"), torch.Tensor) for a in node.all_input_nodes):
         return False
     made = {a: torch.empty((0,) * a.meta["val"].dim(), device="meta") for a in node.all_input_nodes}
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), made.__getitem__)
-    expected, found = (_first_call(f, args, kwargs) for f in (node.target, function))
+    args, given, kwargs = fx.node.map_arg((node.args, arguments, dict(node.kwargs)), made.__getitem__)
+    expected, found = _first_call(node.target, args, kwargs), _first_call(function, given, kwargs)
     return found is not None and found[0] is node.target and _are_equal(found, expected)
 
 
