@@ -152,11 +152,15 @@ class Kinds:
         self._confused: dict[Kind, frozenset[Kind]] = {}  # the kinds that were taken for each other, by kind
 
     def install(self, kind: Kind, programs: Mapping[int, Program]) -> None:
-        """Take the programs of a planned kind; a step under way has run, or begun with, those before."""
+        """Take the programs of a planned kind; a step under way has run, or begun with, those before.
+
+        One that is planned for the first time has just ended, any other has its place in the order already.
+        """
+        if kind not in self.programs:
+            self._follow(kind)
         self.programs[kind] = programs
         if self.ran:
             self._chosen.add(None)
-        self.latest = kind
 
     def likely(self) -> Kind | None:
         """Foresee the kind of the step that begins."""
@@ -191,11 +195,15 @@ class Kinds:
         self.sights[kind] += 1
         is_own = bool(self._chosen) and self._chosen <= self.alike(kind)
         if kind in self.programs:
-            if self.latest is not None:
-                self._followers[self.latest] = kind
-            self.latest = kind
+            self._follow(kind)
         self.forget()
         return kind, is_own
+
+    def _follow(self, kind: Kind) -> None:
+        """Note the planned kind that has ended, and what it came after."""
+        if self.latest is not None:
+            self._followers[self.latest] = kind
+        self.latest = kind
 
     def forget(self) -> None:
         """Forget the step under way."""

@@ -1,0 +1,75 @@
+"""Kinds of steps: which one is foreseen."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from hiremate_lightning import hiremate
+from hiremate_lightning.sessions.kinds import Kinds
+
+from .exact import quiet
+
+CRITIC, GENERATOR = (0,), (1, 2)
+
+
+def run(kinds, kind):
+    kinds.ran = list(kind)
+    kinds.end()
+
+
+def alternating():
+    """Two kinds that have come in turns; each was planned when the next step began."""
+    kinds = Kinds()
+    run(kinds, CRITIC)
+    kinds.install(CRITIC, {})
+    run(kinds, GENERATOR)
+    kinds.install(GENERATOR, {})
+    run(kinds, CRITIC)
+    return kinds
+
+
+def test_kinds_that_come_in_turns_are_foreseen_as_soon_as_both_are_planned():
+    kinds = alternating()
+    assert kinds.likely() == GENERATOR
+    run(kinds, GENERATOR)
+    assert kinds.likely() == CRITIC
+
+
+def test_a_plan_that_is_made_anew_as_its_step_begins_leaves_the_order_of_kinds():
+    kinds = alternating()
+    run(kinds, GENERATOR)
+    kinds.install(CRITIC, {})
+    run(kinds, CRITIC)
+    assert kinds.likely() == GENERATOR
+
+
+def train_in_turns(model, optimizers, index):
+    """Train a critic and a generator once each."""
+    torch.manual_seed(index)
+    noise = torch.randn(256, 16)
+    with torch.no_grad():
+        fake = model["g"](noise)
+    optimizers[0].zero_grad()
+    model["c"](fake).mean().backward()
+    optimizers[0].step()
+    optimizers[1].zero_grad()
+    model["c"](model["g"](noise)).mean().backward()
+    optimizers[1].step()
+
+
+def test_two_networks_that_train_in_turns_are_not_planned_anew_in_every_step(caplog):
+    """The gradients of one exist while the other trains, so that what exists before a step alternates."""
+    generator = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64))
+    critic = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+    model = hiremate(nn.ModuleDict({"g": generator, "c": critic}), "70%", verbose=False, on_infeasible="warn")
+    optimizers = [torch.optim.Adam(part.parameters()) for part in (critic, generator)]
+    caplog.set_level(logging.INFO, "hiremate_lightning")
+    with quiet():
+        for index in range(7):
+            if index == 4:
+                caplog.clear()
+            train_in_turns(model, optimizers, index)
+    assert "planned anew" not in caplog.text
