@@ -88,6 +88,8 @@ class Captured:
         device: The device whose bytes are counted.
         mutated: Inputs of the graph that the step overwrites, as tensors of the graph.
         overwritten: Storages that code outside overwrites between forward and backward.
+        terms: Of how many terms the gradients of leaves are, by position among the inputs, where it is more than one
+            and they are added up for that gradient alone.
     """
 
     joint: fx.GraphModule
@@ -103,6 +105,7 @@ class Captured:
     device: torch.device
     mutated: frozenset[int]
     overwritten: frozenset[int] = frozenset()
+    terms: Mapping[int, int] = field(default_factory=dict)
 
     def reading_once(self, storages: Collection[int]) -> Captured:
         """Give the same where what reads some storages of the graph is never run twice: others overwrite them."""

@@ -356,7 +356,7 @@ class TimedRun:
             program,
             forward=lambda arguments: self._run(program.forward_module, arguments, recomputed=None),
             backward=lambda arguments: self._run(program.backward_module, arguments, recomputed=Phase.FORWARD),
-            variant=lambda missing, added: self.wrap(program.variant(missing, added)),
+            variant=lambda *positions: self.wrap(program.variant(*positions)),
         )
 
     def _run(self, module: fx.GraphModule, arguments: list[Any], recomputed: Phase | None) -> Any:

@@ -4,13 +4,16 @@ Autograd adds up what the readers of a value contribute to its gradient one afte
 captured graph hands over one sum for all readers in it. Where code outside of the graph reads the value too, that is
 another order of additions, and gives other last bits. So where such a sum has several terms, the captured graph takes
 the value once more for each of them: autograd adds them up as it does without capture.
+
+Of a leaf, a parameter say, it is only known in the backward whether others read it, another run of the same graph for
+example. So it is noted of how many terms each sum is, see `running.carrying`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +44,7 @@ class Contributions:
 
     Attributes:
         terms: For how many terms there are inputs, by position.
+        of_leaves: Of how many terms the gradients of leaves are, by position, where it is more than one.
     """
 
     def __init__(self, inputs: Sequence[Any], terms: Terms) -> None:
@@ -50,10 +54,12 @@ class Contributions:
             inputs: Of the captured graph, without memory.
             terms: Of how many terms gradients are, by position: those at another size, nothing where unknown.
         """
-        self._is_settled = False
+        self._is_settled, self._count = False, len(inputs)
         self._with_gradient = [i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and v.requires_grad]
         self._computed = [i for i in self._with_gradient if not inputs[i].is_leaf and inputs[i].layout is torch.strided]
         self._readers: list[int] = []
+        self._leaves = [i for i in self._with_gradient if inputs[i].is_leaf and inputs[i].layout is torch.strided]
+        self.of_leaves: Terms = {}
         self.terms: Terms = {position: count for position, count in terms.items() if position in self._computed}
 
     def settle(self, terms: Terms) -> None:
@@ -72,7 +78,15 @@ class Contributions:
     @contextmanager
     def traced(self, module: fx.GraphModule) -> Iterator[None]:
         """Surround a trace: inputs that nothing reads are there meanwhile, as many as `expand` adds."""
-        if not self._computed:
+        if not self._with_gradient:
+            yield
+            return
+        with self._added_inputs(module), self._counting_readers():
+            yield
+
+    @contextmanager
+    def _added_inputs(self, module: fx.GraphModule) -> Iterator[None]:
+        if not self.terms:
             yield
             return
         last = next((node for node in reversed(module.graph.nodes) if node.op == "placeholder"), None)
@@ -82,8 +96,7 @@ class Contributions:
             added.append(last)
         module.recompile()
         try:
-            with self._counting_readers():
-                yield
+            yield
         finally:
             for node in added:
                 module.graph.erase_node(node)
@@ -121,9 +134,16 @@ class Contributions:
         if len(self._readers) != len(self._with_gradient) + added:
             return  # AOTAutograd has arranged the inputs otherwise
         readers = dict(zip(self._with_gradient, self._readers, strict=False))
-        kept = [position for position in self._computed if position not in _written(joint)]
-        found = {position: _terms_of(results[forward_outputs + position], readers[position]) for position in kept}
-        found = {position: terms for position, terms in found.items() if len(terms) > 1}
+        written = _written(joint)
+
+        def terms_of(positions: Iterable[int]) -> dict[int, list[fx.Node]]:
+            kept = [position for position in positions if position not in written]
+            terms = {p: [t for t, _ in additions(results[forward_outputs + p], readers[p])] for p in kept}
+            return {position: own for position, own in terms.items() if len(own) > 1}
+
+        found = terms_of(self._computed)
+        if len(results) - forward_outputs == self._count + added:  # else inputs that overlap are one to AOTAutograd
+            self.of_leaves = {position: len(terms) for position, terms in terms_of(self._leaves).items()}
         counts = {position: len(terms) for position, terms in found.items()}
         if counts != self.terms:
             if self._is_settled:
@@ -158,12 +178,32 @@ def _count_readers(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tenso
     return [reached[edge.node, edge.output_nr] for edge in map(get_gradient_edge, inputs)]
 
 
-def _terms_of(total: Any, count: int) -> list[fx.Node]:
-    """List the terms of a sum in the order in which they arrive: so many at most, the first a sum of others then."""
+def additions(total: Any, count: int) -> list[tuple[fx.Node, fx.Node]]:
+    """List the terms of a sum as they arrive, each with the node that adds it; the first two have the same.
+
+    There are so many at most: the first is a sum of others then.
+    """
     arrived = arrivals(total)
     inner = len(arrived) - count  # additions before the first reader's term was complete
-    terms = [term for term, _ in arrived]
-    return terms if inner <= 0 else [arrived[inner][1], *terms[inner + 1 :]]
+    if inner <= 0:
+        return arrived
+    rest = arrived[inner + 1 :]
+    return [(arrived[inner][1], rest[0][1]), *rest] if rest else []
+
+
+def sums_alone(gradients: Sequence[Any], terms: Terms) -> Terms:
+    """Give those of the gradients of leaves that are sums of several terms, each added up for this gradient alone.
+
+    Args:
+        gradients: What a captured graph's backward returns, as rewritten.
+        terms: Of how many terms they were traced, by position.
+    """
+    uses = Counter(value for value in gradients if isinstance(value, fx.Node))
+
+    def is_alone(total: Any, count: int) -> bool:
+        return bool(additions(total, count)) and uses[total] == len(total.users) == 1
+
+    return {position: count for position, count in terms.items() if is_alone(gradients[position], count)}
 
 
 def accumulates(node: fx.Node) -> bool:

@@ -37,7 +37,7 @@ def existing(leaves: Leaves) -> dict[int, torch.Tensor]:
 
 def addable(captured: Captured, leaves: Leaves) -> frozenset[int]:
     """List the positions of the leaves with whose gradients the running backward does nothing but add them."""
-    if any(leaf.device.type == "cuda" and not _on_default_stream(leaf.device) for leaf in leaves.values()):
+    if not all(on_default_stream(leaf.device) for leaf in leaves.values()):
         return frozenset()
     return frozenset(
         position
@@ -55,5 +55,6 @@ def _is_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def _on_default_stream(device: torch.device) -> bool:
-    return torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
+def on_default_stream(device: torch.device) -> bool:
+    """Whether a device runs one thing after the other."""
+    return device.type != "cuda" or torch.cuda.current_stream(device) == torch.cuda.default_stream(device)

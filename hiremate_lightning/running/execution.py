@@ -8,7 +8,7 @@ and its backward: steps under way finish with what they started with.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ import torch
 from ..capturing.capture import Captured
 from ..errors import CaptureError
 from ..torch_private import aot, backward_pass, tensor_state
+from . import carrying
 from .accumulation import Leaves, addable, existing, find_leaves
 from .program import Program
 
@@ -89,7 +90,8 @@ class Part:
         for position in self.own:
             outputs[position] = tensor_state.unviewed(outputs[position])
         token = torch.empty(0)
-        token.hiremate = _Saved(program, run, leaves, _kept(program, saved), outputs)  # type: ignore[attr-defined]
+        kept = _kept(program, saved)
+        token.hiremate = _Saved(program, run, leaves, self.captured.terms, kept, outputs)  # type: ignore[attr-defined]
         if self._takes_absent:
             aot.let_gradients_be_absent(token)
         conductor.forward_done(run, outputs)
@@ -122,19 +124,25 @@ class Part:
         if conductor is not None:
             conductor.backward_starts(saved.run, tangents, saved.leaves)
         totals = self._find_totals(saved.leaves)
-        missing, added = missing_gradients(tangents), frozenset(totals)
-        program = saved.program.variant(missing, added) if missing or added else saved.program
+        shared = carrying.shared_leaves(saved)
+        sums = {position: own.total for position, own in sorted(shared.items()) if own.total is not None}
+        missing = missing_gradients(tangents)
+        changes = missing, frozenset(totals), frozenset(sums)
+        program = saved.program.variant(*changes) if any(changes) else saved.program
         values, overwritten = saved.take(program.unread, keep=backward_pass.will_run_again())
         if overwritten and conductor is not None:
             found = (self.captured.graph.tensors[saved.program.schedule.saved[i]].storage for i in overwritten)
             conductor.was_overwritten(self, [storage for storage in found if storage is not None])
         values.extend(tangents)
         values.extend(totals.values())
+        values.extend(sums.values())
         for position in program.unread:
             values[position] = None
-        del tangents, totals
+        del tangents, totals, sums
         with self._explained():
             gradients = program.backward(values)
+        if shared:
+            gradients = carrying.hand_on(gradients, shared, () if missing else saved.terms)
         if conductor is not None:
             conductor.backward_done(saved.run)
         return gradients
@@ -186,12 +194,21 @@ def _kept(program: Program, saved: list[Any]) -> list[Any]:
 class _Saved:
     """The values that a forward saved, with the program whose backward reads them."""
 
-    __slots__ = ("copies", "leaves", "program", "run", "values", "versions", "watched")
+    __slots__ = ("copies", "leaves", "program", "run", "terms", "values", "versions", "watched")
 
-    def __init__(self, program: Program, run: Any, leaves: Leaves, values: list[Any], outputs: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        run: Any,
+        leaves: Leaves,
+        terms: Mapping[int, int],
+        values: list[Any],
+        outputs: Sequence[Any],
+    ) -> None:
         self.program = program
         self.run = run
         self.leaves = leaves
+        self.terms = terms
         self.values: list[Any] | None = values
         self.watched = [
             [outputs[p].detach() for p in shown] or [v] if checked and isinstance(v, torch.Tensor) else []

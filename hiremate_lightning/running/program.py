@@ -18,6 +18,7 @@ from ..capturing.absent import NOTHING, Absence, find_absent
 from ..capturing.capture import Captured
 from ..records.graph import Node, Phase, StorageKind
 from ..records.schedule import Compute, Operation, Schedule
+from ..rewriting.contributions import additions
 from ..rewriting.kernels import as_eager, needs_traced_layout, with_strides
 from ..rewriting.losses import cross_entropy_gradient
 from ..rewriting.overwriting import overwriting, traced_strides
@@ -44,8 +45,9 @@ class Program:
         borrowed: For each saved value, whether plain training would not need it, and code outside may overwrite it.
         copied: For each saved value, whether a copy is saved, since code outside is known to overwrite it.
         protects: Whether the forward copies what is borrowed.
-        variant: Gives the program for a backward to which some gradients of outputs, by position, do not arrive, and
-            which adds some of its own, by position, to tensors that it takes after the tangents.
+        variant: Gives the program for a backward to which some gradients of outputs, by position, do not arrive, which
+            adds some of its own, by position, to tensors that it takes after the tangents, and goes on, by position,
+            with sums that it takes after these.
     """
 
     schedule: Schedule
@@ -60,7 +62,7 @@ class Program:
     shown: tuple[tuple[int, ...], ...]
     borrowed: tuple[bool, ...]
     copied: tuple[bool, ...]
-    variant: Callable[[frozenset[int], frozenset[int]], Program]
+    variant: Callable[[frozenset[int], frozenset[int], frozenset[int]], Program]
     protects: bool = False
 
 
@@ -86,10 +88,10 @@ def build(captured: Captured, schedule: Schedule) -> Program:
     copied = tuple(b and o for b, o in zip(borrowed, overwritten, strict=True))
 
     @functools.cache
-    def variant(missing: frozenset[int], added: frozenset[int]) -> Program:
+    def variant(missing: frozenset[int], added: frozenset[int], carried: frozenset[int]) -> Program:
         absence = find_absent(captured, missing) if missing else present
         absence = replace(absence, overwrites={**absence.overwrites, **takes})
-        module = _backward_module(captured, schedule, saved, absence, added)
+        module = _backward_module(captured, schedule, saved, absence, added, carried)
         if missing:
             module.graph.eliminate_dead_code()
         backward = compiled(module)
@@ -194,19 +196,23 @@ def _backward_module(
     saved: Sequence[fx.Node],
     absence: Absence,
     added: frozenset[int] = frozenset(),
+    carried: frozenset[int] = frozenset(),
 ) -> fx.GraphModule:
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     for value in (*saved, *captured.tangents):
         values[value] = graph.placeholder(value.name)
     totals = {position: graph.placeholder(f"total_{position}") for position in sorted(added)}
+    sums = [_Sum(captured, p, graph.placeholder(f"carried_{p}")) for p in sorted(carried)]
     _copy_constants(captured, graph, values)
-    _Emitter(captured, graph, values, absence).emit(schedule.backward)
+    _Emitter(captured, graph, values, absence, sums).emit(schedule.backward)
     there = (v if isinstance(v, fx.Node) and v not in absence.values else None for v in captured.backward_outputs)
     gradients = [None if v is None else values[v] for v in there]
     for position, total in totals.items():
         _add_at_once(graph, total, gradients[position])
         gradients[position] = None
+    for own in sums:
+        gradients[own.position] = own.finish(graph, gradients[own.position])
     graph.output(tuple(gradients))
     return fx.GraphModule(captured.joint, graph, "PlannedBackward")
 
@@ -224,6 +230,34 @@ def _copy_constants(captured: Captured, graph: fx.Graph, values: dict[fx.Node, f
             values[node] = graph.node_copy(node)
 
 
+class _Sum:
+    """A sum of gradients that goes on: autograd would add each further term to it as it arrives.
+
+    Attributes:
+        position: Of the input whose gradient it is.
+        terms: By node that adds terms of it in the captured graph, these terms; nothing for a single term.
+    """
+
+    def __init__(self, captured: Captured, position: int, carried: fx.Node) -> None:
+        self.position = position
+        self.terms: dict[fx.Node, list[fx.Node]] = {}
+        if position in captured.terms:
+            for term, adding in additions(captured.backward_outputs[position], captured.terms[position]):
+                self.terms.setdefault(adding, []).append(term)
+        self._total = carried
+
+    def add(self, graph: fx.Graph, term: fx.Node) -> fx.Node:
+        """Add a term."""
+        self._total = graph.call_function(torch.ops.aten.add_.Tensor, (self._total, term))
+        return self._total
+
+    def finish(self, graph: fx.Graph, gradient: fx.Node | None) -> fx.Node:
+        """Give the sum with all terms, where the gradient is a single term or what they came to."""
+        if gradient is not None and not self.terms:
+            self.add(graph, gradient)
+        return self._total
+
+
 class _Emitter:
     """Appends the operations of a schedule to a graph; generated code frees by itself, after the last use.
 
@@ -232,9 +266,15 @@ class _Emitter:
     """
 
     def __init__(
-        self, captured: Captured, graph: fx.Graph, values: dict[fx.Node, fx.Node], absence: Absence = NOTHING
+        self,
+        captured: Captured,
+        graph: fx.Graph,
+        values: dict[fx.Node, fx.Node],
+        absence: Absence = NOTHING,
+        sums: Sequence[_Sum] = (),
     ) -> None:
         self.values = values
+        self._adding = {node: own for own in sums for node in own.terms}
         self._captured, self._graph, self._absence = captured, graph, absence
 
     def emit(self, operations: Sequence[Operation]) -> None:
@@ -244,12 +284,20 @@ class _Emitter:
             record, node = self._captured.graph.nodes[index], self._captured.fx_nodes[index]
             if record.replays is not None:
                 self._replay(record, node)
+            elif node in self._adding:
+                self._add(self._adding[node], node)
             elif node in self._absence.values:
                 pass  # a gradient that has not arrived
             elif node in self._absence.replaced:
                 self.values[node] = self.values[self._absence.replaced[node]]
             else:
                 self._compute(record, node)
+
+    def _add(self, own: _Sum, node: fx.Node) -> None:
+        """Add terms to a sum that goes on, those that have arrived."""
+        for term in own.terms[node]:
+            if term not in self._absence.values:
+                self.values[node] = own.add(self._graph, self.values[term])
 
     def _replay(self, record: Node, node: fx.Node) -> None:
         """Bring back what a captured node gave, by another operation."""

@@ -7,6 +7,7 @@ graph. What is left to do here is to cut that graph for execution. Inference gra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import fx
 from ..capturing.capture import Captured, capture
 from ..errors import CaptureError
 from ..rewriting import assignments, casts, losses, pooling, views
-from ..rewriting.contributions import Contributions, OtherTermsError, Terms
+from ..rewriting.contributions import Contributions, OtherTermsError, Terms, sums_alone
 from ..rewriting.fused_kernel import Kernels
 from ..rewriting.fusion import fuse
 from ..rewriting.kernels import run_as_eager
@@ -102,8 +103,10 @@ class _Compilation:
         if self._kernels is not None:
             fuse(joint, num_fwd_outputs, self._kernels)
         joint.recompile()
-        self._captured = capture(joint, num_fwd_outputs, self._parameters)
-        return stub_modules(self._captured)
+        captured = capture(joint, num_fwd_outputs, self._parameters)
+        terms = sums_alone(captured.backward_outputs, self._contributions.of_leaves)
+        self._captured = captured = replace(captured, terms=terms)
+        return stub_modules(captured)
 
     def _forward(self, _: fx.GraphModule, __: Sequence[Any]) -> aot.Boxed:
         assert self._captured is not None, "AOTAutograd compiles a forward only after it partitioned"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from contextvars import Context, ContextVar
 from typing import Any
 
@@ -25,12 +26,14 @@ class _Running:
         roots: What it begins with; nothing any more when it has ended.
         creates_graph: Whether it was called with `create_graph=True`.
         edges: How many edges lead to each node, None before they were counted.
+        notes: What others note about it until it ends.
     """
 
     def __init__(self, roots: Sequence[torch.Tensor | GradientEdge], creates_graph: bool) -> None:
         self.roots = tuple(roots)
         self.creates_graph = creates_graph
         self.edges: Counter[Node] | None = None
+        self.notes: dict[str, Any] = {}
 
     def count_edges(self) -> Counter[Node]:
         """Follow all edges from the roots, once."""
@@ -50,6 +53,7 @@ class _Running:
     def end(self) -> None:
         """Let go of the graph: autograd's threads keep this object."""
         self.roots, self.edges = (), Counter()
+        self.notes.clear()
 
 
 def watch() -> None:
@@ -88,12 +92,37 @@ def only_takes_one(leaf: torch.Tensor) -> bool:
     if running is None or not leaf.requires_grad or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
         return False
     node = get_gradient_edge(leaf).node
-    if running.count_edges()[node] != 1:
-        return False
+    return running.count_edges()[node] == 1 and _will_run(node, if_returned=False)
+
+
+def _will_run(accumulating: Node, if_returned: bool) -> bool:
+    """Whether the running backward will add to the `.grad` of a leaf; what to say where it returns the gradient."""
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return bool(torch._C._will_engine_execute_node(accumulating))
     except RuntimeError:  # autograd.grad() asks for the gradient of a leaf: it is returned, not added
-        return False
+        return if_returned
+
+
+def notes() -> dict[str, Any] | None:
+    """Give what is noted about the running backward, to be read and changed; None where it is not known."""
+    running = _current()
+    return None if running is None else running.notes
+
+
+def terms_to(leaf: torch.Tensor) -> int:
+    """Count the places from which gradients of a leaf will be added up; 0 where none will."""
+    running, node = _current(), get_gradient_edge(leaf).node
+    is_wanted = running is not None and _will_run(node, if_returned=True)
+    return running.count_edges()[node] if running is not None and is_wanted else 0
+
+
+def saved_by_captured() -> Iterator[torch.Tensor]:
+    """List what code that AOTAutograd has captured saved for the running backward, and that is not freed yet."""
+    running = _current()
+    for node in () if running is None else running.count_edges():
+        if node.name() == "CompiledFunctionBackward":
+            with suppress(RuntimeError):  # it has run, and they are freed
+                yield from node.saved_tensors  # type: ignore[attr-defined]
 
 
 def _current() -> _Running | None:
