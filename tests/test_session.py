@@ -239,6 +239,20 @@ def test_what_runs_as_was_planned_for_another_size_stays_within_the_budget_and_e
     assert_same(*run_both(act, budget, warm=0))
 
 
+@pytest.mark.parametrize("has_buffers", [True, False])
+def test_buffers_that_checkpoint_would_update_twice_are_announced(has_buffers):
+    class Checkpointing(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            body = self.body if has_buffers else self.body[0]
+            return self.head(torch.utils.checkpoint.checkpoint(body, x, use_reentrant=False))
+
+    model = hiremate(Checkpointing(), "90%", verbose=False, on_infeasible="warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(model, 0)
+    assert any("around code that updates buffers" in str(w.message) for w in caught) == has_buffers
+
+
 def test_a_share_is_of_the_largest_step_so_far():
     model = warm_up(planned("80%"), steps=4, rows=2 * ROWS)
     large = get_plan(model)

@@ -206,6 +206,13 @@ def written_storages(joint: fx.GraphModule) -> set[int]:
     return {tensor_state.storage_id(v) for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided}
 
 
+def updates_under_checkpoint(joint: fx.GraphModule) -> bool:
+    """Whether code inside of `torch.utils.checkpoint` changes inputs: statistics of a batch norm, for example."""
+    copies = joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    written = [value for to, value, *_ in (node.args for node in copies) if to.op == "placeholder"]
+    return any(isinstance(value, fx.Node) and aot.is_checkpointed(operation_of(value)) for value in written)
+
+
 def returns_nothing(node: fx.Node) -> bool:
     """Whether an operator is called for its effect alone: it checks values, say."""
     schema = getattr(node.target, "_schema", None)

@@ -34,6 +34,7 @@ from ..planning.solvers import worker
 from ..records.costs import Profile
 from ..reporting.report import Reporter, Stages
 from ..rewriting.fused_kernel import Kernels
+from ..rewriting.joint import updates_under_checkpoint
 from ..running.accumulation import Leaves
 from ..running.execution import Part
 from ..running.program import Program
@@ -173,6 +174,12 @@ class Session:
 
     def take_in(self, captured: Captured) -> Part:
         """Make a part of a captured graph."""
+        if updates_under_checkpoint(captured.joint):
+            self.say(
+                f"{self._name} calls torch.utils.checkpoint around code that updates buffers, as batch norms do. Plain "
+                "PyTorch runs such code twice in a step, and updates them twice; here it updates them once. Call it "
+                "without checkpoint: what is computed again is for the plan to decide."
+            )
         return self.parts.add(captured, self)
 
     @contextmanager

@@ -61,6 +61,11 @@ def is_of_function_backward(node: fx.Node) -> bool:
     return "partitioner_tag" not in node.meta and "autograd.Function" in called
 
 
+def is_checkpointed(node: fx.Node) -> bool:
+    """Whether code inside of `torch.utils.checkpoint` made this node."""
+    return "ac_graph_id" in node.meta
+
+
 def describe_saved(index: int) -> Any:
     """Describe a saved value to AOTAutograd."""
     return SavedForBackwardsAOTOutput(index)
