@@ -96,7 +96,7 @@ def test_states_that_nobody_reads_are_not_taken():
     call, conductor = compiled(model, keep_all)
     results(model, x, call)
     program, _ = conductor.start(conductor.parts[0], ())
-    assert not any("state" in name for name in program.saved_names)
+    assert not any("state" in name for name in program.saved.names)
     assert "generator_state" not in program.forward_module.code
 
 

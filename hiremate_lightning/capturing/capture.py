@@ -13,6 +13,7 @@ the memory of gradients that die as they are made, see `overwriting`.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -115,6 +116,12 @@ class Captured:
     def running_once(self, nodes: Collection[int]) -> Captured:
         """Give the same where some nodes of the graph are never run twice."""
         return replace(self, graph=self.graph.running_once(nodes), allocating=self.allocating.running_once(nodes))
+
+    @functools.cached_property
+    def trained(self) -> tuple[int, ...]:
+        """Positions of the inputs that get gradients."""
+        pairs = zip(self.placeholders, self.backward_outputs, strict=False)
+        return tuple(position for position, (_, gradient) in enumerate(pairs) if gradient is not None)
 
     @property
     def placeholders(self) -> tuple[fx.Node, ...]:

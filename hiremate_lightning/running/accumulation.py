@@ -24,9 +24,8 @@ def find_leaves(captured: Captured, arguments: Sequence[Any]) -> dict[int, torch
 
     The tokens that order effects (checks of linear algebra) are traced as tensors, and come as None.
     """
-    pairs = zip(arguments, captured.backward_outputs, strict=False)
-    found = {i: v for i, (v, gradient) in enumerate(pairs) if gradient is not None and isinstance(v, torch.Tensor)}
-    return {position: value for position, value in found.items() if value.is_leaf}
+    found = ((position, arguments[position]) for position in captured.trained)
+    return {position: value for position, value in found if isinstance(value, torch.Tensor) and value.is_leaf}
 
 
 def existing(leaves: Leaves) -> dict[int, torch.Tensor]:

@@ -90,8 +90,8 @@ class Part:
         for position in self.own:
             outputs[position] = tensor_state.unviewed(outputs[position])
         token = torch.empty(0)
-        kept = _kept(program, saved)
-        token.hiremate = _Saved(program, run, leaves, self.captured.terms, kept, outputs)  # type: ignore[attr-defined]
+        _detach(program, saved)
+        token.hiremate = _Saved(program, run, leaves, self.captured.terms, saved, outputs)  # type: ignore[attr-defined]
         if self._takes_absent:
             aot.let_gradients_be_absent(token)
         conductor.forward_done(run, outputs)
@@ -175,20 +175,20 @@ def missing_gradients(tangents: Sequence[Any]) -> frozenset[int]:
     return frozenset(position for position, tangent in enumerate(tangents) if tangent is None)
 
 
-def _kept(program: Program, saved: list[Any]) -> list[Any]:
+def _detach(program: Program, saved: list[Any]) -> None:
     """Detach what is also returned, and views; copy what others overwrite.
 
     A returned tensor gets a grad_fn that holds the token; the token must not hold the tensor. And a view holds what it
     was taken of, which may be returned: nobody could tell any more whether others hold that too.
     """
-    found = []
-    for value, returned, copied in zip(saved, program.returned, program.copied, strict=True):
-        if copied:
-            value = value.clone()
-        elif isinstance(value, torch.Tensor) and (returned or tensor_state.is_view(value)):
-            value = value.detach()
-        found.append(value)
-    return found
+    for position in program.saved.returned:
+        saved[position] = saved[position].detach()
+    for position in program.saved.views:
+        value = saved[position]
+        if isinstance(value, torch.Tensor) and tensor_state.is_view(value):  # tokens that order effects come as None
+            saved[position] = value.detach()
+    for position in program.saved.copied:
+        saved[position] = saved[position].clone()
 
 
 class _Saved:
@@ -211,12 +211,10 @@ class _Saved:
         self.terms = terms
         self.values: list[Any] | None = values
         self.watched = [
-            [outputs[p].detach() for p in shown] or [v] if checked and isinstance(v, torch.Tensor) else []
-            for v, checked, shown in zip(values, program.checked, program.shown, strict=True)
+            values[i] if output is None else outputs[output].detach() for i, output in program.saved.watched
         ]
-        self.versions = self._count_changes()
-        protected = (i for i, is_borrowed in enumerate(program.borrowed) if is_borrowed and program.protects)
-        self.copies = {i: values[i].clone() for i in protected}
+        self.versions = tensor_state.versions_of(self.watched)
+        self.copies = {i: values[i].clone() for i in program.saved.borrowed} if program.protects else {}
 
     def take(self, unread: Collection[int], keep: bool) -> tuple[list[Any], list[int]]:
         """Hand the values to a backward; they are gone afterwards unless another backward was announced.
@@ -230,20 +228,27 @@ class _Saved:
         """
         if self.values is None:
             raise RuntimeError(FREED)
-        overwritten = []
-        for index, (found, expected) in enumerate(zip(self._count_changes(), self.versions, strict=True)):
-            if found == expected:
-                continue
-            if index in self.copies:
-                overwritten.append(index)
-            elif index not in unread:
-                name = self.program.saved_names[index]
-                raise RuntimeError(CHANGED.format(name=name, found=found, expected=expected))
-        values = [self.copies[i] if i in overwritten else value for i, value in enumerate(self.values)]
+        overwritten = self._find_overwritten(unread)
+        values = self.values
+        if overwritten:
+            values = [self.copies[i] if i in overwritten else value for i, value in enumerate(values)]
         if keep:  # a second tensor on a storage keeps the backward from computing into it
             return [v.detach() if isinstance(v, torch.Tensor) else v for v in values], overwritten
         self.values, self.copies, self.watched = None, {}, []
         return values, overwritten
 
-    def _count_changes(self) -> list[int]:
-        return [sum(map(tensor_state.version_of, tensors)) for tensors in self.watched]
+    def _find_overwritten(self, unread: Collection[int]) -> list[int]:
+        """List the positions of the values that were overwritten and have copies; the others are an error."""
+        versions = tensor_state.versions_of(self.watched)
+        if versions == self.versions:
+            return []
+        overwritten = dict[int, None]()
+        for (index, _), found, expected in zip(self.program.saved.watched, versions, self.versions, strict=True):
+            if found == expected:
+                continue
+            if index in self.copies:
+                overwritten[index] = None
+            elif index not in unread:
+                name = self.program.saved.names[index]
+                raise RuntimeError(CHANGED.format(name=name, found=found, expected=expected))
+        return list(overwritten)

@@ -16,15 +16,17 @@ from torch import fx
 
 from ..capturing.absent import NOTHING, Absence, find_absent
 from ..capturing.capture import Captured
-from ..records.graph import Node, Phase, StorageKind
+from ..records.graph import Node, Phase
 from ..records.schedule import Compute, Operation, Schedule
 from ..rewriting.contributions import additions
 from ..rewriting.kernels import as_eager, needs_traced_layout, with_strides
-from ..rewriting.losses import cross_entropy_gradient
 from ..rewriting.overwriting import overwriting, traced_strides
 from ..rewriting.replays import DRAW_AGAIN, call_of, generator_state
 from ..torch_private import aot, tensor_state
+from .saved_values import SavedValues, saved_values
 from .straight_line import compiled
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,7 @@ class Program:
         forward_module: FX module of the forward.
         backward_module: FX module of the backward.
         unread: Positions of what the backward takes and does not read: generated code would hold it to its end.
-        saved_names: Name of each saved value.
-        returned: For each saved value, whether the forward also returns it.
-        checked: For each saved value, whether a change in place between forward and backward is an error.
-        shown: For each saved value, the positions of outputs on its memory, through which code outside may change it.
-        borrowed: For each saved value, whether plain training would not need it, and code outside may overwrite it.
-        copied: For each saved value, whether a copy is saved, since code outside is known to overwrite it.
+        saved: What is known of the saved values.
         protects: Whether the forward copies what is borrowed.
         variant: Gives the program for a backward to which some gradients of outputs, by position, do not arrive, which
             adds some of its own, by position, to tensors that it takes after the tangents, and goes on, by position,
@@ -56,12 +53,7 @@ class Program:
     forward_module: fx.GraphModule
     backward_module: fx.GraphModule
     unread: tuple[int, ...]
-    saved_names: tuple[str, ...]
-    returned: tuple[bool, ...]
-    checked: tuple[bool, ...]
-    shown: tuple[tuple[int, ...], ...]
-    borrowed: tuple[bool, ...]
-    copied: tuple[bool, ...]
+    saved: SavedValues
     variant: Callable[[frozenset[int], frozenset[int], frozenset[int]], Program]
     protects: bool = False
 
@@ -81,11 +73,6 @@ def build(captured: Captured, schedule: Schedule) -> Program:
     takes = _takes(captured, schedule)
     present = Absence(overwrites={**captured.overwrites, **takes})
     backward = _backward_module(captured, schedule, saved, present)
-    outputs = set(captured.forward_outputs)
-    seen, plainly_unread = _seen(captured, schedule), _unread_plainly(captured, schedule)
-    borrowed = tuple(s and u for s, u in zip(seen, plainly_unread, strict=True))
-    overwritten = (captured.graph.tensors[t].storage in captured.overwritten for t in schedule.saved)
-    copied = tuple(b and o for b, o in zip(borrowed, overwritten, strict=True))
 
     @functools.cache
     def variant(missing: frozenset[int], added: frozenset[int], carried: frozenset[int]) -> Program:
@@ -104,12 +91,7 @@ def build(captured: Captured, schedule: Schedule) -> Program:
         forward_module=forward,
         backward_module=backward,
         unread=_unread(backward),
-        saved_names=tuple(v.name for v in saved),
-        returned=tuple(v in outputs for v in saved),
-        checked=tuple(s and not c for s, c in zip(seen, copied, strict=True)),
-        shown=_shown(captured, schedule),
-        borrowed=borrowed,
-        copied=copied,
+        saved=saved_values(captured, schedule),
         variant=variant,
     )
     return program
@@ -132,51 +114,6 @@ def _takes(captured: Captured, schedule: Schedule) -> dict[fx.Node, int]:
 def _unread(module: fx.GraphModule) -> tuple[int, ...]:
     placeholders = enumerate(module.graph.find_nodes(op="placeholder"))
     return tuple(position for position, value in placeholders if not value.users)
-
-
-def _seen(captured: Captured, schedule: Schedule) -> tuple[bool, ...]:
-    """Tell which saved values lie on memory that others see and may change.
-
-    It is returned, or exists beside the step (a parameter's, the batch's) and is left as it is.
-    """
-    graph = captured.graph
-    returned = {graph.tensors[t].storage for t in graph.outputs}
-    overwritten = {graph.tensors[t].storage for t in captured.mutated}
-    resident = {i for i, storage in enumerate(graph.storages) if storage.kind.is_resident} - overwritten
-    seen = (returned | resident) - {None}
-    return tuple(graph.tensors[t].storage in seen for t in schedule.saved)
-
-
-def _shown(captured: Captured, schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """List for each saved value the positions of the outputs on its memory."""
-    tensors = captured.graph.tensors
-    storage_of = {value: tensors[t].storage for t, value in enumerate(captured.fx_values)}
-    positions: dict[int | None, list[int]] = {}
-    for position, value in enumerate(captured.forward_outputs):
-        if isinstance(value, fx.Node):
-            positions.setdefault(storage_of[value], []).append(position)
-    positions.pop(None, None)
-    return tuple(tuple(positions.get(tensors[t].storage, ())) for t in schedule.saved)
-
-
-def _unread_plainly(captured: Captured, schedule: Schedule) -> tuple[bool, ...]:
-    """Tell which saved values lie on memory that is no parameter's, and that plain training would not read again."""
-    graph, needed = captured.graph, _needed_plainly(captured)
-    storages = (graph.tensors[t].storage for t in schedule.saved)
-    return tuple(
-        s is not None and s not in needed and graph.storages[s].kind is not StorageKind.PARAMETER for s in storages
-    )
-
-
-def _needed_plainly(captured: Captured) -> set[int | None]:
-    """List the storages that a plain backward reads: of a loss the logarithms, where here it reads the logits."""
-    graph = captured.graph
-    found = set(graph.gradients)
-    for index in graph.backward:
-        node = captured.fx_nodes[index]
-        logits = node.args[1] if node.target is cross_entropy_gradient else None
-        found.update(t for t in graph.nodes[index].inputs if captured.fx_values[t] is not logits)
-    return {graph.tensors[t].storage for t in found}
 
 
 def _forward_module(captured: Captured, schedule: Schedule, saved: Sequence[fx.Node]) -> fx.GraphModule:
@@ -221,7 +158,7 @@ def _add_at_once(graph: fx.Graph, total: fx.Node, gradient: fx.Node | None) -> N
     """Add a gradient to one that exists, as soon as it is there; the generated code frees it then."""
     if gradient is not None:
         with graph.inserting_after(total if gradient.op == "placeholder" else gradient):
-            graph.call_function(torch.ops.aten.add_.Tensor, (total, gradient))
+            graph.call_function(aten.add_.Tensor, (total, gradient))
 
 
 def _copy_constants(captured: Captured, graph: fx.Graph, values: dict[fx.Node, fx.Node]) -> None:
@@ -248,7 +185,7 @@ class _Sum:
 
     def add(self, graph: fx.Graph, term: fx.Node) -> fx.Node:
         """Add a term."""
-        self._total = graph.call_function(torch.ops.aten.add_.Tensor, (self._total, term))
+        self._total = graph.call_function(aten.add_.Tensor, (self._total, term))
         return self._total
 
     def finish(self, graph: fx.Graph, gradient: fx.Node | None) -> fx.Node:
@@ -276,6 +213,7 @@ class _Emitter:
         self.values = values
         self._adding = {node: own for own in sums for node in own.terms}
         self._captured, self._graph, self._absence = captured, graph, absence
+        self._returned = {*captured.forward_outputs, *captured.backward_outputs}
 
     def emit(self, operations: Sequence[Operation]) -> None:
         """Append operations, in their order."""
@@ -319,8 +257,10 @@ class _Emitter:
         copy.meta |= {"phase": record.phase, "key": record.key}
         copy.target, changed = as_eager(node)
         copy.args = (*copy.args[: len(copy.args) - len(changed)], *changed)
-        if node.target is torch.ops.aten.view.default and record.phase is Phase.BACKWARD:
-            copy.target = torch.ops.aten.reshape.default  # gradients come with other strides than they were traced with
+        if node.target is aten.view.default and record.phase is Phase.BACKWARD:
+            copy.target = aten.reshape.default  # gradients come with other strides than they were traced with
+        if node.target is aten._unsafe_view.default and node not in self._returned:
+            copy.target = aten.view.default  # it shows the same, in a third of the time
         if node in self._absence.overwrites:
             dying = self._absence.overwrites[node]
             copy.target = overwriting(node.target, dying)

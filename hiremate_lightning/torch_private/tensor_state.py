@@ -41,9 +41,12 @@ def unviewed(tensor: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten._unsafe_view(tensor, tensor.shape)  # type: ignore[no-any-return]
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Count the in-place changes of a tensor; -1 for one made in inference mode, which has no count."""
-    return -1 if tensor.is_inference() else tensor._version
+def versions_of(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    """Count the in-place changes of each tensor; -1 for None, and for one of inference mode, which has no count."""
+    try:
+        return [tensor._version for tensor in tensors]  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError):  # that is rare, and to ask each tensor first takes as long again
+        return [-1 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def is_batched(value: Any) -> bool:

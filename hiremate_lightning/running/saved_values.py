@@ -1,0 +1,119 @@
+"""What a schedule saves for the backward: which of it others see, may change, or may read in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ..capturing.capture import Captured
+from ..records.graph import StorageKind
+from ..records.schedule import Schedule
+from ..rewriting.joint import operation_of
+from ..rewriting.kernels import as_eager
+from ..rewriting.losses import cross_entropy_gradient
+from ..torch_private import aot
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class SavedValues:
+    """What is known of the values that a program saves, by their positions; to look costs time in each step.
+
+    Attributes:
+        names: Name of each.
+        returned: Those that the forward also returns.
+        views: Those that may be views.
+        watched: Those whose change in place between forward and backward is an error, each with the position of an
+            output on its memory, through which code outside may change it, or with None where there is none.
+        borrowed: Those that plain training would not need, and that code outside may overwrite.
+        copied: Those of which a copy is saved, since code outside is known to overwrite them.
+    """
+
+    names: tuple[str, ...]
+    returned: tuple[int, ...]
+    views: tuple[int, ...]
+    watched: tuple[tuple[int, int | None], ...]
+    borrowed: tuple[int, ...]
+    copied: tuple[int, ...]
+
+
+def saved_values(captured: Captured, schedule: Schedule) -> SavedValues:
+    """Describe what a schedule of a captured graph saves."""
+    saved = [captured.fx_values[t] for t in schedule.saved]
+    storages = [captured.graph.tensors[t].storage for t in schedule.saved]
+    tensors = [i for i, value in enumerate(saved) if isinstance(value.meta.get("val"), torch.Tensor)]
+    outputs, shown = set(captured.forward_outputs), _outputs_on(captured)
+    seen, unread = _seen(captured), _unread_plainly(captured)
+    borrowed = [i for i in tensors if storages[i] in seen and storages[i] in unread]
+    copied = [i for i in borrowed if storages[i] in captured.overwritten]
+    watched = (i for i in tensors if storages[i] in seen and i not in copied)
+    return SavedValues(
+        names=tuple(value.name for value in saved),
+        returned=tuple(i for i in tensors if saved[i] in outputs),
+        views=tuple(i for i in tensors if _may_be_view(captured, schedule.saved[i])),
+        watched=tuple((i, output) for i in watched for output in shown.get(storages[i], [None])),
+        borrowed=tuple(borrowed),
+        copied=tuple(copied),
+    )
+
+
+def _may_be_view(captured: Captured, tensor: int) -> bool:
+    """Whether a value may come as a view of another one: what PyTorch's own operators allocate does not."""
+    value, storage = captured.fx_values[tensor], captured.graph.tensors[tensor].storage
+    maker = operation_of(value)
+    if maker.op == "placeholder":
+        return storage is None or captured.graph.storages[storage].kind is not StorageKind.PARAMETER
+    if maker.op != "call_function" or any(value is finish.result for finish in captured.finishes.values()):
+        return True  # what is finished may be a view of what was made
+    target = as_eager(maker)[0]
+    if not isinstance(target, aot.OpOverload) or target.namespace != "aten":
+        return True
+    shows = any(result.alias_info is not None for result in target._schema.returns)
+    return shows or target is aten._unsafe_view.default  # in whose place a view runs
+
+
+def _seen(captured: Captured) -> set[int | None]:
+    """List the storages that others see and may change.
+
+    They are returned, or exist beside the step (a parameter's, the batch's) and are left as they are.
+    """
+    graph = captured.graph
+    returned = {graph.tensors[t].storage for t in graph.outputs}
+    overwritten = {graph.tensors[t].storage for t in captured.mutated}
+    resident = {i for i, storage in enumerate(graph.storages) if storage.kind.is_resident} - overwritten
+    return (returned | resident) - {None}
+
+
+def _outputs_on(captured: Captured) -> dict[int | None, Sequence[int | None]]:
+    """List by storage the positions of the outputs on it."""
+    tensors = captured.graph.tensors
+    storage_of = {value: tensors[t].storage for t, value in enumerate(captured.fx_values)}
+    positions: dict[int | None, list[int | None]] = {}
+    for position, value in enumerate(captured.forward_outputs):
+        if isinstance(value, fx.Node):
+            positions.setdefault(storage_of[value], []).append(position)
+    positions.pop(None, None)
+    return dict(positions)
+
+
+def _unread_plainly(captured: Captured) -> set[int | None]:
+    """List the storages, no parameters', that plain training would not read again."""
+    graph, needed = captured.graph, _needed_plainly(captured)
+    return {
+        i for i, storage in enumerate(graph.storages) if i not in needed and storage.kind is not StorageKind.PARAMETER
+    }
+
+
+def _needed_plainly(captured: Captured) -> set[int | None]:
+    """List the storages that a plain backward reads: of a loss the logarithms, where here it reads the logits."""
+    graph = captured.graph
+    found = set(graph.gradients)
+    for index in graph.backward:
+        node = captured.fx_nodes[index]
+        logits = node.args[1] if node.target is cross_entropy_gradient else None
+        found.update(t for t in graph.nodes[index].inputs if captured.fx_values[t] is not logits)
+    return {graph.tensors[t].storage for t in found}
