@@ -19,6 +19,8 @@ from hiremate_lightning.planning.planner import (
 )
 from hiremate_lightning.planning.solvers import base, smallest_budget
 from hiremate_lightning.planning.solvers.base import Problem, Solution, Status, get_strategy, strategy
+from hiremate_lightning.records.schedule import lower
+from hiremate_lightning.records.simulation import simulate
 from hiremate_lightning.records.step import Call, Gap, merge
 from hiremate_lightning.units import Budget, parse_budget
 
@@ -189,7 +191,7 @@ def test_a_part_at_another_size_runs_as_it_did_before(monkeypatch):
     monkeypatch.setattr(planner, "smallest_budget", no_search)
     found = first_solution(larger, Budget(share=0.9), 0, 0, PlanOptions(), "Net", known=known)
     assert found is known[1].solution
-    peak = planner.simulate(larger.graph, larger.profile, planner.lower(larger.graph, found.recompute)).peak_bytes
+    peak = simulate(larger.graph, larger.profile, lower(larger.graph, found.recompute)).peak_bytes
     assert first_solution(larger, Budget(size_bytes=peak), peak, 0, PlanOptions(), "Net", known=known) is found
     with pytest.raises(SearchedError):
         first_solution(larger, Budget(size_bytes=peak - 1), peak - 1, 0, PlanOptions(), "Net", known=known)
