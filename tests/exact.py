@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
+from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.planning.plan import Plan
+from hiremate_lightning.sessions.targets import targets_of
 
 Log = list[Tensor | None]
 Loop = Callable[[nn.Module], Log]
@@ -46,6 +48,20 @@ def simple_loop(
         return log
 
     return loop
+
+
+def captured_by(module: nn.Module, *inputs: Any, **options: Any) -> Captured:
+    """Plan a module, run one forward, and give the first graph that was captured.
+
+    Args:
+        module: The module; it stays planned.
+        *inputs: Of the forward.
+        **options: Passed on to `hiremate`.
+    """
+    hiremate(module, "100%", verbose=False, **options)(*inputs)
+    targets = targets_of(module)
+    assert targets is not None
+    return targets.session.parts.all[0].captured
 
 
 def added_peaks(module: nn.Module, batch: Tensor) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.rewriting.assignments import _step, assign, assign_to_new
 from hiremate_lightning.sessions.targets import targets_of
 
-from .exact import simple_loop, train_both
+from .exact import captured_by, simple_loop, train_both
 
 ROWS, WIDTH = 48, 32
 
@@ -39,9 +39,7 @@ def rows(seed: int) -> Tensor:
 
 
 def captured_of(function: Callable[..., Any]) -> Captured:
-    module = hiremate(Computes(function), "100%", verbose=False)
-    module(rows(0))
-    return targets_of(module).session.parts.all[0].captured
+    return captured_by(Computes(function), rows(0))
 
 
 def ops(captured: Captured) -> Counter[str]:

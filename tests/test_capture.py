@@ -14,7 +14,8 @@ from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.records.graph import Phase, StorageKind, graph_from_json
 from hiremate_lightning.records.schedule import recompute_lazily
 from hiremate_lightning.rewriting import joint
-from hiremate_lightning.sessions.targets import targets_of
+
+from .exact import captured_by
 
 ROWS, WIDTH = 256, 16
 
@@ -37,9 +38,7 @@ class Net(nn.Module):
 
 def captured_of(model: nn.Module, *inputs: torch.Tensor) -> Captured:
     """Run one planned forward and give what was captured."""
-    hiremate(model, "100%", verbose=False)
-    model(*(inputs or (torch.randn(ROWS, WIDTH),)))
-    return targets_of(model).session.parts.all[0].captured
+    return captured_by(model, *(inputs or (torch.randn(ROWS, WIDTH),)))
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,8 @@ from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.rewriting import losses
 from hiremate_lightning.rewriting.losses import cross_entropy, cross_entropy_gradient
-from hiremate_lightning.sessions.targets import targets_of
 
-from .exact import added_peaks, simple_loop, train_both
+from .exact import added_peaks, captured_by, simple_loop, train_both
 
 aten = torch.ops.aten
 WIDTH, ROWS, CLASSES = 32, 200, 301
@@ -193,19 +192,13 @@ CHOICES: dict[str, tuple[Callable[[], nn.Module], int]] = {
 
 @pytest.mark.parametrize(("make", "count"), CHOICES.values(), ids=CHOICES)
 def test_only_losses_whose_logarithms_nothing_else_reads_are_joined(make, count):
-    module = hiremate(make(), "100%", verbose=False)
-    module(batch(0))
-    (part,) = targets_of(module).session.parts.all
-    ops = [node.op for node in part.captured.graph.nodes]
+    ops = [node.op for node in captured_by(make(), batch(0)).graph.nodes]
     assert sum(op.startswith("hiremate.cross_entropy") for op in ops) == count
 
 
 def test_a_loss_is_made_by_rows_beside_fused_kernels_too():
-    module = hiremate(Words(entropy), "100%", verbose=False, compile="inductor")
-    module(batch(0))
-    (part,) = targets_of(module).session.parts.all
-    ops = [node.op for node in part.captured.graph.nodes]
-    assert {"hiremate.cross_entropy", "hiremate.cross_entropy_gradient"} <= set(ops)
+    graph = captured_by(Words(entropy), batch(0), compile="inductor").graph
+    assert {"hiremate.cross_entropy", "hiremate.cross_entropy_gradient"} <= {node.op for node in graph.nodes}
 
 
 # ---------------------------------------------------------------- training

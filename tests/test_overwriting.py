@@ -18,9 +18,8 @@ from hiremate_lightning.records.graph import StorageKind
 from hiremate_lightning.rewriting.assignments import assign
 from hiremate_lightning.rewriting.joint import name_of
 from hiremate_lightning.rewriting.overwriting import _INTO, _INTO_FIRST, _INTO_FIRST_BY_ROWS, Strides, overwriting
-from hiremate_lightning.sessions.targets import targets_of
 
-from .exact import simple_loop, square_error, train_both
+from .exact import captured_by, simple_loop, square_error, train_both
 from .test_execution import compiled, nothing_kept
 
 aten = torch.ops.aten
@@ -244,9 +243,7 @@ class Computes(nn.Module):
 
 
 def captured_of(function: Callable[..., Any], *inputs: Tensor) -> capture.Captured:
-    module = hiremate(Computes(function), "100%", verbose=False)
-    module(*(inputs or (torch.randn(ROWS, WIDTH),)))
-    return targets_of(module).session.parts.all[0].captured
+    return captured_by(Computes(function), *(inputs or (torch.randn(ROWS, WIDTH),)))
 
 
 def overwriting_ops(captured: capture.Captured) -> list[str]:
@@ -498,9 +495,7 @@ def test_a_sum_that_is_but_one_of_its_terms_is_left_alone():
 
 @pytest.mark.parametrize("missing", [frozenset[int](), frozenset({0}), frozenset({1}), frozenset({0, 2})], ids=str)
 def test_the_graph_without_some_gradients_overwrites_what_its_program_overwrites(missing):
-    module = hiremate(Residues(), "100%", verbose=False)
-    module(rows(0))
-    captured = targets_of(module).session.parts.all[0].captured
+    captured = captured_by(Residues(), rows(0))
     found = absent.find_absent(captured, missing)
     graph, _ = absent.without(captured, found, estimate(captured.graph))
     shared = {n for i, n in enumerate(captured.fx_nodes) if captured.allocating.allocates[i] and not graph.allocates[i]}

@@ -10,9 +10,8 @@ from torch.nn import functional as F
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.rewriting import pooling
-from hiremate_lightning.sessions.targets import targets_of
 
-from .exact import added_peaks, simple_loop, train_both
+from .exact import added_peaks, captured_by, simple_loop, train_both
 
 BATCH, CHANNELS, SIZE = 5, 12, 21
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -96,7 +95,7 @@ def test_volumes_are_pooled_as_by_pytorch(options, last, dtype):
     source = numbers(BATCH, CHANNELS, 6, 9, 7, dtype=dtype)
     source = source.contiguous(memory_format=LAST[5]) if last else source
     kind = (pooling.memory_format_of(source), source.device, dtype)
-    if pooling._gives_the_same(torch.ops.aten.max_pool3d_with_indices.default, 3, *kind):
+    if pooling._gives_the_same(3, *kind):
         expected, found, _ = both_ways(source, **options)
         assert are_same(found, expected)
     else:
@@ -216,18 +215,13 @@ def batch(index: int) -> Tensor:
 
 @pytest.mark.parametrize(("make", "count"), CHOICES.values(), ids=CHOICES)
 def test_only_pools_whose_places_nothing_else_reads_are_joined(make, count):
-    module = hiremate(make(), "100%", verbose=False)
-    module(batch(0))
-    (part,) = targets_of(module).session.parts.all
-    ops = [node.op for node in part.captured.graph.nodes]
+    ops = [node.op for node in captured_by(make(), batch(0)).graph.nodes]
     assert ops.count("hiremate.max_pool") == ops.count("hiremate.max_pool_gradient") == count
 
 
 def test_pools_are_joined_beside_fused_kernels_too():
-    module = hiremate(Pooled(activated), "100%", verbose=False, compile="inductor")
-    module(batch(0))
-    (part,) = targets_of(module).session.parts.all
-    assert {"hiremate.max_pool", "hiremate.max_pool_gradient"} <= {node.op for node in part.captured.graph.nodes}
+    graph = captured_by(Pooled(activated), batch(0), compile="inductor").graph
+    assert {"hiremate.max_pool", "hiremate.max_pool_gradient"} <= {node.op for node in graph.nodes}
 
 
 # ---------------------------------------------------------------- training
@@ -262,7 +256,7 @@ def test_the_peak_is_lower_than_that_of_plain_pytorch_and_both_are_foreseen(monk
     plainly, planned = added_peaks(Pooled(pool), batch(0))
     monkeypatch.setattr(pooling, "join", lambda joint: None)
     _, before = added_peaks(Pooled(pool), batch(0))
-    places = sum(p.numel() for p in [pool(torch.zeros(4, 16, 32, 32))]) * (3 if pool is several else 1)
+    places = pool(torch.zeros(4, 16, 32, 32)).numel() * (3 if pool is several else 1)
     assert planned <= before - 6 * places
     monkeypatch.undo()
     monkeypatch.setattr(pooling, "PART_BYTES", 1)

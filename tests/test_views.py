@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.sessions.targets import targets_of
 
-from .exact import simple_loop, train_both
+from .exact import captured_by, simple_loop, train_both
 
 ROWS, WIDTH = 32, 16
 
@@ -35,9 +34,7 @@ def rows(seed: int) -> Tensor:
 
 
 def ops(function: Callable[..., Any]) -> Counter[str]:
-    module = hiremate(Computes(function), "100%", verbose=False)
-    module(rows(0))
-    return Counter(n.op.split(".")[1] for n in targets_of(module).session.parts.all[0].captured.graph.nodes)
+    return Counter(node.op.split(".")[1] for node in captured_by(Computes(function), rows(0)).graph.nodes)
 
 
 def pooled(module: Any, x: Tensor) -> Tensor:

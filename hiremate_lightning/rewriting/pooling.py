@@ -27,13 +27,9 @@ PART_BYTES = 2**20  # at least, of what is pooled: each part takes a few launche
 _LEAST_BYTES = 2**14  # of PyTorch's places in one picture: below it, the launches take longer than it is worth
 _FEW_CHANNELS = 8  # below it, there is nothing to vectorize over
 
-_KERNELS: dict[Any, tuple[Any, int]] = {  # and their gradients, and how many dimensions they pool
-    aten.max_pool2d_with_indices.default: (aten.max_pool2d_with_indices_backward.default, 2),
-    aten.max_pool3d_with_indices.default: (aten.max_pool3d_with_indices_backward.default, 3),
-}
-_OUT = {
-    4: (aten.max_pool2d_with_indices.out, aten.max_pool2d_with_indices_backward.grad_input),
-    5: (aten.max_pool3d_with_indices.out, aten.max_pool3d_with_indices_backward.grad_input),
+_OPERATORS: dict[int, tuple[Any, Any]] = {  # by how many dimensions they pool, with those of their gradients
+    2: (aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward),
+    3: (aten.max_pool3d_with_indices, aten.max_pool3d_with_indices_backward),
 }
 
 Windows = tuple[list[int], list[int], list[int], list[int], bool]
@@ -51,16 +47,16 @@ def max_pool(
         form: How they and the source lie in memory.
         dtype: Of the places.
     """
-    pool, _ = _OUT[source.dim()]
+    pool, _ = _OPERATORS[source.dim() - 2]
     values = torch.empty(shape, dtype=source.dtype, device=source.device, memory_format=form)
     places = torch.empty(shape, dtype=dtype, device=source.device, memory_format=form)
     first = _first_elements(source.shape[2:], shape[2:], windows, source.device)
-    # On the CPU the kernel for channels last is vectorized: up to nine times as fast, for the same numbers.
+    # On the CPU only the kernel for channels last is vectorized, which is worth the copy. The numbers are the same.
     is_turned = source.is_cpu and form is torch.contiguous_format and source.dim() == 4 and shape[1] >= _FEW_CHANNELS
     for part in _parts(source.shape, source.itemsize):
         read = source[part].contiguous(memory_format=torch.channels_last) if is_turned else source[part]
         made = torch.empty_like(values[part], dtype=torch.int64)
-        pool(read, *windows, out=values[part], indices=made)
+        pool.out(read, *windows, out=values[part], indices=made)
         places[part].copy_(made.sub_(first))
     return values, places
 
@@ -77,13 +73,14 @@ def max_pool_gradient(
         shape: Of what was pooled.
         form: How it lies in memory.
     """
-    _, spread = _OUT[gradient.dim()]
+    _, spread = _OPERATORS[gradient.dim() - 2]
     result = torch.empty(shape, dtype=gradient.dtype, device=gradient.device, memory_format=form)
     first = _first_elements(shape[2:], places.shape[2:], windows, gradient.device)
     for part in _parts(shape, gradient.itemsize):
         made = result[part]
         # Of what was pooled the kernel reads the shape alone.
-        spread(gradient[part], made, *windows, places[part].to(torch.int64).add_(first), grad_input=made)
+        whole = places[part].to(torch.int64).add_(first)
+        spread.grad_input(gradient[part], made, *windows, whole, grad_input=made)
     return result
 
 
@@ -112,11 +109,11 @@ def join(joint: fx.GraphModule) -> None:
     Args:
         joint: Forward and backward, dead code already removed; changed.
     """
-    for target in _KERNELS:
-        for node in joint.graph.find_nodes(op="call_function", target=target):
-            gradients = _gradients_of(node)
+    for dims, (pool, backward) in _OPERATORS.items():
+        for node in joint.graph.find_nodes(op="call_function", target=pool.default):
+            gradients = _gradients_of(node, backward.default, dims)
             if gradients:
-                _replace(node, gradients)
+                _replace(node, gradients, _windows_of(node.args[1:], dims))
     joint.graph.eliminate_dead_code()
 
 
@@ -135,10 +132,10 @@ def plain_times(value: fx.Node) -> int:
     return torch.int64.itemsize // value.meta["val"].itemsize if is_places else 1
 
 
-def _replace(pool: fx.Node, gradients: Sequence[fx.Node]) -> None:
+def _replace(pool: fx.Node, gradients: Sequence[fx.Node], windows: Windows) -> None:
     source: Any = pool.args[0]
     values, places = pool.meta["val"]
-    windows, form = _windows_of(pool), memory_format_of(source.meta["val"])
+    form = memory_format_of(source.meta["val"])
     dtype = _dtype_of_places(source.meta["val"].shape[2:], windows)
     with tensor_state.fake_mode_of([places]):
         narrow = places.to(dtype)
@@ -155,44 +152,42 @@ def _places_of(pool: fx.Node) -> Any:
     return next((part for part in values_of(pool) if part.args[1] == 1), None)
 
 
-def _gradients_of(pool: fx.Node) -> list[fx.Node]:
+def _gradients_of(pool: fx.Node, backward: Any, dims: int) -> list[fx.Node]:
     """List the gradients that read the places of a max pool, none where anything else does or tensors lie otherwise."""
-    backward, dims = _KERNELS[pool.target]
     source: Any = pool.args[0]
     shown: torch.Tensor = source.meta["val"]
     places = _places_of(pool)
     if places is None or pool.kwargs or tensor_state.is_symbolic(shown) or shown.dim() != dims + 2:
         return []
     form = memory_format_of(shown)
-    made = (*pool.meta["val"], *(n.meta["val"] for n in places.users if n.target is backward))
+    made = [*pool.meta["val"], *(n.meta["val"] for n in places.users if n.target is backward)]
     if form is None or not all(t.is_contiguous(memory_format=form) for t in made):
         return []
     if not shown.numel() or places.meta["val"].nbytes < _LEAST_BYTES * shown.shape[0]:
         return []
-    if not _gives_the_same(pool.target, dims, form, shown.device, shown.dtype):
+    if not _gives_the_same(dims, form, shown.device, shown.dtype):
         return []
     gradients = list(places.users)
-    windows = _windows_of(pool)
+    windows = _windows_of(pool.args[1:], dims)
     are_all = all(
-        n.target is backward and not n.kwargs and n.args[1] is source and _windows_of(n) == windows for n in gradients
+        n.target is backward and not n.kwargs and n.args[1] is source and _windows_of(n.args[2:-1], dims) == windows
+        for n in gradients
     )
     return gradients if are_all else []
 
 
 @functools.cache
-def _gives_the_same(
-    target: Any, dims: int, form: torch.memory_format, device: torch.device, dtype: torch.dtype
-) -> bool:
+def _gives_the_same(dims: int, form: torch.memory_format, device: torch.device, dtype: torch.dtype) -> bool:
     """Compare with PyTorch's kernels where windows hold what is no number, nothing but minus infinity, or equals.
 
     For volumes, channels last, PyTorch 2.13 names places outside of windows that hold nothing but minus infinity.
     """
-    backward, _ = _KERNELS[target]
+    pool, backward = _OPERATORS[dims]
     windows: Windows = ([3] * dims, [2] * dims, [1] * dims, [1] * dims, False)
     with tensor_state.real_mode(), torch.no_grad():
         source = _numbers((3, 37, 9, 7, 5)[: dims + 2], device, dtype).contiguous(memory_format=form)
         try:
-            expected, whole = target(source, *windows)
+            expected, whole = pool(source, *windows)
             gradient = _numbers(tuple(expected.shape), device, dtype).nan_to_num_(1, 2, 3)
             arrived = backward(gradient, source, *windows, whole)
             narrow = _dtype_of_places(source.shape[2:], windows)
@@ -213,11 +208,8 @@ def _numbers(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -
     return found.to(device, dtype)
 
 
-def _windows_of(node: fx.Node) -> Windows:
-    """Read the windows of a max pool, or of its gradient, by dimension."""
-    source: Any = node.args[0]
-    dims = source.meta["val"].dim() - 2
-    given: Any = node.args[1:] if node.target in _KERNELS else node.args[2:-1]
+def _windows_of(given: Sequence[Any], dims: int) -> Windows:
+    """Read windows by dimension from the arguments of a max pool, of which the last ones may be left out."""
     all_given: Any = (*given, *([], 0, 1, False)[len(given) - 1 :])
     kernel, stride, padding, dilation, is_ceil = all_given
 

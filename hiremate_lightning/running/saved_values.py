@@ -45,7 +45,7 @@ def saved_values(captured: Captured, schedule: Schedule) -> SavedValues:
     """Describe what a schedule of a captured graph saves."""
     saved = [captured.fx_values[t] for t in schedule.saved]
     storages = [captured.graph.tensors[t].storage for t in schedule.saved]
-    tensors = [i for i, value in enumerate(saved) if isinstance(value.meta.get("val"), torch.Tensor)]
+    tensors = [i for i, t in enumerate(schedule.saved) if captured.graph.tensors[t].dtype]
     outputs, shown = set(captured.forward_outputs), _outputs_on(captured)
     seen, unread = _seen(captured), _unread_plainly(captured)
     borrowed = [i for i in tensors if storages[i] in seen and storages[i] in unread]
