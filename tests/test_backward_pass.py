@@ -68,7 +68,7 @@ class Asking(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        ctx.heard.append(backward_pass.only_takes_one(ctx.leaf))
+        ctx.heard.append(bool(backward_pass.taking_one({0: ctx.leaf})))
         return g, g, None
 
 
@@ -117,7 +117,7 @@ def test_a_leaf_that_was_frozen_since_is_known(leaf):
 
 
 def test_outside_of_a_backward_nothing_is_known(leaf):
-    assert not backward_pass.only_takes_one(leaf)
+    assert not backward_pass.taking_one({0: leaf})
 
 
 def test_a_backward_that_has_ended_is_let_go(leaf):

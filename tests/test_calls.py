@@ -46,6 +46,8 @@ FAST = {
     "mm": (aten.mm.default, (X, X), {}),
     "norm": (aten.native_layer_norm.default, (X, [4], None, None, 1e-5), {}),
     "permute": (aten.permute.default, (CUBE, [2, 0, 1]), {}),
+    "reshape": (aten.reshape.default, (X, [16]), {}),
+    "reshape, by a copy": (aten.reshape.default, (X.t(), [16]), {}),
     "power": (aten.pow.Tensor_Scalar, (X, 2), {}),
     "select": (aten.select.int, (X, 0, 1), {}),
     "sum": (aten.sum.dim_IntList, (X, [0], True), {}),

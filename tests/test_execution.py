@@ -12,6 +12,7 @@ from hiremate_lightning.rewriting.kernels import apply_dropout_mask
 from hiremate_lightning.running.execution import Part
 from hiremate_lightning.running.program import build
 from hiremate_lightning.sessions.backend import planning_backend
+from hiremate_lightning.torch_private.calls import shortest
 
 ROWS, WIDTH = 256, 16
 
@@ -123,6 +124,17 @@ def test_the_conductor_hears_of_each_stage_in_order():
     call, conductor = compiled(model, keep_all)
     call(x).sum().backward()
     assert conductor.heard == ["start", "forward done run", "backward starts run", "backward done run"]
+
+
+def test_a_backward_calls_operators_by_their_shortest_way():
+    model, x = make()
+    call, conductor = compiled(model, keep_all)
+    call(x)
+    captured = conductor.parts[0].captured
+    module = build(captured, lower(captured.graph, keep_all(captured.graph))).backward_module
+    products = module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    assert len(products) > 1
+    assert all(shortest(product) is torch.mm for product in products)
 
 
 def test_what_a_schedule_saves_is_what_its_program_saves():

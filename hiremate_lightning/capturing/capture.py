@@ -123,6 +123,13 @@ class Captured:
         pairs = zip(self.placeholders, self.backward_outputs, strict=False)
         return tuple(position for position, (_, gradient) in enumerate(pairs) if gradient is not None)
 
+    @functools.cached_property
+    def alike(self) -> frozenset[int]:
+        """Positions of the inputs that look like their gradients: dense tensors of one shape, type and device."""
+        inputs, gradients = self.placeholders, self.backward_outputs
+        shown = ((p, inputs[p].meta["val"], gradients[p].meta["val"]) for p in self.trained)
+        return frozenset(position for position, value, gradient in shown if tensor_state.are_alike(value, gradient))
+
     @property
     def placeholders(self) -> tuple[fx.Node, ...]:
         """The inputs of the forward, in order."""

@@ -53,6 +53,7 @@ class ResidentMemory:
         self.root = root
         self.batch: list[torch.Tensor] = []
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._updating: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._left = LeftOutputs()
         parameters = list(root.parameters())
         self._inputs_on = torch.device("cpu")
@@ -76,12 +77,20 @@ class ResidentMemory:
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Learn that an optimizer has stepped; say whether it has used gradients of the model."""
-        own = {id(p) for p in self.root.parameters()}
-        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        if not self._updates(optimizer):
             return False
         self.watch(optimizer)
         self._stepped = True
         return True
+
+    def _updates(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer has parameters of the model; looked up once for so many groups of them."""
+        count, found = self._updating.get(optimizer, (-1, False))
+        if count != len(optimizer.param_groups):
+            own = {id(p) for p in self.root.parameters()}
+            found = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+            self._updating[optimizer] = len(optimizer.param_groups), found
+        return found
 
     def has_grown(self) -> bool:
         """Whether there is state of an optimizer, or gradients, that there never was when a step began."""

@@ -15,6 +15,7 @@ import torch
 
 from ..capturing.capture import Captured
 from ..torch_private import backward_pass
+from ..torch_private.tensor_state import are_alike
 
 Leaves = Mapping[int, torch.Tensor]  # by position among the inputs of a captured graph
 
@@ -36,22 +37,16 @@ def existing(leaves: Leaves) -> dict[int, torch.Tensor]:
 
 def addable(captured: Captured, leaves: Leaves) -> frozenset[int]:
     """List the positions of the leaves with whose gradients the running backward does nothing but add them."""
-    if not all(on_default_stream(leaf.device) for leaf in leaves.values()):
+    if not all(map(on_default_stream, {leaf.device for leaf in leaves.values()})):
         return frozenset()
-    return frozenset(
-        position
+    usual = {
+        position: leaf
         for position, leaf in leaves.items()
-        if _is_alike(leaf, captured.backward_outputs[position].meta["val"])
-        and (leaf.grad is None or (_is_alike(leaf, leaf.grad) and not leaf.grad.requires_grad))
-        and backward_pass.only_takes_one(leaf)
-    )
-
-
-def _is_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    same = (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
-    return (
-        same and tensor.layout is torch.strided is other.layout and type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    )
+        if position in captured.alike
+        and type(leaf) in (torch.Tensor, torch.nn.Parameter)
+        and ((gradient := leaf.grad) is None or (are_alike(leaf, gradient) and not gradient.requires_grad))
+    }
+    return backward_pass.taking_one(usual)
 
 
 def on_default_stream(device: torch.device) -> bool:

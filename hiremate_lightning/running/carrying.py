@@ -14,7 +14,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.graph import Node, get_gradient_edge
 
 from ..torch_private import backward_pass
 from .accumulation import on_default_stream
@@ -56,11 +55,10 @@ def shared_leaves(run: Run) -> dict[int, Shared]:
     if run.terms and SHARED not in notes:
         notes[SHARED] = _find_shared(run, ran)
     ran.add(id(run))
-    shared: dict[Node, Shared] = notes.get(SHARED, {})
+    shared: dict[int, Shared] = notes.get(SHARED, {})
     if not shared:
         return {}
-    nodes = ((position, get_gradient_edge(leaf).node) for position, leaf in run.leaves.items())
-    return {position: shared[node] for position, node in nodes if node in shared}
+    return {position: shared[id(leaf)] for position, leaf in run.leaves.items() if id(leaf) in shared}
 
 
 def hand_on(gradients: Sequence[Any], shared: Mapping[int, Shared], summed: Collection[int]) -> Sequence[Any]:
@@ -83,20 +81,24 @@ def hand_on(gradients: Sequence[Any], shared: Mapping[int, Shared], summed: Coll
     return results
 
 
-def _find_shared(run: Run, ran: set[int]) -> dict[Node, Shared]:
-    """Find the leaves to whose gradients none but captured graphs contribute, all still to come, one of them a sum."""
+def _find_shared(run: Run, ran: set[int]) -> dict[int, Shared]:
+    """Find the leaves to whose gradients none but captured graphs contribute, all still to come, one of them a sum.
+
+    Gives them by their identities.
+    """
     tokens = (getattr(tensor, "hiremate", None) for tensor in backward_pass.saved_by_captured())
     runs = {id(found): found for found in (run, *tokens) if found is not None and id(found) not in ran}
-    leaves: dict[Node, torch.Tensor] = {}
-    counts: defaultdict[Node, list[int]] = defaultdict(list)  # of the terms that each run contributes
+    if len(runs) == 1:
+        return {}
+    leaves: dict[int, torch.Tensor] = {}
+    counts: defaultdict[int, list[int]] = defaultdict(list)  # of the terms that each run contributes
     for found in runs.values():
         for position, leaf in found.leaves.items():
-            node = get_gradient_edge(leaf).node
-            leaves[node] = leaf
-            counts[node].append(found.terms.get(position, 1))
-    several = {node: len(terms) for node, terms in counts.items() if len(terms) > 1 and max(terms) > 1}
+            leaves[id(leaf)] = leaf
+            counts[id(leaf)].append(found.terms.get(position, 1))
+    several = {leaf: len(terms) for leaf, terms in counts.items() if len(terms) > 1 and max(terms) > 1}
     return {
-        node: Shared(number)
-        for node, number in several.items()
-        if backward_pass.terms_to(leaves[node]) == number and on_default_stream(leaves[node].device)
+        leaf: Shared(number)
+        for leaf, number in several.items()
+        if backward_pass.terms_to(leaves[leaf]) == number and on_default_stream(leaves[leaf].device)
     }

@@ -138,20 +138,28 @@ def _backward_module(
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     for value in (*saved, *captured.tangents):
-        values[value] = graph.placeholder(value.name)
-    totals = {position: graph.placeholder(f"total_{position}") for position in sorted(added)}
-    sums = [_Sum(captured, p, graph.placeholder(f"carried_{p}")) for p in sorted(carried)]
+        values[value] = _placeholder(graph, value.name, value)
+    gradients = captured.backward_outputs
+    totals = {position: _placeholder(graph, f"total_{position}", gradients[position]) for position in sorted(added)}
+    sums = [_Sum(captured, p, _placeholder(graph, f"carried_{p}", gradients[p])) for p in sorted(carried)]
     _copy_constants(captured, graph, values)
     _Emitter(captured, graph, values, absence, sums).emit(schedule.backward)
-    there = (v if isinstance(v, fx.Node) and v not in absence.values else None for v in captured.backward_outputs)
-    gradients = [None if v is None else values[v] for v in there]
+    there = (v if isinstance(v, fx.Node) and v not in absence.values else None for v in gradients)
+    results = [None if v is None else values[v] for v in there]
     for position, total in totals.items():
-        _add_at_once(graph, total, gradients[position])
-        gradients[position] = None
+        _add_at_once(graph, total, results[position])
+        results[position] = None
     for own in sums:
-        gradients[own.position] = own.finish(graph, gradients[own.position])
-    graph.output(tuple(gradients))
+        results[own.position] = own.finish(graph, results[own.position])
+    graph.output(tuple(results))
     return fx.GraphModule(captured.joint, graph, "PlannedBackward")
+
+
+def _placeholder(graph: fx.Graph, name: str, shown: fx.Node) -> fx.Node:
+    """Add an input that looks like a captured value."""
+    added = graph.placeholder(name)
+    added.meta = {"val": shown.meta.get("val")}
+    return added
 
 
 def _add_at_once(graph: fx.Graph, total: fx.Node, gradient: fx.Node | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context, ContextVar
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 _running: ContextVar[_Running | None] = ContextVar("hiremate_running_backward", default=None)
+_AccumulateGrad = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 
 
 class _Running:
@@ -26,6 +27,7 @@ class _Running:
         roots: What it begins with; nothing any more when it has ended.
         creates_graph: Whether it was called with `create_graph=True`.
         edges: How many edges lead to each node, None before they were counted.
+        accumulating: The nodes that add to the `.grad` of leaves, by identity of the leaf; filled as edges are counted.
         notes: What others note about it until it ends.
     """
 
@@ -33,6 +35,7 @@ class _Running:
         self.roots = tuple(roots)
         self.creates_graph = creates_graph
         self.edges: Counter[Node] | None = None
+        self.accumulating: dict[int, Node] = {}
         self.notes: dict[str, Any] = {}
 
     def count_edges(self) -> Counter[Node]:
@@ -41,7 +44,10 @@ class _Running:
             nodes = [r.node if isinstance(r, GradientEdge) else get_gradient_edge(r).node for r in self.roots]
             self.edges, seen = Counter(nodes), set(nodes)
             while nodes:
-                for node, _ in nodes.pop().next_functions:
+                found = nodes.pop()
+                if type(found) is _AccumulateGrad:
+                    self.accumulating[id(found.variable)] = found  # type: ignore[attr-defined]
+                for node, _ in found.next_functions:
                     if node is None:
                         continue
                     self.edges[node] += 1
@@ -53,6 +59,7 @@ class _Running:
     def end(self) -> None:
         """Let go of the graph: autograd's threads keep this object."""
         self.roots, self.edges = (), Counter()
+        self.accumulating.clear()
         self.notes.clear()
 
 
@@ -83,16 +90,23 @@ def watch() -> None:
     setattr(torch.autograd, "_engine_run_backward", run)  # noqa: B010  mypy takes it for a function that stays
 
 
-def only_takes_one(leaf: torch.Tensor) -> bool:
-    """Whether the running backward will do nothing with a leaf but add one gradient, from one place, to its `.grad`.
+def taking_one(leaves: Mapping[int, torch.Tensor]) -> frozenset[int]:
+    """List the leaves with which the running backward does nothing but add one gradient, from one place, to `.grad`.
 
-    False where that is not known: a backward that was not called from Python, or before `watch`.
+    None where that is not known: a backward that was not called from Python, or before `watch`.
     """
     running = _current()
-    if running is None or not leaf.requires_grad or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
-        return False
-    node = get_gradient_edge(leaf).node
-    return running.count_edges()[node] == 1 and _will_run(node, if_returned=False)
+    if running is None:
+        return frozenset()
+    edges = running.count_edges()
+    usual = (
+        (key, running.accumulating.get(id(leaf)))
+        for key, leaf in leaves.items()
+        if leaf.requires_grad and not leaf._backward_hooks and not leaf._post_accumulate_grad_hooks
+    )
+    return frozenset(
+        key for key, node in usual if node is not None and edges[node] == 1 and _will_run(node, if_returned=False)
+    )
 
 
 def _will_run(accumulating: Node, if_returned: bool) -> bool:
@@ -111,9 +125,11 @@ def notes() -> dict[str, Any] | None:
 
 def terms_to(leaf: torch.Tensor) -> int:
     """Count the places from which gradients of a leaf will be added up; 0 where none will."""
-    running, node = _current(), get_gradient_edge(leaf).node
-    is_wanted = running is not None and _will_run(node, if_returned=True)
-    return running.count_edges()[node] if running is not None and is_wanted else 0
+    running = _current()
+    if running is None:
+        return 0
+    edges, node = running.count_edges(), running.accumulating.get(id(leaf))
+    return 0 if node is None or not _will_run(node, if_returned=True) else edges[node]
 
 
 def saved_by_captured() -> Iterator[torch.Tensor]:

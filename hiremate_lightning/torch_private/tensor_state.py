@@ -49,6 +49,12 @@ def versions_of(tensors: Sequence[torch.Tensor | None]) -> list[int]:
         return [-1 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
 
 
+def are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are dense, and of one shape, type and device."""
+    same = (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
+    return same and tensor.layout is torch.strided is other.layout
+
+
 def is_batched(value: Any) -> bool:
     """Whether a tensor stands for the many that `torch.autograd.grad` got with is_grads_batched."""
     return isinstance(value, torch.Tensor) and bool(torch._C._functorch.is_legacy_batchedtensor(value))
