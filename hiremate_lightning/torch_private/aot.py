@@ -10,11 +10,11 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput, SavedForBackwardsAOTOutput
-from torch._functorch._aot_autograd.runtime_wrappers import _AutogradSavedState as _SavedState
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, OutputType, PlainTensorMeta
 from torch._functorch.partitioners import _extract_fwd_bwd_outputs, _has_tag_is_backward, _is_tangent
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.autograd.function import FunctionCtx
 
 __all__ = ["HigherOrderOperator", "OpOverload"]
 
@@ -152,18 +152,19 @@ def let_gradients_be_absent(token: torch.Tensor) -> None:
 
 
 def _heed_tokens() -> None:
-    """Let AOTAutograd look at the tokens that a forward saves; what has none of ours is saved as ever."""
-    save = _SavedState.save_from_forward
+    """Look at the tokens that AOTAutograd saves in a forward; what other functions save is none of our business."""
+    save = FunctionCtx.save_for_backward
     if hasattr(save, "__wrapped__"):
         return
 
     @functools.wraps(save)
-    def save_and_look(state: Any, context: Any, values: Sequence[Any]) -> None:
-        save(state, context, values)
-        if any(getattr(value, "takes_absent", False) for value in values):
+    def save_and_look(context: Any, *tensors: Any) -> None:
+        save(context, *tensors)
+        is_captured = type(context).__name__ == "CompiledFunctionBackward"
+        if is_captured and any(getattr(tensor, "takes_absent", False) for tensor in tensors):
             context.set_materialize_grads(False)
 
-    setattr(_SavedState, "save_from_forward", save_and_look)  # noqa: B010  a method can't be assigned
+    setattr(FunctionCtx, "save_for_backward", save_and_look)  # noqa: B010  a method can't be assigned
 
 
 def outermost_autocasts(graph: fx.Graph) -> dict[str, int]:
