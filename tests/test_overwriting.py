@@ -151,6 +151,29 @@ def test_complex_numbers_are_overwritten_as_others_are(target):
     assert same_bits(torch.view_as_real(found), torch.view_as_real(expected))
 
 
+class Spectra(nn.Module):
+    """Complex products and quotients of numbers that lie otherwise than each other."""
+
+    def __init__(self, combine: Callable[[Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, 1))
+        self.combine = combine
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(x.unflatten(1, (8, -1)), n=2 * WIDTH - 2).transpose(1, 2)
+        return torch.view_as_real(self.combine(spectrum, spectrum * self.weight).contiguous()).square().mean()
+
+
+@pytest.mark.parametrize(
+    "combine",
+    [lambda a, b: b, torch.mul, lambda a, b: a / (b + 2), lambda a, b: torch.sigmoid(b), lambda a, b: torch.tanh(b)],
+    ids=["weighted", "product", "quotient", "sigmoid", "tanh"],
+)
+def test_complex_products_round_as_they_do_where_nothing_is_overwritten(combine):
+    loop = simple_loop(lambda index: torch.randn(ROWS, 8 * WIDTH), loss_of=Tensor.sum)
+    train_both(lambda: Spectra(combine), loop, "100%")
+
+
 @pytest.mark.parametrize(
     ("other", "dtype"),
     [

@@ -93,6 +93,10 @@ _INTO_FIRST |= _INTO_FIRST_BY_ROWS
 # What makes its result some rows after the other may write it over tensors that look like that.
 _BY_ROWS: dict[Any, tuple[Any, str]] = {cross_entropy_gradient: (cross_entropy_gradient, "out")}
 
+# Of complex numbers these round by whether they write over what they read: PyTorch leaves the choice of instructions to
+# the compiler, which lets them look. Products don't where all tensors lie alike.
+_COMPLEX_PRODUCTS = (aten.div.Tensor, aten.sigmoid_backward.default, aten.tanh_backward.default)
+
 Strides = tuple[tuple[int, tuple[int, ...]], ...]
 
 
@@ -290,11 +294,20 @@ def candidates_of(node: fx.Node) -> list[tuple[int, fx.Node]]:
     result = node.meta["val"]
     if node.target in _INTO_FIRST_BY_ROWS and not result.is_contiguous():
         return []
+    if isinstance(result, torch.Tensor) and result.dtype.is_complex and not _rounds_alike(node, values):
+        return []
     found = [(i, a) for i, a in enumerate(node.args) if isinstance(a, fx.Node)]
     if node.target in _INTO_FIRST and node.args[0] in tensor_state.leaves(node.args[1:]):
         return []  # what is put there is read from there
     taken = found[:1] if node.target in _INTO_FIRST else found
     return [(i, a) for i, a in taken if _look_alike(a.meta["val"], result)]
+
+
+def _rounds_alike(node: fx.Node, values: Sequence[Any]) -> bool:
+    """Whether an operation on complex numbers gives the same where it writes over one of them."""
+    if node.target is aten.mul.Tensor:
+        return len({(v.shape, v.stride()) for v in values if v.dim()}) == 1
+    return node.target not in _COMPLEX_PRODUCTS
 
 
 def _look_alike(dying: Any, result: Any) -> bool:
