@@ -31,7 +31,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch.nn.modules import module as nn_module
 
 from ..garbage import collecting_what_it_leaves
-from . import byte_targets
+from . import byte_targets, folding
 
 __all__ = ["CompileError"]
 
@@ -83,7 +83,13 @@ def _capture_with(
 ) -> Any:
     is_static = builder, "tensor_always_has_static_shape", has_static_shape
     settings = dynamo_config.patch(specialize_float=not fractions_vary, **_SETTINGS)
-    with settings, replaced(is_static, *_WHILE_CAPTURING), byte_targets.traced(), collecting_what_it_leaves():
+    with (
+        settings,
+        replaced(is_static, *_WHILE_CAPTURING),
+        byte_targets.traced(),
+        folding.shaped_at_once(),
+        collecting_what_it_leaves(),
+    ):
         result = _capture(code, *arguments, **options)
     _captured.add(code)
     return result

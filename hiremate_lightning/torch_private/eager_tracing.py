@@ -24,7 +24,7 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from . import byte_targets, dynamo, tensor_state
+from . import byte_targets, dynamo, folding, tensor_state
 
 
 @contextmanager
@@ -44,6 +44,7 @@ def traced_as_eager() -> Iterator[None]:
         _eager_strides_of_one(),
         _eager_strides(),
         byte_targets.traced(),
+        folding.shaped_at_once(),
         _guarded_overlaps(),
     ):
         yield
@@ -77,9 +78,9 @@ def _eager_kernels() -> Iterator[None]:
         for key in _IMPLICIT:
             op.py_kernels.pop(key, None)
         op._dispatch_cache.clear()
-    dropout = torch.ops.aten.dropout.default
     for key in _IMPLICIT:
-        dropout.py_kernels[key] = _eager_dropout
+        torch.ops.aten.dropout.default.py_kernels[key] = _eager_dropout
+        torch.ops.aten.istft.default.py_kernels[key] = folding.istft
     try:
         yield
     finally:
