@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import normalize
+from torch.nn.functional import logsigmoid, normalize
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.sessions.targets import targets_of
@@ -108,6 +108,33 @@ def test_gradients_of_a_value_that_several_parts_read_are_exact(first, second):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert targets_of(model).session.captured_count == 3
     assert get_plan(model) is not None
+
+
+class Gated(nn.Module):
+    """Reads views of a value before and after a look at one of them, which ends a captured part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value, gate = self.enter(x).view(len(x), 2, -1).unbind(1)
+        level = logsigmoid(gate)
+        if torch.all(value == 0.0):
+            return value.sum()
+        highest = torch.max(value, level)
+        kept = torch.minimum(torch.exp(level - highest), torch.ones_like(value))
+        return (kept * value + torch.exp(value - highest)).square().mean()
+
+
+def test_views_that_are_read_in_several_parts_are_traced_with_their_sizes(recwarn):
+    torch.manual_seed(0)
+    plain = Gated()
+    model = hiremate(copy.deepcopy(plain), "100%", verbose=False)
+    expected, found = train(plain), train(model)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert targets_of(model).session.captured_count == 2
+    assert not [str(w.message) for w in recwarn]
 
 
 class ReadAndOverwritten(nn.Module):

@@ -75,6 +75,14 @@ class Contributions:
         added = {(position, term): values[position].view_as(values[position]) for position, term in reversed(places)}
         return [*values, *(added[place] for place in places)]
 
+    def expand_traced(self, values: Sequence[Any]) -> list[Any]:
+        """Add the same to the inputs of a trace."""
+        expanded = self.expand(values)
+        positions = (position for position, count in self.terms.items() for _ in range(1, count))
+        for added, position in zip(expanded[len(values) :], positions, strict=True):
+            aot.trace_with_sizes_of(added, values[position])
+        return expanded
+
     @contextmanager
     def traced(self, module: fx.GraphModule) -> Iterator[None]:
         """Surround a trace: inputs that nothing reads are there meanwhile, as many as `expand` adds."""

@@ -82,11 +82,11 @@ class _Compilation:
         with traced_as_eager():
             try:
                 with given.traced(module):
-                    run = backend(module, given.expand(inputs))
+                    run = backend(module, given.expand_traced(inputs))
             except OtherTermsError as error:
                 given.settle(error.terms)
                 with given.traced(module):
-                    run = backend(module, given.expand(inputs))
+                    run = backend(module, given.expand_traced(inputs))
         if not given.terms:
             return run, given.terms
         return lambda *arguments: run(*given.expand(arguments)), given.terms

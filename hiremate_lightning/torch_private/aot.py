@@ -196,6 +196,13 @@ def add_input(graph: fx.Graph, last: fx.Node | None, name: str) -> fx.Node:
     return added
 
 
+def trace_with_sizes_of(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Let a view of an input be traced with the sizes that the input has; AOTAutograd would make symbols for them."""
+    context = TracingContext.try_get()
+    if context is not None and other in context.tensor_to_context:
+        context.tensor_to_context[tensor] = context.tensor_to_context[other]
+
+
 def input_position(placeholder: fx.Node) -> int | None:
     """Give the position among the inputs of the captured function, None for what AOTAutograd added."""
     description = placeholder.meta.get("desc")
