@@ -456,3 +456,31 @@ def test_models_are_planned_in_threads_one_after_another_and_beside_each_other()
     for number, model in enumerate(models):
         assert all(torch.equal(a, b) for a, b in zip(found[number], expected[:-1], strict=True))
         assert get_plan(model).measured.peak_bytes <= get_plan(model).budget_bytes
+
+
+class Pair(tuple):
+    """Has two numbers, and no length, as the irreducible representations of e3nn."""
+
+    def __len__(self):
+        raise NotImplementedError
+
+
+class TimesPairs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.pairs = nn.Linear(8, 8), [Pair((2, 3))]
+
+    def forward(self, x):
+        return sum(self.linear(x) * factor + term for factor, term in self.pairs)
+
+
+def test_tuples_that_tell_no_length_are_captured_and_seen_to_change(recwarn):
+    plain, x = TimesPairs(), torch.randn(4, 8)
+    module = hiremate(copy.deepcopy(plain), "100%", verbose=False)
+    for pair in (Pair((2, 3)), Pair((2, 3)), Pair((5, 3))):
+        module.pairs[0] = plain.pairs[0] = pair
+        result = module(x)
+        assert torch.equal(result, plain(x))
+        result.sum().backward()
+    assert targets_of(module).session.captured_count == 2
+    assert not [str(w.message) for w in recwarn]

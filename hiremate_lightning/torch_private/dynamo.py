@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import types
 import warnings
@@ -17,6 +18,7 @@ from torch._dynamo.convert_frame import input_codes
 from torch._dynamo.eval_frame import reset_code, set_code_exec_strategy
 from torch._dynamo.exc import TorchDynamoException as CompileError
 from torch._dynamo.exc import TorchRuntimeError
+from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.pgo import CodeId, get_code_state
 from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
@@ -28,6 +30,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.misc import LoggingLoggerVariable, RandomVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._guards import Guard
 from torch.nn.modules import module as nn_module
 
 from ..garbage import collecting_what_it_leaves
@@ -52,6 +55,7 @@ def capturing_for_plans(tell: Callable[[str], None] | None = None, sizes_vary: b
       which Dynamo takes for one that always gives the same.
     * A hook that a module gets later, or loses, is seen: its call is captured anew.
     * What `checkpoint(use_reentrant=True)` computes has no gradient where none of its inputs has one.
+    * A tuple whose class has a `__len__` of its own is looked into as any other.
     * A log's message does not end a graph if it is said only once, or not at all.
     * Code that Dynamo or AOTAutograd fail on runs as it is, and what it calls is captured on its own. The error is told
       or, where there is no one to tell, raised. So are errors of the code itself, which are seen as it is traced.
@@ -201,9 +205,24 @@ def _format_as_it_is(translator: Any, specification: Any, flags: int) -> None:
     _format(translator, specification, flags)
 
 
+@functools.wraps(GuardBuilder.SEQUENCE_LENGTH)  # torch looks at what it has noted there
+def _guard_own_length(builder: GuardBuilder, guard: Guard) -> None:
+    """Guard on how many items a tuple holds; its class may say otherwise, or nothing, by a `__len__` of its own."""
+    value = builder.get(guard)
+    if not isinstance(value, tuple) or type(value).__len__ is tuple.__len__:
+        _guard_length(builder, guard)
+        return
+    length = tuple.__len__(value)
+    builder.TYPE_MATCH(guard)
+    told = [f"tuple.__len__({guard.name}) == {length}"]
+    builder.get_guard_manager(guard).add_lambda_guard(lambda v: tuple.__len__(v) == length, told, guard.user_stack)
+
+
+_guard_length = GuardBuilder.SEQUENCE_LENGTH
 _capture, _break_graph, _draw = convert_frame._compile, LoggingLoggerVariable.call_method, RandomVariable.call_method
 _format, _checkpoint = InstructionTranslatorBase._format_value, CheckpointHigherOrderVariable._call_function
 _WHILE_CAPTURING = (
+    (GuardBuilder, "SEQUENCE_LENGTH", _guard_own_length),
     (InstructionTranslatorBase, "_format_value", _format_as_it_is),
     (CheckpointHigherOrderVariable, "_call_function", _checkpoint_as_asked),
     (LoggingLoggerVariable, "call_method", _log_early),
