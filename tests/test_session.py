@@ -7,6 +7,7 @@ import copy
 import gc
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -1112,6 +1113,48 @@ def test_what_code_between_graphs_saves_for_its_backward_is_foreseen():
     plan = get_plan(model)
     assert targets_of(model).session.captured_count > 1
     assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.005)
+
+
+class CombinesBetween(nn.Module):
+    """Two captured parts, and a third that reads what code that is not captured makes of their results."""
+
+    def __init__(self, combine: Callable) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(WIDTH, 8 * WIDTH)
+        self.third = nn.Linear(8 * WIDTH, 32 * WIDTH)
+        self.combine = torch._dynamo.disable(combine)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = [self.first(x)]
+        torch._dynamo.graph_break()
+        values.append(self.second(x))
+        return self.third(self.combine(values)).tanh().square().mean()
+
+
+def added_up(values: list[torch.Tensor]) -> torch.Tensor:
+    """Let go of the values as soon as there is their sum, and take as much again."""
+    total = values[0] + values[1]
+    values.clear()
+    return total.sin()
+
+
+def multiplied(values: list[torch.Tensor]) -> torch.Tensor:
+    """Save both values, the first of which nobody holds any more when its own part's backward is next."""
+    product = values[0] * values[1]
+    values.clear()
+    return product
+
+
+@pytest.mark.parametrize("combine", [added_up, multiplied])
+def test_results_that_code_between_later_graphs_holds_or_lets_go_of_are_foreseen(combine):
+    torch.manual_seed(1)
+    model = hiremate(CombinesBetween(combine), "1 GiB", verbose=False)
+    for seed in range(4):
+        model.zero_grad()
+        model(batch(seed)).backward()
+    plan = get_plan(model)
+    assert targets_of(model).session.captured_count > 2
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
 
 
 def test_a_plan_is_corrected_again_where_the_first_margin_was_too_small():

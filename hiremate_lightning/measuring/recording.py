@@ -8,7 +8,7 @@ starts. `calls` turns that into the records that `step.merge` puts together.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..memory.allocator import allocated_bytes
 from ..memory.metering import Interval, MemoryMeter
 from ..records.costs import Profile
 from ..records.graph import Graph
-from ..records.step import Call, Gap, Stage
+from ..records.step import Call, Gap, Output, Stage
 from ..running.accumulation import Leaves, addable
 from ..running.execution import Part, missing_gradients
 from ..running.program import Program
@@ -38,7 +38,7 @@ class Run:
         number: Number of the part within its session.
         index: Position among the forwards of the step.
         program: The program that runs it.
-        links: For each input that is an earlier run's output: that run and that output.
+        links: For each input that is an earlier run's output: that one.
         passed_on: Gradients of inputs that other code computed: they don't stay with a parameter.
         outputs: For each output, whether its storage still lives, and which it is.
         alive: Outputs that lived when the backward ended, None before it ends.
@@ -53,13 +53,18 @@ class Run:
     number: int
     index: int
     program: Program
-    links: dict[int, tuple[int, int]] = field(default_factory=dict)
+    links: dict[int, Output] = field(default_factory=dict)
     passed_on: tuple[int, ...] = ()
     outputs: dict[int, tuple[Callable[[], bool], int]] = field(default_factory=dict)
     alive: tuple[int, ...] | None = None
     missing: frozenset[int] = frozenset()
     tangent_bytes: tuple[int, ...] = ()
     added: dict[int, frozenset[int]] = field(default_factory=dict)
+
+    def saves(self, output: int) -> bool:
+        """Whether it saved an output, or something that lies there, for its backward."""
+        tensors = self.graph.tensors
+        return tensors[output].storage in {tensors[t].storage for t in self.program.schedule.saved}
 
     @property
     def graph(self) -> Graph:
@@ -106,7 +111,7 @@ class StepRecord:
         self.backwards: list[int] = []
         self.parameters = set[int]()
         self.timed: TimedRun | None = None
-        self._alive_at: dict[str, list[tuple[int, ...]]] = {}  # by mark, which outputs of each run still lived
+        self._alive_at: dict[str, list[Output]] = {}  # by mark, which outputs of the runs still lived
         self._meter: MemoryMeter | None = None
         self._is_closed = False
         self._ended = 0  # how many of the backwards have ended, with all that they are part of
@@ -154,7 +159,7 @@ class StepRecord:
         for node, value in zip(captured.forward_outputs, outputs, strict=True):
             if node in tensor_of and _is_dense(value):
                 run.outputs[tensor_of[node]] = (tensor_state.watch_storage(value), tensor_state.storage_id(value))
-                self._mark_release(value, _release_label(run, tensor_of[node]))
+                self._mark_release(value, _release_label(run.index, tensor_of[node]))
         self._note_alive(f"f{run.index}")
         self._mark(f"f{run.index}")
 
@@ -180,7 +185,7 @@ class StepRecord:
             self._mark(f"e{run.index}")
 
     def _note_alive(self, label: str) -> None:
-        self._alive_at[label] = [_living(run) for run in self.runs]
+        self._alive_at[label] = [(run.index, tensor) for run in self.runs for tensor in _living(run)]
 
     def _mark(self, label: str) -> None:
         if self._meter is not None:
@@ -251,8 +256,11 @@ class StepRecord:
             graph, profile = run.as_run(profile)
             last = position + 1 == len(planned)
             following = f"B{self.backwards[0]}" if last else f"F{planned[position + 1].index}"
-            died = self._died(run, following)
-            stages = self._stages(run, following, died)
+            lived, stay = self._lived(run, f"f{run.index}", place), self._lived(run, following, place)
+            died = self._died(run, following, place)
+            stages = self._stages(run, following, lived, died)
+            is_alone = not died and all(i == run.index for i, _ in lived)
+            unknown = [] if is_alone else [Stage(tuple(lived), 0)]  # nobody knows when they die: a plan may save some
             before = order.index(position)
             is_last_backward = before + 1 == len(order)
             calls.append(
@@ -261,13 +269,15 @@ class StepRecord:
                     profile=profile,
                     links={t: (place[r], o) for t, (r, o) in run.links.items() if r in place},
                     alive=run.alive or (),
-                    died=died,
-                    lingering=self._lingering(run, planned[order[before - 1]]) if before else (),
-                    beside=self._beside(run, f"f{run.index}", place),
-                    beside_after=self._beside(run, following, place),
+                    died=tuple(t for i, t in died if i == run.index),
+                    lingering=self._lingering(run, [planned[p] for p in order]),
+                    beside_after=tuple((place[i], t) for i, t in stay if i != run.index),
                     passed_on=run.passed_on,
                     before_forward=Gap() if position else self._gap_before_forward(run),
-                    before_deaths=stages[:-1],
+                    before_deaths=tuple(
+                        replace(stage, alive=tuple((place[i], t) for i, t in stage.alive))
+                        for stage in stages[:-1] or unknown
+                    ),
                     after_forward=self._gap_after_forward(
                         run, following, died, stages, planned[order[0]] if last else None
                     ),
@@ -277,37 +287,47 @@ class StepRecord:
             )
         return calls, order
 
-    def _lingering(self, run: Run, previous: Run) -> tuple[int, ...]:
-        """List the outputs that code outside holds until the backward starts: what it saved for its own, say.
+    def _lingering(self, run: Run, order: Sequence[Run]) -> tuple[tuple[int, int], ...]:
+        """List the outputs that code outside holds into the backward: what it saved for its own, say.
 
-        They live as the backward before it starts; not counted is what a part holds, or what goes on to another part.
+        They are released after the last backward that they live at the start of. Not counted is what a part holds, or
+        what a later part may that has them for an input, as long as its backward has not run.
+
+        Args:
+            run: Whose outputs.
+            order: All runs, as their backwards follow each other.
         """
-        if f"B{previous.index}" not in self._alive_at:
-            return ()
-        tensors = run.graph.tensors
-        handed_on = {o for other in self.runs for r, o in other.links.values() if r == run.index}
-        known = {tensors[t].storage for t in (*run.program.schedule.saved, *(run.alive or ()), *handed_on)}
-        return tuple(t for t in self._alive_at[f"B{previous.index}"][run.index] if tensors[t].storage not in known)
+        held, found = {run.graph.tensors[t].storage for t in run.alive or ()}, dict[int, int]()
+        for ended, starting in enumerate(order):
+            may_hold = order[ended:]
+            links = {output for other in may_hold for output in other.links.values()}
+            for i, t in self._alive_at.get(f"B{starting.index}", ()):
+                is_saved = (i, t) in links or (run in may_hold and run.saves(t))
+                if i == run.index and not is_saved and run.graph.tensors[t].storage not in held:
+                    found[t] = ended + 1
+        return tuple(found.items())
 
-    def _beside(self, run: Run, label: str, place: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
-        """List the outputs of earlier calls that lived at a mark, by the places of the calls."""
-        alive = self._alive_at.get(label, [])
-        return tuple((place[i], t) for i, tensors in enumerate(alive[: run.index]) if i in place for t in tensors)
+    def _lived(self, run: Run, label: str, among: Collection[int]) -> list[Output]:
+        """List the outputs of a run, and of those before it that are among some, that lived at a mark."""
+        return [(i, t) for i, t in self._alive_at.get(label, ()) if i <= run.index and i in among]
 
     def _gap_before_forward(self, run: Run) -> Gap:
         gap = self._between("start", f"F{run.index}") or Gap()
         return Gap(max(0, gap.held_bytes), gap.peak_bytes)
 
-    def _died(self, run: Run, following: str) -> tuple[int, ...]:
+    def _died(self, run: Run, following: str, among: Collection[int]) -> list[Output]:
         """List the outputs whose memory was given back before a mark: nobody held them, nothing saved lies there."""
         if self._between(f"f{run.index}", following) is None or following not in self._alive_at:
-            return ()
-        tensors = run.graph.tensors
-        stay = {tensors[t].storage for t in (*self._alive_at[following][run.index], *run.program.schedule.saved)}
-        return tuple(t for t in run.graph.outputs if tensors[t].storage not in {*stay, None})
+            return []
+        lived, alive = self._lived(run, f"f{run.index}", among), set(self._lived(run, following, among))
+        return [(i, t) for i, t in lived if (i, t) not in alive and not self.runs[i].saves(t)]
+
+    def _sizes(self, outputs: Iterable[Output]) -> dict[int, int]:
+        """Give the bytes of outputs that live at the same time, by storage."""
+        return {self.runs[i].outputs[t][1]: _bytes_of(self.runs[i].graph, (t,)) for i, t in outputs}
 
     def _gap_after_forward(
-        self, run: Run, following: str, died: tuple[int, ...], stages: tuple[Stage, ...], tangents: Run | None
+        self, run: Run, following: str, died: Iterable[Output], stages: Sequence[Stage], tangents: Run | None
     ) -> Gap:
         """Tell what outside code holds and takes, above what lived without the outputs that died meanwhile.
 
@@ -316,28 +336,26 @@ class StepRecord:
         gap = self._between(f"f{run.index}", following)
         if gap is None:
             return Gap()
-        died_bytes = _bytes_of(run.graph, died)
+        died_bytes = sum(self._sizes(died).values())
         handed = sum(tangents.tangent_bytes) if tangents is not None else 0
         peak_bytes = stages[-1].peak_bytes if stages else gap.peak_bytes + died_bytes
         return Gap(max(0, gap.held_bytes + died_bytes - handed), peak_bytes)
 
-    def _stages(self, run: Run, following: str, died: tuple[int, ...]) -> tuple[Stage, ...]:
-        """Divide what runs outside after a forward by the deaths of outputs; nothing where one of them was not seen."""
-        graph, dead, stages = run.graph, set[int | None](), list[Stage]()
-        doomed = {graph.tensors[t].storage for t in died}
-        labels = {_release_label(run, t): graph.tensors[t].storage for t in run.outputs}
+    def _stages(self, run: Run, following: str, lived: Iterable[Output], died: Iterable[Output]) -> list[Stage]:
+        """Divide what runs outside after a forward by the deaths of outputs; nothing where one was not seen."""
+        sizes, dead, stages = self._sizes(died), set[int](), list[Stage]()
+        storage_of = {_release_label(i, t): self.runs[i].outputs[t][1] for i, t in died}
         intervals = self._intervals(f"f{run.index}", following)
         for interval in intervals[:-1]:
-            storage = labels.get(interval.label)
-            if not stages or (storage in doomed and storage not in dead):
-                dead |= {storage} & doomed
-                alive = tuple(t for t in graph.outputs if graph.tensors[t].storage not in dead)
+            storage = storage_of.get(interval.label)
+            if storage is not None:
+                dead.add(storage)
+            alive = tuple((i, t) for i, t in lived if self.runs[i].outputs[t][1] not in dead)
+            if not stages or alive != stages[-1].alive:
                 stages.append(Stage(alive, 0))
-            above_bytes = (
-                interval.peak_bytes - intervals[0].start_bytes + sum(graph.sizes[s] for s in dead if s is not None)
-            )
+            above_bytes = interval.peak_bytes - intervals[0].start_bytes + sum(sizes[s] for s in dead)
             stages[-1] = replace(stages[-1], peak_bytes=max(stages[-1].peak_bytes, above_bytes))
-        return tuple(stages) if dead == doomed else ()
+        return stages if dead == sizes.keys() else []
 
     def _gap_before_backward(self, previous: Run, run: Run) -> Gap:
         gap = self._between(f"b{previous.index}", f"B{run.index}")
@@ -368,8 +386,8 @@ class StepRecord:
         return intervals[at[first] : at[last] + 1] if first in at and last in at else []
 
 
-def _release_label(run: Run, tensor: int) -> str:
-    return f"released {run.index} {tensor}"
+def _release_label(run: int, tensor: int) -> str:
+    return f"released {run} {tensor}"
 
 
 def _storage_bytes(values: Sequence[Any]) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from .graph import OUTSIDE, Graph, Node, Phase, Storage, StorageKind, Tensor
 STALE_GRADIENTS = "stale_gradients"  # tensor that stands for the gradients that `zero_grad` frees after the forward
 
 Decisions = tuple[tuple[int, ...], ...]
+Output = tuple[int, int]  # a call, and what it returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +36,14 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Outside code after a forward, while certain of its outputs lived.
+    """Outside code after a forward, while certain outputs lived.
 
     Attributes:
-        alive: Those outputs.
+        alive: Those outputs, of this call and of earlier ones.
         peak_bytes: Most that lived meanwhile, in bytes above what lived when the forward ended, without the others.
     """
 
-    alive: tuple[int, ...]
+    alive: tuple[Output, ...]
     peak_bytes: int
 
 
@@ -56,26 +57,25 @@ class Call:
         links: For each input that an earlier call's output shares its storage with: that call and that output.
         alive: Outputs that someone still holds when the backward of this call starts.
         died: Outputs whose memory was free again when what runs outside after the forward ended.
-        lingering: Outputs that code outside holds until this backward starts.
-        beside: Outputs of earlier calls, as (call, output), that still lived when this forward ended.
-        beside_after: Those that lived when what runs outside after it ended.
+        lingering: Outputs that code outside holds into the backward, each with the number of calls whose backwards have
+            run when it is released.
+        beside_after: Outputs of earlier calls that still lived when what runs outside after this forward ended.
         passed_on: Gradients that outside code or another call consumes; the others stay to the end of the step.
-        before_deaths: What runs outside after the forward until the last of `died` dies, where that was seen.
+        before_deaths: What runs outside after the forward until the last output dies that does so, earlier calls' too.
         before_forward: What runs outside before the first forward; nothing for the others.
         after_forward: What runs outside between this forward, or `before_deaths`, and the next call, above what lives
-            without `died`.
+            without those that died.
         before_backward: What runs outside between the previous backward and this one; nothing for the first backward.
         after_backward: What runs outside after the last backward; nothing for the others.
     """
 
     graph: Graph
     profile: Profile
-    links: dict[int, tuple[int, int]] = field(default_factory=dict)
+    links: dict[int, Output] = field(default_factory=dict)
     alive: tuple[int, ...] = ()
     died: tuple[int, ...] = ()
-    lingering: tuple[int, ...] = ()
-    beside: tuple[tuple[int, int], ...] = ()
-    beside_after: tuple[tuple[int, int], ...] = ()
+    lingering: tuple[tuple[int, int], ...] = ()
+    beside_after: tuple[Output, ...] = ()
     passed_on: tuple[int, ...] = ()
     before_deaths: tuple[Stage, ...] = ()
     before_forward: Gap = Gap()
@@ -209,7 +209,7 @@ class _Merger:
         self.node_at: list[int] = []
         self.tensor_at: list[int] = []
         self.storage_at: list[int] = []
-        self.before_backward: dict[int, int] = {}  # call -> the outside before its backward
+        self.after_backwards: list[int] = []  # the outside after each backward
 
     def add_call(self, index: int) -> None:
         call = self.calls[index]
@@ -244,23 +244,19 @@ class _Merger:
         self.held.extend(t + tensors for t in call.alive)
         self.held.extend(t + tensors for t in graph.held)
 
-    def _linked_storage(self, link: tuple[int, int]) -> int | None:
+    def _linked_storage(self, link: Output) -> int | None:
         call, tensor = link
         return self.tensors[self.tensor_at[call] + tensor].storage
 
     def add_outside_after_forward(self, index: int) -> None:
         """Hold what outside code holds, and hand the next call those of its inputs that came from earlier calls."""
         call = self.calls[index]
-        stages = call.before_deaths
-        if not stages and (call.died or call.beside):  # nobody knows when they die: a plan may save some of them
-            stages = (Stage(call.graph.outputs, 0),)
-        for stage in stages:
-            read = [self.tensor_at[index] + t for t in stage.alive]
-            read += [self.tensor_at[c] + t for c, t in call.beside]
+        for stage in call.before_deaths:
+            read = [self.tensor_at[c] + t for c, t in stage.alive]
             self._outside(Gap(peak_bytes=stage.peak_bytes), read, [], self.forward, Phase.FORWARD)
         read = [self.tensor_at[index] + t for t in call.graph.outputs if t not in call.died]
         is_last = index + 1 == len(self.calls)
-        stay = ((c, t) for c, t in call.beside_after if not (is_last and t in self.calls[c].lingering))
+        stay = ((c, t) for c, t in call.beside_after if not (is_last and t in dict(self.calls[c].lingering)))
         read += [self.tensor_at[c] + t for c, t in stay]
         handed = []
         if index + 1 < len(self.calls):
@@ -275,12 +271,13 @@ class _Merger:
         read = [self.tensor_at[previous] + t for t in self.calls[previous].passed_on]
         handed = [self.tensor_at[index] + t for t in self.calls[index].graph.tangents]
         self._outside(self.calls[index].before_backward, read, handed, self.backward, Phase.BACKWARD)
-        self.before_backward[index] = self.backward[-1]
+        self.after_backwards.append(self.backward[-1])
 
     def add_outside_after_backward(self, index: int) -> None:
         """Let outside code run on the gradients that the last backward passed on."""
         read = [self.tensor_at[index] + t for t in self.calls[index].passed_on]
         self._outside(self.calls[index].after_backward, read, [], self.backward, Phase.BACKWARD)
+        self.after_backwards.append(self.backward[-1])
 
     def _outside(self, gap: Gap, read: list[int], handed: list[int], order: list[int], phase: Phase) -> None:
         """Reserve a place in an order; the node itself is appended at the end."""
@@ -292,8 +289,8 @@ class _Merger:
         number = {-i: self._append_outside(*outside) for i, outside in enumerate(self.outside, start=1)}
         turn = number[self.forward[-1]]
         self._append_beginning(turn)
-        for index, reader in self.before_backward.items():
-            self._let_linger(index, turn, number[reader])
+        for call in self.calls:
+            self._let_linger(call, turn, [number[reader] for reader in self.after_backwards])
         last, end = backward_order[0], self.calls[-1]
         gradients = [
             self.tensor_at[i] + t
@@ -327,12 +324,12 @@ class _Merger:
         self._hold_between(STALE_GRADIENTS, self.stale_bytes, node, turn)
         self.forward.insert(0, node)
 
-    def _let_linger(self, index: int, turn: int, reader: int) -> None:
-        """Give the outputs that outside code holds for a while beyond the forward a place of their own till then."""
-        graph = self.calls[index].graph
-        for storage in dict.fromkeys(graph.tensors[t].storage for t in self.calls[index].lingering):
+    def _let_linger(self, call: Call, turn: int, readers: Sequence[int]) -> None:
+        """Give the outputs that code outside holds for a while beyond the forward a place of their own till then."""
+        storages = {call.graph.tensors[t].storage: ended for t, ended in call.lingering}
+        for storage, ended in storages.items():
             if storage is not None:
-                self._hold_between("lingering", graph.sizes[storage], turn, reader)
+                self._hold_between("lingering", call.graph.sizes[storage], turn, readers[ended - 1])
 
     def _hold_between(self, name: str, size_bytes: int, producer: int, reader: int) -> None:
         """Append a tensor that stands for bytes that live from one outside node to another."""
