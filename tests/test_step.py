@@ -142,6 +142,29 @@ def test_what_is_needed_between_backwards_belongs_to_the_backward():
     assert step.graph.nodes[simulation.peak_moment.node].phase is Phase.BACKWARD
 
 
+@pytest.mark.parametrize(("given_bytes", "live_bytes"), [(0, 1000), (300, 700), (1000, 0), (2000, 0)])
+def test_what_is_held_outside_is_given_back_before_the_backward_of_its_forward(given_bytes, live_bytes):
+    def live_at_the_end(held_bytes, given_bytes):
+        held, given = Gap(held_bytes, held_bytes), Gap(-given_bytes, 0)
+        step = merge(two_calls(3, gap_after_first=held, gap_between_backwards=given), [1, 0])
+        return simulate(step.graph, step.profile, lower(step.graph, keep_all(step.graph))).timeline[-1].live_bytes
+
+    assert live_at_the_end(1000, given_bytes) - live_at_the_end(0, 0) == live_bytes
+
+
+@pytest.mark.parametrize(("peak_bytes", "more_bytes"), [(0, 0), (100, 0), (1000, 900)])
+def test_what_outside_code_takes_between_backwards_counts_the_gradient_of_100_bytes_that_it_hands_on(
+    peak_bytes, more_bytes
+):
+    def peak_between(peak_bytes):
+        step = merge(two_calls(3, gap_between_backwards=Gap(0, peak_bytes)), [1, 0])
+        simulation = simulate(step.graph, step.profile, lower(step.graph, keep_all(step.graph)))
+        backward = simulation.timeline[simulation.turn :]
+        return next(moment.peak_bytes for moment in backward if step.owners[moment.node] is None)
+
+    assert peak_between(peak_bytes) - peak_between(0) == more_bytes
+
+
 def test_stale_gradients_count_in_the_forward_and_are_gone_in_the_backward():
     graph, profile = chain(3)
     without, stale = (merge([Call(graph, profile)], [0], stale_bytes=size) for size in (0, 10_000))

@@ -8,6 +8,7 @@ starts. `calls` turns that into the records that `step.merge` puts together.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +23,7 @@ from ..memory.metering import Interval, MemoryMeter
 from ..records.costs import Profile
 from ..records.graph import Graph
 from ..records.step import Call, Gap, Output, Stage
-from ..running.accumulation import Leaves, addable
+from ..running.accumulation import Leaves, addable, existing
 from ..running.execution import Part, missing_gradients
 from ..running.program import Program
 from ..torch_private import backward_pass, tensor_state
@@ -45,6 +46,7 @@ class Run:
         missing: Positions of the gradients of outputs that did not arrive.
         tangent_bytes: Bytes of each gradient of an output as it arrived: an expanded one takes less than its shape
             says, and storage that several share is counted with the first.
+        accumulated_bytes: Of the gradients that autograd has added to those that existed, and freed.
         added: Gradients with which autograd did nothing but add them to those of parameters, if there were any, and
             the storages of these parameters.
     """
@@ -59,6 +61,7 @@ class Run:
     alive: tuple[int, ...] | None = None
     missing: frozenset[int] = frozenset()
     tangent_bytes: tuple[int, ...] = ()
+    accumulated_bytes: int = 0
     added: dict[int, frozenset[int]] = field(default_factory=dict)
 
     def saves(self, output: int) -> bool:
@@ -166,6 +169,8 @@ class StepRecord:
     def backward_starts(self, run: Run, tangents: Sequence[Any], leaves: Leaves) -> None:
         """Note that a backward starts, which gradients arrived, and to which inputs its own belong."""
         run.added = _added(run.part.captured, leaves)
+        others = existing(leaves).keys() - addable(run.part.captured, leaves)
+        run.accumulated_bytes = sum(leaves[position].nbytes for position in others)
         run.missing = missing_gradients(tangents)
         run.tangent_bytes = _storage_bytes(tangents)
         self._note_alive(f"B{run.index}")
@@ -248,6 +253,11 @@ class StepRecord:
         planned = [run for run in self.runs if run.index in self.backwards]
         place = {run.index: position for position, run in enumerate(planned)}
         order = [place[index] for index in dict.fromkeys(self.backwards)]
+        lingering = [self._lingering(run, [planned[p] for p in order]) for run in planned]
+        released = Counter[int]()  # bytes, by how many backwards have run
+        for run, own in zip(planned, lingering, strict=True):
+            for ended in {ended for _, ended in own}:
+                released[ended] += _bytes_of(run.graph, (t for t, at in own if at == ended))
         calls = []
         for position, run in enumerate(planned):
             profile = profiles[run.number]
@@ -270,7 +280,7 @@ class StepRecord:
                     links={t: (place[r], o) for t, (r, o) in run.links.items() if r in place},
                     alive=run.alive or (),
                     died=tuple(t for i, t in died if i == run.index),
-                    lingering=self._lingering(run, [planned[p] for p in order]),
+                    lingering=lingering[position],
                     beside_after=tuple((place[i], t) for i, t in stay if i != run.index),
                     passed_on=run.passed_on,
                     before_forward=Gap() if position else self._gap_before_forward(run),
@@ -281,7 +291,11 @@ class StepRecord:
                     after_forward=self._gap_after_forward(
                         run, following, died, stages, planned[order[0]] if last else None
                     ),
-                    before_backward=self._gap_before_backward(planned[order[before - 1]], run) if before else Gap(),
+                    before_backward=(
+                        self._gap_before_backward(planned[order[before - 1]], run, released[before])
+                        if before
+                        else Gap()
+                    ),
                     after_backward=self._gap_after_backward(run) if is_last_backward else Gap(),
                 )
             )
@@ -357,12 +371,19 @@ class StepRecord:
             stages[-1] = replace(stages[-1], peak_bytes=max(stages[-1].peak_bytes, above_bytes))
         return stages if dead == sizes.keys() else []
 
-    def _gap_before_backward(self, previous: Run, run: Run) -> Gap:
+    def _gap_before_backward(self, previous: Run, run: Run, released_bytes: int) -> Gap:
+        """Tell what outside code takes, and holds or gives back, between two backwards.
+
+        Args:
+            previous: The run whose backward has ended.
+            run: The one whose backward is next.
+            released_bytes: Of outputs that outside code lets go of.
+        """
         gap = self._between(f"b{previous.index}", f"B{run.index}")
         if gap is None:
             return Gap()
-        handed = sum(run.tangent_bytes) - _bytes_of(previous.graph, previous.passed_on)
-        return Gap(max(0, gap.held_bytes - handed), gap.peak_bytes)
+        freed_bytes = _bytes_of(previous.graph, previous.passed_on) + previous.accumulated_bytes + released_bytes
+        return Gap(gap.held_bytes + freed_bytes - sum(run.tangent_bytes), gap.peak_bytes)
 
     def _gap_after_backward(self, run: Run) -> Gap:
         """Tell what outside code needs until the whole backward ends."""

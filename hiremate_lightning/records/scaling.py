@@ -98,7 +98,8 @@ def at_size(call: Call, graph: Graph, profile: Profile) -> Call | None:
     growth = max([1.0, *(new / max(1, old) for old, new in zip(*counts, strict=True))])
 
     def grown(gap: Gap) -> Gap:
-        return Gap(math.ceil(growth * gap.held_bytes), math.ceil(growth * gap.peak_bytes))
+        held_bytes = max(gap.held_bytes, math.ceil(growth * gap.held_bytes))  # what is given back does not grow
+        return Gap(held_bytes, math.ceil(growth * gap.peak_bytes))
 
     return replace(
         call,

@@ -26,7 +26,8 @@ class Gap:
     """Outside code between two captured calls, in bytes above what was live when it started.
 
     Attributes:
-        held_bytes: Live when the next call starts, and taken to live to the end of the step.
+        held_bytes: Live when the next call starts, and taken to live to the end of the step unless it is given back.
+            Below 0, in the backward, for bytes that are.
         peak_bytes: Most that lived meanwhile.
     """
 
@@ -66,6 +67,7 @@ class Call:
         after_forward: What runs outside between this forward, or `before_deaths`, and the next call, above what lives
             without those that died.
         before_backward: What runs outside between the previous backward and this one; nothing for the first backward.
+            It may give back what was held since `after_forward`.
         after_backward: What runs outside after the last backward; nothing for the others.
     """
 
@@ -209,6 +211,8 @@ class _Merger:
         self.node_at: list[int] = []
         self.tensor_at: list[int] = []
         self.storage_at: list[int] = []
+        self.after_forward: list[int] = []  # the outside after each forward
+        self.before_backward: dict[int, int] = {}  # call -> the outside before its backward
         self.after_backwards: list[int] = []  # the outside after each backward
 
     def add_call(self, index: int) -> None:
@@ -265,12 +269,14 @@ class _Merger:
             handed = [start + t for t in following.links]
             read.extend(self.tensor_at[c] + t for c, t in following.links.values())
         self._outside(call.after_forward, read, handed, self.forward, Phase.FORWARD)
+        self.after_forward.append(self.forward[-1])
 
     def add_outside_before_backward(self, previous: int, index: int) -> None:
         """Turn the gradients that the previous backward passed on into the tangents of the next one."""
         read = [self.tensor_at[previous] + t for t in self.calls[previous].passed_on]
         handed = [self.tensor_at[index] + t for t in self.calls[index].graph.tangents]
         self._outside(self.calls[index].before_backward, read, handed, self.backward, Phase.BACKWARD)
+        self.before_backward[index] = self.backward[-1]
         self.after_backwards.append(self.backward[-1])
 
     def add_outside_after_backward(self, index: int) -> None:
@@ -289,8 +295,10 @@ class _Merger:
         number = {-i: self._append_outside(*outside) for i, outside in enumerate(self.outside, start=1)}
         turn = number[self.forward[-1]]
         self._append_beginning(turn)
-        for call in self.calls:
+        for index, call in enumerate(self.calls):
             self._let_linger(call, turn, [number[reader] for reader in self.after_backwards])
+            if index in self.before_backward:
+                self._give_back(call, number[self.after_forward[index]], number[self.before_backward[index]])
         last, end = backward_order[0], self.calls[-1]
         gradients = [
             self.tensor_at[i] + t
@@ -331,6 +339,14 @@ class _Merger:
             if storage is not None:
                 self._hold_between("lingering", call.graph.sizes[storage], turn, readers[ended - 1])
 
+    def _give_back(self, call: Call, holder: int, giver: int) -> None:
+        """Let what outside code holds after a forward live until it is given back before that call's backward."""
+        given = min(call.after_forward.held_bytes, max(0, -call.before_backward.held_bytes))
+        held = self.tensors[self.nodes[holder].outputs[-1]].storage
+        assert held is not None, "outside code holds memory"
+        self.storages[held] = replace(self.storages[held], size_bytes=call.after_forward.held_bytes - given)
+        self._hold_between("given_back", given, holder, giver)
+
     def _hold_between(self, name: str, size_bytes: int, producer: int, reader: int) -> None:
         """Append a tensor that stands for bytes that live from one outside node to another."""
         tensor = len(self.tensors)
@@ -340,14 +356,16 @@ class _Merger:
         self.nodes[reader] = replace(self.nodes[reader], inputs=(*self.nodes[reader].inputs, tensor))
 
     def _append_outside(self, gap: Gap, read: list[int], handed: list[int], phase: Phase) -> int:
-        node, tensor = len(self.nodes), len(self.tensors)
+        node, tensor, held_bytes = len(self.nodes), len(self.tensors), max(0, gap.held_bytes)
         kind = StorageKind.ACTIVATION if phase is Phase.FORWARD else StorageKind.GRADIENT
-        self.tensors.append(Tensor("outside_held", len(self.storages), (gap.held_bytes,), "uint8", node))
-        self.storages.append(Storage(gap.held_bytes, kind))
+        self.tensors.append(Tensor("outside_held", len(self.storages), (held_bytes,), "uint8", node))
+        self.storages.append(Storage(held_bytes, kind))
+        made = {self.tensors[t].storage for t in handed} if phase is Phase.BACKWARD else ()
+        known_bytes = held_bytes + sum(self.storages[storage].size_bytes for storage in made if storage is not None)
         outputs = (*handed, tensor)
         self.nodes.append(Node(OUTSIDE, OUTSIDE, phase, tuple(dict.fromkeys(read)), outputs, OUTSIDE, is_random=True))
         self.held.append(tensor)
         self.times.append(0.0)
-        self.workspaces.append(max(0, gap.peak_bytes - gap.held_bytes))
+        self.workspaces.append(max(0, gap.peak_bytes - known_bytes))
         self.owners.append(None)
         return node
