@@ -1157,6 +1157,37 @@ def test_results_that_code_between_later_graphs_holds_or_lets_go_of_are_foreseen
     assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
 
 
+class GoesAround(nn.Module):
+    """Two captured parts, the second of which has a residual connection around it that is not captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 8 * WIDTH)
+        wide = [nn.Linear(8 * WIDTH, 32 * WIDTH), nn.GELU(), nn.Linear(32 * WIDTH, 32 * WIDTH), nn.GELU()]
+        self.second = nn.Sequential(*wide, nn.Linear(32 * WIDTH, 8 * WIDTH))
+
+    @torch._dynamo.disable
+    def loss_of(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x + y).square().mean()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.loss_of(x, self.second(x))
+
+
+@pytest.mark.filterwarnings("ignore:Nothing fits")
+def test_a_gradient_that_goes_around_a_captured_graph_is_there_throughout_its_backward():
+    torch.manual_seed(1)
+    model = hiremate(GoesAround(), "30%", verbose=False, on_infeasible="warn")
+    for seed in range(4):
+        model.zero_grad()
+        model(batch(seed)).backward()
+    plan = get_plan(model)
+    assert targets_of(model).session.captured_count > 1
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
+
+
 def test_a_plan_is_corrected_again_where_the_first_margin_was_too_small():
     model = planned("90%")
     for index in range(4):

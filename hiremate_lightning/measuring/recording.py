@@ -46,6 +46,8 @@ class Run:
         missing: Positions of the gradients of outputs that did not arrive.
         tangent_bytes: Bytes of each gradient of an output as it arrived: an expanded one takes less than its shape
             says, and storage that several share is counted with the first.
+        outlasting: Positions of the gradients of outputs that others still held when the backward ended: they go on
+            along a residual connection, say.
         accumulated_bytes: Of the gradients that autograd has added to those that existed, and freed.
         added: Gradients with which autograd did nothing but add them to those of parameters, if there were any, and
             the storages of these parameters.
@@ -61,6 +63,7 @@ class Run:
     alive: tuple[int, ...] | None = None
     missing: frozenset[int] = frozenset()
     tangent_bytes: tuple[int, ...] = ()
+    outlasting: tuple[int, ...] = ()
     accumulated_bytes: int = 0
     added: dict[int, frozenset[int]] = field(default_factory=dict)
 
@@ -114,6 +117,7 @@ class StepRecord:
         self.backwards: list[int] = []
         self.parameters = set[int]()
         self.timed: TimedRun | None = None
+        self._tangents: dict[int, Callable[[], bool]] = {}  # of the running backward, whether each of them lives
         self._alive_at: dict[str, list[Output]] = {}  # by mark, which outputs of the runs still lived
         self._meter: MemoryMeter | None = None
         self._is_closed = False
@@ -173,6 +177,8 @@ class StepRecord:
         run.accumulated_bytes = sum(leaves[position].nbytes for position in others)
         run.missing = missing_gradients(tangents)
         run.tangent_bytes = _storage_bytes(tangents)
+        watched = enumerate(tangents)
+        self._tangents = {position: tensor_state.watch_storage(t) for position, t in watched if _is_dense(t)}
         self._note_alive(f"B{run.index}")
         self.backwards.append(run.index)
         self._mark(f"B{run.index}")
@@ -180,6 +186,7 @@ class StepRecord:
     def backward_done(self, run: Run) -> None:
         """Note that a backward ended, and which outputs someone else than the part itself held meanwhile."""
         run.alive = _living(run)
+        run.outlasting = tuple(position for position, lives in self._tangents.items() if lives())
         self._mark(f"b{run.index}")
         backward_pass.at_end(lambda: self._backward_ended(run))
 
@@ -283,6 +290,7 @@ class StepRecord:
                     lingering=lingering[position],
                     beside_after=tuple((place[i], t) for i, t in stay if i != run.index),
                     passed_on=run.passed_on,
+                    outlasting=tuple(t for p in run.outlasting if (t := graph.tangents[p]) not in graph.held),
                     before_forward=Gap() if position else self._gap_before_forward(run),
                     before_deaths=tuple(
                         replace(stage, alive=tuple((place[i], t) for i, t in stage.alive))
@@ -383,6 +391,7 @@ class StepRecord:
         if gap is None:
             return Gap()
         freed_bytes = _bytes_of(previous.graph, previous.passed_on) + previous.accumulated_bytes + released_bytes
+        freed_bytes += sum(previous.tangent_bytes[position] for position in previous.outlasting)
         return Gap(gap.held_bytes + freed_bytes - sum(run.tangent_bytes), gap.peak_bytes)
 
     def _gap_after_backward(self, run: Run) -> Gap:

@@ -62,6 +62,7 @@ class Call:
             run when it is released.
         beside_after: Outputs of earlier calls that still lived when what runs outside after this forward ended.
         passed_on: Gradients that outside code or another call consumes; the others stay to the end of the step.
+        outlasting: Gradients of outputs that code outside holds until it runs again after the backward.
         before_deaths: What runs outside after the forward until the last output dies that does so, earlier calls' too.
         before_forward: What runs outside before the first forward; nothing for the others.
         after_forward: What runs outside between this forward, or `before_deaths`, and the next call, above what lives
@@ -79,6 +80,7 @@ class Call:
     lingering: tuple[tuple[int, int], ...] = ()
     beside_after: tuple[Output, ...] = ()
     passed_on: tuple[int, ...] = ()
+    outlasting: tuple[int, ...] = ()
     before_deaths: tuple[Stage, ...] = ()
     before_forward: Gap = Gap()
     after_forward: Gap = Gap()
@@ -273,7 +275,7 @@ class _Merger:
 
     def add_outside_before_backward(self, previous: int, index: int) -> None:
         """Turn the gradients that the previous backward passed on into the tangents of the next one."""
-        read = [self.tensor_at[previous] + t for t in self.calls[previous].passed_on]
+        read = self._left_by(previous)
         handed = [self.tensor_at[index] + t for t in self.calls[index].graph.tangents]
         self._outside(self.calls[index].before_backward, read, handed, self.backward, Phase.BACKWARD)
         self.before_backward[index] = self.backward[-1]
@@ -281,9 +283,14 @@ class _Merger:
 
     def add_outside_after_backward(self, index: int) -> None:
         """Let outside code run on the gradients that the last backward passed on."""
-        read = [self.tensor_at[index] + t for t in self.calls[index].passed_on]
+        read = self._left_by(index)
         self._outside(self.calls[index].after_backward, read, [], self.backward, Phase.BACKWARD)
         self.after_backwards.append(self.backward[-1])
+
+    def _left_by(self, index: int) -> list[int]:
+        """List the gradients that go to code outside when a backward has ended."""
+        call = self.calls[index]
+        return [self.tensor_at[index] + t for t in (*call.passed_on, *call.outlasting)]
 
     def _outside(self, gap: Gap, read: list[int], handed: list[int], order: list[int], phase: Phase) -> None:
         """Reserve a place in an order; the node itself is appended at the end."""
