@@ -28,6 +28,7 @@ from hiremate_lightning.sessions import first_steps, session
 from hiremate_lightning.sessions import planned as planning
 from hiremate_lightning.sessions.targets import targets_of
 from hiremate_lightning.torch_private import dynamo
+from hiremate_lightning.units import format_bytes
 
 WIDTH, ROWS, MANY = 16, 256, 4096
 
@@ -559,6 +560,23 @@ def test_with_warn_a_budget_too_small_is_announced_once_and_trains():
         found, expected = run_both(act, budget="1%", on_infeasible="warn")
     assert_same(found, expected)
     assert len([text for text in said if "Nothing fits the budget" in text]) == 1
+
+
+def test_the_least_memory_is_announced_again_where_more_of_it_is_resident_or_measured():
+    model = planned("1%", on_infeasible="warn")
+    with recorded() as said:
+        for index in range(4):
+            step(model, index)
+        life = targets_of(model).session
+        ((kind, plan),) = life.plans.items()
+        resident = life._planned._known[kind].resident
+        more = replace(resident, size_bytes=resident.size_bytes + 2**20)
+        life._planned.adapt(kind, more)  # an optimizer's state has appeared, say
+        life._planned.adapt(kind, more)
+        life._planned.peak_measured(kind, plan.planned_peak_bytes + 2**21)  # outside code takes more than at first
+        life._planned.peak_measured(kind, plan.planned_peak_bytes + 2**20)
+    found = [text.rsplit(" found, ")[1] for text in said if "Nothing fits" in text]
+    assert found == [f"{format_bytes(plan.planned_peak_bytes + added)}." for added in (0, 2**20, 2**21)]
 
 
 @pytest.mark.filterwarnings("ignore:Nothing fits")

@@ -77,6 +77,7 @@ class PlannedKinds:
         self._name, self._memory, self._parts, self._stages, self._say = name, memory, parts, stages, say
         self._known: dict[Kind, Known] = {}
         self._limits: defaultdict[Kind, Limits] = defaultdict(Limits)
+        self._least_said: dict[Kind, int] = {}  # peaks that were announced, of steps in which nothing fits
         self._unfit: set[Kind] = set()  # whose plans were made with gradients dying that do not
         self._searching: set[Kind] = set()  # whose next step is the first in which cuDNN chooses algorithms
         self._auto_bytes: int | None = None
@@ -94,6 +95,7 @@ class PlannedKinds:
         """
         before = self.options, dict(self.plans), dict(self.kinds.programs), self._limits
         self.options, self._limits = replace(self.options, budget=budget), defaultdict(Limits)
+        self._least_said.clear()
         try:
             for kind in list(self._known):
                 self._make_plan(kind)
@@ -196,9 +198,16 @@ class PlannedKinds:
             )
         if plan.planned_peak_bytes > budget_bytes:
             self._limits[kind].nothing_fits(known.resident, plan.planned_peak_bytes)
-            peak, budget = format_bytes(plan.planned_peak_bytes), format_bytes(budget_bytes)
-            self._say(f"Nothing fits the budget of {budget}: the step runs at the least memory found, {peak}.")
+            self._say_least(kind, plan.planned_peak_bytes)
         self._tell(plan)
+
+    def _say_least(self, kind: Kind, peak_bytes: int) -> None:
+        """Say what a step takes in which nothing fits, planned or measured, where that is more than was said."""
+        least, said = format_bytes(peak_bytes), self._least_said.get(kind, 0)
+        if peak_bytes > said and least != format_bytes(said):
+            self._least_said[kind] = peak_bytes
+            budget = format_bytes(self.plans[kind].budget_bytes)
+            self._say(f"Nothing fits the budget of {budget}: the step runs at the least memory found, {least}.")
 
     def adapt(self, kind: Kind, resident: Resident) -> None:
         """Meet what exists before this step: the plan stays where it still fits, else the step is planned anew."""
@@ -224,6 +233,8 @@ class PlannedKinds:
         if limits.stays(resident, adapted.planned_peak_bytes + known.margin_bytes, is_least):
             self.plans[kind] = adapted
             self._tell(adapted)
+            if adapted.planned_peak_bytes > budget_bytes:
+                self._say_least(kind, adapted.planned_peak_bytes)
         else:
             log.info("%s is planned anew: resident bytes are now %s", self._name, format_bytes(resident.size_bytes))
             self._make_plan(kind)
@@ -237,7 +248,10 @@ class PlannedKinds:
         self.awaited = 0
         self.update(kind, peak_bytes=peak_bytes)
         excess = peak_bytes - plan.budget_bytes
-        if excess <= 0 or plan.planned_peak_bytes > plan.budget_bytes:
+        if plan.planned_peak_bytes > plan.budget_bytes:
+            self._say_least(kind, peak_bytes)
+            return
+        if excess <= 0:
             return
         text = f"The measured peak {format_bytes(peak_bytes)} is {format_bytes(excess)} above the budget"
         if known.corrections == CORRECTIONS:
