@@ -71,6 +71,11 @@ class MemoryMeter:
         return not backward_pass.is_running() and (ours or not host_events.profiler_is_running())
 
     @staticmethod
+    def is_running(device: torch.device) -> bool:
+        """Whether a meter measures a device's memory now: on a CPU that of this thread."""
+        return MemoryMeter._current(_measured_thread(device)) is not None
+
+    @staticmethod
     def _current(thread: int) -> MemoryMeter | None:
         """Give the meter of a thread that counts now."""
         meters = (reference() for reference in reversed(MemoryMeter._running))

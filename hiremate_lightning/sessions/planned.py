@@ -14,7 +14,7 @@ from ..memory.free_memory import free_bytes
 from ..options import SessionOptions
 from ..out_of_memory import InfeasibleBudgetError
 from ..planning.plan import Plan
-from ..planning.planner import make_plan, resolve, unplanned
+from ..planning.planner import GUARD_BYTES, make_plan, resolve, unplanned
 from ..planning.shared_solving import shared
 from ..planning.solvers import worker
 from ..planning.solvers.base import Strategy
@@ -246,6 +246,8 @@ class PlannedKinds:
             return  # cuDNN tried its algorithms, with all the memory that these may take: the next step counts
         plan, known = self.plans[kind], self._known[kind]
         self.awaited = 0
+        if peak_bytes <= (plan.measured.peak_bytes or 0):
+            return
         self.update(kind, peak_bytes=peak_bytes)
         excess = peak_bytes - plan.budget_bytes
         if plan.planned_peak_bytes > plan.budget_bytes:
@@ -267,6 +269,10 @@ class PlannedKinds:
             self._say(f"{text}, and no plan leaves that margin: the plan stays.")
         else:
             log.info("%s: planned again, with that margin", text)
+
+    def may_come_to_take_more(self, kind: Kind) -> bool:
+        """Whether code outside of the planned modules takes memory in a kind of step: how much may vary by data."""
+        return self._known[kind].outside_bytes > GUARD_BYTES
 
     def confused(self, expected: Kind, kind: Kind) -> None:
         """Learn that a step turned out another kind than it began as."""

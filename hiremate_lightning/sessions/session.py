@@ -27,6 +27,7 @@ from ..garbage import collecting_what_it_leaves
 from ..measuring.profiling import TimedRun
 from ..measuring.recording import Run, StepRecord
 from ..measuring.resident import LITTERED_STEPS, WATCHED_STEPS, Resident, ResidentMemory
+from ..memory.metering import MemoryMeter
 from ..options import SessionOptions
 from ..out_of_memory import explain
 from ..planning.plan import Plan, describe_peak
@@ -49,6 +50,7 @@ from .planned import PlannedKinds
 
 log = logging.getLogger("hiremate_lightning")
 
+MEASURED_AGAIN = 8  # steps of a kind until it is measured again, and twice as many each time; two, to see all that dies
 CAPTURES = 8  # in as many steps, one after the other, are announced: it goes on like that
 
 
@@ -312,7 +314,7 @@ class Session:
         if plan is not None and plan.measured.peak_bytes is None:
             self._planned.awaited += 1
         size_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in arguments)
-        is_measured = self._is_to_be_measured(plan, size_bytes)
+        is_measured = self._is_to_be_measured(likely, size_bytes)
         self._largest_bytes = max(size_bytes, self._largest_bytes)
         if is_measured:
             self._record = self._begin_record(arguments)
@@ -329,18 +331,26 @@ class Session:
             self.say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
         return record
 
-    def _is_to_be_measured(self, plan: Plan | None, size_bytes: int) -> bool:
-        """Whether to measure the step that begins: it may be of a new kind, or its plan was not measured yet.
+    def _is_to_be_measured(self, likely: Kind | None, size_bytes: int) -> bool:
+        """Whether to measure the step that begins: it may be of a new kind, or its plan is to be measured.
+
+        That is so until it has been once, and again now and then where code outside takes memory: it may come to take
+        more. Others who measure are not disturbed then. A plan is awaited less and less often while other kinds come.
 
         Args:
-            plan: Its plan as foreseen; it is awaited less and less often while other kinds come.
+            likely: Its kind as foreseen.
             size_bytes: Of what it is called with: what is larger than ever before will not fit into the plans there
                 are, and gets one of its own.
         """
-        if plan is None or self._saw_unplanned or size_bytes > self._largest_bytes:
+        if likely is None or self._saw_unplanned or size_bytes > self._largest_bytes:
             return True
-        awaited = self._planned.awaited
-        return plan.measured.peak_bytes is None and (awaited < 4 or awaited.bit_count() == 1)
+        if self.plans[likely].measured.peak_bytes is None:
+            awaited = self._planned.awaited
+            return awaited < 4 or awaited.bit_count() == 1
+        before = self._kinds.sights[likely]
+        is_due = before >= MEASURED_AGAIN and 1 in (before.bit_count(), (before - 1).bit_count())
+        is_free = not MemoryMeter.is_running(self._memory.device)
+        return is_due and is_free and self._planned.may_come_to_take_more(likely)
 
     def _is_timed(self, plan: Plan | None) -> bool:
         """Whether to time each operation of the step that begins: for its plan to come, or to see how its plan does."""
