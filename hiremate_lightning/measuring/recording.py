@@ -323,9 +323,9 @@ class StepRecord:
         for ended, starting in enumerate(order):
             may_hold = order[ended:]
             links = {output for other in may_hold for output in other.links.values()}
-            for i, t in self._alive_at.get(f"B{starting.index}", ()):
-                is_saved = (i, t) in links or (run in may_hold and run.saves(t))
-                if i == run.index and not is_saved and run.graph.tensors[t].storage not in held:
+            for t in (t for i, t in self._alive_at.get(f"B{starting.index}", ()) if i == run.index):
+                is_saved = (run.index, t) in links or (run in may_hold and run.saves(t))
+                if not is_saved and run.graph.tensors[t].storage not in held:
                     found[t] = ended + 1
         return tuple(found.items())
 
