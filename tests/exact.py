@@ -16,6 +16,8 @@ from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.sessions.targets import targets_of
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))  # the release that runs
+
 Log = list[Tensor | None]
 Loop = Callable[[nn.Module], Log]
 

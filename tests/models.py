@@ -185,9 +185,9 @@ def build_resnet() -> Model:
     return Model(ResNet(), _pictures(batch=8, side=48), cross_entropy_to(_classes))
 
 
-def build_torchvision_resnet() -> Model:
+def build_torchvision_mobilenet() -> Model:
     models = pytest.importorskip("torchvision.models", exc_type=ImportError)
-    return Model(models.resnet18(), _pictures(batch=4, side=96), cross_entropy_to(_classes))
+    return Model(models.mobilenet_v3_small(), _pictures(batch=16, side=96), cross_entropy_to(_classes))
 
 
 class LogitsOnly(nn.Module):
@@ -237,11 +237,11 @@ BUILDERS: dict[str, Callable[[], Model]] = {
     "gpt": build_gpt,
     "unet": build_unet,
     "resnet": build_resnet,
-    "torchvision_resnet": build_torchvision_resnet,
+    "torchvision_mobilenet": build_torchvision_mobilenet,
     "bert": build_bert,
     "vit": build_vit,
 }
-NEEDS_MODELS_EXTRA = ("torchvision_resnet", "bert", "vit")
+NEEDS_MODELS_EXTRA = ("torchvision_mobilenet", "bert", "vit")
 EVERY_MODEL = [
     pytest.param(name, marks=[pytest.mark.models] if name in NEEDS_MODELS_EXTRA else []) for name in BUILDERS
 ]

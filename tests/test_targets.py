@@ -381,6 +381,18 @@ def test_a_model_of_which_nothing_is_captured_is_an_error():
         model(torch.randn(2, 4))
 
 
+def test_an_error_says_what_ended_the_graphs_of_a_model_of_which_nothing_is_captured():
+    class Looks(nn.Linear):
+        def forward(self, x):
+            for _ in range(2):
+                x = x * self.weight if x.sum().item() > 0 else x
+            return x
+
+    model = hiremate(Looks(4, 4), "60%", verbose=False)
+    with pytest.raises(CaptureError, match=r"What ends its graphs: [^;]*Tensor\.item\(\) call.*Name submodules"):
+        model(torch.ones(4, 4))
+
+
 class BreaksInALoop(Net):
     """Dynamo gives up on a forward that breaks the graph in a loop."""
 

@@ -89,6 +89,7 @@ class Session:
         self._timed: TimedRun | None = None
         self._tracing = ExitStack()
         self._said: set[str] = set()
+        self._breaks = dynamo.graph_breaks()
 
     # ---------------------------------------------------------------- what others ask and tell
 
@@ -412,6 +413,11 @@ class Session:
                 "input shapes change, or numbers that code computes with. Pad to a few shapes; hand changing numbers "
                 "over as tensors."
             )
+
+    def why_uncaptured(self) -> str:
+        """Say, as a sentence or not at all, what has ended torch.compile's graphs since this session began."""
+        reasons = dynamo.graph_breaks() - self._breaks
+        return f" What ends its graphs: {'; '.join(reasons)}." if reasons else ""
 
     def say(self, text: str) -> None:
         """Warn, once for each text."""

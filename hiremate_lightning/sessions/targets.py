@@ -398,11 +398,11 @@ def check_captured(session: Session, name: str, result: Any) -> None:
             _announced.add(session)
             session.say(
                 f"A call of {name} could not be captured and ran without a plan; earlier ones were planned, and later "
-                "ones are tried."
+                f"ones are tried.{session.why_uncaptured()}"
             )
             return
         raise CaptureError(
-            f"Nothing of {name} was captured: torch.compile ran it as it is. "
+            f"Nothing of {name} was captured: torch.compile ran it as it is.{session.why_uncaptured()} "
             "Name submodules that can be captured with target=, or train without a plan."
         )
 

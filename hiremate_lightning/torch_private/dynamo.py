@@ -7,6 +7,7 @@ import logging
 import types
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,7 @@ from torch._dynamo.pgo import CodeId, get_code_state
 from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.types import FrameAction, FrameExecStrategy
-from torch._dynamo.utils import TensorStaticReason
+from torch._dynamo.utils import TensorStaticReason, counters
 from torch._dynamo.utils import tensor_always_has_static_shape as _has_static_shape
 from torch._dynamo.variables import ConstantVariable, builder
 from torch._dynamo.variables.base import VariableTracker
@@ -275,6 +276,14 @@ def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
 def tell_of_failure(error: Exception) -> None:
     """Tell of what could not be captured as Dynamo tells of its own failures: see `capturing_for_plans`."""
     _DYNAMO_LOG.log(logging.WARNING, "a graph runs uncaptured", exc_info=error)
+
+
+def graph_breaks() -> Counter[str]:
+    """Count what has ended graphs in this process, by torch.compile's reasons in brief."""
+    found = Counter[str]()
+    for reason, count in counters["graph_break"].items():
+        found[reason.strip().split("\n")[0]] += count
+    return found
 
 
 def _in_brief(error: BaseException) -> str:
