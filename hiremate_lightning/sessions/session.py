@@ -411,7 +411,7 @@ class Session:
             self.say(
                 f"Something was captured anew in each of {CAPTURES} steps, one after the other, which takes time: "
                 "input shapes change, or numbers that code computes with. Pad to a few shapes; hand changing numbers "
-                "over as tensors."
+                "over as tensors; or name what keeps its shapes with target=, a detector's backbone say."
             )
 
     def why_uncaptured(self) -> str:
