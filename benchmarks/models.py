@@ -6,9 +6,10 @@ step takes about a second on one core while activations, not weights, fill the m
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,7 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 # A torchvision built for CUDA refuses to import beside a CPU torch unless the operators that it describes exist.
-if importlib.util.find_spec("torchvision") and not torch.cuda.is_available():
+try:
+    with suppress(ImportError):
+        importlib.import_module("torchvision")
+except RuntimeError:
     for _name in ("nms", "qnms"):
         torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 

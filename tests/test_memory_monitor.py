@@ -150,7 +150,7 @@ def test_another_profiler_is_left_alone_and_that_is_said():
     monitor = MemoryMonitor(every_n_steps=1)
     activities = [torch.profiler.ProfilerActivity.CPU]
     warned = pytest.warns(HiRemateWarning, match=r"^Another profiler is running")
-    with torch.profiler.profile(activities=activities), warned:
+    with torch.profiler.profile(activities=activities, acc_events=True), warned:
         fit(monitor, steps=3)
     assert monitor.peak_bytes is None
 

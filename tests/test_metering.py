@@ -134,7 +134,7 @@ def test_an_exception_ends_the_measurement():
 
 def test_a_foreign_profiler_makes_meters_unavailable_until_it_ends():
     assert MemoryMeter.is_available(CPU)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
         assert not MemoryMeter.is_available(CPU)
     assert MemoryMeter.is_available(CPU)
 
@@ -143,7 +143,7 @@ def test_meters_give_way_where_another_profiler_begins():
     outer, inner = MemoryMeter(CPU), MemoryMeter(CPU)
     outer.start()
     inner.start()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         torch.ones(4).add(1)
         for meter in (inner, outer):
             meter.mark("too late")

@@ -176,7 +176,7 @@ def test_the_peak_counts_what_was_there_before():
 
 
 def test_a_step_under_another_profiler_runs_unmeasured():
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
         record = StepRecord(torch.device("cpu"), 0, sees_frees=True)
     assert not record.is_measured
     assert record.peak_bytes is None

@@ -140,7 +140,7 @@ def test_a_model_that_fully_shard_took_is_refused():
         (lambda: "model", "Expected a torch.nn.Module"),
     ],
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit.trace:FutureWarning")
 def test_what_cannot_be_planned_is_refused_by_name(make, words):
     with pytest.raises(ConfigurationError, match=words):
         hiremate(make(), "50%")

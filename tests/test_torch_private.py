@@ -250,7 +250,7 @@ def test_a_fraction_that_changes_is_an_input_from_its_second_value_on():
     assert [len(inputs) for inputs in seen] == [1, 2]
 
 
-NO_FORMAT = pytest.mark.skipif(TORCH < (2, 12), reason="torch 2.11 can't trace str.format")
+NO_FORMAT = pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.12 can't trace str.format")
 FORMAT = pytest.param("{:.2f}".format, marks=NO_FORMAT)
 
 

@@ -129,7 +129,7 @@ class OfflineOptions:
     @property
     def is_stand_in(self) -> bool:
         """Whether CPU tensors stand in for those of a GPU."""
-        return self.device.type == "cuda" and not torch.backends.cuda.is_built()
+        return self.device.type == "cuda" and not torch.cuda.is_available()
 
     @property
     def fake_device(self) -> torch.device:
