@@ -25,7 +25,7 @@ from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sessions import backend
 from hiremate_lightning.sessions.targets import targets_of
 
-from .exact import simple_loop, train_both
+from .exact import TORCH, simple_loop, train_both
 
 ROWS, WIDTH = 256, 32
 
@@ -385,6 +385,7 @@ def runs_by_step(model: nn.Module, steps: int) -> list[int]:
     return counts
 
 
+@pytest.mark.skipif(TORCH < (2, 12), reason="torch 2.11 can't trace code that raises an exception made before")
 @pytest.mark.parametrize("raised", [ArithmeticError("not finite"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
 def test_what_a_forward_raises_leaves_the_plan(raised):
     def stop(*_: Any) -> None:
