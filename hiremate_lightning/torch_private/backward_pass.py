@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 _running: ContextVar[_Running | None] = ContextVar("hiremate_running_backward", default=None)
-_AccumulateGrad = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 class _Running:
