@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -98,14 +99,20 @@ def train(model: nn.Module, steps: int = 4) -> list[torch.Tensor]:
     return results
 
 
-@pytest.mark.parametrize("first", READERS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("second", [once, many], ids=lambda f: f.__name__)
-def test_gradients_of_a_value_that_several_parts_read_are_exact(first, second):
+def trained_exactly(make: Callable[[], nn.Module]) -> nn.Module:
+    """Train a model plainly and planned, compare all numbers, and give the planned one."""
     torch.manual_seed(0)
-    plain = Read(first, second)
+    plain = make()
     model = hiremate(copy.deepcopy(plain), "100%", verbose=False)
     expected, found = train(plain), train(model)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    return model
+
+
+@pytest.mark.parametrize("first", READERS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("second", [once, many], ids=lambda f: f.__name__)
+def test_gradients_of_a_value_that_several_parts_read_are_exact(first, second):
+    model = trained_exactly(lambda: Read(first, second))
     assert targets_of(model).session.captured_count == 3
     assert get_plan(model) is not None
 
@@ -128,11 +135,7 @@ class Gated(nn.Module):
 
 
 def test_views_that_are_read_in_several_parts_are_traced_with_their_sizes(recwarn):
-    torch.manual_seed(0)
-    plain = Gated()
-    model = hiremate(copy.deepcopy(plain), "100%", verbose=False)
-    expected, found = train(plain), train(model)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    model = trained_exactly(Gated)
     assert targets_of(model).session.captured_count == 2
     assert not [str(w.message) for w in recwarn]
 
@@ -172,11 +175,7 @@ class ReadAndReturned(nn.Module):
 
 @pytest.mark.parametrize("kind", [ReadAndOverwritten, ReadAndReturned])
 def test_values_that_are_overwritten_are_exact(kind):
-    torch.manual_seed(0)
-    plain = kind()
-    model = hiremate(copy.deepcopy(plain), "100%", verbose=False)
-    expected, found = train(plain), train(model)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    trained_exactly(kind)
 
 
 def test_torch_is_left_as_it_was():

@@ -172,9 +172,9 @@ class StepRecord:
 
     def backward_starts(self, run: Run, tangents: Sequence[Any], leaves: Leaves) -> None:
         """Note that a backward starts, which gradients arrived, and to which inputs its own belong."""
-        run.added = _added(run.part.captured, leaves)
-        others = existing(leaves).keys() - addable(run.part.captured, leaves)
-        run.accumulated_bytes = sum(leaves[position].nbytes for position in others)
+        added = addable(run.part.captured, leaves)
+        run.added = _added(run.part.captured, leaves, added)
+        run.accumulated_bytes = sum(leaves[position].nbytes for position in existing(leaves).keys() - added)
         run.missing = missing_gradients(tangents)
         run.tangent_bytes = _storage_bytes(tangents)
         watched = enumerate(tangents)
@@ -448,9 +448,9 @@ def _passed_on(part: Part, arguments: Sequence[Any]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _added(captured: Captured, leaves: Leaves) -> dict[int, frozenset[int]]:
-    """List the gradients that the running backward only adds to those of some leaves, with the leaves' storages."""
-    added, positions_of = addable(captured, leaves), dict[fx.Node, list[int]]()
+def _added(captured: Captured, leaves: Leaves, added: frozenset[int]) -> dict[int, frozenset[int]]:
+    """List the gradients that are only added to those of leaves at these positions, with the leaves' storages."""
+    positions_of = dict[fx.Node, list[int]]()
     for position, gradient in enumerate(captured.backward_outputs):
         positions_of.setdefault(gradient, []).append(position)
     tensor_of = {captured.fx_values[t]: t for n in captured.graph.backward for t in captured.graph.nodes[n].outputs}

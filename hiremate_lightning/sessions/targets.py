@@ -398,7 +398,7 @@ def check_captured(session: Session, name: str, result: Any) -> None:
             _announced.add(session)
             session.say(
                 f"A call of {name} could not be captured and ran without a plan; earlier ones were planned, and later "
-                f"ones are tried.{session.why_uncaptured()}"
+                "ones are tried."
             )
             return
         raise CaptureError(
