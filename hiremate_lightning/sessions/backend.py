@@ -1,7 +1,7 @@
 """The torch.compile backend: Dynamo's captured code in, planned parts out.
 
 Dynamo guards on shapes, dtypes and modes and survives graph breaks; AOTAutograd functionalises and traces the joint
-graph. What is left to do here is to cut that graph for execution. Inference graphs run as they are.
+graph. What is left to do here is to cut that graph for execution. Code without gradients runs as it is.
 """
 
 from __future__ import annotations
@@ -24,16 +24,21 @@ from ..running.execution import Part
 from ..running.program import stub_modules
 from ..running.straight_line import compiled
 from ..torch_private import aot, backward_pass
-from ..torch_private.each_size import EachSize, sizes_among
+from ..torch_private.each_size import EachSize, MayRunCaptured, sizes_among
 from ..torch_private.eager_tracing import traced_as_eager
 
 
-def planning_backend(make_part: Callable[[Captured], Part], kernels: Kernels | None = None) -> Any:
+def planning_backend(
+    make_part: Callable[[Captured], Part],
+    kernels: Kernels | None = None,
+    may_run_captured: MayRunCaptured = lambda code, size_bytes: False,
+) -> Any:
     """Build a backend that hands each captured graph to a session.
 
     Args:
         make_part: Called once for each joint graph; the part that it returns runs in the graph's place.
         kernels: Where the kernels of fused operations are kept; None to fuse nothing.
+        may_run_captured: Whether code whose sizes don't repeat may run without a plan, see `EachSize`.
 
     Returns:
         A backend for `torch.compile(..., backend=...)`.
@@ -42,16 +47,23 @@ def planning_backend(make_part: Callable[[Captured], Part], kernels: Kernels | N
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         terms: Terms = {}  # at the size traced last
 
-        def trace(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        def trace(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Callable[..., Any], int]:
             nonlocal terms
             compilation = _Compilation(make_part, kernels)
             run, terms = compilation.compile(module, inputs, terms)
-            return run
+            return run, compilation.size_bytes
 
+        if not has_gradients(inputs):
+            return module.forward
         sizes = sizes_among(module, inputs)
-        return EachSize(module, sizes, trace).run if sizes else trace(module, inputs)
+        return EachSize(module, sizes, trace, may_run_captured).run if sizes else trace(module, inputs)[0]
 
     return backend
+
+
+def has_gradients(inputs: Sequence[Any]) -> bool:
+    """Whether captured code may get gradients; other code runs as it is, at all sizes: there is nothing to plan."""
+    return torch.is_grad_enabled() and any(isinstance(i, torch.Tensor) and i.requires_grad for i in inputs)
 
 
 class _Compilation:
@@ -65,6 +77,11 @@ class _Compilation:
         self._contributions = Contributions((), {})
         self._captured: Captured | None = None
         self._part: Part | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all values of what was traced, be they needed or not; 0 where nothing of it has a gradient."""
+        return 0 if self._captured is None else sum(self._captured.graph.sizes)
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any], terms: Terms) -> tuple[Callable[..., Any], Terms]:
         """Trace captured code; where gradients turn out to be of other terms than expected, once more with those.

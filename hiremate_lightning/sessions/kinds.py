@@ -151,6 +151,12 @@ class Kinds:
         self._followers: dict[Kind, Kind] = {}  # what came after each kind the last time
         self._confused: dict[Kind, frozenset[Kind]] = {}  # the kinds that were taken for each other, by kind
 
+    def clear(self) -> None:
+        """Forget all kinds, between two steps."""
+        self.latest = self.expected = None
+        for known in (self.programs, self.sights, self.by_plans, self._followers, self._confused):
+            known.clear()
+
     def install(self, kind: Kind, programs: Mapping[int, Program]) -> None:
         """Take the programs of a planned kind; a step under way has run, or begun with, those before.
 

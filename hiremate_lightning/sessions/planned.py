@@ -81,11 +81,21 @@ class PlannedKinds:
         self._unfit: set[Kind] = set()  # whose plans were made with gradients dying that do not
         self._searching: set[Kind] = set()  # whose next step is the first in which cuDNN chooses algorithms
         self._auto_bytes: int | None = None
+        self._left_bytes = 0  # that each plan leaves free for code that runs without one
+        self._dropped: Plan | None = None  # the latest one of those that were dropped
 
     @property
     def latest(self) -> Plan | None:
         """The plan of the latest kind of step, None before there is one."""
-        return None if self.kinds.latest is None else self.plans[self.kinds.latest]
+        return self._dropped if self.kinds.latest is None else self.plans[self.kinds.latest]
+
+    def leave(self, size_bytes: int) -> None:
+        """Leave so many bytes free from now on, for code without a plan: between two steps, all plans are made anew."""
+        self._left_bytes, self._dropped, self.awaited = size_bytes, self.latest, 0
+        for known in (self.plans, self._known, self._limits, self._unfit, self._searching):
+            known.clear()
+        self.kinds.clear()
+        self.first_steps.forget_plans()
 
     def set_budget(self, budget: Budget) -> None:
         """Change the budget; steps already seen are planned anew, nothing is captured again.
@@ -157,8 +167,15 @@ class PlannedKinds:
             added=tuple(run.added for run in runs),
             resident=resident,
             solve=self._new_solver() if twin is None else twin.solve,
+            margin_bytes=self._left_bytes,
         )
-        self._make_plan(kind)
+        try:
+            self._make_plan(kind)
+        except InfeasibleBudgetError:
+            if not self._left_bytes:
+                raise
+            self._known[kind] = replace(self._known[kind], margin_bytes=0)  # it is measured, and would be said
+            self._make_plan(kind)
 
     def _new_solver(self) -> Strategy:
         return shared(Remembering(worker.apart(self.options.plan.solver)), runtime.process_group_store())

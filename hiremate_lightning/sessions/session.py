@@ -51,6 +51,7 @@ from .planned import PlannedKinds
 log = logging.getLogger("hiremate_lightning")
 
 MEASURED_AGAIN = 8  # steps of a kind until it is measured again, and twice as many each time; two, to see all that dies
+SMALL = 0.02  # of what the budget leaves for a step: code of other sizes each time may take it without a plan
 CAPTURES = 8  # in as many steps, one after the other, are announced: it goes on like that
 
 
@@ -81,6 +82,7 @@ class Session:
         self._saw_unplanned = False  # whether a kind of step without a plan ran unrecorded
         self._began_with: Resident | None = None  # when the step began, where that was counted
         self._steps = 0
+        self._left: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._captured = 0  # graphs when the latest step ended
         self._capturing_steps = 0  # one after the other, in each of which something was captured
         self._in_backward = False
@@ -166,14 +168,42 @@ class Session:
 
     def backend(self) -> Any:
         """Give the torch.compile backend whose captured graphs this session runs."""
-        taking = weakref.WeakMethod(self.take_in)  # torch.compile's caches must not keep a session alive
+        reference = weakref.ref(self)  # torch.compile's caches must not keep a session alive
 
-        def take_in(captured: Captured) -> Part:
-            method = taking()
-            assert method is not None, "a model is alive while it is called"
-            return method(captured)
+        def session() -> Session:
+            found = reference()
+            assert found is not None, "a model is alive while it is called"
+            return found
 
-        return planning_backend(take_in, self.kernels)
+        def may_run_captured(code: object, size_bytes: int) -> bool:
+            return session().may_run_captured(code, size_bytes)
+
+        return planning_backend(lambda captured: session().take_in(captured), self.kernels, may_run_captured)
+
+    def may_run_captured(self, code: object, size_bytes: int) -> bool:
+        """Whether code whose sizes don't repeat may run as captured: where it is small, beside planned code.
+
+        It may from the step after the one in which it asks first, when plans leave room for it.
+        That is four times its bytes: sizes may grow, and eager PyTorch hold copies that a graph does not show.
+
+        Args:
+            code: What asks.
+            size_bytes: Of all its values at the largest size so far.
+        """
+        if not self._kinds.ran:
+            return False
+        since, left_bytes = self._left.get(code, (0, 0))
+        if 2 * size_bytes <= left_bytes:
+            return since < self._steps
+        others_bytes = sum(left for _, left in self._left.values()) - left_bytes
+        plan, left_bytes = self.plan, 4 * size_bytes
+        if plan is not None and others_bytes + left_bytes <= SMALL * (plan.budget_bytes - plan.resident_bytes):
+            self._left[code] = self._steps, left_bytes
+            self.say(
+                f"Small parts of {self._name} have other sizes in each step: from now on they run without a plan, "
+                "which would take longer to make than it saves."
+            )
+        return False
 
     def take_in(self, captured: Captured) -> Part:
         """Make a part of a captured graph."""
@@ -296,6 +326,9 @@ class Session:
     # ---------------------------------------------------------------- steps
 
     def _begin_step(self, arguments: list[torch.Tensor]) -> None:
+        if any(since == self._steps for since, _ in self._left.values()):
+            self._planned.leave(sum(left_bytes for _, left_bytes in self._left.values()))
+            self._finished = None
         self._steps += 1
         self._memory.step_begins(arguments)
         if self._finished is not None:

@@ -2,7 +2,8 @@
 
 A plan is of bytes, so the joint graph that it is made of has numbers for sizes. But most seconds of a capture go to
 Dynamo, which reads the user's code. Where sizes vary its graph has symbols for them, and is kept: only AOTAutograd's
-trace is made for each size that comes.
+trace is made for each size that comes. Where that is another one each time, as with what a detector finds, small code
+may run as it was captured, without a plan.
 
 What tells symbols apart is private; `tests/test_torch_private.py` says on which versions of torch this was checked.
 """
@@ -23,8 +24,10 @@ from ..garbage import collecting_what_it_leaves
 from . import dynamo, tensor_state
 
 KEPT = 128  # traces of one graph, the latest used ones: each takes megabytes of the host's memory
+UNREPEATED = 4  # sizes in a row that have not come before: after more of them, it is asked whether to go on tracing
 Run = Callable[..., Any]
-Trace = Callable[[fx.GraphModule, Sequence[Any]], Run]
+Trace = Callable[[fx.GraphModule, Sequence[Any]], tuple[Run, int]]
+MayRunCaptured = Callable[[object, int], bool]
 
 
 def sizes_among(module: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
@@ -48,15 +51,23 @@ class EachSize:
     Args:
         module: What Dynamo captured.
         sizes: Positions of the inputs that are sizes.
-        trace: Gives what runs in the place of code of definite sizes, from that code and inputs without memory.
+        trace: Gives what runs in the place of code of definite sizes, and the bytes of all its values, from that code
+            and inputs without memory.
+        may_run_captured: Whether this code may run as captured where its sizes don't repeat, given the bytes of all its
+            values at the largest size; asked each time.
     """
 
-    def __init__(self, module: fx.GraphModule, sizes: Sequence[int], trace: Trace) -> None:
+    def __init__(
+        self, module: fx.GraphModule, sizes: Sequence[int], trace: Trace, may_run_captured: MayRunCaptured
+    ) -> None:
         count = len(module.graph.find_nodes(op="placeholder"))
         self._module = module
         self._sizes = tuple(sizes)
         self._others = tuple(position for position in range(count) if position not in self._sizes)
         self._trace = trace
+        self._may_run_captured = may_run_captured
+        self._unrepeated = 0  # sizes in a row
+        self._largest_bytes = (0, 0)  # of the inputs of what was traced, and of all its values
         self._is_particular = False
         self._traced: OrderedDict[tuple[Any, ...], Run] = OrderedDict()
 
@@ -64,11 +75,25 @@ class EachSize:
         """Run what was traced for the sizes among the arguments; where that fails, the code as it was captured."""
         sizes = tuple(arguments[position] for position in self._sizes)
         others = [arguments[position] for position in self._others]
+        if self._runs_captured(others):
+            return self._module(*arguments)
         key = sizes, self._particulars(others)
-        run = self._traced.get(key) or self._trace_for(sizes, others)
+        run = self._traced.get(key)
+        if run is None:
+            self._unrepeated += 1
+            run = self._trace_for(sizes, others)
+        elif self._unrepeated <= UNREPEATED:
+            self._unrepeated = 0
         if key in self._traced:
             self._traced.move_to_end(key)
         return run(*others)
+
+    def _runs_captured(self, others: Sequence[Any]) -> bool:
+        """Whether to run the code as it was captured: no larger than what was traced, of which the bytes are known."""
+        if self._unrepeated <= UNREPEATED:
+            return False
+        inputs_bytes, all_bytes = self._largest_bytes
+        return _bytes_of(others) <= inputs_bytes and self._may_run_captured(self, all_bytes)
 
     def _trace_for(self, sizes: tuple[int, ...], others: Sequence[Any]) -> Run:
         module = _with_numbers(self._module, dict(zip(self._sizes, sizes, strict=True)))
@@ -76,7 +101,9 @@ class EachSize:
         generators = torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"])
         with generators, collecting_what_it_leaves():
             try:
-                run, is_general = _trace_apart(module, others, self._trace)
+                run, is_general, size_bytes = _trace_apart(module, others, self._trace)
+                inputs_bytes, all_bytes = self._largest_bytes
+                self._largest_bytes = max(inputs_bytes, _bytes_of(others)), max(all_bytes, size_bytes)
             except Exception as error:  # whatever AOTAutograd fails on
                 dynamo.tell_of_failure(error)
                 run, is_general = module, True
@@ -100,6 +127,10 @@ class EachSize:
         return (*(value for value in others if not isinstance(value, torch.Tensor)), *offsets)
 
 
+def _bytes_of(values: Sequence[Any]) -> int:
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor) and value.layout is torch.strided)
+
+
 def _with_numbers(module: fx.GraphModule, numbers: Mapping[int, int]) -> fx.GraphModule:
     """Copy captured code with numbers in the place of some inputs."""
     graph = fx.Graph()
@@ -118,15 +149,18 @@ def _with_numbers(module: fx.GraphModule, numbers: Mapping[int, int]) -> fx.Grap
     return copy
 
 
-def _trace_apart(module: fx.GraphModule, values: Sequence[Any], trace: Trace) -> tuple[Run, bool]:
+def _trace_apart(module: fx.GraphModule, values: Sequence[Any], trace: Trace) -> tuple[Run, bool, int]:
     """Trace code after Dynamo has guarded it; say too whether what comes holds for all values of the same sizes.
 
     It doesn't where AOTAutograd asks for guards: on inputs that overlap, or on numbers that are no sizes.
+
+    Returns:
+        What runs, whether it holds for all values of the same sizes, and the bytes of all of its own values.
     """
     shapes = ShapeEnv(specialize_zero_one=False, duck_shape=False)  # other numbers stay symbols, whatever they are
     mode = FakeTensorMode(shape_env=shapes)
     context = TracingContext(mode)
     with tracing(context):
         inputs = [mode.from_tensor(v, static_shapes=True) if isinstance(v, torch.Tensor) else v for v in values]
-        run = trace(module, inputs)
-    return run, not context.guards_context.aotautograd_guards and not shapes.guards
+        run, size_bytes = trace(module, inputs)
+    return run, not context.guards_context.aotautograd_guards and not shapes.guards, size_bytes
