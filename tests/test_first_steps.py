@@ -228,3 +228,17 @@ def test_gradients_that_may_never_come_do_not_refuse_a_budget():
     enough = get_plan(train("1 GiB"))
     plan = get_plan(train(f"{enough.planned_peak_bytes + 4096} B"))
     assert plan.measured.peak_bytes <= plan.budget_bytes
+
+
+def test_a_share_that_two_views_of_a_batch_meet_is_not_refused_for_one_of_them():
+    torch.manual_seed(0)
+    model = hiremate(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), "50%", verbose=False)
+    x = torch.randn(4096, 16)
+
+    for _ in range(3):
+        (model(x) - model(x + 1)).square().mean().backward()
+
+    plan = get_plan(model)
+    assert plan is not None
+    assert plan.measured.peak_bytes is not None
+    assert plan.measured.peak_bytes <= plan.budget_bytes

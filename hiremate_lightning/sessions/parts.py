@@ -5,17 +5,13 @@ from __future__ import annotations
 import weakref
 from pathlib import Path
 
-from torch import nn
-
 from ..capturing.capture import Captured
 from ..measuring.custom_operators import without_unsteady
 from ..measuring.profiling import CostCache, measure, undisturbed
 from ..records.costs import Profile
-from ..records.graph import StorageKind
 from ..reporting.report import Stages
 from ..rewriting.fused_kernel import Kernels
 from ..running.execution import Conductor, Part
-from ..torch_private import tensor_state
 
 
 class Parts:
@@ -81,9 +77,3 @@ class Parts:
                 self._costs,
                 progress=lambda done, total: self._stages.reporter.progress("operations", done, total),
             )
-
-
-def uses_all_parameters(captured: Captured, root: nn.Module) -> bool:
-    """Whether a captured graph reads all parameters of a module."""
-    used = sum(storage.kind is StorageKind.PARAMETER for storage in captured.graph.storages)
-    return used >= len({tensor_state.storage_id(p) for p in root.parameters()})

@@ -45,7 +45,7 @@ from .backend import planning_backend
 from .eager_paths import eager_paths
 from .first_steps import Begun, Given
 from .kinds import Kind
-from .parts import Parts, uses_all_parameters
+from .parts import Parts
 from .planned import PlannedKinds
 
 log = logging.getLogger("hiremate_lightning")
@@ -311,11 +311,10 @@ class Session:
     def _least(self, part: Part, profile: Profile) -> Program:
         """Give the program of least memory of a part.
 
-        Where not even the captured part alone fits, training stops before that. A share of the whole step is not known
-        from a part of it: it is checked where a part uses all parameters, else once the step is known.
+        Where not even the captured part alone fits, training stops before that. A share is checked once the step is
+        known: what else it takes, a second view of a picture or a loss that is a network, adds to the share.
         """
-        is_known = self.options.budget.share is None or uses_all_parameters(part.captured, self.root)
-        is_checked = is_known and self.options.plan.on_infeasible == "raise"
+        is_checked = self.options.budget.share is None and self.options.plan.on_infeasible == "raise"
         budget, budget_of = self.options.budget, self._planned.budget_bytes if is_checked else None
         return self._first_steps.least(part, profile, self._resident, budget, budget_of, self.options.plan, self._name)
 
