@@ -485,3 +485,42 @@ def test_tuples_that_tell_no_length_are_captured_and_seen_to_change(recwarn):
         result.sum().backward()
     assert targets_of(module).session.captured_count == 2
     assert not [str(w.message) for w in recwarn]
+
+
+class Unchecked(torch.autograd.Function):
+    """Writes a part of a tensor unseen by autograd, as torchdiffeq does in its solvers of adaptive steps."""
+
+    @staticmethod
+    def forward(ctx, scratch: torch.Tensor, value: torch.Tensor, index: int) -> torch.Tensor:
+        ctx.index = index
+        scratch.data[..., index] = value
+        return scratch
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return gradient, gradient[..., ctx.index], None
+
+
+class StepsByStages(nn.Module):
+    """Adds up stages of which each reads those before; it looks at the data between them, and ends the graph there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Linear(16, 16)
+        self.weights = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        stages = Unchecked.apply(torch.empty(*x.shape, 4), self.slope(x), 0)
+        for index in range(3):
+            if x.sum() > 1e9:
+                break
+            x = x + (stages[..., : index + 1] * self.weights[: index + 1]).sum(-1)
+            stages = Unchecked.apply(stages, self.slope(x).tanh(), index + 1)
+        return x + (stages * 0.5).sum(-1)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning", "ignore:.*was captured as a whole"
+)
+def test_code_that_changes_tensors_unseen_by_autograd_does_so_where_it_is_captured_alone():
+    train_both(StepsByStages, simple_loop(lambda index: torch.randn(64, 16) / (1 + index)), "100%")
