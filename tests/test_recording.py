@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hiremate_lightning import hiremate
+from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.measuring.recording import StepRecord
 from hiremate_lightning.measuring.resident import LeftOutputs, Resident
 from hiremate_lightning.sessions.targets import targets_of
@@ -229,3 +229,35 @@ def test_in_a_count_of_all_outputs_that_are_dropped_before_the_backward_are_stal
     left.backward_starts()
     record.size_bytes = 200
     assert left.sort_out(everything, ()) == Resident(800, 250)
+
+
+class HoldsMeanwhile(nn.Module):
+    """Code between captured parts holds memory from the first to the second one, and lets go of it after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)) for _ in range(3))
+        self.held: torch.Tensor | None = None
+
+    @torch._dynamo.disable
+    def hold(self, size: int) -> None:
+        self.held = torch.zeros(size) if size else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.parts[0](x)
+        self.hold(200_000)
+        x = self.parts[1](x)
+        self.hold(0)
+        return self.parts[2](x)
+
+
+def test_what_is_let_go_of_between_forwards_is_not_counted_in_the_backward():
+    torch.manual_seed(0)
+    model = hiremate(HoldsMeanwhile(), "100%", verbose=False)
+    for _ in range(4):
+        model.zero_grad()
+        model(torch.randn(1024, 32)).square().mean().backward()
+
+    plan = get_plan(model)
+    assert plan is not None
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.005)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -150,6 +151,34 @@ def test_what_is_held_outside_is_given_back_before_the_backward_of_its_forward(g
         return simulate(step.graph, step.profile, lower(step.graph, keep_all(step.graph))).timeline[-1].live_bytes
 
     assert live_at_the_end(1000, given_bytes) - live_at_the_end(0, 0) == live_bytes
+
+
+@pytest.mark.parametrize(
+    ("given_bytes", "stale_bytes", "live_bytes"), [(0, 0, 1000), (300, 0, 700), (2000, 0, 0), (300, 200, 900)]
+)
+def test_what_is_held_outside_is_given_back_after_a_later_forward(given_bytes, stale_bytes, live_bytes):
+    """What is stale has a place of its own, and is given back first."""
+
+    def live_at_the_end(held_bytes, given_bytes):
+        held, given = Gap(held_bytes, held_bytes), Gap(-given_bytes, 0)
+        step = merge(two_calls(3, gap_after_first=held, gap_after_second=given), [1, 0], stale_bytes)
+        return simulate(step.graph, step.profile, lower(step.graph, keep_all(step.graph))).timeline[-1].live_bytes
+
+    assert live_at_the_end(1000, given_bytes) - live_at_the_end(0, 0) == live_bytes
+
+
+def test_what_lingers_keeps_its_place_where_the_last_forward_gives_back():
+    """In both cases the second of two calls side by side returns a value that lives until its backward has run."""
+
+    def live_at_the_turn(held_bytes):
+        first, second = Call(*chain(3)), Call(*chain(3))
+        held, given = Gap(held_bytes, held_bytes), Gap(-held_bytes, 0)
+        second = replace(second, after_forward=held, before_backward=given, lingering=((second.graph.outputs[0], 2),))
+        step = merge([first, second], [0, 1])
+        simulation = simulate(step.graph, step.profile, lower(step.graph, keep_all(step.graph)))
+        return simulation.timeline[simulation.turn].live_bytes
+
+    assert live_at_the_turn(1000) - live_at_the_turn(0) == 1000
 
 
 @pytest.mark.parametrize(("peak_bytes", "more_bytes"), [(0, 0), (100, 0), (1000, 900)])

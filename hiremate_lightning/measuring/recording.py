@@ -353,15 +353,18 @@ class StepRecord:
     ) -> Gap:
         """Tell what outside code holds and takes, above what lived without the outputs that died meanwhile.
 
-        It holds the growth until the next run and the place of those outputs, less the tangents.
+        It holds the growth until the next run and the place of those outputs, less the tangents. Between two forwards
+        it may give back what it held.
         """
         gap = self._between(f"f{run.index}", following)
         if gap is None:
             return Gap()
         died_bytes = sum(self._sizes(died).values())
-        handed = sum(tangents.tangent_bytes) if tangents is not None else 0
+        held_bytes = gap.held_bytes + died_bytes
+        if tangents is not None:
+            held_bytes = max(0, held_bytes - sum(tangents.tangent_bytes))
         peak_bytes = stages[-1].peak_bytes if stages else gap.peak_bytes + died_bytes
-        return Gap(max(0, gap.held_bytes + died_bytes - handed), peak_bytes)
+        return Gap(held_bytes, peak_bytes)
 
     def _stages(self, run: Run, following: str, lived: Iterable[Output], died: Iterable[Output]) -> list[Stage]:
         """Divide what runs outside after a forward by the deaths of outputs; nothing where one was not seen."""

@@ -27,7 +27,7 @@ class Gap:
 
     Attributes:
         held_bytes: Live when the next call starts, and taken to live to the end of the step unless it is given back.
-            Below 0, in the backward, for bytes that are.
+            Below 0 for bytes that are.
         peak_bytes: Most that lived meanwhile.
     """
 
@@ -216,6 +216,7 @@ class _Merger:
         self.after_forward: list[int] = []  # the outside after each forward
         self.before_backward: dict[int, int] = {}  # call -> the outside before its backward
         self.after_backwards: list[int] = []  # the outside after each backward
+        self.held_by: dict[int, int] = {}  # the outside -> the storage that it holds to the end of the step
 
     def add_call(self, index: int) -> None:
         call = self.calls[index]
@@ -302,10 +303,12 @@ class _Merger:
         number = {-i: self._append_outside(*outside) for i, outside in enumerate(self.outside, start=1)}
         turn = number[self.forward[-1]]
         self._append_beginning(turn)
+        self._give_back_between_forwards([number[outside] for outside in self.after_forward])
         for index, call in enumerate(self.calls):
             self._let_linger(call, turn, [number[reader] for reader in self.after_backwards])
             if index in self.before_backward:
-                self._give_back(call, number[self.after_forward[index]], number[self.before_backward[index]])
+                holder, giver = number[self.after_forward[index]], number[self.before_backward[index]]
+                self._give_back(-call.before_backward.held_bytes, holder, giver)
         last, end = backward_order[0], self.calls[-1]
         gradients = [
             self.tensor_at[i] + t
@@ -346,13 +349,26 @@ class _Merger:
             if storage is not None:
                 self._hold_between("lingering", call.graph.sizes[storage], turn, readers[ended - 1])
 
-    def _give_back(self, call: Call, holder: int, giver: int) -> None:
-        """Let what outside code holds after a forward live until it is given back before that call's backward."""
-        given = min(call.after_forward.held_bytes, max(0, -call.before_backward.held_bytes))
-        held = self.tensors[self.nodes[holder].outputs[-1]].storage
-        assert held is not None, "outside code holds memory"
-        self.storages[held] = replace(self.storages[held], size_bytes=call.after_forward.held_bytes - given)
-        self._hold_between("given_back", given, holder, giver)
+    def _give_back_between_forwards(self, outside: Sequence[int]) -> None:
+        """Let what outside code holds after a forward live until it is given back after a later one.
+
+        Given back first are the stale bytes, which have a place of their own.
+        """
+        stale_bytes = self.stale_bytes
+        for index, (call, giver) in enumerate(zip(self.calls, outside, strict=True)):
+            owed_bytes = max(0, -call.after_forward.held_bytes)
+            stale_bytes, owed_bytes = max(0, stale_bytes - owed_bytes), max(0, owed_bytes - stale_bytes)
+            for holder in reversed(outside[:index]):
+                owed_bytes -= self._give_back(owed_bytes, holder, giver)
+
+    def _give_back(self, size_bytes: int, holder: int, giver: int) -> int:
+        """Let up to so many bytes that one outside node holds live until another one only; tell how many."""
+        held = self.held_by[holder]
+        given_bytes = min(self.storages[held].size_bytes, max(0, size_bytes))
+        if given_bytes:
+            self.storages[held] = replace(self.storages[held], size_bytes=self.storages[held].size_bytes - given_bytes)
+            self._hold_between("given_back", given_bytes, holder, giver)
+        return given_bytes
 
     def _hold_between(self, name: str, size_bytes: int, producer: int, reader: int) -> None:
         """Append a tensor that stands for bytes that live from one outside node to another."""
@@ -366,6 +382,7 @@ class _Merger:
         node, tensor, held_bytes = len(self.nodes), len(self.tensors), max(0, gap.held_bytes)
         kind = StorageKind.ACTIVATION if phase is Phase.FORWARD else StorageKind.GRADIENT
         self.tensors.append(Tensor("outside_held", len(self.storages), (held_bytes,), "uint8", node))
+        self.held_by[node] = len(self.storages)
         self.storages.append(Storage(held_bytes, kind))
         made = {self.tensors[t].storage for t in handed} if phase is Phase.BACKWARD else ()
         known_bytes = held_bytes + sum(self.storages[storage].size_bytes for storage in made if storage is not None)
