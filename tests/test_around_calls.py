@@ -524,3 +524,36 @@ class StepsByStages(nn.Module):
 )
 def test_code_that_changes_tensors_unseen_by_autograd_does_so_where_it_is_captured_alone():
     train_both(StepsByStages, simple_loop(lambda index: torch.randn(64, 16) / (1 + index)), "100%")
+
+
+class Remembers:
+    """A forward that stands in for a model's during one step, as sentence-transformers' MatryoshkaLoss puts there."""
+
+    def __init__(self, forward) -> None:
+        self.forward, self.seen = forward, []
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.forward(x))
+        return self.seen[-1]
+
+
+def test_parts_are_planned_where_each_step_has_a_forward_of_its_own():
+    torch.manual_seed(0)
+    model = hiremate(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), "100%", verbose=False)
+    targets = targets_of(model)
+    own, captured = model.forward, []
+
+    def step() -> None:
+        model.forward = Remembers(own)
+        model(torch.randn(256, 16)).square().mean().backward()
+        model.forward = own
+        captured.append(targets.session.captured_count)
+
+    step()
+    step()
+    with pytest.warns(HiRemateWarning, match="another forward again and again"):
+        step()
+    for _ in range(4):
+        step()
+    assert captured[-1] == captured[-3]
+    assert get_plan(model) is not None

@@ -12,7 +12,8 @@ from __future__ import annotations
 import difflib
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +34,8 @@ UNPLANNED = (
     f"where a module is called; it is passed by where code calls its forward, or compiles around it. {WITH_COMPILE}"
 )
 
+
+REPLACED = 2  # forwards in the place of others, after which a module's parts are planned instead
 
 _attached: weakref.WeakSet[Targets] = weakref.WeakSet()
 _announced: weakref.WeakSet[Session] = weakref.WeakSet()  # of which it is known that calls ran without a plan
@@ -57,6 +60,9 @@ class Targets:
         self._candidates()
         self._compiler = Compiler(session)
         self._compiled: dict[nn.Module, tuple[Any, Callable[..., Any]]] = {}
+        self._replaced = Counter[
+            nn.Module
+        ]()  # how often somebody put another forward in the place of what was put there
         self._captured: set[str] = set()  # modules of which something was captured
         self._passed_by: set[str] = set()  # modules of which nothing was
         self._uncaptured = 0  # calls in a row of which nothing was captured, though something was before
@@ -139,6 +145,7 @@ class Targets:
             self._captured.add(name)
             self._uncaptured = 0
             self._plan_what_given_up_code_calls(module)
+            self._plan_what_new_forwards_call(name, module)
         elif name in self._captured:
             self._uncaptured += 1
             if self._uncaptured.bit_count() == 1:  # after 1, 2, 4, 8 such calls: what is in the way may be gone
@@ -178,6 +185,22 @@ class Targets:
                 where = paths[outer] or type(outer).__name__
                 self.session.say(f"{where} was not captured as a whole; from the next step on its parts are planned.")
 
+    def _plan_what_new_forwards_call(self, name: str, module: nn.Module) -> None:
+        """Plan the parts of a module that gets a forward of its own for each call, from the next step on.
+
+        Each of them would be captured anew; what it wraps around the module's class's forward runs as it is.
+        """
+        if self._replaced[module] < REPLACED:
+            return
+        parts = self._weighty_parts(name, module)
+        if parts:
+            where = name or type(module).__name__
+            self.session.say(
+                f"{where} gets another forward again and again, which is captured anew each time; from the next step "
+                "on its parts are planned."
+            )
+            self._plan_instead(name, module, parts)
+
     def _plan_parts_of(self, name: str, module: nn.Module, result: Any) -> bool:
         """Plan the parts of a module of which nothing was captured, from the next step on.
 
@@ -188,10 +211,9 @@ class Targets:
         """
         if not _requires_gradient(result):
             return True
-        parts = {n: m for n, m in module.named_modules(prefix=name) if m is not module and _has_weights(m)}
+        parts = self._weighty_parts(name, module)
         where = name or type(module).__name__
         if parts:
-            self.session.abandon_step()
             self.session.say(
                 f"Nothing of {where} was captured as a whole; from the next step on its parts are planned."
             )
@@ -201,13 +223,23 @@ class Targets:
             return False
         if parts or self.session.captured_count:
             _announced.add(self.session)
+        self._plan_instead(name, module, parts)
+        return True
+
+    def _weighty_parts(self, name: str, module: nn.Module) -> dict[str, nn.Module]:
+        """List what may be planned below a module."""
+        return {n: m for n, m in module.named_modules(prefix=name) if m is not module and _has_weights(m)}
+
+    def _plan_instead(self, name: str, module: nn.Module, parts: Mapping[str, nn.Module]) -> None:
+        """Pass by a module, and plan what is below it."""
+        if parts:
+            self.session.abandon_step()
         self._passed_by.add(name)
         self.adopted.pop(name, None)
         hooks.set_call(module, None)
         for path, part in parts.items():
             if hooks.get_call(part) is None:
                 hooks.set_call(part, Slot(self, path, part))
-        return True
 
     def _has_others_than(self, module: nn.Module) -> bool:
         """Whether there are candidates that may still be called and planned, where one was called first."""
@@ -269,6 +301,7 @@ class Targets:
         known = self._compiled.get(module)
         if known is not None and known[0] is found:
             return known[1]
+        self._replaced[module] += known is not None and None not in (known[0], found)
         if found is None:
             compiled = self._compiler.compile(call_forward, module)
         else:
