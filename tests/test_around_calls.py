@@ -557,3 +557,27 @@ def test_parts_are_planned_where_each_step_has_a_forward_of_its_own():
         step()
     assert captured[-1] == captured[-3]
     assert get_plan(model) is not None
+
+
+class Generates(nn.Module):
+    """Two networks; the model itself is what calls the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = nn.Linear(8, 16), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.generator(x)
+
+
+def test_calls_in_which_nothing_trains_leave_what_was_captured():
+    """As in a Lightning module that toggles its optimizers: what is generated for the critic has no gradient."""
+    torch.manual_seed(0)
+    model = hiremate(Generates(), "100%", verbose=False)
+    captured = []
+    for _ in range(4):
+        for trains in (True, False):
+            model.generator.requires_grad_(trains)
+            model.critic(model(torch.randn(64, 8))).mean().backward()
+        captured.append(targets_of(model).session.captured_count)
+    assert captured[1:] == captured[:1] * 3

@@ -146,7 +146,7 @@ class Targets:
             self._uncaptured = 0
             self._plan_what_given_up_code_calls(module)
             self._plan_what_new_forwards_call(name, module)
-        elif name in self._captured:
+        elif name in self._captured and _requires_gradient(result):
             self._uncaptured += 1
             if self._uncaptured.bit_count() == 1:  # after 1, 2, 4, 8 such calls: what is in the way may be gone
                 self._compiled.pop(module, None)
