@@ -581,3 +581,33 @@ def test_calls_in_which_nothing_trains_leave_what_was_captured():
             model.critic(model(torch.randn(64, 8))).mean().backward()
         captured.append(targets_of(model).session.captured_count)
     assert captured[1:] == captured[:1] * 3
+
+
+class RecurrentFirst(nn.Module):
+    """Nothing of it is captured as a whole; what is captured comes after what can't be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(16, 64, batch_first=True)
+        self.head = nn.Sequential(nn.Linear(64, 16), nn.GELU(), nn.Linear(16, 16))
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.recurrent(x)[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*could not be captured", "ignore:.*captured as a whole")
+def test_what_runs_before_the_first_planned_part_is_measured_in_each_step():
+    torch.manual_seed(0)
+    model = hiremate(RecurrentFirst(), "100%", verbose=False)
+    x = torch.randn(32, 64, 16)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+    for _ in range(5):
+        step()
+    plan = get_plan(model)
+    added_bytes = plan.measured.peak_bytes - plan.resident_bytes
+    assert added_bytes == pytest.approx(measure_peak(step), rel=0.001)

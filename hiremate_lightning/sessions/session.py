@@ -86,6 +86,7 @@ class Session:
         self._captured = 0  # graphs when the latest step ended
         self._capturing_steps = 0  # one after the other, in each of which something was captured
         self._in_backward = False
+        self._has_begun = False
         self._is_broken = False  # to be abandoned when the next one begins
         self._record: StepRecord | None = None
         self._timed: TimedRun | None = None
@@ -162,7 +163,7 @@ class Session:
         self._in_backward, self._began_with, self._memory.batch = False, None, []
         self._kinds.forget()
         self._first_steps.end_step()
-        self._is_broken = False
+        self._has_begun = self._is_broken = False
 
     # ---------------------------------------------------------------- capture
 
@@ -228,10 +229,8 @@ class Session:
                 f"{name} was called inside of a backward, as torch.utils.checkpoint around it does: such calls get no "
                 "plan. Call it without checkpoint: what is computed again is for the plan to decide."
             )
-        elif self._in_backward or self._is_broken:
-            self.end_step(at_once=False)
-        if not self._kinds.ran and self._record is None:
-            self._begin_step([t for t in tensor_state.leaves(arguments) if isinstance(t, torch.Tensor)])
+        else:
+            self.begin_step(arguments)
         if not self.parts.count:
             worker.warm_up()
             self._tracing.enter_context(self.stages.stage("capture_s", "tracing"))
@@ -324,11 +323,19 @@ class Session:
 
     # ---------------------------------------------------------------- steps
 
+    def begin_step(self, arguments: Any) -> None:
+        """Begin a step where a backward has ended the one before, or none is under way."""
+        if self._in_backward or self._is_broken:
+            self.end_step(at_once=False)
+        if not self._has_begun:
+            self._begin_step([t for t in tensor_state.leaves(arguments) if isinstance(t, torch.Tensor)])
+
     def _begin_step(self, arguments: list[torch.Tensor]) -> None:
         if any(since == self._steps for since, _ in self._left.values()):
             self._planned.leave(sum(left_bytes for _, left_bytes in self._left.values()))
             self._finished = None
         self._steps += 1
+        self._has_begun = True
         self._memory.step_begins(arguments)
         if self._finished is not None:
             self._memory.collect_garbage()
@@ -405,6 +412,7 @@ class Session:
         if self._is_broken:
             self.abandon_step()
             return
+        self._has_begun = False
         if at_once:
             self._memory.batch = []
         if not self._kinds.ran and self._record is None:

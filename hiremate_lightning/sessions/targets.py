@@ -126,6 +126,10 @@ class Targets:
             return hooks.plain_call(module, *args, **kwargs)
         if self.is_inside:
             return self._call_inside(name, module, args, kwargs)
+        if name in self._passed_by:  # what it runs before the first planned part belongs to the step
+            if not backward_pass.is_running():
+                self.session.begin_step((args, kwargs))
+            return hooks.plain_call(module, *args, **kwargs)
         if name not in self.adopted:
             if module in self._waiting and backward_pass.is_running():
                 return hooks.plain_call(module, *args, **kwargs)  # a part of a planned call is computed again
@@ -236,7 +240,6 @@ class Targets:
             self.session.abandon_step()
         self._passed_by.add(name)
         self.adopted.pop(name, None)
-        hooks.set_call(module, None)
         for path, part in parts.items():
             if hooks.get_call(part) is None:
                 hooks.set_call(part, Slot(self, path, part))
