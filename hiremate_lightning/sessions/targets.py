@@ -60,9 +60,7 @@ class Targets:
         self._candidates()
         self._compiler = Compiler(session)
         self._compiled: dict[nn.Module, tuple[Any, Callable[..., Any]]] = {}
-        self._replaced = Counter[
-            nn.Module
-        ]()  # how often somebody put another forward in the place of what was put there
+        self._replaced: Counter[nn.Module] = Counter()  # how often another forward took the place of one put there
         self._captured: set[str] = set()  # modules of which something was captured
         self._passed_by: set[str] = set()  # modules of which nothing was
         self._uncaptured = 0  # calls in a row of which nothing was captured, though something was before
