@@ -15,6 +15,9 @@ from hiremate_lightning.rewriting import finishing
 
 MODEL_PACKAGES = ("transformers", "timm")
 
+if hasattr(torch._dynamo.config, "issue_3_13_0_warning"):
+    torch._dynamo.config.issue_3_13_0_warning = False  # advice against one release of Python, at each capture
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = [name for name in MODEL_PACKAGES if importlib.util.find_spec(name) is None]
