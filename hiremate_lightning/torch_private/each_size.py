@@ -93,7 +93,7 @@ class EachSize:
         if self._unrepeated <= UNREPEATED:
             return False
         inputs_bytes, all_bytes = self._largest_bytes
-        return _bytes_of(others) <= inputs_bytes and self._may_run_captured(self, all_bytes)
+        return self._may_run_captured(self, all_bytes) and _bytes_of(others) <= inputs_bytes
 
     def _trace_for(self, sizes: tuple[int, ...], others: Sequence[Any]) -> Run:
         module = _with_numbers(self._module, dict(zip(self._sizes, sizes, strict=True)))
