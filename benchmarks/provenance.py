@@ -32,10 +32,15 @@ def processor() -> str:
 
 
 def commit() -> str:
-    """Give the commit of this clone, marked where files differ from it."""
-    command = ["git", "describe", "--always", "--dirty"]
-    found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    """Give the commit of this clone, marked where code differs from it: results and documents may be under way."""
+    name = _git("describe", "--always")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":/!benchmarks/results", ":/!docs")
+    return f"{name}-dirty" if changed else name or "unknown"
+
+
+def _git(*command: str) -> str:
+    found = subprocess.run(["git", *command], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return found.stdout.strip()
 
 
 def _version(package: str) -> str:
