@@ -46,7 +46,7 @@ class _Plain:
     def forward_done(self, run: None, outputs: Sequence[Any]) -> None:
         """Do nothing."""
 
-    def backward_starts(self, run: None, tangents: Sequence[Any], leaves: Any) -> None:
+    def backward_starts(self, run: None, tangents: Sequence[Any], leaves: Any, is_kept: Any) -> None:
         """Do nothing."""
 
     def was_overwritten(self, part: Part, storages: Any) -> None:

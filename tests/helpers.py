@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations
 
 from hiremate_lightning.planning.solvers.base import Problem, SolveOptions, replay
@@ -82,6 +83,12 @@ def _backward(
     if rng.random() < 0.1:
         returned.append(steps[-1][0])  # a forward value handed out as a gradient
     return b.graph(outputs=(output,), gradients=(*returned, gradient), held=held)
+
+
+def retaining(step: tuple[Graph, Profile]) -> tuple[Graph, Profile]:
+    """A step whose backward will run again."""
+    graph, profile = step
+    return replace(graph, retained=tuple(range(len(graph.tensors)))), profile
 
 
 def problem_of(step: tuple[Graph, Profile], budget_bytes: int, **options: float | str) -> Problem:

@@ -17,7 +17,7 @@ from hiremate_lightning.records.simulation import simulate
 from hiremate_lightning.records.step import Call, merge
 from hiremate_lightning.reporting.lifetimes import Band, Lifetime, band_bytes, lifetimes
 
-from .helpers import random_graph, random_policy
+from .helpers import random_graph, random_policy, retaining
 from .tiny import KB, Builder, blocks_plan, chain, mixed_plan
 
 
@@ -26,9 +26,11 @@ def bytes_by_operation(graph: Graph, schedule: Schedule, length: int) -> list[in
     return [sum(sizes[i] for sizes in bands.values()) for i in range(length)]
 
 
+@pytest.mark.parametrize("is_retained", [False, True], ids=["", "retained"])
 @pytest.mark.parametrize("seed", range(60))
-def test_blocks_add_up_to_the_simulated_bytes_at_every_operation(seed: int):
-    graph, profile = random_graph(seed, length=8)
+def test_blocks_add_up_to_the_simulated_bytes_at_every_operation(seed: int, is_retained: bool):
+    step = random_graph(seed, length=8)
+    graph, profile = retaining(step) if is_retained else step
     model = Model(Problem(graph, profile, 0))
     recompute = decisions(model, model.replay(random_policy(model, random.Random(seed))).rows)
     schedule = lower(graph, recompute)

@@ -213,6 +213,7 @@ class Left:
     """Stands for the record of a step with outputs that somebody holds, until they are dropped."""
 
     is_measured = True
+    is_retained = False
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes

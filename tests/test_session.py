@@ -607,6 +607,31 @@ def test_a_retained_graph_can_be_run_backward_again():
     assert_same(found, expected)
 
 
+@pytest.mark.parametrize("until", ["the next forward", "a second backward", "the end of the step"])
+def test_what_a_retained_backward_keeps_is_planned_for(until):
+    model, held, batches = planned("60%"), [None], [batch(index, MANY) for index in range(8)]
+
+    def train():
+        for x in batches:
+            model.zero_grad()
+            held[0] = model(x).square().mean()
+            held[0].backward(retain_graph=True)
+            if until == "a second backward":
+                held[0].backward()
+            if until == "the end of the step":
+                held[0] = None
+
+    train()
+    held[0] = None
+    model.zero_grad()
+    peak_bytes, plan = measure_peak(train), get_plan(model)
+    assert plan.solution.recompute_ms > 0
+    assert plan.measured.peak_bytes <= plan.budget_bytes
+    assert peak_bytes <= plan.budget_bytes - plan.resident_bytes
+    if until == "the end of the step":
+        assert plan.planned.peak_bytes == pytest.approx(peak_bytes, abs=1024)
+
+
 def test_a_second_backward_gives_the_usual_error():
     model = warm_up(planned(), steps=3)
     output = model(batch())

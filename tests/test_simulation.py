@@ -146,6 +146,30 @@ def test_what_the_caller_holds_is_not_given_back_by_a_free_nor_by_computing_it_a
     assert [moment.live_bytes for moment in simulation.timeline[2:]] == [300, 200, 200]
 
 
+def test_what_is_retained_lives_to_the_end_where_it_is_saved():
+    graph, profile = chain(3, size=100)
+    retaining = replace(graph, retained=tuple(range(len(graph.tensors))))
+    kept = keep(retaining, profile)
+    assert moments(kept)[:3] == moments(keep(graph, profile))[:3]
+    # a0 and a1 stay beside dy; then each gradient takes the place of the one before it.
+    assert moments(kept)[3:] == [(400, 300), (400, 300), (400, 300)]
+    recomputing = lower(graph, recompute_lazily(graph, ()))
+    assert simulate(retaining, profile, recomputing) == simulate(graph, profile, recomputing)
+
+
+def test_what_is_retained_stays_when_it_is_freed_and_computed_again():
+    graph, profile = chain(2, size=100)
+    a0 = graph.nodes[0].outputs[0]
+    x, dy = graph.inputs[0], graph.tangents[0]
+    schedule = Schedule(
+        forward=(Compute(0), Compute(1), Free(graph.nodes[1].outputs[0])),
+        saved=(x, a0),
+        backward=(Free(a0), Compute(0), Compute(2), Free(dy), Free(a0), Compute(3), Free(graph.nodes[2].outputs[0])),
+    )
+    simulation = simulate(replace(graph, retained=(a0,)), profile, schedule)
+    assert [moment.live_bytes for moment in simulation.timeline[2:]] == [300, 200, 200]
+
+
 def test_gradients_count_as_they_appear():
     graph, profile = transformer(3, size=100)
     assert keep(graph, profile).timeline[-1].live_bytes == 3 * 100 + 50  # one per block, and what the loss holds

@@ -40,7 +40,7 @@ from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import Graph, StorageKind
 from hiremate_lightning.records.schedule import keep_all
 
-from .helpers import lazy_frontier, problem_of, random_graph, random_policy
+from .helpers import lazy_frontier, problem_of, random_graph, random_policy, retaining
 from .tiny import KB, Builder, chain, transformer
 
 LAZY = ("least_memory", "none", "turn_point")  # strategies that recompute each value just before a use
@@ -90,9 +90,10 @@ def test_the_random_graphs_have_every_kind_of_node_and_most_can_be_searched():
 
 
 @settings(derandomize=True, deadline=None, max_examples=250)
-@given(st.integers(0, 10**6), st.integers(2, 12))
-def test_the_fast_replay_agrees_with_the_simulator_to_the_byte(seed: int, length: int):
-    problem = problem_of(random_graph(seed, length), 0)
+@given(st.integers(0, 10**6), st.integers(2, 12), st.booleans())
+def test_the_fast_replay_agrees_with_the_simulator_to_the_byte(seed: int, length: int, is_retained: bool):
+    step = random_graph(seed, length)
+    problem = problem_of(retaining(step) if is_retained else step, 0)
     model, rng = Model(problem), random.Random(seed)
     for _ in range(3):
         fast = model.replay(random_policy(model, rng))
@@ -117,8 +118,9 @@ def test_a_state_is_needed_as_long_as_what_is_drawn_from_it_again():
 
 
 def test_keeping_everything_is_plain_training():
-    for seed in range(30):
-        problem = problem_of(random_graph(seed), 0)
+    for seed in range(60):
+        step = random_graph(seed // 2)
+        problem = problem_of(retaining(step) if seed % 2 else step, 0)
         model = Model(problem)
         kept = model.replay(Policy(frozenset(model.choices)))
         assert kept.recompute_ms == 0

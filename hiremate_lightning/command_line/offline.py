@@ -288,9 +288,11 @@ class _Conductor:
         """Note the end of a forward."""
         self.record.forward_done(run, outputs)
 
-    def backward_starts(self, run: Run, tangents: Sequence[Any], leaves: Leaves) -> None:
+    def backward_starts(
+        self, run: Run, tangents: Sequence[Any], leaves: Leaves, is_kept: Callable[[], bool] | None
+    ) -> None:
         """Note the start of a backward."""
-        self.record.backward_starts(run, tangents, leaves)
+        self.record.backward_starts(run, tangents, leaves, is_kept)
 
     def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
         """Leave it as it is: everything is kept."""

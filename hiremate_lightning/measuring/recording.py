@@ -51,6 +51,8 @@ class Run:
         accumulated_bytes: Of the gradients that autograd has added to those that existed, and freed.
         added: Gradients with which autograd did nothing but add them to those of parameters, if there were any, and
             the storages of these parameters.
+        is_kept: Tells whether what was saved is still there after a backward that will run again; None where none was
+            to run again.
     """
 
     part: Part
@@ -66,11 +68,20 @@ class Run:
     outlasting: tuple[int, ...] = ()
     accumulated_bytes: int = 0
     added: dict[int, frozenset[int]] = field(default_factory=dict)
+    is_kept: Callable[[], bool] | None = None
 
     def saves(self, output: int) -> bool:
         """Whether it saved an output, or something that lies there, for its backward."""
         tensors = self.graph.tensors
         return tensors[output].storage in {tensors[t].storage for t in self.program.schedule.saved}
+
+    def kept(self) -> tuple[int, ...]:
+        """List what it saved that is still there for another backward, without what lies on its outputs."""
+        if self.is_kept is None or not self.is_kept():
+            return ()
+        tensors = self.graph.tensors
+        returned = {tensors[t].storage for t in self.outputs}
+        return tuple(t for t in self.program.schedule.saved if tensors[t].storage not in returned)
 
     @property
     def graph(self) -> Graph:
@@ -170,12 +181,15 @@ class StepRecord:
         self._note_alive(f"f{run.index}")
         self._mark(f"f{run.index}")
 
-    def backward_starts(self, run: Run, tangents: Sequence[Any], leaves: Leaves) -> None:
+    def backward_starts(
+        self, run: Run, tangents: Sequence[Any], leaves: Leaves, is_kept: Callable[[], bool] | None
+    ) -> None:
         """Note that a backward starts, which gradients arrived, and to which inputs its own belong."""
         added = addable(run.part.captured, leaves)
         run.added = _added(run.part.captured, leaves, added)
         run.accumulated_bytes = sum(leaves[position].nbytes for position in existing(leaves).keys() - added)
         run.missing = missing_gradients(tangents)
+        run.is_kept = is_kept or run.is_kept
         run.tangent_bytes = _storage_bytes(tangents)
         watched = enumerate(tangents)
         self._tangents = {position: tensor_state.watch_storage(t) for position, t in watched if _is_dense(t)}
@@ -235,11 +249,16 @@ class StepRecord:
             return None
         return self.resident_bytes + max((interval.peak_bytes for interval in self._counted), default=0)
 
-    def left_bytes(self, arguments: Iterable[torch.Tensor]) -> int:
-        """Give the bytes of outputs that someone holds after the step.
+    @property
+    def is_retained(self) -> bool:
+        """Whether what was saved for some backward is still there, since it may run again."""
+        return any(run.kept() for run in self.runs)
 
-        Those that are handed in again are counted as arguments. Numbers, a loss for example, are not worth to know when
-        another takes their place.
+    def left_bytes(self, arguments: Iterable[torch.Tensor]) -> int:
+        """Give the bytes of outputs that someone holds after the step, and of what is kept for another backward.
+
+        Outputs that are handed in again are counted as arguments. Numbers, a loss for example, are not worth to know
+        when another takes their place.
         """
         counted, total = {tensor_state.storage_id(t) for t in arguments if _is_dense(t)}, 0
         for run in self.runs:
@@ -247,6 +266,7 @@ class StepRecord:
                 if lives() and storage not in counted and run.graph.tensors[tensor].shape:
                     counted.add(storage)
                     total += _bytes_of(run.graph, (tensor,))
+            total += _bytes_of(run.graph, run.kept())
         return total
 
     def calls(self, profiles: Mapping[int, Profile]) -> tuple[list[Call], list[int]]:
@@ -259,55 +279,75 @@ class StepRecord:
         """
         planned = [run for run in self.runs if run.index in self.backwards]
         place = {run.index: position for position, run in enumerate(planned)}
-        order = [place[index] for index in dict.fromkeys(self.backwards)]
-        lingering = [self._lingering(run, [planned[p] for p in order]) for run in planned]
+        backwards = [self.runs[index] for index in dict.fromkeys(self.backwards)]
+        lingering = [self._lingering(run, backwards) for run in planned]
         released = Counter[int]()  # bytes, by how many backwards have run
         for run, own in zip(planned, lingering, strict=True):
             for ended in {ended for _, ended in own}:
                 released[ended] += _bytes_of(run.graph, (t for t, at in own if at == ended))
         calls = []
-        for position, run in enumerate(planned):
+        for position, (run, own) in enumerate(zip(planned, lingering, strict=True)):
+            following = planned[position + 1] if position + 1 < len(planned) else None
             profile = profiles[run.number]
             if self.timed is not None:
                 profile = self.timed.refine(profile, run.graph)
-            graph, profile = run.as_run(profile)
-            last = position + 1 == len(planned)
-            following = f"B{self.backwards[0]}" if last else f"F{planned[position + 1].index}"
-            lived, stay = self._lived(run, f"f{run.index}", place), self._lived(run, following, place)
-            died = self._died(run, following, place)
-            stages = self._stages(run, following, lived, died)
-            is_alone = not died and all(i == run.index for i, _ in lived)
-            unknown = [] if is_alone else [Stage(tuple(lived), 0)]  # nobody knows when they die: a plan may save some
-            before = order.index(position)
-            is_last_backward = before + 1 == len(order)
-            calls.append(
-                Call(
-                    graph=graph,
-                    profile=profile,
-                    links={t: (place[r], o) for t, (r, o) in run.links.items() if r in place},
-                    alive=run.alive or (),
-                    died=tuple(t for i, t in died if i == run.index),
-                    lingering=lingering[position],
-                    beside_after=tuple((place[i], t) for i, t in stay if i != run.index),
-                    passed_on=run.passed_on,
-                    outlasting=tuple(t for p in run.outlasting if (t := graph.tangents[p]) not in graph.held),
-                    before_forward=Gap() if position else self._gap_before_forward(run),
-                    before_deaths=tuple(
-                        replace(stage, alive=tuple((place[i], t) for i, t in stage.alive))
-                        for stage in stages[:-1] or unknown
-                    ),
-                    after_forward=self._gap_after_forward(
-                        run, following, died, stages, planned[order[0]] if last else None
-                    ),
-                    before_backward=(
-                        self._gap_before_backward(planned[order[before - 1]], run, released[before])
-                        if before
-                        else Gap()
-                    ),
-                    after_backward=self._gap_after_backward(run) if is_last_backward else Gap(),
-                )
-            )
-        return calls, order
+            call = self._forward_call(run, profile, following, backwards[0], place)
+            calls.append(self._with_backward(replace(call, lingering=own), run, backwards, released))
+        return calls, [place[run.index] for run in backwards]
+
+    def _forward_call(
+        self, run: Run, profile: Profile, following: Run | None, first: Run, place: Mapping[int, int]
+    ) -> Call:
+        """Describe a forward and what runs outside around it.
+
+        Args:
+            run: The run.
+            profile: Its costs.
+            following: The run whose forward is next, None after the last one.
+            first: The run whose backward is first.
+            place: Positions among the planned runs, by index.
+        """
+        graph, profile = run.as_run(profile)
+        label = f"B{first.index}" if following is None else f"F{following.index}"
+        lived, stay = self._lived(run, f"f{run.index}", place), self._lived(run, label, place)
+        died = self._died(run, label, place)
+        stages = self._stages(run, label, lived, died)
+        is_alone = not died and all(i == run.index for i, _ in lived)
+        unknown = [] if is_alone else [Stage(tuple(lived), 0)]  # nobody knows when they die: a plan may save some
+        return Call(
+            graph=graph,
+            profile=profile,
+            links={t: (place[r], o) for t, (r, o) in run.links.items() if r in place},
+            died=tuple(t for i, t in died if i == run.index),
+            beside_after=tuple((place[i], t) for i, t in stay if i != run.index),
+            before_forward=Gap() if place[run.index] else self._gap_before_forward(run),
+            before_deaths=tuple(
+                replace(stage, alive=tuple((place[i], t) for i, t in stage.alive)) for stage in stages[:-1] or unknown
+            ),
+            after_forward=self._gap_after_forward(run, label, died, stages, first if following is None else None),
+        )
+
+    def _with_backward(self, call: Call, run: Run, backwards: Sequence[Run], released: Mapping[int, int]) -> Call:
+        """Describe the backward of a call too, and what runs outside around it.
+
+        Args:
+            call: Its forward.
+            run: The run.
+            backwards: All runs, as their backwards follow each other.
+            released: Bytes of outputs that outside code lets go of, by how many backwards have run.
+        """
+        before, tangents = backwards.index(run), call.graph.tangents
+        is_last = before + 1 == len(backwards)
+        gap = self._gap_before_backward(backwards[before - 1], run, released[before]) if before else Gap()
+        return replace(
+            call,
+            alive=run.alive or (),
+            passed_on=run.passed_on,
+            outlasting=tuple(t for p in run.outlasting if (t := tangents[p]) not in call.graph.held),
+            is_retained=run.is_kept is not None,
+            before_backward=gap,
+            after_backward=self._gap_after_backward(run) if is_last else Gap(),
+        )
 
     def _lingering(self, run: Run, order: Sequence[Run]) -> tuple[tuple[int, int], ...]:
         """List the outputs that code outside holds into the backward: what it saved for its own, say.

@@ -185,7 +185,7 @@ class ResidentMemory:
 
 
 class LeftOutputs:
-    """Outputs of a step that are still held when the next one begins, where the step was measured.
+    """Outputs of a step, and what it retained, still held when the next one begins, where the step was measured.
 
     They stay, or those of the next step take their place.
     """
@@ -193,7 +193,7 @@ class LeftOutputs:
     def __init__(self) -> None:
         self._record: StepRecord | None = None
         self._size_bytes = 0
-        self._stay = True  # as far as was seen
+        self._stay: bool | None = None  # beyond the next forward; None before that was seen
 
     @property
     def are_known(self) -> bool:
@@ -211,7 +211,7 @@ class LeftOutputs:
     def add_to(self, resident: Resident, arguments: Sequence[torch.Tensor]) -> Resident:
         """Count them with what exists before a step with these arguments; garbage was collected."""
         self._look(arguments)
-        if not self._stay:
+        if self._are_stale():
             return replace(resident, stale_bytes=resident.stale_bytes + self._size_bytes)
         kinds = (*resident.kinds, ("outputs of the step before", self._size_bytes))
         return replace(resident, size_bytes=resident.size_bytes + self._size_bytes, kinds=kinds)
@@ -219,10 +219,15 @@ class LeftOutputs:
     def sort_out(self, resident: Resident, arguments: Sequence[torch.Tensor]) -> Resident:
         """Take them for stale where they are, in a count of all that exists."""
         self._look(arguments)
-        left_bytes = 0 if self._stay else min(self._size_bytes, resident.size_bytes)
+        left_bytes = min(self._size_bytes, resident.size_bytes) if self._are_stale() else 0
         return replace(
             resident, size_bytes=resident.size_bytes - left_bytes, stale_bytes=resident.stale_bytes + left_bytes
         )
+
+    def _are_stale(self) -> bool:
+        """Whether the next step drops them before its backward: a retained graph goes with the loss there was."""
+        is_retained = self._record is not None and self._record.is_retained
+        return is_retained if self._stay is None else not self._stay
 
     def _look(self, arguments: Sequence[torch.Tensor]) -> None:
         if self._record is not None:

@@ -142,6 +142,7 @@ class Graph:
         outputs: Tensors that the forward returns.
         gradients: Tensors that the backward returns; they live to its end.
         held: Tensors that live from their computation to the end of the step, whatever the schedule.
+        retained: Tensors that live to the end of the step where a schedule saves them: their backward will run again.
     """
 
     nodes: tuple[Node, ...]
@@ -154,6 +155,7 @@ class Graph:
     outputs: tuple[int, ...]
     gradients: tuple[int, ...]
     held: tuple[int, ...] = ()
+    retained: tuple[int, ...] = ()
 
     def reading_once(self, storages: Collection[int]) -> Graph:
         """Give the graph in which what reads some storages is never run twice: someone else overwrites them."""

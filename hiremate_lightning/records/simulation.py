@@ -10,6 +10,7 @@ schedule; the caller adds them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..errors import ScheduleError
@@ -76,6 +77,12 @@ class _Memory:
         self.block_bytes: list[int] = []
         self.to_hold = set(graph.held)
 
+    def retain(self, tensors: Iterable[int]) -> None:
+        """Let someone hold tensors to the end."""
+        for block in (self.block_of[t] for t in tensors):
+            if block >= 0:
+                self.tensors_on[block] += 1
+
     def check_live(self, tensors: tuple[int, ...], why: str) -> None:
         for tensor in tensors:
             if tensor not in self.block_of:
@@ -141,6 +148,7 @@ def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
     for tensor in [t for t in memory.block_of if t not in survivors]:
         memory.free(tensor)
     saved_bytes = memory.live_bytes
+    memory.retain(set(graph.retained).intersection(schedule.saved))
     memory.define(graph.tangents, ())
     _replay(memory, profile, schedule.backward, runs, timeline)
     memory.check_live(graph.gradients, "The step returns")

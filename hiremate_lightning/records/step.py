@@ -63,6 +63,7 @@ class Call:
         beside_after: Outputs of earlier calls that still lived when what runs outside after this forward ended.
         passed_on: Gradients that outside code or another call consumes; the others stay to the end of the step.
         outlasting: Gradients of outputs that code outside holds until it runs again after the backward.
+        is_retained: Whether its backward frees nothing of what was saved for it, since it will run again.
         before_deaths: What runs outside after the forward until the last output dies that does so, earlier calls' too.
         before_forward: What runs outside before the first forward; nothing for the others.
         after_forward: What runs outside between this forward, or `before_deaths`, and the next call, above what lives
@@ -81,6 +82,7 @@ class Call:
     beside_after: tuple[Output, ...] = ()
     passed_on: tuple[int, ...] = ()
     outlasting: tuple[int, ...] = ()
+    is_retained: bool = False
     before_deaths: tuple[Stage, ...] = ()
     before_forward: Gap = Gap()
     after_forward: Gap = Gap()
@@ -184,7 +186,7 @@ def _is_read_after(graph: Graph, storage: int, position: int) -> bool:
     """Whether anything may read a storage of the forward, or compute from it again, after a place in the backward."""
     from_it = {t for t, tensor in enumerate(graph.tensors) if tensor.storage == storage}
     stays = {*graph.held, *graph.gradients}
-    if not from_it.isdisjoint(stays):
+    if not from_it.isdisjoint((*stays, *graph.retained)):
         return True
     for index in graph.forward:
         if not from_it.isdisjoint(graph.nodes[index].inputs):
@@ -206,6 +208,7 @@ class _Merger:
         self.backward: list[int] = []
         self.inputs: list[int] = []
         self.held: list[int] = []
+        self.retained: list[int] = []
         self.times: list[float] = []
         self.workspaces: list[int] = []
         self.owners: list[tuple[int, int] | None] = []
@@ -250,6 +253,8 @@ class _Merger:
         self.inputs.extend(t + tensors for t in graph.inputs if t not in call.links)
         self.held.extend(t + tensors for t in call.alive)
         self.held.extend(t + tensors for t in graph.held)
+        if call.is_retained:
+            self.retained.extend(range(tensors, len(self.tensors)))
 
     def _linked_storage(self, link: Output) -> int | None:
         call, tensor = link
@@ -327,6 +332,7 @@ class _Merger:
             outputs=tuple(self.tensor_at[-1] + t for t in end.graph.outputs if t not in end.died),
             gradients=tuple(dict.fromkeys(gradients)),
             held=tuple(dict.fromkeys(self.held)),
+            retained=tuple(self.retained),
         )
         saved_bytes = _taken_bytes(graph)
         workspaces = (size - saved_bytes.get(i, 0) for i, size in enumerate(self.workspaces))

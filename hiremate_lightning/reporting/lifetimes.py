@@ -61,6 +61,7 @@ def lifetimes(graph: Graph, schedule: Schedule) -> tuple[Lifetime, ...]:
     ledger.run(schedule.forward)
     turn = ledger.position
     ledger.leave_only({*schedule.saved, *graph.held})
+    ledger.retain(set(graph.retained).intersection(schedule.saved))
     ledger.allocate(None, graph.tangents, ())
     ledger.run(schedule.backward)
     ledger.leave_only(())
@@ -146,6 +147,12 @@ class _Ledger:
                 self.lives.append(Lifetime(storage, node, Band.PASSING, size, self.position, -1))
                 self.users.append(0)
             self._put(tensor, block_of[storage])
+
+    def retain(self, tensors: Iterable[int]) -> None:
+        """Let someone hold tensors to the end."""
+        for block in (self.on[t] for t in tensors):
+            if block is not None:
+                self.users[block] += 1
 
     def _put(self, tensor: int, block: int | None) -> None:
         if block is not None:  # before the old one is dropped, which may be on the same block

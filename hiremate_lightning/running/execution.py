@@ -8,7 +8,7 @@ and its backward: steps under way finish with what they started with.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -43,8 +43,14 @@ class Conductor(Protocol):
     def forward_done(self, run: Any, outputs: Sequence[Any]) -> None:
         """Hear that the forward has run."""
 
-    def backward_starts(self, run: Any, tangents: Sequence[Any], leaves: Leaves) -> None:
-        """Hear that the backward is about to run, and to which inputs its gradients belong."""
+    def backward_starts(
+        self, run: Any, tangents: Sequence[Any], leaves: Leaves, is_kept: Callable[[], bool] | None
+    ) -> None:
+        """Hear that the backward is about to run, and to which inputs its gradients belong.
+
+        Where it frees nothing of what was saved for it, since it will run again, `is_kept` tells whether that is still
+        there; None where it frees it.
+        """
 
     def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
         """Hear of values that code outside has overwritten between forward and backward."""
@@ -99,37 +105,18 @@ class Part:
 
     def backward(self, arguments: list[Any]) -> Sequence[Any]:
         """Run the backward: the token and tangents in, gradients out."""
-        saved: _Saved | None = getattr(arguments[0], "hiremate", None)
-        if saved is None:
-            raise CaptureError(
-                "Hooks on saved tensors (torch.autograd.graph.saved_tensors_hooks, save_on_cpu) are around a planned "
-                "call, and give back other tensors than they were given. What is kept is for the plan to decide: call "
-                "the model without them."
-            )
-        tangents = arguments[1:]
-        if any(tensor_state.is_batched(tangent) for tangent in tangents):
-            raise CaptureError(
-                "Code that torch.compile has captured can't take many gradients at once, as is_grads_batched=True "
-                "gives them. Ask for one after the other, call remove_hiremate(model), or plan other submodules only."
-            )
-        if backward_pass.creates_graph():  # autograd would see no way through to weights and inputs, and say nothing
-            raise CaptureError(
-                "Gradients of what a planned module returned were asked for with create_graph=True: they can't be "
-                "differentiated once more. Take them inside of what is planned, in a forward that calls "
-                "torch.autograd.grad, or plan the whole step with HiRemateCallback(target='training_step'). Where they "
-                "are not trained on, leave create_graph out. Or call remove_hiremate(model)."
-            )
+        saved, tangents = _what_was_saved(arguments), arguments[1:]
         arguments.clear()
-        conductor = self._conductor()
+        keep, conductor = backward_pass.will_run_again(), self._conductor()
         if conductor is not None:
-            conductor.backward_starts(saved.run, tangents, saved.leaves)
+            conductor.backward_starts(saved.run, tangents, saved.leaves, saved.watch() if keep else None)
         totals = self._find_totals(saved.leaves)
         shared = carrying.shared_leaves(saved)
         sums = {position: own.total for position, own in sorted(shared.items()) if own.total is not None}
         missing = missing_gradients(tangents)
         changes = missing, frozenset(totals), frozenset(sums)
         program = saved.program.variant(*changes) if any(changes) else saved.program
-        values, overwritten = saved.take(program.unread, keep=backward_pass.will_run_again())
+        values, overwritten = saved.take(program.unread, keep=keep)
         if overwritten and conductor is not None:
             found = (self.captured.graph.tensors[saved.program.schedule.saved[i]].storage for i in overwritten)
             conductor.was_overwritten(self, [storage for storage in found if storage is not None])
@@ -170,6 +157,31 @@ class Part:
             raise
 
 
+def _what_was_saved(arguments: Sequence[Any]) -> _Saved:
+    """Give what rides on the token, and refuse the backwards that can't be run."""
+    token, *tangents = arguments
+    saved: _Saved | None = getattr(token, "hiremate", None)
+    if saved is None:
+        raise CaptureError(
+            "Hooks on saved tensors (torch.autograd.graph.saved_tensors_hooks, save_on_cpu) are around a planned "
+            "call, and give back other tensors than they were given. What is kept is for the plan to decide: call "
+            "the model without them."
+        )
+    if any(tensor_state.is_batched(tangent) for tangent in tangents):
+        raise CaptureError(
+            "Code that torch.compile has captured can't take many gradients at once, as is_grads_batched=True "
+            "gives them. Ask for one after the other, call remove_hiremate(model), or plan other submodules only."
+        )
+    if backward_pass.creates_graph():  # autograd would see no way through to weights and inputs, and say nothing
+        raise CaptureError(
+            "Gradients of what a planned module returned were asked for with create_graph=True: they can't be "
+            "differentiated once more. Take them inside of what is planned, in a forward that calls "
+            "torch.autograd.grad, or plan the whole step with HiRemateCallback(target='training_step'). Where they "
+            "are not trained on, leave create_graph out. Or call remove_hiremate(model)."
+        )
+    return saved
+
+
 def missing_gradients(tangents: Sequence[Any]) -> frozenset[int]:
     """List, by position, the gradients of outputs that have not arrived: the caller's loss does not depend on them."""
     return frozenset(position for position, tangent in enumerate(tangents) if tangent is None)
@@ -194,7 +206,7 @@ def _detach(program: Program, saved: list[Any]) -> None:
 class _Saved:
     """The values that a forward saved, with the program whose backward reads them."""
 
-    __slots__ = ("copies", "leaves", "program", "run", "terms", "values", "versions", "watched")
+    __slots__ = ("__weakref__", "copies", "leaves", "program", "run", "terms", "values", "versions", "watched")
 
     def __init__(
         self,
@@ -215,6 +227,16 @@ class _Saved:
         ]
         self.versions = tensor_state.versions_of(self.watched)
         self.copies = {i: values[i].clone() for i in program.saved.borrowed} if program.protects else {}
+
+    def watch(self) -> Callable[[], bool]:
+        """Give a function that tells whether the values are still there."""
+        reference = weakref.ref(self)
+
+        def is_kept() -> bool:
+            saved = reference()
+            return saved is not None and saved.values is not None
+
+        return is_kept
 
     def take(self, unread: Collection[int], keep: bool) -> tuple[list[Any], list[int]]:
         """Hand the values to a backward; they are gone afterwards unless another backward was announced.

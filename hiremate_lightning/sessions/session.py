@@ -276,13 +276,15 @@ class Session:
         if run is not None and self._record is not None:
             self._record.forward_done(run, outputs)
 
-    def backward_starts(self, run: Run | None, tangents: Sequence[Any], leaves: Leaves) -> None:
+    def backward_starts(
+        self, run: Run | None, tangents: Sequence[Any], leaves: Leaves, is_kept: Callable[[], bool] | None
+    ) -> None:
         """Note the start of a backward."""
         if not self._in_backward:
             self._in_backward = True
             self._memory.backward_starts(self._steps)
         if run is not None and self._record is not None and run in self._record.runs:
-            self._record.backward_starts(run, tangents, leaves)
+            self._record.backward_starts(run, tangents, leaves, is_kept)
 
     def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
         """Learn of values that other code overwrites before the backward: nothing can be computed from them then."""

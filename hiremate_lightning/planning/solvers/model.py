@@ -10,7 +10,7 @@ on what leaves the planner.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import add
@@ -97,6 +97,7 @@ class Model:
         self.storage_of = [t.storage for t in graph.tensors]
         self.made_at = {s: i for i, n in enumerate(graph.forward) for s in graph.allocates[n]}
         self._held = {self.storage_of[t] for t in graph.held}
+        self._retained = {self.storage_of[t] for t in graph.retained}
         self.reads = [self._forward_storages(graph.nodes[n].inputs) for n in graph.backward]
         returned = self.returned = self._forward_storages(graph.gradients)
         self.uses: dict[int, list[int]] = {}
@@ -183,10 +184,14 @@ class Model:
 
     def _measure_the_rest(self) -> None:
         """Measure what no decision changes, by replaying plain training with all choices of size zero."""
-        graph = self.graph
+        chosen = set(self.choices)
+        others = (t for t in self.graph.retained if self.storage_of[t] not in chosen)
+        graph = replace(self.graph, retained=tuple(others))
         schedule = lower(graph, keep_all(graph))
         everything = simulate(graph, self.problem.profile, schedule)
-        self.keep_all_bytes = everything.peak_bytes
+        is_all = graph.retained == self.graph.retained
+        kept = everything if is_all else simulate(self.graph, self.problem.profile, schedule)
+        self.keep_all_bytes = kept.peak_bytes
         forward, backward = len(graph.forward), len(graph.backward)
         change = [0] * (forward + backward + 2)
         ends = [max(self.uses.get(s, [-1])) for s in self.choices]
@@ -392,11 +397,14 @@ class Model:
         return frozenset(live), found
 
     def _lay_out(self, rows: Rows, at: list[int]) -> tuple[list[int], list[int]]:
-        """Find what is read before it is recomputed, and how many bytes of choices come and go with each node."""
+        """Find what is read before it is recomputed, and how many bytes of choices come and go with each node.
+
+        What is kept through the turn stays to the end where it is retained.
+        """
         begin: dict[int, int] = {}
         end: dict[int, int] = {}
         kept: list[int] = []
-        sizes, change, index = self.sizes, [0] * (at[-1] + 2), 0
+        sizes, retained, change, index = self.sizes, self._retained, [0] * (at[-1] + 2), 0
         for position, row in enumerate(rows):
             for node in row:
                 for storage in self.needs[node]:
@@ -405,7 +413,7 @@ class Model:
                         kept.append(storage)
                     end[storage] = index
                 for storage in self.makes[node]:
-                    if storage in begin:
+                    if storage in begin and (begin[storage] >= 0 or storage not in retained):
                         change[self._end_of_block(storage, position, end[storage], at) + 1] -= sizes[storage]
                     begin[storage] = end[storage] = index
                     change[index] += sizes[storage]
@@ -417,7 +425,8 @@ class Model:
                 end[storage] = index
             index += 1
         for storage, last in end.items():
-            change[last + 1] -= sizes[storage]
+            if begin[storage] >= 0 or storage not in retained:
+                change[last + 1] -= sizes[storage]
         return kept, change
 
     def _end_of_block(self, storage: int, position: int, last: int, at: list[int]) -> int:
