@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import traceback
 import warnings
 from types import SimpleNamespace
 
@@ -391,6 +392,28 @@ def test_an_error_says_what_ended_the_graphs_of_a_model_of_which_nothing_is_capt
     model = hiremate(Looks(4, 4), "60%", verbose=False)
     with pytest.raises(CaptureError, match=r"What ends its graphs: [^;]*Tensor\.item\(\) call.*Name submodules"):
         model(torch.ones(4, 4))
+
+
+@torch.compiler.disable
+def look_at(x):
+    return x.square() + x.exp() * x.sin()
+
+
+def test_a_budget_that_cannot_be_met_beside_uncaptured_code_says_what_that_is():
+    class Looking(Net):
+        def forward(self, x):
+            return self.head(look_at(self.encoder(x)))
+
+    def train():
+        for _ in range(2):
+            model(torch.randn(4096, 32)).square().mean().backward()
+
+    model = hiremate(Looking(), "20%", verbose=False)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        train()
+    said = "".join(traceback.format_exception(caught.value))
+    assert "What ends its graphs: " in said
+    assert "look_at" in said.partition("What ends its graphs: ")[2]
 
 
 class BreaksInALoop(Net):

@@ -29,7 +29,7 @@ from ..measuring.recording import Run, StepRecord
 from ..measuring.resident import LITTERED_STEPS, WATCHED_STEPS, Resident, ResidentMemory
 from ..memory.metering import MemoryMeter
 from ..options import SessionOptions
-from ..out_of_memory import explain
+from ..out_of_memory import InfeasibleBudgetError, explain
 from ..planning.plan import Plan, describe_peak
 from ..planning.solvers import worker
 from ..records.costs import Profile
@@ -345,9 +345,7 @@ class Session:
             resident = self._began_with = self._memory.count_before_step(arguments)
             self._first_steps.count(resident)
             if self._finished is not None:
-                record, self._finished = self._finished, None
-                with collecting_what_it_leaves():
-                    self._planned.learn(record, resident)
+                self._plan_finished(resident)
             for kind in self._kinds.all_likely():
                 self._planned.adapt(kind, resident)
         likely, all_likely = self._kinds.likely(), self._kinds.all_likely()
@@ -362,6 +360,18 @@ class Session:
             self._record = self._begin_record(arguments)
         if self._is_timed(plan):
             self._timed = TimedRun(self._memory.device)
+
+    def _plan_finished(self, resident: Resident) -> None:
+        """Plan the step that has ended; say what could not be captured where nothing fits the budget."""
+        assert self._finished is not None
+        record, self._finished = self._finished, None
+        try:
+            with collecting_what_it_leaves():
+                self._planned.learn(record, resident)
+        except InfeasibleBudgetError as error:
+            if reasons := self.why_uncaptured():
+                explain(error, f"hiremate: What runs outside of captured code takes memory too.{reasons}")
+            raise
 
     def _begin_record(self, arguments: list[torch.Tensor]) -> StepRecord:
         """Begin to measure a step."""

@@ -238,6 +238,7 @@ _SETTINGS: dict[str, Any] = {
     "allow_unspec_int_on_nn_module": True,
     "trace_autograd_ops": True,
 }
+_WHY = "Explanation: "  # begins a line of a reason for a graph break
 _GUARDS_LOG = logging.getLogger("torch._guards")
 _captured: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that it did not fail on, once at least
 _without_symbols: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that Dynamo failed on with symbols
@@ -282,8 +283,15 @@ def graph_breaks() -> Counter[str]:
     """Count what has ended graphs in this process, by torch.compile's reasons in brief."""
     found = Counter[str]()
     for reason, count in counters["graph_break"].items():
-        found[reason.strip().split("\n")[0]] += count
+        found[_with_explanation(reason)] += count
     return found
+
+
+def _with_explanation(reason: str) -> str:
+    """Shorten a reason to its title and its explanation, without the hints and the link."""
+    title, *lines = (line.strip() for line in reason.strip().split("\n"))
+    why = next((line.removeprefix(_WHY) for line in lines if line.startswith(_WHY)), "")
+    return f"{title}: {why.rstrip('.')}" if why else title
 
 
 def _in_brief(error: BaseException) -> str:
