@@ -13,7 +13,7 @@ from hiremate_lightning.planning.solvers.model import Model, Policy
 from hiremate_lightning.records.graph import OUTSIDE, Phase, StorageKind
 from hiremate_lightning.records.schedule import keep_all, lower, recompute_lazily
 from hiremate_lightning.records.simulation import simulate
-from hiremate_lightning.records.step import Call, Gap, merge
+from hiremate_lightning.records.step import Call, Gap, Stage, merge
 
 from .tiny import KB, Builder, chain
 
@@ -205,6 +205,20 @@ def test_stale_gradients_count_in_the_forward_and_are_gone_in_the_backward():
 
     assert peaks(stale)[0] == peaks(without)[0] + 10_000
     assert peaks(stale)[1] == peaks(without)[1]
+
+
+def test_stale_gradients_are_gone_when_the_backward_is_called():
+    graph, profile = chain(3)
+    call = Call(graph, profile, before_deaths=(Stage((), 500),), after_forward=Gap(0, 2000))
+
+    def peaks(called_at):
+        step = merge([replace(call, called_at=called_at)], [0], stale_bytes=10_000)
+        found = simulate(step.graph, step.profile, lower(step.graph, keep_all(step.graph)))
+        return [moment.peak_bytes for moment in found.timeline[found.turn - 2 : found.turn]]
+
+    (before, after), (unknown_before, unknown_after) = peaks(1), peaks(None)
+    assert before == unknown_before
+    assert after == unknown_after - 10_000
 
 
 def test_outputs_that_someone_holds_are_never_given_back():

@@ -7,6 +7,7 @@ starts. `calls` turns that into the records that `step.merge` puts together.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -28,6 +29,8 @@ from ..running.execution import Part, missing_gradients
 from ..running.program import Program
 from ..torch_private import backward_pass, tensor_state
 from .profiling import TimedRun
+
+CALLED = "called"  # mark of the call of the backward
 
 
 @dataclass(eq=False)
@@ -110,20 +113,23 @@ class StepRecord:
 
     Args:
         device: Whose memory is measured; None for none, where a step runs on tensors without memory.
-        resident_bytes: Bytes that exist when it begins.
+        resident_bytes: Bytes that exist when it begins, and stay.
+        stale_bytes: Bytes that exist when it begins, and are freed before the backward is called.
         sees_frees: Whether the step before it was measured.
 
     Attributes:
-        resident_bytes: Bytes that existed when it began.
+        resident_bytes: Bytes that existed when it began, stale ones included.
         runs: Its runs, in the order of their forwards.
         backwards: Indices of the runs, in the order of their backwards.
         parameters: Which parameters they were given, by identity.
         timed: Times of its operations, None where they were not taken.
     """
 
-    def __init__(self, device: torch.device | None, resident_bytes: int, sees_frees: bool) -> None:
+    def __init__(self, device: torch.device | None, resident_bytes: int, stale_bytes: int, sees_frees: bool) -> None:
         self._sees_frees = sees_frees
-        self.resident_bytes = resident_bytes
+        self._freed_bytes = stale_bytes if sees_frees else 0  # that the measurement sees freed before the backward
+        self._thread = threading.get_ident()
+        self.resident_bytes = resident_bytes + stale_bytes
         self.runs: list[Run] = []
         self.backwards: list[int] = []
         self.parameters = set[int]()
@@ -137,6 +143,7 @@ class StepRecord:
         if device is not None and MemoryMeter.is_available(device):
             self._meter = MemoryMeter(device)
             self._meter.start()
+            backward_pass.tell(self)
 
     @property
     def is_measured(self) -> bool:
@@ -180,6 +187,11 @@ class StepRecord:
                 self._mark_release(value, _release_label(run.index, tensor_of[node]))
         self._note_alive(f"f{run.index}")
         self._mark(f"f{run.index}")
+
+    def backward_called(self) -> None:
+        """Note that someone calls a backward, which begins with what runs outside, the loss say."""
+        if self.runs and not self.backwards and not self._is_closed and threading.get_ident() == self._thread:
+            self._mark(CALLED)
 
     def backward_starts(
         self, run: Run, tangents: Sequence[Any], leaves: Leaves, is_kept: Callable[[], bool] | None
@@ -311,7 +323,7 @@ class StepRecord:
         label = f"B{first.index}" if following is None else f"F{following.index}"
         lived, stay = self._lived(run, f"f{run.index}", place), self._lived(run, label, place)
         died = self._died(run, label, place)
-        stages = self._stages(run, label, lived, died)
+        stages, called_at = self._stages(run, label, lived, died)
         is_alone = not died and all(i == run.index for i, _ in lived)
         unknown = [] if is_alone else [Stage(tuple(lived), 0)]  # nobody knows when they die: a plan may save some
         return Call(
@@ -324,7 +336,15 @@ class StepRecord:
             before_deaths=tuple(
                 replace(stage, alive=tuple((place[i], t) for i, t in stage.alive)) for stage in stages[:-1] or unknown
             ),
-            after_forward=self._gap_after_forward(run, label, died, stages, first if following is None else None),
+            called_at=called_at,
+            after_forward=self._gap_after_forward(
+                run,
+                label,
+                died,
+                stages,
+                first if following is None else None,
+                0 if called_at is None else self._freed_bytes,
+            ),
         )
 
     def _with_backward(self, call: Call, run: Run, backwards: Sequence[Run], released: Mapping[int, int]) -> Call:
@@ -389,38 +409,64 @@ class StepRecord:
         return {self.runs[i].outputs[t][1]: _bytes_of(self.runs[i].graph, (t,)) for i, t in outputs}
 
     def _gap_after_forward(
-        self, run: Run, following: str, died: Iterable[Output], stages: Sequence[Stage], tangents: Run | None
+        self,
+        run: Run,
+        following: str,
+        died: Iterable[Output],
+        stages: Sequence[Stage],
+        tangents: Run | None,
+        freed_bytes: int,
     ) -> Gap:
-        """Tell what outside code holds and takes, above what lived without the outputs that died meanwhile.
+        """Tell what outside code holds and takes, above what lived without what died meanwhile.
 
-        It holds the growth until the next run and the place of those outputs, less the tangents. Between two forwards
-        it may give back what it held.
+        It holds the growth until the next run and the place of what died, less the tangents. Between two forwards it
+        may give back what it held.
+
+        Args:
+            run: The run whose forward has ended.
+            following: The mark of the next one.
+            died: Outputs that died.
+            stages: What runs in between, by what lives.
+            tangents: The run whose backward is next, None between two forwards.
+            freed_bytes: Stale bytes that were freed.
         """
         gap = self._between(f"f{run.index}", following)
         if gap is None:
             return Gap()
         died_bytes = sum(self._sizes(died).values())
-        held_bytes = gap.held_bytes + died_bytes
+        held_bytes = gap.held_bytes + died_bytes + freed_bytes
         if tangents is not None:
             held_bytes = max(0, held_bytes - sum(tangents.tangent_bytes))
         peak_bytes = stages[-1].peak_bytes if stages else gap.peak_bytes + died_bytes
         return Gap(held_bytes, peak_bytes)
 
-    def _stages(self, run: Run, following: str, lived: Iterable[Output], died: Iterable[Output]) -> list[Stage]:
-        """Divide what runs outside after a forward by the deaths of outputs; nothing where one was not seen."""
+    def _stages(
+        self, run: Run, following: str, lived: Iterable[Output], died: Iterable[Output]
+    ) -> tuple[list[Stage], int | None]:
+        """Divide what runs outside after a forward by the deaths of outputs, and where the backward is called.
+
+        Returns:
+            The stages, and how many of them come before that call, None where none does. Nothing where a death was not
+            seen.
+        """
         sizes, dead, stages = self._sizes(died), set[int](), list[Stage]()
         storage_of = {_release_label(i, t): self.runs[i].outputs[t][1] for i, t in died}
         intervals = self._intervals(f"f{run.index}", following)
-        for interval in intervals[:-1]:
+        called = max((i for i, interval in enumerate(intervals) if interval.label == CALLED), default=None)
+        called_at = None
+        for position, interval in enumerate(intervals[:-1]):
             storage = storage_of.get(interval.label)
             if storage is not None:
                 dead.add(storage)
             alive = tuple((i, t) for i, t in lived if self.runs[i].outputs[t][1] not in dead)
-            if not stages or alive != stages[-1].alive:
+            if position == called:
+                called_at = len(stages)
+            if not stages or position == called or alive != stages[-1].alive:
                 stages.append(Stage(alive, 0))
-            above_bytes = interval.peak_bytes - intervals[0].start_bytes + sum(sizes[s] for s in dead)
+            freed_bytes = sum(sizes[s] for s in dead) + (0 if called_at is None else self._freed_bytes)
+            above_bytes = interval.peak_bytes - intervals[0].start_bytes + freed_bytes
             stages[-1] = replace(stages[-1], peak_bytes=max(stages[-1].peak_bytes, above_bytes))
-        return stages if dead == sizes.keys() else []
+        return (stages, called_at) if dead == sizes.keys() else ([], None)
 
     def _gap_before_backward(self, previous: Run, run: Run, released_bytes: int) -> Gap:
         """Tell what outside code takes, and holds or gives back, between two backwards.

@@ -64,7 +64,10 @@ class Call:
         passed_on: Gradients that outside code or another call consumes; the others stay to the end of the step.
         outlasting: Gradients of outputs that code outside holds until it runs again after the backward.
         is_retained: Whether its backward frees nothing of what was saved for it, since it will run again.
-        before_deaths: What runs outside after the forward until the last output dies that does so, earlier calls' too.
+        before_deaths: What runs outside after the forward until the last output dies that does so, earlier calls' too,
+            and until the backward is called.
+        called_at: How many of `before_deaths` run before the backward is called, which is when stale bytes are gone;
+            None where that was not seen.
         before_forward: What runs outside before the first forward; nothing for the others.
         after_forward: What runs outside between this forward, or `before_deaths`, and the next call, above what lives
             without those that died.
@@ -84,6 +87,7 @@ class Call:
     outlasting: tuple[int, ...] = ()
     is_retained: bool = False
     before_deaths: tuple[Stage, ...] = ()
+    called_at: int | None = None
     before_forward: Gap = Gap()
     after_forward: Gap = Gap()
     before_backward: Gap = Gap()
@@ -216,6 +220,7 @@ class _Merger:
         self.node_at: list[int] = []
         self.tensor_at: list[int] = []
         self.storage_at: list[int] = []
+        self.stale_until = 0  # the outside beyond which nothing stale lives
         self.after_forward: list[int] = []  # the outside after each forward
         self.before_backward: dict[int, int] = {}  # call -> the outside before its backward
         self.after_backwards: list[int] = []  # the outside after each backward
@@ -263,9 +268,11 @@ class _Merger:
     def add_outside_after_forward(self, index: int) -> None:
         """Hold what outside code holds, and hand the next call those of its inputs that came from earlier calls."""
         call = self.calls[index]
-        for stage in call.before_deaths:
+        for count, stage in enumerate(call.before_deaths, start=1):
             read = [self.tensor_at[c] + t for c, t in stage.alive]
             self._outside(Gap(peak_bytes=stage.peak_bytes), read, [], self.forward, Phase.FORWARD)
+            if count == call.called_at:
+                self.stale_until = self.forward[-1]
         read = [self.tensor_at[index] + t for t in call.graph.outputs if t not in call.died]
         is_last = index + 1 == len(self.calls)
         stay = ((c, t) for c, t in call.beside_after if not (is_last and t in dict(self.calls[c].lingering)))
@@ -278,6 +285,8 @@ class _Merger:
             read.extend(self.tensor_at[c] + t for c, t in following.links.values())
         self._outside(call.after_forward, read, handed, self.forward, Phase.FORWARD)
         self.after_forward.append(self.forward[-1])
+        if call.called_at is None:
+            self.stale_until = self.forward[-1]
 
     def add_outside_before_backward(self, previous: int, index: int) -> None:
         """Turn the gradients that the previous backward passed on into the tangents of the next one."""
@@ -307,7 +316,7 @@ class _Merger:
         """Append the outside nodes, last, so that no call's indices depend on them."""
         number = {-i: self._append_outside(*outside) for i, outside in enumerate(self.outside, start=1)}
         turn = number[self.forward[-1]]
-        self._append_beginning(turn)
+        self._append_beginning(number[self.stale_until])
         self._give_back_between_forwards([number[outside] for outside in self.after_forward])
         for index, call in enumerate(self.calls):
             self._let_linger(call, turn, [number[reader] for reader in self.after_backwards])
@@ -339,13 +348,10 @@ class _Merger:
         profile = Profile(tuple(self.times), tuple(workspaces), self.calls[0].profile.device)
         return Step(graph, profile, tuple(self.owners), tuple(spans[i] for i in range(len(self.calls))))
 
-    def _append_beginning(self, turn: int) -> None:
-        """Begin with what outside code makes before the first forward, and with stale gradients.
-
-        These live until the last outside code before the backward, `turn`.
-        """
+    def _append_beginning(self, stale_until: int) -> None:
+        """Begin with what outside code makes before the first forward, and with stale gradients."""
         node = self._append_outside(self.calls[0].before_forward, [], [], Phase.FORWARD)
-        self._hold_between(STALE_GRADIENTS, self.stale_bytes, node, turn)
+        self._hold_between(STALE_GRADIENTS, self.stale_bytes, node, stale_until)
         self.forward.insert(0, node)
 
     def _let_linger(self, call: Call, turn: int, readers: Sequence[int]) -> None:

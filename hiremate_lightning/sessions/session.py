@@ -377,8 +377,8 @@ class Session:
         """Begin to measure a step."""
         self._memory.collect_garbage(LITTERED_STEPS)
         resident = self._memory.count_before_step(arguments)
-        before_bytes, sees_frees = resident.size_bytes + resident.stale_bytes, self._memory.sees_frees(resident)
-        record = StepRecord(self._memory.device, before_bytes, sees_frees)
+        sees_frees = self._memory.sees_frees(resident)
+        record = StepRecord(self._memory.device, resident.size_bytes, resident.stale_bytes, sees_frees)
         if not record.is_measured and not backward_pass.is_running():
             self.say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
         return record

@@ -7,17 +7,26 @@ moves. What these functions tell is of the innermost backward that runs in this 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context, ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+_told: weakref.WeakSet[Listener] = weakref.WeakSet()
 _running: ContextVar[_Running | None] = ContextVar("hiremate_running_backward", default=None)
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
+
+class Listener(Protocol):
+    """Hears of each backward that is called from Python, before it runs."""
+
+    def backward_called(self) -> None:
+        """Hear that one is about to run."""
 
 
 class _Running:
@@ -78,6 +87,8 @@ def watch() -> None:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        for listener in tuple(_told):
+            listener.backward_called()
         running = _Running(roots, create_graph)
         token = _running.set(running)  # autograd hands this context on to its threads
         try:
@@ -88,6 +99,11 @@ def watch() -> None:
 
     run.hiremate = True  # type: ignore[attr-defined]
     setattr(torch.autograd, "_engine_run_backward", run)  # noqa: B010  mypy takes it for a function that stays
+
+
+def tell(listener: Listener) -> None:
+    """Tell a listener of each backward that is called from now on, as long as it lives."""
+    _told.add(listener)
 
 
 def taking_one(leaves: Mapping[int, torch.Tensor]) -> frozenset[int]:
