@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from hiremate_lightning.torch_private import backward_pass
 
@@ -134,3 +135,24 @@ def test_backwards_are_watched_once():
     run = torch.autograd._engine_run_backward
     backward_pass.watch()
     assert torch.autograd._engine_run_backward is run
+
+
+class Counting:
+    """Counts the backwards that it is told of."""
+
+    def __init__(self):
+        self.count = 0
+
+    def backward_called(self):
+        self.count += 1
+
+
+def test_a_listener_hears_of_each_backward_that_runs_and_of_none_that_is_traced(leaf):
+    listener = Counting()
+    backward_pass.tell(listener)
+    (leaf * 2).sum().backward()
+    torch.autograd.grad((leaf * 2).sum(), leaf)
+    assert listener.count == 2
+    with FlopCounterMode(display=False):
+        (leaf * 2).sum().backward()
+    assert listener.count == 2

@@ -87,8 +87,9 @@ def watch() -> None:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        for listener in tuple(_told):
-            listener.backward_called()
+        if not torch._C._len_torch_dispatch_stack():  # else it may be traced, and what listeners do with it
+            for listener in tuple(_told):
+                listener.backward_called()
         running = _Running(roots, create_graph)
         token = _running.set(running)  # autograd hands this context on to its threads
         try:
