@@ -573,8 +573,8 @@ def test_the_least_memory_is_announced_again_where_more_of_it_is_resident_or_mea
         more = replace(resident, size_bytes=resident.size_bytes + 2**20)
         life._planned.adapt(kind, more)  # an optimizer's state has appeared, say
         life._planned.adapt(kind, more)
-        life._planned.peak_measured(kind, plan.planned_peak_bytes + 2**21)  # outside code takes more than at first
-        life._planned.peak_measured(kind, plan.planned_peak_bytes + 2**20)
+        for added in (2**21, 2**20):  # outside code takes more than at first
+            life._planned.peak_measured(kind, plan.planned_peak_bytes + added, more)
     found = [text.rsplit(" found, ")[1] for text in said if "Nothing fits" in text]
     assert found == [f"{format_bytes(plan.planned_peak_bytes + added)}." for added in (0, 2**20, 2**21)]
 
@@ -1298,13 +1298,38 @@ def test_a_plan_is_corrected_again_where_the_first_margin_was_too_small():
         step(model, index)
     life = targets_of(model).session
     ((kind, plan),) = life.plans.items()
+    resident = life._planned._known[kind].resident
     for correction in range(1, planning.CORRECTIONS + 1):
-        life._planned.peak_measured(kind, plan.budget_bytes + 1000)  # what runs outside takes more, whatever is planned
+        peak_bytes = plan.budget_bytes + 1000  # what runs outside takes more, whatever is planned
+        life._planned.peak_measured(kind, peak_bytes, resident)
         margin_bytes = plan.budget_bytes + 1000 - plan.planned_peak_bytes
         assert life._planned._known[kind].margin_bytes == margin_bytes
         assert life._planned._known[kind].corrections == correction
         plan = life.plans[kind]
         assert plan.planned_peak_bytes <= plan.budget_bytes - margin_bytes
     with pytest.warns(HiRemateWarning, match="after planning with a margin"):
-        life._planned.peak_measured(kind, plan.budget_bytes + 1000)
+        life._planned.peak_measured(kind, plan.budget_bytes + 1000, resident)
     assert life.plans[kind].planned_peak_bytes == plan.planned_peak_bytes
+
+
+def test_a_margin_that_no_plan_leaves_does_not_stop_training_when_something_else_is_resident():
+    model = planned("100%")
+    for index in range(4):
+        step(model, index)
+    life = targets_of(model).session
+    ((kind, plan),) = life.plans.items()
+    resident = life._planned._known[kind].resident
+    with pytest.warns(HiRemateWarning, match="no plan leaves that margin: the plan stays"):
+        life._planned.peak_measured(kind, 2 * plan.budget_bytes, resident)
+    life._planned.adapt(kind, replace(resident, size_bytes=resident.size_bytes - 1024))
+    assert life.plans[kind].solution == plan.solution
+
+
+@pytest.mark.parametrize("budget", ["75%", "100%"])
+def test_a_peak_is_compared_with_what_existed_before_its_step_where_another_kind_was_foreseen(budget):
+    model = planned(budget)
+    with recorded() as said:
+        for index in range(12):
+            step(model, index, ROWS - 8 if index % 4 == 3 else ROWS)  # the last batch of each epoch is smaller
+    assert not said
+    assert all(known.margin_bytes == 0 for known in session_of(model)._planned._known.values())

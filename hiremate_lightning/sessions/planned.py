@@ -256,12 +256,22 @@ class PlannedKinds:
             log.info("%s is planned anew: resident bytes are now %s", self._name, format_bytes(resident.size_bytes))
             self._make_plan(kind)
 
-    def peak_measured(self, kind: Kind, peak_bytes: int) -> None:
-        """Compare a measured peak with the budget; where it is over, plan with less, a few times at most."""
+    def peak_measured(self, kind: Kind, peak_bytes: int, resident: Resident) -> None:
+        """Compare a measured peak with the budget; where it is over, plan with less, a few times at most.
+
+        Args:
+            kind: Of the step.
+            peak_bytes: Its peak.
+            resident: What existed before it. Where another kind was foreseen, the plan was made for something else.
+        """
         if kind in self._searching:
             self._searching.remove(kind)
             return  # cuDNN tried its algorithms, with all the memory that these may take: the next step counts
+        solution = self.plans[kind].solution
+        self.adapt(kind, resident)
         plan, known = self.plans[kind], self._known[kind]
+        if plan.solution is not solution:
+            return  # planned anew: the step ran by the plan before
         self.awaited = 0
         if peak_bytes <= (plan.measured.peak_bytes or 0):
             return
@@ -283,6 +293,7 @@ class PlannedKinds:
         try:
             self._make_plan(kind)
         except InfeasibleBudgetError:
+            self._known[kind] = replace(known, corrections=known.corrections + 1)
             self._say(f"{text}, and no plan leaves that margin: the plan stays.")
         else:
             log.info("%s: planned again, with that margin", text)

@@ -376,7 +376,7 @@ class Session:
     def _begin_record(self, arguments: list[torch.Tensor]) -> StepRecord:
         """Begin to measure a step."""
         self._memory.collect_garbage(LITTERED_STEPS)
-        resident = self._memory.count_before_step(arguments)
+        resident = self._began_with = self._memory.count_before_step(arguments)
         sees_frees = self._memory.sees_frees(resident)
         record = StepRecord(self._memory.device, resident.size_bytes, resident.stale_bytes, sees_frees)
         if not record.is_measured and not backward_pass.is_running():
@@ -436,7 +436,7 @@ class Session:
         expected = self._kinds.expected
         if not is_own and expected is not None and kind in self.plans and expected != kind:
             self._planned.confused(expected, kind)
-        record, timed = self._record, self._timed
+        record, timed, resident = self._record, self._timed, self._began_with
         self._record, self._timed = None, None
         self._in_backward, self._began_with = False, None
         self._memory.step_ended(record)
@@ -444,8 +444,8 @@ class Session:
             record.close(at_once)
         if record is not None and record.is_whole:
             if kind in self.plans:
-                if record.peak_bytes is not None and is_own:
-                    self._planned.peak_measured(kind, record.peak_bytes)
+                if record.peak_bytes is not None and resident is not None and is_own:
+                    self._planned.peak_measured(kind, record.peak_bytes, resident)
             elif record.backwards:
                 record.timed = timed
                 self._finished = record if self._planned.gets_a_plan(kind) else None
