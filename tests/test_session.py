@@ -552,6 +552,18 @@ def test_a_peak_that_was_measured_with_more_resident_bytes_is_measured_again():
     assert before.measured.peak_bytes - after.measured.peak_bytes == pytest.approx(freed, abs=1024)
 
 
+def test_a_peak_that_was_measured_before_the_optimizer_had_state_is_measured_again():
+    model = planned("75%")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for index in range(16):
+        model(batch(index)).square().mean().backward()
+        if index % 4 == 3:  # planned and measured in the first of accumulated backwards
+            optimizer.step()
+            optimizer.zero_grad()
+    plan = get_plan(model)
+    assert plan.measured.peak_bytes == plan.planned_peak_bytes
+
+
 def test_with_warn_a_budget_too_small_is_announced_once_and_trains():
     def act(model):
         return [step(model, index) for index in range(3)]

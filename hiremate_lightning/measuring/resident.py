@@ -40,6 +40,11 @@ class Resident:
     kept: frozenset[int] = frozenset()
     kinds: tuple[tuple[str, int], ...] = field(default=(), compare=False)
 
+    @property
+    def state_bytes(self) -> int:
+        """Those of optimizers' state."""
+        return dict(self.kinds).get("optimizer state", 0)
+
 
 class ResidentMemory:
     """Counts what exists before the steps of a model.

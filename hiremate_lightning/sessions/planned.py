@@ -235,6 +235,7 @@ class PlannedKinds:
         if kind in self._unfit:
             self._unfit.discard(kind)
             limits.forget_least()
+        has_more_state = resident.state_bytes > known.resident.state_bytes
         self._known[kind] = known = replace(known, resident=resident)
         step = known.merge()
         budget_bytes = self._limit_bytes(kind, step)
@@ -245,8 +246,9 @@ class PlannedKinds:
             resident_bytes=resident.size_bytes,
             resident_parts=resident.kinds,
         )
-        if (plan.measured.peak_bytes or 0) > budget_bytes:
-            adapted = adapted.with_measured(peak_bytes=None)  # it was of more resident bytes: measured again
+        was_of_more = (plan.measured.peak_bytes or 0) > budget_bytes
+        if was_of_more or has_more_state:  # resident bytes, or fewer: measured again
+            adapted = adapted.with_measured(peak_bytes=None)
         if limits.stays(resident, adapted.planned_peak_bytes + known.margin_bytes, is_least):
             self.plans[kind] = adapted
             self._tell(adapted)
