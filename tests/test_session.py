@@ -305,6 +305,21 @@ def test_a_plan_is_measured_less_and_less_often_while_steps_of_other_sizes_come(
     assert get_plan(model).measured.peak_bytes <= budget
 
 
+def test_steps_of_a_whole_epoch_are_not_measured_to_meet_its_smaller_last_batch(monkeypatch):
+    model, measured = warm_up(planned("90%"), steps=4), []
+    measure = session.StepRecord
+    monkeypatch.setattr(session, "StepRecord", lambda *a: (measured.append(session_of(model)._steps), measure(*a))[1])
+    for _ in range(2):  # the first one runs by the plan there is
+        warm_up(model, steps=5)
+        step(model, rows=ROWS - 8)
+    measured.clear()
+    warm_up(model, steps=20)
+    assert len(measured) <= 4, "now and then, since its loss is outside of the plan"
+    for _ in range(2):
+        step(model, rows=ROWS - 8)
+    assert len(session_of(model).plans) == 2
+
+
 def test_a_size_that_is_captured_twice_keeps_its_plan():
     """Dynamo captures the first sizes as they are, and once more where it has symbols for them."""
     model = planned("90%", max_plans=3)

@@ -45,6 +45,7 @@ from .backend import planning_backend
 from .eager_paths import eager_paths
 from .first_steps import Begun, Given
 from .kinds import Kind
+from .missed import MissedSteps
 from .parts import Parts
 from .planned import PlannedKinds
 
@@ -77,9 +78,9 @@ class Session:
         self._memory = ResidentMemory(root)
         self._planned = PlannedKinds(options, self._name, self._memory, self.parts, self.stages, self.say)
         self._kinds, self._first_steps = self._planned.kinds, self._planned.first_steps
-        self._largest_bytes = 0  # of what a step was called with
+        self._size_bytes = self._largest_bytes = 0  # of what the latest step was called with, and any step
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
-        self._saw_unplanned = False  # whether a kind of step without a plan ran unrecorded
+        self._missed = MissedSteps()
         self._began_with: Resident | None = None  # when the step began, where that was counted
         self._steps = 0
         self._left: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
@@ -353,7 +354,7 @@ class Session:
         self._kinds.expected = max(all_likely, key=lambda kind: self.plans[kind].unplanned_peak_bytes, default=None)
         if plan is not None and plan.measured.peak_bytes is None:
             self._planned.awaited += 1
-        size_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in arguments)
+        size_bytes = self._size_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in arguments)
         is_measured = self._is_to_be_measured(likely, size_bytes)
         self._largest_bytes = max(size_bytes, self._largest_bytes)
         if is_measured:
@@ -394,7 +395,7 @@ class Session:
             size_bytes: Of what it is called with: what is larger than ever before will not fit into the plans there
                 are, and gets one of its own.
         """
-        if likely is None or self._saw_unplanned or size_bytes > self._largest_bytes:
+        if self._missed.may_come(size_bytes) or likely is None or size_bytes > self._largest_bytes:
             return True
         if self.plans[likely].measured.peak_bytes is None:
             awaited = self._planned.awaited
@@ -449,11 +450,12 @@ class Session:
             elif record.backwards:
                 record.timed = timed
                 self._finished = record if self._planned.gets_a_plan(kind) else None
-                self._saw_unplanned = False
+                self._missed.found(self._size_bytes)
         elif record is None and timed is not None and is_own and self.plans[kind].measured.peak_bytes is not None:
             self._planned.update(kind, step_ms=timed.total_ms, recompute_ms=timed.recompute_ms)
-        if (record is None or not record.is_whole) and kind not in self.plans:
-            self._saw_unplanned = self._planned.gets_a_plan(kind)
+        is_missed = kind not in self.plans and (record is None or not record.is_whole)
+        if is_missed and self._planned.gets_a_plan(kind):
+            self._missed.miss(self._size_bytes)
 
     def _note_captures(self) -> None:
         """Tell where each step is captured anew: that may take longer than the step itself, and does not end."""
