@@ -269,8 +269,12 @@ class PlannedKinds:
         if kind in self._searching:
             self._searching.remove(kind)
             return  # cuDNN tried its algorithms, with all the memory that these may take: the next step counts
-        solution = self.plans[kind].solution
-        self.adapt(kind, resident)
+        solution, known = self.plans[kind].solution, self._known[kind]
+        try:
+            self.adapt(kind, resident)
+        except InfeasibleBudgetError:  # to be raised where such a step begins: this one has run
+            self._known[kind] = known
+            return
         plan, known = self.plans[kind], self._known[kind]
         if plan.solution is not solution:
             return  # planned anew: the step ran by the plan before
