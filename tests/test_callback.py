@@ -609,10 +609,6 @@ def test_the_measured_peak_is_within_the_budget_and_near_the_prediction(target):
     assert_measured_as_planned(callback)
 
 
-@pytest.mark.xfail(
-    reason="gradients that zero_grad frees before the backward are counted through the backward of the loss",
-    strict=True,
-)
 def test_a_peak_in_the_loss_is_predicted_as_well():
     torch.manual_seed(5)
     callback = planned("60%")
