@@ -452,7 +452,8 @@ class StepRecord:
         sizes, dead, stages = self._sizes(died), set[int](), list[Stage]()
         storage_of = {_release_label(i, t): self.runs[i].outputs[t][1] for i, t in died}
         intervals = self._intervals(f"f{run.index}", following)
-        called = max((i for i, interval in enumerate(intervals) if interval.label == CALLED), default=None)
+        calls = [i for i, interval in enumerate(intervals) if interval.label == CALLED]
+        called = calls[-1] if calls and following == f"B{self.backwards[0]}" else None  # else it is another backward
         called_at = None
         for position, interval in enumerate(intervals[:-1]):
             storage = storage_of.get(interval.label)
