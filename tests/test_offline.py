@@ -11,6 +11,7 @@ from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.command_line.factory import Workload, parse_inputs
 from hiremate_lightning.command_line.offline import OfflineOptions, capture_offline, rates_of
 from hiremate_lightning.errors import CaptureError, ConfigurationError
+from hiremate_lightning.measuring.describing import describe
 from hiremate_lightning.measuring.profiling import CostCache
 from hiremate_lightning.planning.planner import unplanned
 from hiremate_lightning.records.costs import estimate, step_time_ms
@@ -202,7 +203,7 @@ def test_an_error_of_the_factory_is_its_own():
 
 def test_calls_on_both_sides_of_a_graph_break_are_linked():
     step = capture(Broken)
-    calls, order = step.record.calls([estimate(captured.graph) for captured in step.captured])
+    calls, order = describe(step.record, dict(enumerate(estimate(captured.graph) for captured in step.captured)))
 
     assert len(step.captured) == 2
     assert calls[1].links

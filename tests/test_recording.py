@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning.measuring.describing import describe
 from hiremate_lightning.measuring.recording import StepRecord
 from hiremate_lightning.measuring.resident import LeftOutputs, Resident
 from hiremate_lightning.sessions.targets import targets_of
@@ -103,7 +104,7 @@ def test_what_other_code_holds_is_measured():
         output.sum().backward()
 
     record, profiles = record_of(step)
-    (call,), order = record.calls(profiles)
+    (call,), order = describe(record, profiles)
     assert order == [0]
     assert 5 * SIZE <= call.after_forward.held_bytes <= 6 * SIZE
     assert call.after_forward.peak_bytes >= 5 * SIZE
@@ -116,7 +117,7 @@ def test_what_other_code_needs_for_a_moment_is_measured():
         output.sum().backward()
 
     record, profiles = record_of(step)
-    (call,), _ = record.calls(profiles)
+    (call,), _ = describe(record, profiles)
     assert call.after_forward.held_bytes < SIZE
     assert call.called_at == len(call.before_deaths) == 1
     assert call.before_deaths[0].peak_bytes >= 5 * SIZE > call.after_forward.peak_bytes
@@ -143,7 +144,7 @@ def test_what_other_code_does_before_the_first_forward_and_after_the_last_backwa
     model(torch.arange(ROWS)).square().mean().backward()
     session = targets_of(model).session
     session.end_step()
-    (call,), _ = session._finished.calls(session.parts.profiles)
+    (call,), _ = describe(session._finished, session.parts.profiles)
     assert call.before_forward.held_bytes == SIZE  # what the embedding returns
     assert call.after_backward.peak_bytes >= 4 * SIZE  # its gradient
 
@@ -154,7 +155,7 @@ def test_a_forward_without_a_backward_is_no_call_of_the_step():
         model.encoder(batch()).sum().backward()
 
     record, profiles = record_of(step)
-    calls, order = record.calls(profiles)
+    calls, order = describe(record, profiles)
     assert record.signature == (0, 1)
     assert len(calls) == 1
     assert order == [0]
@@ -165,7 +166,7 @@ def test_one_part_may_run_twice_in_a_step():
         model.encoder(model.encoder(batch().requires_grad_())).sum().backward()
 
     record, profiles = record_of(step)
-    calls, order = record.calls(profiles)
+    calls, order = describe(record, profiles)
     assert record.signature == (0, 0)
     assert order == [1, 0]
     assert list(calls[1].links.values()) == [(0, calls[0].graph.outputs[0])]
@@ -205,7 +206,7 @@ def test_outside_code_does_not_hold_what_the_next_part_consumes():
     session = targets_of(model).session
     session.end_step()
     record = session._finished
-    calls, _ = record.calls(session.parts.profiles)
+    calls, _ = describe(record, session.parts.profiles)
     assert record.runs[0].alive == ()
     assert calls[0].after_forward.held_bytes == 0
 

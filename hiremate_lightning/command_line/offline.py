@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from ..capturing.capture import Captured
 from ..errors import CaptureError, ConfigurationError
+from ..measuring.describing import describe
 from ..measuring.profiling import CostCache, measure
 from ..measuring.recording import Run, StepRecord
 from ..memory.allocator import allocated_bytes
@@ -181,7 +182,7 @@ class OfflineStep:
         return self._merge([measure(captured, cache, progress=progress) for captured in self.captured])
 
     def _merge(self, profiles: Sequence[Profile]) -> Step:
-        calls, order = self.record.calls(dict(enumerate(profiles)))
+        calls, order = describe(self.record, dict(enumerate(profiles)))
         step = merge(calls, order, self.stale_bytes)
         return replace(step, graph=_on_gpu(step.graph, self.options.device)) if self.options.is_stand_in else step
 

@@ -2,15 +2,14 @@
 
 A `StepRecord` lives for one step. It marks the start and the end of each forward and backward in the memory
 measurement, finds the inputs that are an earlier run's outputs, and sees which outputs are still held when a backward
-starts. `calls` turns that into the records that `step.merge` puts together.
+starts. `describing` turns that into the records that `step.merge` puts together.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +22,7 @@ from ..memory.allocator import allocated_bytes
 from ..memory.metering import Interval, MemoryMeter
 from ..records.costs import Profile
 from ..records.graph import Graph
-from ..records.step import Call, Gap, Output, Stage
+from ..records.step import Output
 from ..running.accumulation import Leaves, addable, existing
 from ..running.execution import Part, missing_gradients
 from ..running.program import Program
@@ -123,11 +122,13 @@ class StepRecord:
         backwards: Indices of the runs, in the order of their backwards.
         parameters: Which parameters they were given, by identity.
         timed: Times of its operations, None where they were not taken.
+        alive_at: Which outputs of the runs lived, by mark.
+        freed_bytes: Stale bytes that the measurement sees freed before the backward.
     """
 
     def __init__(self, device: torch.device | None, resident_bytes: int, stale_bytes: int, sees_frees: bool) -> None:
         self._sees_frees = sees_frees
-        self._freed_bytes = stale_bytes if sees_frees else 0  # that the measurement sees freed before the backward
+        self.freed_bytes = stale_bytes if sees_frees else 0
         self._thread = threading.get_ident()
         self.resident_bytes = resident_bytes + stale_bytes
         self.runs: list[Run] = []
@@ -135,7 +136,7 @@ class StepRecord:
         self.parameters = set[int]()
         self.timed: TimedRun | None = None
         self._tangents: dict[int, Callable[[], bool]] = {}  # of the running backward, whether each of them lives
-        self._alive_at: dict[str, list[Output]] = {}  # by mark, which outputs of the runs still lived
+        self.alive_at: dict[str, list[Output]] = {}
         self._meter: MemoryMeter | None = None
         self._is_closed = False
         self._ended = 0  # how many of the backwards have ended, with all that they are part of
@@ -149,6 +150,11 @@ class StepRecord:
     def is_measured(self) -> bool:
         """Whether memory is measured; another profiler may occupy the means, or another meter interrupt."""
         return self._meter is not None and not self._meter.lost_marks
+
+    @property
+    def intervals(self) -> Sequence[Interval]:
+        """What was measured from each mark to the next; nothing where memory is not measured."""
+        return self._meter.intervals if self._meter is not None else ()
 
     @property
     def is_whole(self) -> bool:
@@ -184,7 +190,7 @@ class StepRecord:
         for node, value in zip(captured.forward_outputs, outputs, strict=True):
             if node in tensor_of and _is_dense(value):
                 run.outputs[tensor_of[node]] = (tensor_state.watch_storage(value), tensor_state.storage_id(value))
-                self._mark_release(value, _release_label(run.index, tensor_of[node]))
+                self._mark_release(value, release_label(run.index, tensor_of[node]))
         self._note_alive(f"f{run.index}")
         self._mark(f"f{run.index}")
 
@@ -223,7 +229,7 @@ class StepRecord:
             self._mark(f"e{run.index}")
 
     def _note_alive(self, label: str) -> None:
-        self._alive_at[label] = [(run.index, tensor) for run in self.runs for tensor in _living(run)]
+        self.alive_at[label] = [(run.index, tensor) for run in self.runs for tensor in _living(run)]
 
     def _mark(self, label: str) -> None:
         if self._meter is not None:
@@ -277,236 +283,13 @@ class StepRecord:
             for tensor, (lives, storage) in run.outputs.items():
                 if lives() and storage not in counted and run.graph.tensors[tensor].shape:
                     counted.add(storage)
-                    total += _bytes_of(run.graph, (tensor,))
-            total += _bytes_of(run.graph, run.kept())
+                    total += bytes_of(run.graph, (tensor,))
+            total += bytes_of(run.graph, run.kept())
         return total
 
-    def calls(self, profiles: Mapping[int, Profile]) -> tuple[list[Call], list[int]]:
-        """Describe the step for `step.merge`: its calls, and the order of their backwards.
 
-        A run without a backward is part of the outside.
-
-        Args:
-            profiles: Costs by number of part.
-        """
-        planned = [run for run in self.runs if run.index in self.backwards]
-        place = {run.index: position for position, run in enumerate(planned)}
-        backwards = [self.runs[index] for index in dict.fromkeys(self.backwards)]
-        lingering = [self._lingering(run, backwards) for run in planned]
-        released = Counter[int]()  # bytes, by how many backwards have run
-        for run, own in zip(planned, lingering, strict=True):
-            for ended in {ended for _, ended in own}:
-                released[ended] += _bytes_of(run.graph, (t for t, at in own if at == ended))
-        calls = []
-        for position, (run, own) in enumerate(zip(planned, lingering, strict=True)):
-            following = planned[position + 1] if position + 1 < len(planned) else None
-            profile = profiles[run.number]
-            if self.timed is not None:
-                profile = self.timed.refine(profile, run.graph)
-            call = self._forward_call(run, profile, following, backwards[0], place)
-            calls.append(self._with_backward(replace(call, lingering=own), run, backwards, released))
-        return calls, [place[run.index] for run in backwards]
-
-    def _forward_call(
-        self, run: Run, profile: Profile, following: Run | None, first: Run, place: Mapping[int, int]
-    ) -> Call:
-        """Describe a forward and what runs outside around it.
-
-        Args:
-            run: The run.
-            profile: Its costs.
-            following: The run whose forward is next, None after the last one.
-            first: The run whose backward is first.
-            place: Positions among the planned runs, by index.
-        """
-        graph, profile = run.as_run(profile)
-        label = f"B{first.index}" if following is None else f"F{following.index}"
-        lived, stay = self._lived(run, f"f{run.index}", place), self._lived(run, label, place)
-        died = self._died(run, label, place)
-        stages, called_at = self._stages(run, label, lived, died)
-        is_alone = not died and all(i == run.index for i, _ in lived)
-        unknown = [] if is_alone else [Stage(tuple(lived), 0)]  # nobody knows when they die: a plan may save some
-        return Call(
-            graph=graph,
-            profile=profile,
-            links={t: (place[r], o) for t, (r, o) in run.links.items() if r in place},
-            died=tuple(t for i, t in died if i == run.index),
-            beside_after=tuple((place[i], t) for i, t in stay if i != run.index),
-            before_forward=Gap() if place[run.index] else self._gap_before_forward(run),
-            before_deaths=tuple(
-                replace(stage, alive=tuple((place[i], t) for i, t in stage.alive)) for stage in stages[:-1] or unknown
-            ),
-            called_at=called_at,
-            after_forward=self._gap_after_forward(
-                run,
-                label,
-                died,
-                stages,
-                first if following is None else None,
-                0 if called_at is None else self._freed_bytes,
-            ),
-        )
-
-    def _with_backward(self, call: Call, run: Run, backwards: Sequence[Run], released: Mapping[int, int]) -> Call:
-        """Describe the backward of a call too, and what runs outside around it.
-
-        Args:
-            call: Its forward.
-            run: The run.
-            backwards: All runs, as their backwards follow each other.
-            released: Bytes of outputs that outside code lets go of, by how many backwards have run.
-        """
-        before, tangents = backwards.index(run), call.graph.tangents
-        is_last = before + 1 == len(backwards)
-        gap = self._gap_before_backward(backwards[before - 1], run, released[before]) if before else Gap()
-        return replace(
-            call,
-            alive=run.alive or (),
-            passed_on=run.passed_on,
-            outlasting=tuple(t for p in run.outlasting if (t := tangents[p]) not in call.graph.held),
-            is_retained=run.is_kept is not None,
-            before_backward=gap,
-            after_backward=self._gap_after_backward(run) if is_last else Gap(),
-        )
-
-    def _lingering(self, run: Run, order: Sequence[Run]) -> tuple[tuple[int, int], ...]:
-        """List the outputs that code outside holds into the backward: what it saved for its own, say.
-
-        They are released after the last backward that they live at the start of. Not counted is what a part holds, or
-        what a later part may that has them for an input, as long as its backward has not run.
-
-        Args:
-            run: Whose outputs.
-            order: All runs, as their backwards follow each other.
-        """
-        held, found = {run.graph.tensors[t].storage for t in run.alive or ()}, dict[int, int]()
-        for ended, starting in enumerate(order):
-            may_hold = order[ended:]
-            links = {output for other in may_hold for output in other.links.values()}
-            for t in (t for i, t in self._alive_at.get(f"B{starting.index}", ()) if i == run.index):
-                is_saved = (run.index, t) in links or (run in may_hold and run.saves(t))
-                if not is_saved and run.graph.tensors[t].storage not in held:
-                    found[t] = ended + 1
-        return tuple(found.items())
-
-    def _lived(self, run: Run, label: str, among: Collection[int]) -> list[Output]:
-        """List the outputs of a run, and of those before it that are among some, that lived at a mark."""
-        return [(i, t) for i, t in self._alive_at.get(label, ()) if i <= run.index and i in among]
-
-    def _gap_before_forward(self, run: Run) -> Gap:
-        gap = self._between("start", f"F{run.index}") or Gap()
-        return Gap(max(0, gap.held_bytes), gap.peak_bytes)
-
-    def _died(self, run: Run, following: str, among: Collection[int]) -> list[Output]:
-        """List the outputs whose memory was given back before a mark: nobody held them, nothing saved lies there."""
-        if self._between(f"f{run.index}", following) is None or following not in self._alive_at:
-            return []
-        lived, alive = self._lived(run, f"f{run.index}", among), set(self._lived(run, following, among))
-        return [(i, t) for i, t in lived if (i, t) not in alive and not self.runs[i].saves(t)]
-
-    def _sizes(self, outputs: Iterable[Output]) -> dict[int, int]:
-        """Give the bytes of outputs that live at the same time, by storage."""
-        return {self.runs[i].outputs[t][1]: _bytes_of(self.runs[i].graph, (t,)) for i, t in outputs}
-
-    def _gap_after_forward(
-        self,
-        run: Run,
-        following: str,
-        died: Iterable[Output],
-        stages: Sequence[Stage],
-        tangents: Run | None,
-        freed_bytes: int,
-    ) -> Gap:
-        """Tell what outside code holds and takes, above what lived without what died meanwhile.
-
-        It holds the growth until the next run and the place of what died, less the tangents. Between two forwards it
-        may give back what it held.
-
-        Args:
-            run: The run whose forward has ended.
-            following: The mark of the next one.
-            died: Outputs that died.
-            stages: What runs in between, by what lives.
-            tangents: The run whose backward is next, None between two forwards.
-            freed_bytes: Stale bytes that were freed.
-        """
-        gap = self._between(f"f{run.index}", following)
-        if gap is None:
-            return Gap()
-        died_bytes = sum(self._sizes(died).values())
-        held_bytes = gap.held_bytes + died_bytes + freed_bytes
-        if tangents is not None:
-            held_bytes = max(0, held_bytes - sum(tangents.tangent_bytes))
-        peak_bytes = stages[-1].peak_bytes if stages else gap.peak_bytes + died_bytes
-        return Gap(held_bytes, peak_bytes)
-
-    def _stages(
-        self, run: Run, following: str, lived: Iterable[Output], died: Iterable[Output]
-    ) -> tuple[list[Stage], int | None]:
-        """Divide what runs outside after a forward by the deaths of outputs, and where the backward is called.
-
-        Returns:
-            The stages, and how many of them come before that call, None where none does. Nothing where a death was not
-            seen.
-        """
-        sizes, dead, stages = self._sizes(died), set[int](), list[Stage]()
-        storage_of = {_release_label(i, t): self.runs[i].outputs[t][1] for i, t in died}
-        intervals = self._intervals(f"f{run.index}", following)
-        calls = [i for i, interval in enumerate(intervals) if interval.label == CALLED]
-        called = calls[-1] if calls and following == f"B{self.backwards[0]}" else None  # else it is another backward
-        called_at = None
-        for position, interval in enumerate(intervals[:-1]):
-            storage = storage_of.get(interval.label)
-            if storage is not None:
-                dead.add(storage)
-            alive = tuple((i, t) for i, t in lived if self.runs[i].outputs[t][1] not in dead)
-            if position == called:
-                called_at = len(stages)
-            if not stages or position == called or alive != stages[-1].alive:
-                stages.append(Stage(alive, 0))
-            freed_bytes = sum(sizes[s] for s in dead) + (0 if called_at is None else self._freed_bytes)
-            above_bytes = interval.peak_bytes - intervals[0].start_bytes + freed_bytes
-            stages[-1] = replace(stages[-1], peak_bytes=max(stages[-1].peak_bytes, above_bytes))
-        return (stages, called_at) if dead == sizes.keys() else ([], None)
-
-    def _gap_before_backward(self, previous: Run, run: Run, released_bytes: int) -> Gap:
-        """Tell what outside code takes, and holds or gives back, between two backwards.
-
-        Args:
-            previous: The run whose backward has ended.
-            run: The one whose backward is next.
-            released_bytes: Of outputs that outside code lets go of.
-        """
-        gap = self._between(f"b{previous.index}", f"B{run.index}")
-        if gap is None:
-            return Gap()
-        freed_bytes = _bytes_of(previous.graph, previous.passed_on) + previous.accumulated_bytes + released_bytes
-        freed_bytes += sum(previous.tangent_bytes[position] for position in previous.outlasting)
-        return Gap(gap.held_bytes + freed_bytes - sum(run.tangent_bytes), gap.peak_bytes)
-
-    def _gap_after_backward(self, run: Run) -> Gap:
-        """Tell what outside code needs until the whole backward ends."""
-        gap = self._between(f"b{run.index}", f"e{run.index}") or Gap()
-        return Gap(0, gap.peak_bytes)
-
-    def _between(self, first: str, last: str) -> Gap | None:
-        """Tell how memory grew and peaked between two marks, None where that was not measured."""
-        intervals = self._intervals(first, last)
-        if not intervals:
-            return None
-        *between, end = intervals
-        base = intervals[0].start_bytes
-        peak = max((interval.peak_bytes for interval in between), default=base)
-        return Gap(end.start_bytes - base, max(0, peak - base))
-
-    def _intervals(self, first: str, last: str) -> list[Interval]:
-        """List the intervals from one mark to another, both included; none where one of them is missing."""
-        intervals: list[Interval] = self._meter.intervals if self._meter is not None else []
-        at = {interval.label: position for position, interval in enumerate(intervals)}
-        return intervals[at[first] : at[last] + 1] if first in at and last in at else []
-
-
-def _release_label(run: int, tensor: int) -> str:
+def release_label(run: int, tensor: int) -> str:
+    """Give the mark at which an output's memory was given back."""
     return f"released {run} {tensor}"
 
 
@@ -551,6 +334,7 @@ def _added(captured: Captured, leaves: Leaves, added: frozenset[int]) -> dict[in
     }
 
 
-def _bytes_of(graph: Graph, tensors: Iterable[int]) -> int:
+def bytes_of(graph: Graph, tensors: Iterable[int]) -> int:
+    """Add up the bytes of tensors, each storage once."""
     storages = {graph.tensors[t].storage for t in tensors}
     return sum(graph.sizes[s] for s in storages if s is not None)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
+from ..measuring.describing import describe
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident, ResidentMemory
 from ..memory.free_memory import free_bytes
@@ -155,7 +156,7 @@ class PlannedKinds:
         """Plan a kind of step that was not seen before."""
         kind = record.signature
         twin = self._captured_before(kind)
-        calls, order = record.calls(self._parts.profiles)
+        calls, order = describe(record, self._parts.profiles)
         runs = [run for run in record.runs if run.index in record.backwards]
         self._known[kind] = Known(
             calls=tuple(calls) if twin is None else twin.calls,

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigurationError
+from ..measuring.describing import describe
 from ..memory.allocator import allocated_bytes
 from ..memory.free_memory import free_bytes
 from ..memory.metering import measure_peak
@@ -72,7 +73,7 @@ class TrialSession(Session):
             )
         if not record.is_measured:
             raise ConfigurationError("Another profiler is running, so memory can't be measured: stop it first.")
-        calls, order = record.calls(self.parts.profiles)
+        calls, order = describe(record, self.parts.profiles)
         self.calls = tuple(calls), tuple(order)
         if self.plans_first:
             self._planned.learn(record, self.resident)

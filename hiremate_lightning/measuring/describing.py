@@ -1,0 +1,250 @@
+"""Describe a recorded step for `step.merge`: its calls, and what the code around them takes and holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from ..memory.metering import Interval
+from ..records.costs import Profile
+from ..records.step import Call, Gap, Output, Stage
+from .recording import CALLED, Run, StepRecord, bytes_of, release_label
+
+
+def describe(record: StepRecord, profiles: Mapping[int, Profile]) -> tuple[list[Call], list[int]]:
+    """Describe a step: its calls, and the order of their backwards.
+
+    A run without a backward is part of the outside.
+
+    Args:
+        record: The step.
+        profiles: Costs by number of part.
+    """
+    return _Description(record).calls(profiles)
+
+
+class _Description:
+    """Reads a record."""
+
+    def __init__(self, record: StepRecord) -> None:
+        self._record = record
+
+    def calls(self, profiles: Mapping[int, Profile]) -> tuple[list[Call], list[int]]:
+        """Describe the calls, and give the order of their backwards."""
+        planned = [run for run in self._record.runs if run.index in self._record.backwards]
+        place = {run.index: position for position, run in enumerate(planned)}
+        backwards = [self._record.runs[index] for index in dict.fromkeys(self._record.backwards)]
+        lingering = [self._lingering(run, backwards) for run in planned]
+        released = Counter[int]()  # bytes, by how many backwards have run
+        for run, own in zip(planned, lingering, strict=True):
+            for ended in {ended for _, ended in own}:
+                released[ended] += bytes_of(run.graph, (t for t, at in own if at == ended))
+        calls = []
+        for position, (run, own) in enumerate(zip(planned, lingering, strict=True)):
+            following = planned[position + 1] if position + 1 < len(planned) else None
+            profile = profiles[run.number]
+            if self._record.timed is not None:
+                profile = self._record.timed.refine(profile, run.graph)
+            call = self._forward_call(run, profile, following, backwards[0], place)
+            calls.append(self._with_backward(replace(call, lingering=own), run, backwards, released))
+        return calls, [place[run.index] for run in backwards]
+
+    def _forward_call(
+        self, run: Run, profile: Profile, following: Run | None, first: Run, place: Mapping[int, int]
+    ) -> Call:
+        """Describe a forward and what runs outside around it.
+
+        Args:
+            run: The run.
+            profile: Its costs.
+            following: The run whose forward is next, None after the last one.
+            first: The run whose backward is first.
+            place: Positions among the planned runs, by index.
+        """
+        graph, profile = run.as_run(profile)
+        label = f"B{first.index}" if following is None else f"F{following.index}"
+        lived, stay = self._lived(run, f"f{run.index}", place), self._lived(run, label, place)
+        died = self._died(run, label, place)
+        stages, called_at = self._stages(run, label, lived, died)
+        is_alone = not died and all(i == run.index for i, _ in lived)
+        unknown = [] if is_alone else [Stage(tuple(lived), 0)]  # nobody knows when they die: a plan may save some
+        return Call(
+            graph=graph,
+            profile=profile,
+            links={t: (place[r], o) for t, (r, o) in run.links.items() if r in place},
+            died=tuple(t for i, t in died if i == run.index),
+            beside_after=tuple((place[i], t) for i, t in stay if i != run.index),
+            before_forward=Gap() if place[run.index] else self._gap_before_forward(run),
+            before_deaths=tuple(
+                replace(stage, alive=tuple((place[i], t) for i, t in stage.alive)) for stage in stages[:-1] or unknown
+            ),
+            called_at=called_at,
+            after_forward=self._gap_after_forward(
+                run,
+                label,
+                died,
+                stages,
+                first if following is None else None,
+                0 if called_at is None else self._record.freed_bytes,
+            ),
+        )
+
+    def _with_backward(self, call: Call, run: Run, backwards: Sequence[Run], released: Mapping[int, int]) -> Call:
+        """Describe the backward of a call too, and what runs outside around it.
+
+        Args:
+            call: Its forward.
+            run: The run.
+            backwards: All runs, as their backwards follow each other.
+            released: Bytes of outputs that outside code lets go of, by how many backwards have run.
+        """
+        before, tangents = backwards.index(run), call.graph.tangents
+        is_last = before + 1 == len(backwards)
+        gap = self._gap_before_backward(backwards[before - 1], run, released[before]) if before else Gap()
+        return replace(
+            call,
+            alive=run.alive or (),
+            passed_on=run.passed_on,
+            outlasting=tuple(t for p in run.outlasting if (t := tangents[p]) not in call.graph.held),
+            is_retained=run.is_kept is not None,
+            before_backward=gap,
+            after_backward=self._gap_after_backward(run) if is_last else Gap(),
+        )
+
+    def _lingering(self, run: Run, order: Sequence[Run]) -> tuple[tuple[int, int], ...]:
+        """List the outputs that code outside holds into the backward: what it saved for its own, say.
+
+        They are released after the last backward that they live at the start of. Not counted is what a part holds, or
+        what a later part may that has them for an input, as long as its backward has not run.
+
+        Args:
+            run: Whose outputs.
+            order: All runs, as their backwards follow each other.
+        """
+        held, found = {run.graph.tensors[t].storage for t in run.alive or ()}, dict[int, int]()
+        for ended, starting in enumerate(order):
+            may_hold = order[ended:]
+            links = {output for other in may_hold for output in other.links.values()}
+            for t in (t for i, t in self._record.alive_at.get(f"B{starting.index}", ()) if i == run.index):
+                is_saved = (run.index, t) in links or (run in may_hold and run.saves(t))
+                if not is_saved and run.graph.tensors[t].storage not in held:
+                    found[t] = ended + 1
+        return tuple(found.items())
+
+    def _lived(self, run: Run, label: str, among: Collection[int]) -> list[Output]:
+        """List the outputs of a run, and of those before it that are among some, that lived at a mark."""
+        return [(i, t) for i, t in self._record.alive_at.get(label, ()) if i <= run.index and i in among]
+
+    def _gap_before_forward(self, run: Run) -> Gap:
+        gap = self._between("start", f"F{run.index}") or Gap()
+        return Gap(max(0, gap.held_bytes), gap.peak_bytes)
+
+    def _died(self, run: Run, following: str, among: Collection[int]) -> list[Output]:
+        """List the outputs whose memory was given back before a mark: nobody held them, nothing saved lies there."""
+        if self._between(f"f{run.index}", following) is None or following not in self._record.alive_at:
+            return []
+        lived, alive = self._lived(run, f"f{run.index}", among), set(self._lived(run, following, among))
+        return [(i, t) for i, t in lived if (i, t) not in alive and not self._record.runs[i].saves(t)]
+
+    def _sizes(self, outputs: Iterable[Output]) -> dict[int, int]:
+        """Give the bytes of outputs that live at the same time, by storage."""
+        return {self._record.runs[i].outputs[t][1]: bytes_of(self._record.runs[i].graph, (t,)) for i, t in outputs}
+
+    def _gap_after_forward(
+        self,
+        run: Run,
+        following: str,
+        died: Iterable[Output],
+        stages: Sequence[Stage],
+        tangents: Run | None,
+        freed_bytes: int,
+    ) -> Gap:
+        """Tell what outside code holds and takes, above what lived without what died meanwhile.
+
+        It holds the growth until the next run and the place of what died, less the tangents. Between two forwards it
+        may give back what it held.
+
+        Args:
+            run: The run whose forward has ended.
+            following: The mark of the next one.
+            died: Outputs that died.
+            stages: What runs in between, by what lives.
+            tangents: The run whose backward is next, None between two forwards.
+            freed_bytes: Stale bytes that were freed.
+        """
+        gap = self._between(f"f{run.index}", following)
+        if gap is None:
+            return Gap()
+        died_bytes = sum(self._sizes(died).values())
+        held_bytes = gap.held_bytes + died_bytes + freed_bytes
+        if tangents is not None:
+            held_bytes = max(0, held_bytes - sum(tangents.tangent_bytes))
+        peak_bytes = stages[-1].peak_bytes if stages else gap.peak_bytes + died_bytes
+        return Gap(held_bytes, peak_bytes)
+
+    def _stages(
+        self, run: Run, following: str, lived: Iterable[Output], died: Iterable[Output]
+    ) -> tuple[list[Stage], int | None]:
+        """Divide what runs outside after a forward by the deaths of outputs, and where the backward is called.
+
+        Returns:
+            The stages, and how many of them come before that call, None where none does. Nothing where a death was not
+            seen.
+        """
+        sizes, dead, stages = self._sizes(died), set[int](), list[Stage]()
+        storage_of = {release_label(i, t): self._record.runs[i].outputs[t][1] for i, t in died}
+        intervals = self._intervals(f"f{run.index}", following)
+        calls = [i for i, interval in enumerate(intervals) if interval.label == CALLED]
+        is_last = following == f"B{self._record.backwards[0]}"  # between two forwards it is another backward
+        called = calls[-1] if calls and is_last else None
+        called_at = None
+        for position, interval in enumerate(intervals[:-1]):
+            storage = storage_of.get(interval.label)
+            if storage is not None:
+                dead.add(storage)
+            alive = tuple((i, t) for i, t in lived if self._record.runs[i].outputs[t][1] not in dead)
+            if position == called:
+                called_at = len(stages)
+            if not stages or position == called or alive != stages[-1].alive:
+                stages.append(Stage(alive, 0))
+            freed_bytes = sum(sizes[s] for s in dead) + (0 if called_at is None else self._record.freed_bytes)
+            above_bytes = interval.peak_bytes - intervals[0].start_bytes + freed_bytes
+            stages[-1] = replace(stages[-1], peak_bytes=max(stages[-1].peak_bytes, above_bytes))
+        return (stages, called_at) if dead == sizes.keys() else ([], None)
+
+    def _gap_before_backward(self, previous: Run, run: Run, released_bytes: int) -> Gap:
+        """Tell what outside code takes, and holds or gives back, between two backwards.
+
+        Args:
+            previous: The run whose backward has ended.
+            run: The one whose backward is next.
+            released_bytes: Of outputs that outside code lets go of.
+        """
+        gap = self._between(f"b{previous.index}", f"B{run.index}")
+        if gap is None:
+            return Gap()
+        freed_bytes = bytes_of(previous.graph, previous.passed_on) + previous.accumulated_bytes + released_bytes
+        freed_bytes += sum(previous.tangent_bytes[position] for position in previous.outlasting)
+        return Gap(gap.held_bytes + freed_bytes - sum(run.tangent_bytes), gap.peak_bytes)
+
+    def _gap_after_backward(self, run: Run) -> Gap:
+        """Tell what outside code needs until the whole backward ends."""
+        gap = self._between(f"b{run.index}", f"e{run.index}") or Gap()
+        return Gap(0, gap.peak_bytes)
+
+    def _between(self, first: str, last: str) -> Gap | None:
+        """Tell how memory grew and peaked between two marks, None where that was not measured."""
+        intervals = self._intervals(first, last)
+        if not intervals:
+            return None
+        *between, end = intervals
+        base = intervals[0].start_bytes
+        peak = max((interval.peak_bytes for interval in between), default=base)
+        return Gap(end.start_bytes - base, max(0, peak - base))
+
+    def _intervals(self, first: str, last: str) -> Sequence[Interval]:
+        """List the intervals from one mark to another, both included; none where one of them is missing."""
+        intervals = self._record.intervals
+        at = {interval.label: position for position, interval in enumerate(intervals)}
+        return intervals[at[first] : at[last] + 1] if first in at and last in at else ()
