@@ -24,6 +24,7 @@ from hiremate_lightning.planning import shared_solving
 from hiremate_lightning.sessions import parts
 
 from .loops import BUDGET, Outcome, Script, make_batch, make_model, run
+from .processes import leave
 
 SCRIPTS = [
     *(Script("accelerate", *rest) for rest in product(("no", "bf16"), (1, 3), ("before", "after"))),
@@ -125,7 +126,7 @@ def main(folder: Path) -> None:
     parts.measure = measure
     found["one plan"] = timed(lambda: run(replace(script, place=("before", None)[rank]), rank))
     torch.save(found, folder / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

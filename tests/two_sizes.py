@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hiremate_lightning import find_max_batch_size
 
+from .processes import leave
+
 BUDGETS = (2 * 2**20, 4 * 2**20)
 
 
@@ -41,7 +43,7 @@ def main(folder: Path) -> None:
     )
     step(model, make_batch(int(result)))
     torch.save((result, sizes, model.module.state_dict()), folder / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
