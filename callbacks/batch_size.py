@@ -25,7 +25,8 @@ from hiremate_lightning.errors import HiRemateWarning
 from hiremate_lightning.options import SessionOptions, make_options
 from hiremate_lightning.planning.planner import DEFAULT_SOLVER
 from hiremate_lightning.sessions.session import Session
-from hiremate_lightning.sessions.targets import StepTarget, Target, Targets
+from hiremate_lightning.sessions.step_target import StepTarget
+from hiremate_lightning.sessions.targets import Target, Targets
 from hiremate_lightning.sizes.batch_size import SizeFinder, SizeOptions, parse_objective
 from hiremate_lightning.sizes.size_result import BatchSizeResult
 from hiremate_lightning.sizes.size_trials import SizeTask, TrialSession

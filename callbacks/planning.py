@@ -16,7 +16,8 @@ from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.planner import DEFAULT_SOLVER
 from hiremate_lightning.reporting.metrics import plan_metrics
 from hiremate_lightning.sessions.session import Session
-from hiremate_lightning.sessions.targets import StepTarget, Target, Targets
+from hiremate_lightning.sessions.step_target import StepTarget
+from hiremate_lightning.sessions.targets import Target, Targets
 
 UNSUPPORTED_STRATEGIES = {
     "FSDPStrategy": "its parameters are sharded while the plan runs. Use strategy='ddp'.",

@@ -363,6 +363,51 @@ def test_calls_without_gradients_are_not_planned():
     assert targets_of(model).session.captured_count == 0
 
 
+class PlainList(nn.Module):
+    """Its layers are none of its modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = [nn.Linear(16, 16) for _ in range(4)]
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def test_layers_in_a_plain_list_are_announced_once_and_planned_from_the_second_call_on():
+    model = hiremate(PlainList(), "64 MiB", verbose=False)
+    parameters = [p for layer in model.layers for p in layer.parameters()]
+    x = torch.randn(8, 16)
+
+    def gradients():
+        model(x).square().sum().backward()
+        found = [p.grad for p in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        return found
+
+    with pytest.warns(HiRemateWarning, match="plain list: this call ran without a plan"):
+        gradients()
+    gradients()  # silent: pytest makes warnings errors
+    found = gradients()
+
+    assert len(get_plan(model).graph.nodes) > 4
+    remove_hiremate(model)
+    assert all(map(torch.equal, found, gradients()))
+
+
+def test_a_frozen_model_in_eval_mode_is_not_said_to_train(recwarn):
+    model = hiremate(PlainList().requires_grad_(False), "64 MiB", verbose=False).eval()
+    for layer in model.layers:
+        layer.requires_grad_(False)
+
+    model(torch.randn(8, 16, requires_grad=True)).sum().backward()
+
+    assert not any("plain list" in str(w.message) for w in recwarn)
+
+
 def test_eval_mode_with_gradients_is_announced_once():
     model = hiremate(Net(), "60%", verbose=False).eval()
     with pytest.warns(HiRemateWarning, match="eval mode: such calls are not planned"):

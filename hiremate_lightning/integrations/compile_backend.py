@@ -34,9 +34,10 @@ from ..options import make_options
 from ..planning.plan import Plan
 from ..running.execution import Part
 from ..sessions.backend import has_gradients, planning_backend
+from ..sessions.overseeing import listen_to_optimizers
 from ..sessions.session import Session
 from ..sessions.slots import WITH_COMPILE
-from ..sessions.targets import listen_to_optimizers, planned_module_with
+from ..sessions.targets import planned_module_with
 
 _Weak = dict[int, weakref.ref[torch.Tensor]]  # by identity: tensors compare by their values
 _Key = tuple[tuple[str, str], ...]

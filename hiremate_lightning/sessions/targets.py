@@ -20,25 +20,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import CaptureError, ConfigurationError, HiRemateWarning
+from ..errors import ConfigurationError, HiRemateWarning
 from ..torch_private import backward_pass, dynamo, hooks, tensor_state
-from .entry_points import Compiler, call_forward, call_found, call_training_step
+from .entry_points import Compiler, call_forward, call_found
+from .overseeing import announced, check_captured, leaving_no_trace, listen_to_optimizers, requires_gradient
 from .refusals import reason_of_others, refuse, refuse_each
 from .session import Session
-from .slots import WITH_COMPILE, Slot, StepSlot, WaitingSlots
+from .slots import Slot, WaitingSlots
 
 Target = str | Sequence[str] | None
-
-UNPLANNED = (
-    "trains without its plan: an optimizer stepped twice, and none of the planned calls ran in between. A plan runs "
-    f"where a module is called; it is passed by where code calls its forward, or compiles around it. {WITH_COMPILE}"
-)
-
 
 REPLACED = 2  # forwards in the place of others, after which a module's parts are planned instead
 
 _attached: weakref.WeakSet[Targets] = weakref.WeakSet()
-_announced: weakref.WeakSet[Session] = weakref.WeakSet()  # of which it is known that calls ran without a plan
 
 
 class Targets:
@@ -67,6 +61,7 @@ class Targets:
         self.is_inside = False
         self._given_up = 0  # number of functions that Dynamo gave up, when it was last looked for their modules
         self._warned = False
+        self._trains_others = False  # parameters that the root doesn't have
         self._hook: Any = None
         self._waiting = WaitingSlots()
 
@@ -121,7 +116,10 @@ class Targets:
     def call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a candidate: planned where it trains and is outermost, or is called by what can't be captured."""
         if not self._trains(name, module, (args, kwargs)):
-            return hooks.plain_call(module, *args, **kwargs)
+            result = hooks.plain_call(module, *args, **kwargs)
+            if module is self.root:
+                self._learn_of_others_weights((args, kwargs), result)
+            return result
         if self.is_inside:
             return self._call_inside(name, module, args, kwargs)
         if name in self._passed_by:  # what it runs before the first planned part belongs to the step
@@ -138,7 +136,7 @@ class Targets:
     def _call_outermost(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = self.session.runs
         with (
-            _leaving_no_trace(),
+            leaving_no_trace(),
             self.session.calling(name or type(self.root).__name__, (args, kwargs)),
             self._in_place(module),
         ):
@@ -148,7 +146,7 @@ class Targets:
             self._uncaptured = 0
             self._plan_what_given_up_code_calls(module)
             self._plan_what_new_forwards_call(name, module)
-        elif name in self._captured and _requires_gradient(result):
+        elif name in self._captured and requires_gradient(result):
             self._uncaptured += 1
             if self._uncaptured.bit_count() == 1:  # after 1, 2, 4, 8 such calls: what is in the way may be gone
                 self._compiled.pop(module, None)
@@ -162,7 +160,7 @@ class Targets:
         before = self.session.runs
         with self._in_place(module):
             result = hooks.plain_call(module, *args, **kwargs)
-        if self.session.runs == before and _requires_gradient(result):
+        if self.session.runs == before and requires_gradient(result):
             hooks.set_call(module, None)
             self.session.say(f"{name} could not be captured and runs without a plan, beside what is planned.")
         return result
@@ -211,7 +209,7 @@ class Targets:
         Returns:
             Whether there is nothing to refuse: it has parts, or it is a part itself, or it doesn't train.
         """
-        if not _requires_gradient(result):
+        if not requires_gradient(result):
             return True
         parts = self._weighty_parts(name, module)
         where = name or type(module).__name__
@@ -224,7 +222,7 @@ class Targets:
         else:
             return False
         if parts or self.session.captured_count:
-            _announced.add(self.session)
+            announced.add(self.session)
         self._plan_instead(name, module, parts)
         return True
 
@@ -250,7 +248,7 @@ class Targets:
     def _trains(self, name: str, module: nn.Module, arguments: Any) -> bool:
         if not torch.is_grad_enabled():
             return False
-        if not _has_weights(module) and not (module is self.root and _requires_gradient(arguments)):
+        if not _has_weights(module) and not (module is self.root and self._is_reached(arguments)):
             return False
         where = name or type(module).__name__
         if tensor_state.is_transforming():
@@ -268,6 +266,22 @@ class Targets:
                 stacklevel=4,
             )
         return module.training
+
+    def _is_reached(self, arguments: Any) -> bool:
+        """Whether gradients go through the root, though it may have no weights."""
+        return self._trains_others or requires_gradient(arguments)
+
+    def _learn_of_others_weights(self, arguments: Any, result: Any) -> None:
+        """Plan from the next call on what trains without having trained parameters: it can't be seen before it ran."""
+        if not (self.root.training and requires_gradient(result)) or _has_weights(self.root):
+            return
+        if not self._is_reached(arguments):
+            self._trains_others = True
+            self.session.say(
+                f"{type(self.root).__name__} needs gradients, but none of its parameters does, as where layers are in "
+                "a plain list: this call ran without a plan, the next ones are planned. nn.ModuleList makes such "
+                "layers part of a module."
+            )
 
     def _adopt(self, name: str, module: nn.Module) -> None:
         """Plan a module's calls from now on; of its submodules, those that are called alone keep their slots."""
@@ -309,140 +323,6 @@ class Targets:
             compiled = self._compiler.compile(call_found, found)
         self._compiled[module] = (found, compiled)
         return compiled
-
-
-class StepTarget:
-    """The training step of a LightningModule, loss included, as one planned function.
-
-    `self.log` and `self.log_dict` are kept out of the trace: they read and write the Trainer's state. Calls without
-    gradients, as of a validation that calls the training step, run as they are.
-
-    Attributes:
-        root: The LightningModule.
-        session: Plans the step.
-    """
-
-    METHOD = "training_step"
-
-    def __init__(self, root: nn.Module, session: Session) -> None:
-        refuse(root)
-        self.root = root
-        self.session = session
-        self._found = root.__dict__.get(self.METHOD)  # in the place of its class's
-        self._plain = self._found or getattr(type(root), self.METHOD).__get__(root)
-        self._compiler = Compiler(session)
-        if self._found is None:
-            self._compiled = self._compiler.compile(call_training_step, root)
-        else:
-            self._compiled = self._compiler.compile(call_found, self._found)
-        self._hook: Any = None
-
-    def attach(self) -> None:
-        """Take over the training step."""
-        if self._hook is None:
-            self._hook = listen_to_optimizers(self.session)
-        self.root.__dict__[self.METHOD] = StepSlot(self._call, self._plain)
-
-    def detach(self) -> None:
-        """Leave the module as it was."""
-        self.session.abandon_step()
-        self._compiler.close()
-        if self._found is None:
-            self.root.__dict__.pop(self.METHOD, None)
-        else:
-            self.root.__dict__[self.METHOD] = self._found
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self._plain(*args, **kwargs)
-        before = self.session.runs
-        name = f"{type(self.root).__name__}.{self.METHOD}"
-        with _leaving_no_trace(), self.session.calling(name, (args, kwargs)), self._log_untraced():
-            result = self._compiled(*args, **kwargs)
-        if self.session.runs == before:
-            check_captured(self.session, name, result)
-        return result
-
-    @contextmanager
-    def _log_untraced(self) -> Iterator[None]:
-        names = [name for name in ("log", "log_dict") if hasattr(self.root, name)]
-        found = {name: self.root.__dict__[name] for name in names if name in self.root.__dict__}
-        for name in names:
-            self.root.__dict__[name] = torch.compiler.disable(getattr(self.root, name))
-        try:
-            yield
-        finally:
-            for name in names:
-                del self.root.__dict__[name]
-            self.root.__dict__.update(found)
-
-
-def listen_to_optimizers(session: Session) -> Any:
-    """Tell a session of each optimizer step; the handle that is returned ends that."""
-    handle = hooks.on_optimizer_step(_OptimizerListener(session))
-    weakref.finalize(session, handle.remove)
-    return handle
-
-
-class _OptimizerListener:
-    """Hears of optimizer steps; the hook is global, and must not keep the session alive."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = weakref.ref(session)
-        self._runs: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-
-    def __call__(self, optimizer: torch.optim.Optimizer) -> None:
-        session = self._session()
-        if session is not None:
-            session.optimizer_stepped(optimizer)
-            is_passed_by = self._runs.get(optimizer) == session.runs and session not in _announced
-            if is_passed_by and _has_gradients_of(session.root, optimizer):
-                session.say(f"{type(session.root).__name__} {UNPLANNED}")
-            self._runs[optimizer] = session.runs
-
-
-def _has_gradients_of(root: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-    own = {id(p) for p in root.parameters() if p.grad is not None}
-    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
-
-
-@contextmanager
-def _leaving_no_trace() -> Iterator[None]:
-    """Let a call in which something is raised have no say in how later ones are captured."""
-    try:
-        yield
-    except BaseException:  # Ctrl-C too
-        dynamo.try_again()
-        raise
-
-
-def check_captured(session: Session, name: str, result: Any) -> None:
-    """Refuse a call that trains but ran none of our graphs: it must not pass in silence.
-
-    Where earlier calls were captured, training goes on and this is announced once.
-
-    Raises:
-        CaptureError: If anything in the result requires a gradient, and nothing was ever captured.
-    """
-    if _requires_gradient(result):
-        if session.captured_count:
-            _announced.add(session)
-            session.say(
-                f"A call of {name} could not be captured and ran without a plan; earlier ones were planned, and later "
-                "ones are tried."
-            )
-            return
-        raise CaptureError(
-            f"Nothing of {name} was captured: torch.compile ran it as it is.{session.why_uncaptured()} "
-            "Name submodules that can be captured with target=, or train without a plan."
-        )
-
-
-def _requires_gradient(result: Any) -> bool:
-    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensor_state.leaves(result))
 
 
 def _has_weights(module: nn.Module, besides: Collection[int] = ()) -> bool:

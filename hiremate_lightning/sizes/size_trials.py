@@ -23,7 +23,8 @@ from ..planning.planner import resolve
 from ..records.scaling import Line, Sample
 from ..records.step import Call, merge
 from ..sessions.session import Session
-from ..sessions.targets import StepTarget, Targets
+from ..sessions.step_target import StepTarget
+from ..sessions.targets import Targets
 from ..torch_private import hooks, tensor_state
 from ..units import Budget
 from .training_state import TrainingState

@@ -1,0 +1,89 @@
+"""What must not pass in silence around planned calls: what ran without its plan, and what was raised inside."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import CaptureError
+from ..torch_private import dynamo, hooks, tensor_state
+from .session import Session
+from .slots import WITH_COMPILE
+
+UNPLANNED = (
+    "trains without its plan: an optimizer stepped twice, and none of the planned calls ran in between. A plan runs "
+    f"where a module is called; it is passed by where code calls its forward, or compiles around it. {WITH_COMPILE}"
+)
+
+announced: weakref.WeakSet[Session] = weakref.WeakSet()  # of which it is known that calls ran without a plan
+
+
+def listen_to_optimizers(session: Session) -> Any:
+    """Tell a session of each optimizer step; the handle that is returned ends that."""
+    handle = hooks.on_optimizer_step(_OptimizerListener(session))
+    weakref.finalize(session, handle.remove)
+    return handle
+
+
+class _OptimizerListener:
+    """Hears of optimizer steps; the hook is global, and must not keep the session alive."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = weakref.ref(session)
+        self._runs: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+
+    def __call__(self, optimizer: torch.optim.Optimizer) -> None:
+        session = self._session()
+        if session is not None:
+            session.optimizer_stepped(optimizer)
+            is_passed_by = self._runs.get(optimizer) == session.runs and session not in announced
+            if is_passed_by and _has_gradients_of(session.root, optimizer):
+                session.say(f"{type(session.root).__name__} {UNPLANNED}")
+            self._runs[optimizer] = session.runs
+
+
+def _has_gradients_of(root: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    own = {id(p) for p in root.parameters() if p.grad is not None}
+    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+
+@contextmanager
+def leaving_no_trace() -> Iterator[None]:
+    """Let a call in which something is raised have no say in how later ones are captured."""
+    try:
+        yield
+    except BaseException:  # Ctrl-C too
+        dynamo.try_again()
+        raise
+
+
+def check_captured(session: Session, name: str, result: Any) -> None:
+    """Refuse a call that trains but ran none of our graphs: it must not pass in silence.
+
+    Where earlier calls were captured, training goes on and this is announced once.
+
+    Raises:
+        CaptureError: If anything in the result requires a gradient, and nothing was ever captured.
+    """
+    if requires_gradient(result):
+        if session.captured_count:
+            announced.add(session)
+            session.say(
+                f"A call of {name} could not be captured and ran without a plan; earlier ones were planned, and later "
+                "ones are tried."
+            )
+            return
+        raise CaptureError(
+            f"Nothing of {name} was captured: torch.compile ran it as it is.{session.why_uncaptured()} "
+            "Name submodules that can be captured with target=, or train without a plan."
+        )
+
+
+def requires_gradient(result: Any) -> bool:
+    """Whether anything in a tree of containers requires a gradient."""
+    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensor_state.leaves(result))

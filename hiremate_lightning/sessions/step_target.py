@@ -1,0 +1,85 @@
+"""The training step of a LightningModule as one planned function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .entry_points import Compiler, call_found, call_training_step
+from .overseeing import check_captured, leaving_no_trace, listen_to_optimizers
+from .refusals import refuse
+from .session import Session
+from .slots import StepSlot
+
+
+class StepTarget:
+    """The training step of a LightningModule, loss included, as one planned function.
+
+    `self.log` and `self.log_dict` are kept out of the trace: they read and write the Trainer's state. Calls without
+    gradients, as of a validation that calls the training step, run as they are.
+
+    Attributes:
+        root: The LightningModule.
+        session: Plans the step.
+    """
+
+    METHOD = "training_step"
+
+    def __init__(self, root: nn.Module, session: Session) -> None:
+        refuse(root)
+        self.root = root
+        self.session = session
+        self._found = root.__dict__.get(self.METHOD)  # in the place of its class's
+        self._plain = self._found or getattr(type(root), self.METHOD).__get__(root)
+        self._compiler = Compiler(session)
+        if self._found is None:
+            self._compiled = self._compiler.compile(call_training_step, root)
+        else:
+            self._compiled = self._compiler.compile(call_found, self._found)
+        self._hook: Any = None
+
+    def attach(self) -> None:
+        """Take over the training step."""
+        if self._hook is None:
+            self._hook = listen_to_optimizers(self.session)
+        self.root.__dict__[self.METHOD] = StepSlot(self._call, self._plain)
+
+    def detach(self) -> None:
+        """Leave the module as it was."""
+        self.session.abandon_step()
+        self._compiler.close()
+        if self._found is None:
+            self.root.__dict__.pop(self.METHOD, None)
+        else:
+            self.root.__dict__[self.METHOD] = self._found
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._plain(*args, **kwargs)
+        before = self.session.runs
+        name = f"{type(self.root).__name__}.{self.METHOD}"
+        with leaving_no_trace(), self.session.calling(name, (args, kwargs)), self._log_untraced():
+            result = self._compiled(*args, **kwargs)
+        if self.session.runs == before:
+            check_captured(self.session, name, result)
+        return result
+
+    @contextmanager
+    def _log_untraced(self) -> Iterator[None]:
+        names = [name for name in ("log", "log_dict") if hasattr(self.root, name)]
+        found = {name: self.root.__dict__[name] for name in names if name in self.root.__dict__}
+        for name in names:
+            self.root.__dict__[name] = torch.compiler.disable(getattr(self.root, name))
+        try:
+            yield
+        finally:
+            for name in names:
+                del self.root.__dict__[name]
+            self.root.__dict__.update(found)
