@@ -8,7 +8,7 @@ from hiremate_lightning.measuring.resident import Resident
 from hiremate_lightning.sessions.limits import Limits
 
 BEFORE = Resident(100, 0)  # no gradients yet
-AFTER = Resident(140, 0, frozenset({1, 2}))
+AFTER = Resident(140, 0, kept=frozenset({1, 2}))
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_step_in_which_nothing_fits_is_not_planned_again_with_more_resident(li
 
 def test_a_step_in_which_nothing_fits_is_planned_again_with_less_resident(limits):
     limits.nothing_fits(AFTER, 210)
-    assert not limits.stays(Resident(120, 0, AFTER.kept), 211, is_least=True)
+    assert not limits.stays(Resident(120, 0, kept=AFTER.kept), 211, is_least=True)
 
 
 def test_a_changed_step_is_planned_again(limits):

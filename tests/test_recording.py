@@ -179,7 +179,7 @@ def test_the_peak_counts_what_was_there_before():
 
 def test_a_step_under_another_profiler_runs_unmeasured():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
-        record = StepRecord(torch.device("cpu"), 0, 0, sees_frees=True)
+        record = StepRecord(torch.device("cpu"), 0, 0, 0, sees_frees=True)
     assert not record.is_measured
     assert record.peak_bytes is None
     record.close()
@@ -216,6 +216,7 @@ class Left:
 
     is_measured = True
     is_retained = False
+    left_at_return: bool | None = None
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -232,6 +233,46 @@ def test_in_a_count_of_all_outputs_that_are_dropped_before_the_backward_are_stal
     left.backward_starts()
     record.size_bytes = 200
     assert left.sort_out(everything, ()) == Resident(800, 250)
+
+
+@pytest.mark.parametrize("stale_bytes", [0, 50])
+def test_outputs_that_are_dropped_as_the_forward_returns_are_told_from_what_is_stale(stale_bytes):
+    before, left, record = Resident(1000, stale_bytes), LeftOutputs(), Left(200)
+    record.left_at_return = True
+    left.step_ended(record)
+    assert left.add_to(before, ()).size_bytes == 1200  # not yet seen
+    record.size_bytes = 0
+    left.backward_starts()
+    record.size_bytes = 200
+    assert left.add_to(before, ()) == Resident(1000, stale_bytes, left_bytes=200)
+    assert left.sort_out(before, ()) == Resident(800, stale_bytes, left_bytes=200)
+
+    record.left_at_return = False  # once is enough: they may be held again
+    assert left.add_to(before, ()) == Resident(1000, stale_bytes + 200)
+
+
+def called(output, made):
+    """Return what a model did, maybe with something allocated before."""
+    if made is not None:
+        made.append(torch.ones(SIZE))
+    return output
+
+
+@pytest.mark.parametrize("holds", ["nothing", "a new tensor", "the outputs"])
+def test_outputs_of_the_step_before_are_seen_released(holds):
+    model, made, output = hiremate(Net(), "100%", verbose=False), [], None
+    session = targets_of(model).session
+    for _ in range(2):
+        held = output if holds == "the outputs" else None
+        output = called(model.encoder(batch()), made if holds == "a new tensor" else None)
+        record, loss = session._record, output.square().mean()
+        del held
+        loss.backward()
+        session.end_step()
+
+    assert record is not None
+    assert record.left_at_return is (holds == "nothing")
+    assert record.returned_bytes == (SIZE if holds == "nothing" else 0)
 
 
 class HoldsMeanwhile(nn.Module):

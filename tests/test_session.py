@@ -676,6 +676,26 @@ def test_gradients_that_are_freed_before_the_backward_are_not_counted_in_it():
     assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=1024)
 
 
+@pytest.mark.parametrize("share", ["100%", "95%"])
+@pytest.mark.parametrize("rows", [(64,), (64, 48)], ids=["one size", "two sizes"])
+def test_outputs_that_give_way_to_the_next_ones_are_not_counted_in_the_loss(rows, share):
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(256, 256), nn.GELU())]
+    model = hiremate(nn.Sequential(*layers, nn.Linear(256, 1000)), share, verbose=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    for index in range(10):
+        size = rows[index % len(rows)]
+        output = model(batch(index, rows=size, width=256))  # those of the last step live until here
+        loss = nn.functional.cross_entropy(output, torch.arange(size))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    plan = get_plan(model)
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=1024)
+
+
 def test_a_second_backward_gives_the_usual_error():
     model = warm_up(planned(), steps=3)
     output = model(batch())

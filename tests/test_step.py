@@ -221,6 +221,26 @@ def test_stale_gradients_are_gone_when_the_backward_is_called():
     assert after == unknown_after - 10_000
 
 
+@pytest.mark.parametrize("calls", [1, 2])
+def test_outputs_of_the_step_before_are_gone_when_the_last_forward_returns(calls):
+    graph, profile = chain(3)
+    stages = (Stage((), 500),)
+    made = [replace(c, before_deaths=stages) for c in ([Call(graph, profile)] if calls == 1 else two_calls(3))]
+
+    def peaks(left_bytes):
+        step = merge(made, list(reversed(range(calls))), left_bytes=left_bytes)
+        found = simulate(step.graph, step.profile, lower(step.graph, keep_all(step.graph)))
+        outside = [m.peak_bytes for m in found.timeline[: found.turn] if step.owners[m.node] is None]
+        own = [m.peak_bytes for m in found.timeline if step.owners[m.node] is not None]
+        return own, outside
+
+    (own, outside), (own_left, outside_left) = peaks(0), peaks(10_000)
+    forwards = 3 * calls
+    assert own_left[:forwards] == [size + 10_000 for size in own[:forwards]]
+    assert own_left[forwards:] == own[forwards:]
+    assert outside_left[-2:] == outside[-2:]
+
+
 def test_outputs_that_someone_holds_are_never_given_back():
     graph, profile = chain(3)
     output = graph.outputs[0]

@@ -270,7 +270,7 @@ class _Conductor:
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
-        self.record = StepRecord(None, 0, 0, sees_frees=False)
+        self.record = StepRecord(None, 0, 0, 0, sees_frees=False)
         self._programs: dict[Part, Program] = {}
 
     def take_in(self, captured: Captured) -> Part:

@@ -176,7 +176,7 @@ class _Description:
         gap = self._between(f"f{run.index}", following)
         if gap is None:
             return Gap()
-        died_bytes = sum(self._sizes(died).values())
+        died_bytes = sum(self._sizes(died).values()) + (0 if tangents is None else self._record.returned_bytes)
         held_bytes = gap.held_bytes + died_bytes + freed_bytes
         if tangents is not None:
             held_bytes = max(0, held_bytes - sum(tangents.tangent_bytes))
@@ -209,6 +209,7 @@ class _Description:
             if not stages or position == called or alive != stages[-1].alive:
                 stages.append(Stage(alive, 0))
             freed_bytes = sum(sizes[s] for s in dead) + (0 if called_at is None else self._record.freed_bytes)
+            freed_bytes += self._record.returned_bytes if is_last and position else 0
             above_bytes = interval.peak_bytes - intervals[0].start_bytes + freed_bytes
             stages[-1] = replace(stages[-1], peak_bytes=max(stages[-1].peak_bytes, above_bytes))
         return (stages, called_at) if dead == sizes.keys() else ([], None)

@@ -7,6 +7,7 @@ starts. `describing` turns that into the records that `step.merge` puts together
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +31,7 @@ from ..torch_private import backward_pass, tensor_state
 from .profiling import TimedRun
 
 CALLED = "called"  # mark of the call of the backward
+LEFT = "left"  # mark at which the last output of the step before is released
 
 
 @dataclass(eq=False)
@@ -114,6 +116,7 @@ class StepRecord:
         device: Whose memory is measured; None for none, where a step runs on tensors without memory.
         resident_bytes: Bytes that exist when it begins, and stay.
         stale_bytes: Bytes that exist when it begins, and are freed before the backward is called.
+        left_bytes: Bytes of outputs of the step before that are freed as the last forward returns.
         sees_frees: Whether the step before it was measured.
 
     Attributes:
@@ -123,14 +126,18 @@ class StepRecord:
         parameters: Which parameters they were given, by identity.
         timed: Times of its operations, None where they were not taken.
         alive_at: Which outputs of the runs lived, by mark.
-        freed_bytes: Stale bytes that the measurement sees freed before the backward.
     """
 
-    def __init__(self, device: torch.device | None, resident_bytes: int, stale_bytes: int, sees_frees: bool) -> None:
+    def __init__(
+        self, device: torch.device | None, resident_bytes: int, stale_bytes: int, left_bytes: int, sees_frees: bool
+    ) -> None:
         self._sees_frees = sees_frees
-        self.freed_bytes = stale_bytes if sees_frees else 0
+        self._stale_bytes, self._left_bytes = stale_bytes, left_bytes
+        self._watched: tuple[int, bool] | None = None  # what the step before left: bytes, and whether taken for stale
+        self._left = set[str]()  # of this step's outputs, those that the next one has not seen released
+        self._next: weakref.ref[StepRecord] | None = None
         self._thread = threading.get_ident()
-        self.resident_bytes = resident_bytes + stale_bytes
+        self.resident_bytes = resident_bytes + stale_bytes + left_bytes
         self.runs: list[Run] = []
         self.backwards: list[int] = []
         self.parameters = set[int]()
@@ -165,6 +172,45 @@ class StepRecord:
     def signature(self) -> tuple[int, ...]:
         """Numbers of the parts that ran, in the order of their forwards."""
         return tuple(run.number for run in self.runs)
+
+    @property
+    def freed_bytes(self) -> int:
+        """Stale bytes that the measurement sees freed before the backward, beside `returned_bytes`."""
+        if not self._sees_frees:
+            return 0
+        return self._stale_bytes + (0 if self.returned_bytes else self._left_bytes)
+
+    @property
+    def returned_bytes(self) -> int:
+        """Bytes of outputs of the step before that were seen freed as the last forward returned."""
+        if self._watched is None or not self.left_at_return:
+            return 0
+        left_bytes, is_stale = self._watched
+        return 0 if is_stale else left_bytes
+
+    @property
+    def left_at_return(self) -> bool | None:
+        """Whether what the step before left was freed as the last forward returned; None where there was nothing."""
+        if self._watched is None or not self.backwards:
+            return None
+        label = f"f{max(self.backwards)}"
+        return any(
+            (before.label, after.label, before.peak_bytes) == (label, LEFT, before.start_bytes)
+            for before, after in itertools.pairwise(self.intervals)
+        )
+
+    def watch_left(self, before: StepRecord, left_bytes: int, is_stale: bool) -> None:
+        """Mark when the outputs that the step before has left are released.
+
+        Args:
+            before: The record of that step.
+            left_bytes: What they take.
+            is_stale: Whether they count as stale.
+        """
+        self._watched = left_bytes, is_stale
+        living = ((run, tensor) for run in before.runs for tensor in _living(run))
+        before._left = {release_label(r.index, t) for r, t in living if r.graph.tensors[t].shape}
+        before._next = weakref.ref(self)
 
     def begin(self, part: Part, number: int, program: Program, arguments: Sequence[Any]) -> Run:
         """Note that a forward starts."""
@@ -241,10 +287,20 @@ class StepRecord:
 
         def mark() -> None:
             record = reference()
-            if record is not None and not record._is_closed and record._meter is not None:
-                record._meter.mark_release(label)
+            if record is not None:
+                record._released(label)
 
         tensor_state.at_release(value, mark)
+
+    def _released(self, label: str) -> None:
+        """Mark that an output is released; the last one after this step in the next one's record."""
+        record: StepRecord | None = self
+        if self._is_closed:
+            is_last = self._left == {label}
+            self._left.discard(label)
+            record, label = self._next() if self._next is not None and is_last else None, LEFT
+        if record is not None and record._meter is not None and not record._is_closed:
+            record._meter.mark_release(label)
 
     def close(self, at_once: bool = True) -> None:
         """End the measurement; once is enough.

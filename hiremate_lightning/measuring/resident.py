@@ -30,13 +30,16 @@ class Resident:
     Attributes:
         size_bytes: Those that stay throughout.
         stale_bytes: Those that are freed before the backward: gradients that the optimizer has used, by `zero_grad`,
-            and outputs of the step before, by those that take their place.
+            and outputs of the step before.
+        left_bytes: Outputs of the step before that are freed as the last forward returns, by those that take their
+            place.
         kept: Storages of the parameters whose gradients are among the bytes that stay.
         kinds: Name and bytes of what makes up `size_bytes`.
     """
 
     size_bytes: int
     stale_bytes: int
+    left_bytes: int = 0
     kept: frozenset[int] = frozenset()
     kinds: tuple[tuple[str, int], ...] = field(default=(), compare=False)
 
@@ -139,9 +142,13 @@ class ResidentMemory:
         is_counted = self.device.type == "cuda"  # there all that is allocated is
         return self._left.sort_out(resident, arguments) if is_counted else self._left.add_to(resident, arguments)
 
+    def watch_left(self, record: StepRecord) -> None:
+        """Let a record that begins see when the outputs of the step before are released."""
+        self._left.watch(record)
+
     def sees_frees(self, resident: Resident) -> bool:
         """Whether a measurement of the step that begins sees all that dies in it of what existed before."""
-        return not resident.stale_bytes or self.device.type == "cuda" or self._left.are_known
+        return not (resident.stale_bytes or resident.left_bytes) or self.device.type == "cuda" or self._left.are_known
 
     def count(self, arguments: Sequence[torch.Tensor]) -> Resident:
         """Count what exists now, and the arguments of a step."""
@@ -162,7 +169,7 @@ class ResidentMemory:
             size_bytes, known = torch.cuda.memory_allocated(self.device) - stale, size_bytes
             kinds["other"] = max(0, size_bytes - known)
         kept = frozenset[int]() if stale else frozenset(map(tensor_state.storage_id, gradients_of))
-        return Resident(size_bytes, stale, kept, tuple(kinds.items()))
+        return Resident(size_bytes, stale, 0, kept, tuple(kinds.items()))
 
     def describe(self) -> str:
         """Say what the device has handed out, "" where that is not known."""
@@ -199,6 +206,7 @@ class LeftOutputs:
         self._record: StepRecord | None = None
         self._size_bytes = 0
         self._stay: bool | None = None  # beyond the next forward; None before that was seen
+        self._returning: bool | None = None  # whether they go as that returns
 
     @property
     def are_known(self) -> bool:
@@ -209,6 +217,11 @@ class LeftOutputs:
         """Whether something still holds outputs, be it garbage, before a step with these arguments."""
         return self._record is not None and self._record.left_bytes(arguments) > 0
 
+    def watch(self, record: StepRecord) -> None:
+        """Let a record that begins see when they are released."""
+        if self._record is not None and self._size_bytes and not self._record.is_retained:
+            record.watch_left(self._record, self._size_bytes, is_stale=self._are_stale())
+
     def step_ended(self, record: StepRecord | None) -> None:
         """Learn of the step whose outputs may be left, None for one that was not recorded."""
         self._record = record if record is not None and record.is_measured else None
@@ -216,6 +229,8 @@ class LeftOutputs:
     def add_to(self, resident: Resident, arguments: Sequence[torch.Tensor]) -> Resident:
         """Count them with what exists before a step with these arguments; garbage was collected."""
         self._look(arguments)
+        if self._return():
+            return replace(resident, left_bytes=self._size_bytes)
         if self._are_stale():
             return replace(resident, stale_bytes=resident.stale_bytes + self._size_bytes)
         kinds = (*resident.kinds, ("outputs of the step before", self._size_bytes))
@@ -224,10 +239,17 @@ class LeftOutputs:
     def sort_out(self, resident: Resident, arguments: Sequence[torch.Tensor]) -> Resident:
         """Take them for stale where they are, in a count of all that exists."""
         self._look(arguments)
-        left_bytes = min(self._size_bytes, resident.size_bytes) if self._are_stale() else 0
-        return replace(
-            resident, size_bytes=resident.size_bytes - left_bytes, stale_bytes=resident.stale_bytes + left_bytes
-        )
+        gone = self._return() or self._are_stale()
+        left_bytes = min(self._size_bytes, resident.size_bytes) if gone else 0
+        resident = replace(resident, size_bytes=resident.size_bytes - left_bytes)
+        if self._return():
+            return replace(resident, left_bytes=left_bytes)
+        return replace(resident, stale_bytes=resident.stale_bytes + left_bytes)
+
+    def _return(self) -> bool:
+        """Whether they go as the forward of the next step returns; not so what is retained."""
+        is_retained = self._record is not None and self._record.is_retained
+        return bool(self._returning) and self._stay is False and not is_retained
 
     def _are_stale(self) -> bool:
         """Whether the next step drops them before its backward: a retained graph goes with the loss there was."""
@@ -237,6 +259,8 @@ class LeftOutputs:
     def _look(self, arguments: Sequence[torch.Tensor]) -> None:
         if self._record is not None:
             self._size_bytes = self._record.left_bytes(arguments)
+            if self._record.left_at_return is not None:
+                self._returning = self._returning is not False and self._record.left_at_return
 
     def backward_starts(self) -> None:
         """See whether they are held beyond the forward."""

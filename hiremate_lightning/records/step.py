@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from .costs import Profile
 from .graph import OUTSIDE, Graph, Node, Phase, Storage, StorageKind, Tensor
 
+LEFT_OUTPUTS = "left_outputs"  # tensor that stands for outputs of the step before, which this one's take the place of
 STALE_GRADIENTS = "stale_gradients"  # tensor that stands for the gradients that `zero_grad` frees after the forward
 
 Decisions = tuple[tuple[int, ...], ...]
@@ -144,7 +145,7 @@ class Step:
         return tuple(tuple(row) for row in rows)
 
 
-def merge(calls: Sequence[Call], backward_order: Sequence[int], stale_bytes: int = 0) -> Step:
+def merge(calls: Sequence[Call], backward_order: Sequence[int], stale_bytes: int = 0, left_bytes: int = 0) -> Step:
     """Put the calls of a step into one graph.
 
     Args:
@@ -152,11 +153,13 @@ def merge(calls: Sequence[Call], backward_order: Sequence[int], stale_bytes: int
         backward_order: Their indices in the order of their backwards.
         stale_bytes: Bytes that exist when the step begins and are freed between forward and backward: gradients of the
             previous step, where `zero_grad` comes after the forward.
+        left_bytes: Bytes of outputs of the previous step that are freed as the last forward returns, before any code
+            outside runs.
 
     Returns:
         The step, ready to be planned.
     """
-    builder = _Merger(tuple(calls), stale_bytes)
+    builder = _Merger(tuple(calls), stale_bytes, left_bytes)
     for index in range(len(calls)):
         builder.add_call(index)
         builder.add_outside_after_forward(index)
@@ -202,9 +205,10 @@ def _is_read_after(graph: Graph, storage: int, position: int) -> bool:
 class _Merger:
     """Appends the records of each call, its indices shifted behind those before."""
 
-    def __init__(self, calls: tuple[Call, ...], stale_bytes: int) -> None:
+    def __init__(self, calls: tuple[Call, ...], stale_bytes: int, left_bytes: int) -> None:
         self.calls = calls
         self.stale_bytes = stale_bytes
+        self.left_bytes = left_bytes
         self.nodes: list[Node] = []
         self.tensors: list[Tensor] = []
         self.storages: list[Storage] = []
@@ -221,6 +225,7 @@ class _Merger:
         self.tensor_at: list[int] = []
         self.storage_at: list[int] = []
         self.stale_until = 0  # the outside beyond which nothing stale lives
+        self.left_until = 0  # and none of the outputs of the step before
         self.after_forward: list[int] = []  # the outside after each forward
         self.before_backward: dict[int, int] = {}  # call -> the outside before its backward
         self.after_backwards: list[int] = []  # the outside after each backward
@@ -268,17 +273,21 @@ class _Merger:
     def add_outside_after_forward(self, index: int) -> None:
         """Hold what outside code holds, and hand the next call those of its inputs that came from earlier calls."""
         call = self.calls[index]
+        is_last = index + 1 == len(self.calls)
+        if is_last and self.left_bytes:
+            read = [self.tensor_at[index] + t for t in call.graph.outputs]
+            self._outside(Gap(), read, [], self.forward, Phase.FORWARD)
+            self.left_until = self.forward[-1]
         for count, stage in enumerate(call.before_deaths, start=1):
             read = [self.tensor_at[c] + t for c, t in stage.alive]
             self._outside(Gap(peak_bytes=stage.peak_bytes), read, [], self.forward, Phase.FORWARD)
             if count == call.called_at:
                 self.stale_until = self.forward[-1]
         read = [self.tensor_at[index] + t for t in call.graph.outputs if t not in call.died]
-        is_last = index + 1 == len(self.calls)
         stay = ((c, t) for c, t in call.beside_after if not (is_last and t in dict(self.calls[c].lingering)))
         read += [self.tensor_at[c] + t for c, t in stay]
         handed = []
-        if index + 1 < len(self.calls):
+        if not is_last:
             following = self.calls[index + 1]
             start = len(self.tensors)  # where the next call's tensors will be
             handed = [start + t for t in following.links]
@@ -316,7 +325,7 @@ class _Merger:
         """Append the outside nodes, last, so that no call's indices depend on them."""
         number = {-i: self._append_outside(*outside) for i, outside in enumerate(self.outside, start=1)}
         turn = number[self.forward[-1]]
-        self._append_beginning(number[self.stale_until])
+        self._append_beginning(number[self.stale_until], number.get(self.left_until))
         self._give_back_between_forwards([number[outside] for outside in self.after_forward])
         for index, call in enumerate(self.calls):
             self._let_linger(call, turn, [number[reader] for reader in self.after_backwards])
@@ -348,10 +357,12 @@ class _Merger:
         profile = Profile(tuple(self.times), tuple(workspaces), self.calls[0].profile.device)
         return Step(graph, profile, tuple(self.owners), tuple(spans[i] for i in range(len(self.calls))))
 
-    def _append_beginning(self, stale_until: int) -> None:
-        """Begin with what outside code makes before the first forward, and with stale gradients."""
+    def _append_beginning(self, stale_until: int, left_until: int | None) -> None:
+        """Begin with what outside code makes before the first forward, and with what the step before has left."""
         node = self._append_outside(self.calls[0].before_forward, [], [], Phase.FORWARD)
         self._hold_between(STALE_GRADIENTS, self.stale_bytes, node, stale_until)
+        if left_until is not None:
+            self._hold_between(LEFT_OUTPUTS, self.left_bytes, node, left_until)
         self.forward.insert(0, node)
 
     def _let_linger(self, call: Call, turn: int, readers: Sequence[int]) -> None:

@@ -61,7 +61,7 @@ class Known:
             call.without_gradients({t for t, storages in added.items() if storages <= self.resident.kept})
             for call, added in zip(self.calls, self.added, strict=True)
         ]
-        step = merge(calls, self.order, self.resident.stale_bytes)
+        step = merge(calls, self.order, self.resident.stale_bytes, self.resident.left_bytes)
         return replace(step, graph=in_blocks(step.graph, self.captured[0].device))
 
     def runs_at(self, place: int, captured: Captured) -> bool:

@@ -243,6 +243,7 @@ class PlannedKinds:
         adapted = replace(
             plan,
             graph=step.graph,
+            profile=step.profile,
             budget_bytes=budget_bytes,
             resident_bytes=resident.size_bytes,
             resident_parts=resident.kinds,

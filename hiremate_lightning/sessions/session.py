@@ -379,7 +379,10 @@ class Session:
         self._memory.collect_garbage(LITTERED_STEPS)
         resident = self._began_with = self._memory.count_before_step(arguments)
         sees_frees = self._memory.sees_frees(resident)
-        record = StepRecord(self._memory.device, resident.size_bytes, resident.stale_bytes, sees_frees)
+        record = StepRecord(
+            self._memory.device, resident.size_bytes, resident.stale_bytes, resident.left_bytes, sees_frees
+        )
+        self._memory.watch_left(record)
         if not record.is_measured and not backward_pass.is_running():
             self.say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
         return record
