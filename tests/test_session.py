@@ -696,6 +696,29 @@ def test_outputs_that_give_way_to_the_next_ones_are_not_counted_in_the_loss(rows
     assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=1024)
 
 
+@pytest.mark.parametrize("share", ["100%", "75%"])
+@pytest.mark.parametrize("held", ["a loss on large storage", "a copy of the outputs"])
+def test_what_goes_of_the_step_before_does_not_pass_for_memory_that_this_one_gives_back(held, share):
+    """PyTorch's mean squared error has its mean on the storage of all squares."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64))]
+    model = hiremate(nn.Sequential(*layers), share, verbose=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    for index in range(8):
+        optimizer.zero_grad()
+        x = batch(index, rows=256, width=64)
+        output = model(x)
+        if held == "a copy of the outputs":
+            output = output * 2
+        loss = nn.functional.mse_loss(output, x) if held == "a loss on large storage" else (output - x).square().mean()
+        loss.backward()
+        optimizer.step()
+
+    plan = get_plan(model)
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=1024)
+
+
 def test_a_second_backward_gives_the_usual_error():
     model = warm_up(planned(), steps=3)
     output = model(batch())

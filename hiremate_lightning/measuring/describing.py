@@ -9,7 +9,7 @@ from dataclasses import replace
 from ..memory.metering import Interval
 from ..records.costs import Profile
 from ..records.step import Call, Gap, Output, Stage
-from .recording import CALLED, Run, StepRecord, bytes_of, release_label
+from .recording import CALLED, LEFT, Run, StepRecord, bytes_of, release_label
 
 
 def describe(record: StepRecord, profiles: Mapping[int, Profile]) -> tuple[list[Call], list[int]]:
@@ -198,6 +198,7 @@ class _Description:
         calls = [i for i, interval in enumerate(intervals) if interval.label == CALLED]
         is_last = following == f"B{self._record.backwards[0]}"  # between two forwards it is another backward
         called = calls[-1] if calls and is_last else None
+        left = next((i for i, interval in enumerate(intervals) if interval.label == LEFT), None)
         called_at = None
         for position, interval in enumerate(intervals[:-1]):
             storage = storage_of.get(interval.label)
@@ -209,7 +210,7 @@ class _Description:
             if not stages or position == called or alive != stages[-1].alive:
                 stages.append(Stage(alive, 0))
             freed_bytes = sum(sizes[s] for s in dead) + (0 if called_at is None else self._record.freed_bytes)
-            freed_bytes += self._record.returned_bytes if is_last and position else 0
+            freed_bytes += self._record.returned_bytes if is_last and left is not None and position >= left else 0
             above_bytes = interval.peak_bytes - intervals[0].start_bytes + freed_bytes
             stages[-1] = replace(stages[-1], peak_bytes=max(stages[-1].peak_bytes, above_bytes))
         return (stages, called_at) if dead == sizes.keys() else ([], None)

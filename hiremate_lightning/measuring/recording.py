@@ -7,7 +7,6 @@ starts. `describing` turns that into the records that `step.merge` puts together
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -32,6 +31,7 @@ from .profiling import TimedRun
 
 CALLED = "called"  # mark of the call of the backward
 LEFT = "left"  # mark at which the last output of the step before is released
+UNCOUNTED = "uncounted"  # marks at which other tensors are released that were there before the step
 
 
 @dataclass(eq=False)
@@ -146,6 +146,8 @@ class StepRecord:
         self.alive_at: dict[str, list[Output]] = {}
         self._meter: MemoryMeter | None = None
         self._is_closed = False
+        self._unwatch: list[Callable[[], Any]] = []
+        self._intervals: Sequence[Interval] = ()
         self._ended = 0  # how many of the backwards have ended, with all that they are part of
         self._counted: list[Interval] = []
         if device is not None and MemoryMeter.is_available(device):
@@ -160,8 +162,11 @@ class StepRecord:
 
     @property
     def intervals(self) -> Sequence[Interval]:
-        """What was measured from each mark to the next; nothing where memory is not measured."""
-        return self._meter.intervals if self._meter is not None else ()
+        """What was measured from each mark to the next, when that has ended; nothing where memory is not measured.
+
+        What was there before the step, and counted nowhere, is not taken for memory that the step gave back.
+        """
+        return self._intervals
 
     @property
     def is_whole(self) -> bool:
@@ -193,11 +198,12 @@ class StepRecord:
         """Whether what the step before left was freed as the last forward returned; None where there was nothing."""
         if self._watched is None or not self.backwards:
             return None
-        label = f"f{max(self.backwards)}"
-        return any(
-            (before.label, after.label, before.peak_bytes) == (label, LEFT, before.start_bytes)
-            for before, after in itertools.pairwise(self.intervals)
-        )
+        labels = [interval.label for interval in self.intervals]
+        returned = f"f{max(self.backwards)}"
+        if returned not in labels or LEFT not in labels[labels.index(returned) :]:
+            return False
+        before = self.intervals[labels.index(returned) : labels.index(LEFT)]
+        return all(interval.peak_bytes == interval.start_bytes for interval in before)
 
     def watch_left(self, before: StepRecord, left_bytes: int, is_stale: bool) -> None:
         """Mark when the outputs that the step before has left are released.
@@ -211,6 +217,11 @@ class StepRecord:
         living = ((run, tensor) for run in before.runs for tensor in _living(run))
         before._left = {release_label(r.index, t) for r, t in living if r.graph.tensors[t].shape}
         before._next = weakref.ref(self)
+
+    def watch_uncounted(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Mark when tensors are released that were there before and are counted nowhere."""
+        for tensor in tensors:
+            self._unwatch.append(self._mark_release(tensor, f"{UNCOUNTED} {tensor.untyped_storage().nbytes()}"))
 
     def begin(self, part: Part, number: int, program: Program, arguments: Sequence[Any]) -> Run:
         """Note that a forward starts."""
@@ -281,8 +292,8 @@ class StepRecord:
         if self._meter is not None:
             self._meter.mark(label)
 
-    def _mark_release(self, value: torch.Tensor, label: str) -> None:
-        """Mark when an output's memory is given back, as long as this measurement goes on."""
+    def _mark_release(self, value: torch.Tensor, label: str) -> Callable[[], Any]:
+        """Mark when a tensor's memory is given back, until what is returned is called."""
         reference = weakref.ref(self)  # outputs may be kept for ever
 
         def mark() -> None:
@@ -290,7 +301,7 @@ class StepRecord:
             if record is not None:
                 record._released(label)
 
-        tensor_state.at_release(value, mark)
+        return tensor_state.at_release(value, mark)
 
     def _released(self, label: str) -> None:
         """Mark that an output is released; the last one after this step in the next one's record."""
@@ -313,7 +324,10 @@ class StepRecord:
         if self._meter is not None and not self._is_closed:
             self._is_closed = True
             self._meter.stop()
-            *before, last = self._meter.intervals
+            for unwatch in self._unwatch:  # they may stay for ever, and others will watch them
+                unwatch()
+            self._intervals = _without_releases(self._meter.intervals)
+            *before, last = self._intervals
             self._counted = before if last.label.startswith("e") or not at_once else [*before, last]
 
     @property
@@ -347,6 +361,17 @@ class StepRecord:
 def release_label(run: int, tensor: int) -> str:
     """Give the mark at which an output's memory was given back."""
     return f"released {run} {tensor}"
+
+
+def _without_releases(intervals: Sequence[Interval]) -> list[Interval]:
+    """Count what was there before, and nobody counted, as if it were never released."""
+    found, released_bytes = list[Interval](), 0
+    for interval in intervals:
+        if interval.label == f"{UNCOUNTED} {interval.released_bytes}":
+            released_bytes += interval.released_bytes
+        start_bytes, peak_bytes = interval.start_bytes + released_bytes, interval.peak_bytes + released_bytes
+        found.append(replace(interval, start_bytes=start_bytes, peak_bytes=peak_bytes))
+    return found
 
 
 def _storage_bytes(values: Sequence[Any]) -> tuple[int, ...]:

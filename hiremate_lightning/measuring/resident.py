@@ -20,6 +20,7 @@ from .recording import StepRecord
 
 SAMPLES = 8  # of the parameters, to see whether there are gradients
 LITTERED_STEPS = 16  # that may pass before another one is measured, with the garbage that they left
+LARGE_BYTES = 2**14  # of a tensor whose release is worth to be seen
 WATCHED_STEPS = 16  # the first ones, in which it is seen whether gradients are freed before the backward
 
 
@@ -142,9 +143,27 @@ class ResidentMemory:
         is_counted = self.device.type == "cuda"  # there all that is allocated is
         return self._left.sort_out(resident, arguments) if is_counted else self._left.add_to(resident, arguments)
 
-    def watch_left(self, record: StepRecord) -> None:
-        """Let a record that begins see when the outputs of the step before are released."""
+    def watch_releases(self, record: StepRecord, arguments: Sequence[torch.Tensor]) -> None:
+        """Let a record that begins see when what is there before a step with these arguments is released.
+
+        That is outputs of the step before, and on the host what is not counted as resident: its release would pass for
+        memory that the step gives back.
+        """
         self._left.watch(record)
+        if self.device.type == "cpu" and record.is_measured:
+            record.watch_uncounted(self._uncounted(arguments))
+
+    def _uncounted(self, arguments: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """List tensors on the host that are not counted, one for each storage, and no small ones."""
+        groups = self._groups([p.grad for p in self.root.parameters() if p.grad is not None], arguments)
+        seen = set(tensor_state.storage_sizes(tensor for tensors in groups.values() for tensor in tensors))
+        seen |= self._left.storages
+        for tensor in tensor_state.plain_tensors_of_python():
+            if tensor.device.type == "cpu":
+                storage = tensor_state.storage_id(tensor)
+                if storage not in seen and tensor.untyped_storage().nbytes() >= LARGE_BYTES:
+                    seen.add(storage)
+                    yield tensor
 
     def sees_frees(self, resident: Resident) -> bool:
         """Whether a measurement of the step that begins sees all that dies in it of what existed before."""
@@ -155,13 +174,7 @@ class ResidentMemory:
         gradients_of = {p: p.grad for p in self.root.parameters() if p.grad is not None}
         gradients = list(gradients_of.values())
         stale = self._bytes_of(gradients) if self._stepped and self._frees_gradients else 0
-        groups: dict[str, list[torch.Tensor]] = {
-            "parameters": list(self.root.parameters()),
-            "buffers": list(self.root.buffers()),
-            "gradients": [] if stale else gradients,
-            "optimizer state": list(self._optimizer_state()),
-            "batch": [*self.batch, *arguments],
-        }
+        groups = self._groups([] if stale else gradients, arguments)
         seen = set(tensor_state.storage_sizes(gradients)) if stale else set[int]()
         kinds = {name: self._bytes_of(tensors, seen) for name, tensors in groups.items()}
         size_bytes = sum(kinds.values())
@@ -170,6 +183,18 @@ class ResidentMemory:
             kinds["other"] = max(0, size_bytes - known)
         kept = frozenset[int]() if stale else frozenset(map(tensor_state.storage_id, gradients_of))
         return Resident(size_bytes, stale, 0, kept, tuple(kinds.items()))
+
+    def _groups(
+        self, gradients: list[torch.Tensor], arguments: Sequence[torch.Tensor]
+    ) -> dict[str, list[torch.Tensor]]:
+        """List what is counted, by kind."""
+        return {
+            "parameters": list(self.root.parameters()),
+            "buffers": list(self.root.buffers()),
+            "gradients": gradients,
+            "optimizer state": list(self._optimizer_state()),
+            "batch": [*self.batch, *arguments],
+        }
 
     def describe(self) -> str:
         """Say what the device has handed out, "" where that is not known."""
@@ -216,6 +241,12 @@ class LeftOutputs:
     def are_some(self, arguments: Sequence[torch.Tensor]) -> bool:
         """Whether something still holds outputs, be it garbage, before a step with these arguments."""
         return self._record is not None and self._record.left_bytes(arguments) > 0
+
+    @property
+    def storages(self) -> set[int]:
+        """Those that they lie on, and that live."""
+        runs = self._record.runs if self._record is not None else ()
+        return {storage for run in runs for lives, storage in run.outputs.values() if lives()}
 
     def watch(self, record: StepRecord) -> None:
         """Let a record that begins see when they are released."""

@@ -26,11 +26,13 @@ class Interval:
         label: The mark at its start.
         start_bytes: Live at the mark.
         peak_bytes: Most that lived until the next mark.
+        released_bytes: What was released at the mark, where it is that of a release that the allocator told of.
     """
 
     label: str
     start_bytes: int
     peak_bytes: int
+    released_bytes: int = 0
 
 
 def _measured_thread(device: torch.device) -> int:
@@ -190,10 +192,10 @@ class _HostEvents:
                 last = self.intervals[-1]
                 self.intervals[-1] = replace(last, peak_bytes=max(last.peak_bytes, self._live))
                 if releases and size < 0:
-                    self._begin(releases.pop(0))
+                    self._begin(releases.pop(0), -size)
 
-    def _begin(self, label: str) -> None:
-        self.intervals.append(Interval(label, self._live, self._live))
+    def _begin(self, label: str, released_bytes: int = 0) -> None:
+        self.intervals.append(Interval(label, self._live, self._live, released_bytes))
 
 
 class _DeviceStatistics:

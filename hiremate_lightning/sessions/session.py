@@ -382,7 +382,7 @@ class Session:
         record = StepRecord(
             self._memory.device, resident.size_bytes, resident.stale_bytes, resident.left_bytes, sees_frees
         )
-        self._memory.watch_left(record)
+        self._memory.watch_releases(record, arguments)
         if not record.is_measured and not backward_pass.is_running():
             self.say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
         return record

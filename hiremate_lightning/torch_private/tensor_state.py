@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -122,9 +123,26 @@ def watch_storage(tensor: torch.Tensor) -> Callable[[], bool]:
     return lambda: not reference.expired()
 
 
-def at_release(tensor: torch.Tensor, function: Callable[[], None]) -> None:
-    """Call a function when a tensor's storage is about to be released, whoever holds it until then."""
-    weakref.finalize(tensor.untyped_storage(), function).atexit = False
+def at_release(tensor: torch.Tensor, function: Callable[[], None]) -> Callable[[], Any]:
+    """Call a function when a tensor's storage is about to be released, whoever holds it until then.
+
+    Returns:
+        Ends that.
+    """
+    release = weakref.finalize(tensor.untyped_storage(), function)
+    release.atexit = False
+    return release.detach
+
+
+def plain_tensors_of_python() -> list[torch.Tensor]:
+    """List all dense tensors that are Python objects, without subclasses and wrappers; it looks at all objects."""
+    found = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
+    return [t for t in found if not _is_wrapper(t) and t.layout is torch.strided]
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a transform (torch.func, is_grads_batched) has put it in the place of a tensor: it has no storage."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor)) or is_batched(tensor)
 
 
 def int_hint(value: Any) -> int:
