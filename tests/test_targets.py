@@ -556,7 +556,26 @@ class Beside(BreaksInALoop):
         self.middle = Stem(32, 32)
 
 
-@pytest.mark.parametrize(("make", "name"), [(Within, "inner"), (Beside, "Beside")])
+class InSequence(nn.Module):
+    """A forward that is captured but for the sequence that it calls, one of whose modules ends the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.last = Stem(32, 32), nn.Linear(32, 32)
+        self.inner = nn.Sequential(nn.Linear(32, 32), Asks(), nn.Sequential(nn.Linear(32, 32), nn.Tanh()))
+
+    def forward(self, x):
+        return self.last(self.inner(self.stem(x)))
+
+
+class Asks(nn.Module):
+    """A module that looks at a number."""
+
+    def forward(self, x):
+        return x * (2 if x.sum().item() > 0 else 3)
+
+
+@pytest.mark.parametrize(("make", "name"), [(Within, "inner"), (Beside, "Beside"), (InSequence, "inner")])
 def test_modules_of_torch_that_are_called_by_what_can_not_be_captured_are_planned(make, name):
     plain, model = make(), make()
     model.load_state_dict(plain.state_dict())

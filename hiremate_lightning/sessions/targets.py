@@ -176,10 +176,10 @@ class Targets:
         self._given_up = given_up
         paths = {m: path for path, m in self.root.named_modules()}
         for outer in [m for m in module.modules() if dynamo.gave_up(m)]:
-            missed = [m for m in outer.modules() if m is not outer and _has_weights(m, besides=read)]
+            below = (m for m in outer.modules() if m is not outer and hooks.get_call(m) is None)
+            missed = [m for m in below if _has_weights(m, besides=read)]
             for inner in missed:
-                if hooks.get_call(inner) is None:
-                    hooks.set_call(inner, Slot(self, paths[inner], inner))
+                hooks.set_call(inner, Slot(self, paths[inner], inner))
             if missed:
                 self.session.abandon_step()
                 where = paths[outer] or type(outer).__name__

@@ -24,7 +24,7 @@ from torch._dynamo.pgo import CodeId, get_code_state
 from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.types import FrameAction, FrameExecStrategy
-from torch._dynamo.utils import TensorStaticReason, counters
+from torch._dynamo.utils import TensorStaticReason, counters, graph_break_reasons
 from torch._dynamo.utils import tensor_always_has_static_shape as _has_static_shape
 from torch._dynamo.variables import ConstantVariable, builder
 from torch._dynamo.variables.base import VariableTracker
@@ -127,21 +127,34 @@ def _give_up(code: types.CodeType) -> None:
 
 
 def given_up_count() -> int:
-    """Count the functions that Dynamo gave up so far."""
-    return len(_given_up)
+    """Count the functions that Dynamo gave up so far, and the breaks in those that it did not."""
+    return len(_given_up) + len(graph_break_reasons)
 
 
 def gave_up(module: torch.nn.Module) -> bool:
     """Whether Dynamo gave up a module's forward, or what follows a break in it.
 
-    Of what such code calls, Dynamo captures only what is not of torch itself (`nn.Linear`, `nn.Sequential`).
+    Of what such code calls, Dynamo captures only what is not of torch itself (`nn.Linear`, `nn.Sequential`). A forward
+    of torch itself is given up wherever a graph breaks in it, be it in what it calls: it is not tried by itself.
     """
     function: Any = module.forward
     while function is not None:
         if getattr(function, "__code__", None) in _given_up:
             return True
         function = getattr(function, "__wrapped__", None)
-    return False
+    return _is_of_torch(module) and _breaks_within(type(module).forward.__code__)
+
+
+def _is_of_torch(module: torch.nn.Module) -> bool:
+    function = type(module).forward
+    return isinstance(function, types.FunctionType) and function.__module__.startswith("torch.nn.")
+
+
+def _breaks_within(code: types.CodeType) -> bool:
+    """Whether a graph has broken in code that was captured with its caller."""
+    lines = {line for *_, line in code.co_lines()}
+    frames = (frame for reason in graph_break_reasons for frame in reason.user_stack)
+    return any(frame.lineno in lines and frame.filename == code.co_filename for frame in frames)
 
 
 def _capture_with_symbols(code: types.CodeType, *arguments: Any, **options: Any) -> Any:
