@@ -1362,6 +1362,30 @@ def test_a_plan_is_measured_again_and_corrected_where_code_outside_comes_to_take
     assert after.planned_peak_bytes < after.measured.peak_bytes <= after.budget_bytes
 
 
+def channels_last():
+    layers = nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 1)
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last), torch.randn(8, 3, 32, 32)
+
+
+def recognizer():
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 512), nn.LogSoftmax(-1)), torch.randn(32, 32, 64)
+
+
+def recognizer_loss(y):
+    return F.ctc_loss(y.transpose(0, 1), torch.ones(32, 10, dtype=torch.long), (32,) * 32, (10,) * 32)
+
+
+@pytest.mark.parametrize(("make", "loss_of"), [(channels_last, torch.mean), (recognizer, recognizer_loss)])
+def test_copies_that_kernels_make_of_gradients_that_come_with_other_strides_are_foreseen(make, loss_of):
+    model, batch = make()
+    hiremate(model, "100%", verbose=False)
+    for _ in range(4):
+        loss_of(model(batch)).backward()
+        model.zero_grad()
+    plan = get_plan(model)
+    assert plan.measured.peak_bytes == plan.planned_peak_bytes <= plan.budget_bytes
+
+
 def test_a_plan_is_corrected_again_where_the_first_margin_was_too_small():
     model = planned("90%")
     for index in range(4):

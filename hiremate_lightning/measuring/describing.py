@@ -9,6 +9,7 @@ from dataclasses import replace
 from ..memory.metering import Interval
 from ..records.costs import Profile
 from ..records.step import Call, Gap, Output, Stage
+from .profiling import as_laid_out
 from .recording import CALLED, LEFT, Run, StepRecord, bytes_of, release_label
 
 
@@ -46,6 +47,8 @@ class _Description:
             profile = profiles[run.number]
             if self._record.timed is not None:
                 profile = self._record.timed.refine(profile, run.graph)
+            if self._record.is_measured:
+                profile = as_laid_out(run.part.captured, profile, run.tangent_strides)
             call = self._forward_call(run, profile, following, backwards[0], place)
             calls.append(self._with_backward(replace(call, lingering=own), run, backwards, released))
         return calls, [place[run.index] for run in backwards]

@@ -14,7 +14,7 @@ import logging
 import operator
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -211,28 +211,88 @@ def _measure_node(captured: Captured, index: int, options: ProfileOptions) -> Co
         return None  # other processes would wait for each run of it, or take it for one of the step's own
     try:
         run = runner(captured, index)
-        result = run()
-        output_bytes = _storage_bytes(result, captured.device)
-        del result
-        workspace = max(0, measure_peak(run, captured.device) - output_bytes)
+        workspace = _workspace_bytes(run, captured.device)
         return Cost(_time_ms(run, captured.device, options), workspace)
     except Exception as error:  # any operator may refuse made-up inputs: the estimate takes its place
         log.debug("Could not measure %s alone (%s: %s); estimated", record.op, type(error).__name__, error)
         return None
 
 
+def _workspace_bytes(run: Callable[[], Any], device: torch.device) -> int:
+    output_bytes = _storage_bytes(run(), device)
+    return max(0, measure_peak(run, device) - output_bytes)
+
+
+def as_laid_out(captured: Captured, profile: Profile, strides: Sequence[tuple[int, ...] | None]) -> Profile:
+    """Give costs with the workspace of what reads gradients of outputs that came with other strides than were traced.
+
+    A kernel may copy such a gradient first: those of pictures whose channels are last, or of probabilities that the
+    loss of a recognizer of speech reads transposed, come so.
+
+    Args:
+        captured: The captured graph.
+        profile: Its costs.
+        strides: Of the gradients as they came, by position; None for one that did not.
+    """
+    found = zip(captured.tangents, strides, strict=False)
+    layouts: dict[fx.Node, Any] = {node: _layout(node, own) for node, own in found if own not in (None, _traced(node))}
+    if not layouts or not MemoryMeter.is_available(captured.device):
+        return profile
+    workspace = list(profile.workspace_bytes)
+    with undisturbed(captured.device):
+        for index in captured.graph.backward:
+            node = captured.fx_nodes[index]
+            if layouts.keys().isdisjoint(node.all_input_nodes):
+                continue
+            try:
+                if captured.graph.has_work(index):
+                    run = runner(captured, index, layouts)
+                    workspace[index] = max(workspace[index], _workspace_bytes(run, captured.device))
+                else:
+                    layouts[node] = runner(captured, index, layouts, torch.device("meta"))()
+            except Exception as error:  # as in `_measure_node`: what was measured with the traced strides stays
+                log.debug("Could not measure %s as laid out (%s: %s)", node, type(error).__name__, error)
+    return replace(profile, workspace_bytes=tuple(workspace))
+
+
+def _traced(node: fx.Node) -> tuple[int, ...]:
+    return tuple(tensor_state.int_hint(s) for s in node.meta["val"].stride())
+
+
+def _layout(node: fx.Node, strides: tuple[int, ...]) -> torch.Tensor:
+    """Give a tensor without memory as a node's value, with other strides."""
+    value = node.meta["val"]
+    size = [tensor_state.int_hint(s) for s in value.shape]
+    return torch.empty_strided(size, strides, dtype=value.dtype, device="meta")
+
+
 _VIEW_MS = 0.002  # what a view costs the interpreter; kernels on top of it are what matters
 
 
-def runner(captured: Captured, index: int) -> Callable[[], Any]:
-    """Give what runs one operation of a captured graph on made-up inputs."""
+def runner(
+    captured: Captured,
+    index: int,
+    layouts: Mapping[fx.Node, torch.Tensor] | None = None,
+    device: torch.device | None = None,
+) -> Callable[[], Any]:
+    """Give what runs one operation of a captured graph on made-up inputs.
+
+    Args:
+        captured: The captured graph.
+        index: Of the operation.
+        layouts: Tensors that some of its inputs are like, where they are not as they were traced.
+        device: Where these are made, by default where the graph runs.
+    """
     record, node = captured.graph.nodes[index], captured.fx_nodes[index]
     made: dict[fx.Node, Any] = {}
 
     def argument(source: fx.Node) -> Any:
         if source not in made:
             is_state = source.target is generator_state
-            made[source] = generator_state(captured.device) if is_state else _stand_in(source)
+            if layouts is not None and source in layouts:
+                made[source] = _made_up(layouts[source], device or captured.device)
+            else:
+                made[source] = generator_state(captured.device) if is_state else _stand_in(source)
         return made[source]
 
     if record.replays is not None:

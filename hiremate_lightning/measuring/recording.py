@@ -50,6 +50,7 @@ class Run:
         missing: Positions of the gradients of outputs that did not arrive.
         tangent_bytes: Bytes of each gradient of an output as it arrived: an expanded one takes less than its shape
             says, and storage that several share is counted with the first.
+        tangent_strides: Strides of each gradient of an output as it arrived, None for one that did not or is sparse.
         outlasting: Positions of the gradients of outputs that others still held when the backward ended: they go on
             along a residual connection, say.
         accumulated_bytes: Of the gradients that autograd has added to those that existed, and freed.
@@ -69,6 +70,7 @@ class Run:
     alive: tuple[int, ...] | None = None
     missing: frozenset[int] = frozenset()
     tangent_bytes: tuple[int, ...] = ()
+    tangent_strides: tuple[tuple[int, ...] | None, ...] = ()
     outlasting: tuple[int, ...] = ()
     accumulated_bytes: int = 0
     added: dict[int, frozenset[int]] = field(default_factory=dict)
@@ -266,6 +268,7 @@ class StepRecord:
         run.missing = missing_gradients(tangents)
         run.is_kept = is_kept or run.is_kept
         run.tangent_bytes = _storage_bytes(tangents)
+        run.tangent_strides = tuple(tuple(t.stride()) if _is_dense(t) else None for t in tangents)
         watched = enumerate(tangents)
         self._tangents = {position: tensor_state.watch_storage(t) for position, t in watched if _is_dense(t)}
         self._note_alive(f"B{run.index}")
