@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
 
 from .exact import Log, leave_behind, quiet, simple_loop, square_error, train_both
@@ -219,3 +222,16 @@ STRIDED = {
 @pytest.mark.parametrize("make_batch", STRIDED.values(), ids=STRIDED)
 def test_batches_that_are_not_contiguous_are_exact(make_batch):
     train_both(layers, simple_loop(make_batch))
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, partial(nn.InstanceNorm1d, affine=True)])
+def test_statistics_of_norms_in_half_precision_are_counted_in_the_type_that_they_have(norm):
+    model = nn.Sequential(*(nn.Sequential(nn.Conv1d(32, 32, 1), norm(32), nn.ReLU()) for _ in range(4)))
+    hiremate(model, "60%", verbose=False, on_infeasible="warn")
+    for _ in range(5):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = model(torch.randn(64, 32, 16))
+        output.float().square().mean().backward()
+        model.zero_grad()
+    plan = get_plan(model)
+    assert plan.measured.peak_bytes == plan.planned_peak_bytes

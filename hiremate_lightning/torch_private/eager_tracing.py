@@ -111,7 +111,7 @@ def _eager_dropout(input: torch.Tensor, p: float, train: bool | None) -> torch.T
 
 @contextmanager
 def _eager_strides() -> Iterator[None]:
-    """Correct the strides of results that torch takes for those of an input."""
+    """Correct the strides, and the types, of results that torch takes for those of an input."""
     aten = torch.ops.aten
     sources = {  # the argument whose memory format the first result has on the CPU; None: contiguous, on all devices
         aten._native_batch_norm_legit_functional.default: 0,
@@ -124,6 +124,8 @@ def _eager_strides() -> Iterator[None]:
     found = {op: decomposition_table[op] for op in sources}
     for op, position in sources.items():
         decomposition_table[op] = _with_strides(found[op], position)
+    for op in (aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats):
+        decomposition_table[op] = _with_precise_statistics(decomposition_table[op])
     FakeTensorMode.cache_clear()  # it holds results by arguments, whoever computed them
     try:
         yield
@@ -131,6 +133,24 @@ def _eager_strides() -> Iterator[None]:
         for op, decomposition in found.items():
             decomposition_table[op] = decomposition
         FakeTensorMode.cache_clear()
+
+
+def _with_precise_statistics(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    """Give mean and deviation of a batch norm of half precision the type that the CPU's kernel gives them.
+
+    With parameters in single precision, as under autocast, it keeps them in that. What is traced is what is profiled:
+    to recompute from statistics of the other type takes other memory.
+    """
+
+    @functools.wraps(decomposition)
+    def corrected(source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        first, mean, deviation, *others = decomposition(source, *args, **kwargs)
+        parameters = (a for a in args[:4] if isinstance(a, torch.Tensor))
+        if first.device.type == "cpu" and any(p.dtype != source.dtype for p in parameters):
+            mean, deviation = mean.float(), deviation.float()
+        return (first, mean, deviation, *others)
+
+    return corrected
 
 
 @contextmanager
