@@ -15,13 +15,14 @@ from contextlib import contextmanager
 def collecting_what_it_leaves() -> Iterator[None]:
     """Collect, when it ends, the cycles that were made meanwhile; what is older is not looked at.
 
-    Nothing is collected before: what is alive then would count as old.
+    Nothing is collected before: what is alive then would count as old. So would an error on its way through, with the
+    frames that it holds, and all tensors there: these are left to the next collection.
     """
     is_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
-    finally:
         gc.collect(1)
+    finally:
         if is_enabled:
             gc.enable()
