@@ -486,7 +486,10 @@ def test_the_parts_of_a_model_of_which_nothing_is_captured_are_planned():
             assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
 
     said = [str(w.message) for w in caught if "captured" in str(w.message)]
-    assert said == ["Nothing of BreaksInALoop was captured as a whole; from the next step on its parts are planned."]
+    (text,) = said
+    assert text.startswith(
+        "Nothing of BreaksInALoop was captured as a whole; from the next step on its parts are planned. What ends"
+    )
     assert get_plan(model) is not None
     hiremate(model, "95%")
     assert "" not in targets_of(model).adopted  # not tried again
@@ -593,7 +596,10 @@ def test_modules_of_torch_that_are_called_by_what_can_not_be_captured_are_planne
     layers = sum(isinstance(module, nn.Linear) for module in model.modules())
     assert sum(node.op == "aten.addmm.default" for node in plan.graph.nodes) == layers
     said = [str(w.message) for w in caught if "captur" in str(w.message)]
-    assert said == [f"{name} was not captured as a whole; from the next step on its parts are planned."]
+    (text,) = said
+    assert text.startswith(
+        f"{name} was not captured as a whole; from the next step on its parts are planned. What ends"
+    )
     remove_hiremate(model)
     assert all(hooks.get_call(module) is None for module in model.modules())
 

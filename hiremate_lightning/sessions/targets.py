@@ -183,7 +183,7 @@ class Targets:
             if missed:
                 self.session.abandon_step()
                 where = paths[outer] or type(outer).__name__
-                self.session.say(f"{where} was not captured as a whole; from the next step on its parts are planned.")
+                self._say_split(f"{where} was not captured")
 
     def _plan_what_new_forwards_call(self, name: str, module: nn.Module) -> None:
         """Plan the parts of a module that gets a forward of its own for each call, from the next step on.
@@ -214,9 +214,7 @@ class Targets:
         parts = self._weighty_parts(name, module)
         where = name or type(module).__name__
         if parts:
-            self.session.say(
-                f"Nothing of {where} was captured as a whole; from the next step on its parts are planned."
-            )
+            self._say_split(f"Nothing of {where} was captured")
         elif self._passed_by or self._has_others_than(module):
             self.session.say(f"{where} could not be captured and runs without a plan, beside what is planned.")
         else:
@@ -225,6 +223,10 @@ class Targets:
             announced.add(self.session)
         self._plan_instead(name, module, parts)
         return True
+
+    def _say_split(self, found: str) -> None:
+        why = self.session.why_uncaptured()
+        self.session.say(f"{found} as a whole; from the next step on its parts are planned.{why}")
 
     def _weighty_parts(self, name: str, module: nn.Module) -> dict[str, nn.Module]:
         """List what may be planned below a module."""

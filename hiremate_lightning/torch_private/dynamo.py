@@ -304,7 +304,7 @@ def _with_explanation(reason: str) -> str:
     """Shorten a reason to its title and its explanation, without the hints and the link."""
     title, *lines = (line.strip() for line in reason.strip().split("\n"))
     why = next((line.removeprefix(_WHY) for line in lines if line.startswith(_WHY)), "")
-    return f"{title}: {why.rstrip('.')}" if why else title
+    return f"{title}: {why}".rstrip(".") if why else title.rstrip(".")
 
 
 def _in_brief(error: BaseException) -> str:
