@@ -538,6 +538,39 @@ def test_a_share_grows_with_what_is_resident():
     assert after.solution == before.solution
 
 
+class TwoBodies(nn.Module):
+    """A small body and a large one, called one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.small, self.large = nn.Linear(WIDTH, WIDTH), Net(depth=4)
+
+
+def sum_of_bodies(model, index, trains_large):
+    large, small = model.large(batch(index)), model.small(batch(index))
+    (large.sum() + small.sum() if trains_large else small.sum()).backward()
+    model.zero_grad()
+
+
+def test_a_share_waits_for_larger_steps_where_the_first_one_has_dropped_most_of_the_model():
+    model = hiremate(TwoBodies(), "70%", verbose=False)
+    sum_of_bodies(model, 0, trains_large=False)  # its share is too small for it
+    for index in range(1, 5):
+        sum_of_bodies(model, index, trains_large=True)
+    plan = get_plan(model)
+    assert plan.measured.peak_bytes <= plan.budget_bytes
+    assert len(plan.graph.backward) > 10
+    sum_of_bodies(model, 5, trains_large=False)
+
+
+def test_a_share_that_dropped_parts_never_meet_is_an_error_in_the_end():
+    model = hiremate(TwoBodies(), "70%", verbose=False)
+    sum_of_bodies(model, 0, trains_large=False)
+    sum_of_bodies(model, 1, trains_large=False)
+    with pytest.raises(InfeasibleBudgetError):
+        sum_of_bodies(model, 2, trains_large=False)
+
+
 def test_a_share_gives_the_first_of_accumulated_backwards_as_much_as_the_others():
     model, budgets = planned("50%"), []
     for index in range(8):

@@ -153,7 +153,7 @@ class PlannedKinds:
         return False
 
     def learn(self, record: StepRecord, resident: Resident) -> None:
-        """Plan a kind of step that was not seen before."""
+        """Plan a kind of step that was not seen before; one that may be small by chance waits where nothing fits."""
         kind = record.signature
         twin = self._captured_before(kind)
         calls, order = describe(record, self._parts.profiles)
@@ -172,11 +172,20 @@ class PlannedKinds:
         )
         try:
             self._make_plan(kind)
-        except InfeasibleBudgetError:
+        except InfeasibleBudgetError as error:
+            if self._may_be_small_by_chance(kind):
+                log.info("%s waits for larger steps: %s", self._name, error)
+                del self._known[kind]
+                return
             if not self._left_bytes:
                 raise
             self._known[kind] = replace(self._known[kind], margin_bytes=0)  # it is measured, and would be said
             self._make_plan(kind)
+
+    def _may_be_small_by_chance(self, kind: Kind) -> bool:
+        """Whether a share of a step says little: forwards of it have no backward, as of dropped layers; not for long."""
+        has_dropped = len(self._known[kind].places) < len(kind)
+        return self.options.budget.share is not None and has_dropped and self.kinds.sights[kind] == 1
 
     def _new_solver(self) -> Strategy:
         return shared(Remembering(worker.apart(self.options.plan.solver)), runtime.process_group_store())

@@ -369,6 +369,8 @@ class Session:
         try:
             with collecting_what_it_leaves():
                 self._planned.learn(record, resident)
+            if record.signature not in self.plans:
+                self._missed.miss(self._size_bytes)
         except InfeasibleBudgetError as error:
             if reasons := self.why_uncaptured():
                 explain(error, f"hiremate: What runs outside of captured code takes memory too.{reasons}")
