@@ -183,7 +183,7 @@ class PlannedKinds:
             self._make_plan(kind)
 
     def _may_be_small_by_chance(self, kind: Kind) -> bool:
-        """Whether a share of a step says little: forwards of it have no backward, as of dropped layers; not for long."""
+        """Whether a share says little at the first sight: forwards have no backward, as of dropped layers."""
         has_dropped = len(self._known[kind].places) < len(kind)
         return self.options.budget.share is not None and has_dropped and self.kinds.sights[kind] == 1
 
