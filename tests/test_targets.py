@@ -6,6 +6,7 @@ import copy
 import pickle
 import traceback
 import warnings
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -576,6 +577,40 @@ class Asks(nn.Module):
 
     def forward(self, x):
         return x * (2 if x.sum().item() > 0 else 3)
+
+
+class Hooked(nn.Module):
+    """One block of a sequence has a backward hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.inner = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
+        self.heard = []
+
+    def forward(self, x):
+        return self.last(self.inner(torch.relu(self.stem(x))))
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_a_module_with_a_backward_hook_leaves_the_others_of_its_kind_planned(register):
+    plain = Hooked()
+    model = copy.deepcopy(plain)
+    for each in (plain, model):
+        getattr(each.inner[1], register)(lambda _, *gradients, heard=each.heard: heard.append(gradients[-1][0].clone()))
+    hiremate(model, "64 MiB", verbose=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HiRemateWarning)
+        for _ in range(5):
+            for each in (plain, model):
+                each.zero_grad()
+                each(torch.ones(16, 32)).sum().backward()
+            assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+
+    operations = Counter(node.op for node in get_plan(model).graph.nodes)
+    assert (operations["aten.addmm.default"], operations["aten.gelu.default"]) == (6, 4)
+    assert len(plain.heard) == len(model.heard) == 5
+    assert all(map(torch.equal, plain.heard, model.heard))
 
 
 @pytest.mark.parametrize(("make", "name"), [(Within, "inner"), (Beside, "Beside"), (InSequence, "inner")])

@@ -36,6 +36,7 @@ def test_this_torch_was_checked():
 def test_the_call_slot_stands_in_for_a_call_and_is_dropped_by_copies():
     module = Doubled()
     hooks.set_call(module, lambda x: "taken")
+    assert not hooks.has_backward_hooks(module)
     assert module(1) == "taken"
     assert hooks.get_call(copy.deepcopy(module)) is None
     assert pickle.loads(pickle.dumps(module))(torch.ones(1)).item() == 2

@@ -63,6 +63,25 @@ class Slot:
         return (type(None), ())
 
 
+class HookedSlot(Slot):
+    """Stands in for the call of a module with backward hooks, where graphs end.
+
+    All slots share their code. What Dynamo captures of it up to such a module would be taken for the calls of others,
+    which then run as they are: so it doesn't look at this one.
+    """
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, planned where it is to be."""
+        return self.targets.call(self._name, self._module, args, kwargs)
+
+
+def slot_for(targets: Caller, name: str, module: nn.Module) -> Slot:
+    """Make what stands in for the call of a module."""
+    kind = HookedSlot if hooks.has_backward_hooks(module) else Slot
+    return kind(targets, name, module)
+
+
 class WaitingSlots:
     """Slots of what is inside of planned modules, in place between calls: they see what is called alone.
 

@@ -26,7 +26,7 @@ from .entry_points import Compiler, call_forward, call_found
 from .overseeing import announced, check_captured, leaving_no_trace, listen_to_optimizers, requires_gradient
 from .refusals import reason_of_others, refuse, refuse_each
 from .session import Session
-from .slots import Slot, WaitingSlots
+from .slots import Slot, WaitingSlots, slot_for
 
 Target = str | Sequence[str] | None
 
@@ -73,7 +73,7 @@ class Targets:
         for name, module in self._candidates().items():
             is_free = name not in self._passed_by and not self._is_inside_adopted(name)
             if is_free and hooks.get_call(module) is None:
-                hooks.set_call(module, Slot(self, name, module))
+                hooks.set_call(module, slot_for(self, name, module))
 
     def detach(self) -> None:
         """Leave every module as it was."""
@@ -179,7 +179,7 @@ class Targets:
             below = (m for m in outer.modules() if m is not outer and hooks.get_call(m) is None)
             missed = [m for m in below if _has_weights(m, besides=read)]
             for inner in missed:
-                hooks.set_call(inner, Slot(self, paths[inner], inner))
+                hooks.set_call(inner, slot_for(self, paths[inner], inner))
             if missed:
                 self.session.abandon_step()
                 where = paths[outer] or type(outer).__name__
@@ -240,7 +240,7 @@ class Targets:
         self.adopted.pop(name, None)
         for path, part in parts.items():
             if hooks.get_call(part) is None:
-                hooks.set_call(part, Slot(self, path, part))
+                hooks.set_call(part, slot_for(self, path, part))
 
     def _has_others_than(self, module: nn.Module) -> bool:
         """Whether there are candidates that may still be called and planned, where one was called first."""

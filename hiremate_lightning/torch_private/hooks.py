@@ -34,6 +34,11 @@ def plain_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
+def has_backward_hooks(module: torch.nn.Module) -> bool:
+    """Whether functions are called with the gradients of a module, which torch.compile does not capture."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 def on_optimizer_step(hook: Callable[[torch.optim.Optimizer], None]) -> Any:
     """Call a function after each step of any optimizer; the handle that is returned removes it."""
     return register_optimizer_step_post_hook(lambda optimizer, args, kwargs: hook(optimizer))
