@@ -498,21 +498,26 @@ def test_the_parts_of_a_model_of_which_nothing_is_captured_are_planned():
     assert all(hooks.get_call(module) is None for module in model.modules())
 
 
-def test_a_part_of_which_nothing_is_captured_runs_beside_the_plan_and_is_announced():
-    class Disabled(nn.Linear):
-        @torch.compiler.disable
-        def forward(self, x):
-            return super().forward(x)
+class Disabled(nn.Linear):
+    @torch.compiler.disable
+    def forward(self, x):
+        return super().forward(x)
 
+
+@pytest.mark.parametrize("others", [(), ("last",)])
+def test_parts_of_which_nothing_is_captured_run_beside_the_plan_and_are_announced_once_for_a_class(others):
     model = BreaksInALoop()
-    model.middle = Disabled(32, 32)
+    for name in ("middle", *others):
+        setattr(model, name, Disabled(32, 32))
     hiremate(model, "95%", verbose=False, on_infeasible="warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", HiRemateWarning)
         for _ in range(3):
             model(batch()).sum().backward()
     said = [str(w.message) for w in caught if "could not be captured" in str(w.message)]
-    assert said == ["middle could not be captured and runs without a plan, beside what is planned."]
+    first, *more = said
+    assert first == "middle could not be captured and runs without a plan, beside what is planned."
+    assert more == ["Other modules of the class Disabled could not be captured either."] * len(others)
     assert get_plan(model) is not None
 
 

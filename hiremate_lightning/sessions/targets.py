@@ -60,6 +60,7 @@ class Targets:
         self._uncaptured = 0  # calls in a row of which nothing was captured, though something was before
         self.is_inside = False
         self._given_up = 0  # number of functions that Dynamo gave up, when it was last looked for their modules
+        self._uncaptured_kinds = set[type[nn.Module]]()
         self._warned = False
         self._trains_others = False  # parameters that the root doesn't have
         self._hook: Any = None
@@ -162,8 +163,15 @@ class Targets:
             result = hooks.plain_call(module, *args, **kwargs)
         if self.session.runs == before and requires_gradient(result):
             hooks.set_call(module, None)
-            self.session.say(f"{name} could not be captured and runs without a plan, beside what is planned.")
+            self._say_uncaptured(name, type(module))
         return result
+
+    def _say_uncaptured(self, name: str, kind: type[nn.Module]) -> None:
+        if kind in self._uncaptured_kinds:
+            self.session.say(f"Other modules of the class {kind.__name__} could not be captured either.")
+        else:
+            self._uncaptured_kinds.add(kind)
+            self.session.say(f"{name} could not be captured and runs without a plan, beside what is planned.")
 
     def _plan_what_given_up_code_calls(self, module: nn.Module) -> None:
         """Let what runs uncaptured below modules whose forward Dynamo gave up be graphs of their own, from now on.
@@ -216,7 +224,7 @@ class Targets:
         if parts:
             self._say_split(f"Nothing of {where} was captured")
         elif self._passed_by or self._has_others_than(module):
-            self.session.say(f"{where} could not be captured and runs without a plan, beside what is planned.")
+            self._say_uncaptured(where, type(module))
         else:
             return False
         if parts or self.session.captured_count:
