@@ -584,6 +584,31 @@ class Asks(nn.Module):
         return x * (2 if x.sum().item() > 0 else 3)
 
 
+class EndsRecurrent(InSequence):
+    """Its sequence ends in a module that Dynamo doesn't capture."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner.append(nn.LSTM(32, 32))
+
+    def forward(self, x):
+        return self.last(self.inner(self.stem(x))[0])
+
+
+def test_no_step_is_given_up_for_what_was_tried_in_vain_where_graphs_end_at_other_sizes(monkeypatch):
+    model, abandoned = hiremate(EndsRecurrent(), "64 MiB", verbose=False), []
+    session = targets_of(model).session
+    abandon = session.abandon_step
+    monkeypatch.setattr(session, "abandon_step", lambda: (abandoned.append(rows), abandon()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HiRemateWarning)
+        for rows in (16, 16, 16, 24):
+            model(torch.ones(rows, 32)).sum().backward()
+            model.zero_grad()
+
+    assert abandoned == [16]  # where the parts were found
+
+
 class Hooked(nn.Module):
     """One block of a sequence has a backward hook."""
 

@@ -60,6 +60,7 @@ class Targets:
         self._uncaptured = 0  # calls in a row of which nothing was captured, though something was before
         self.is_inside = False
         self._given_up = 0  # number of functions that Dynamo gave up, when it was last looked for their modules
+        self._uncaptured_parts = set[nn.Module]()  # that were called inside of a planned call, and tried in vain
         self._uncaptured_kinds = set[type[nn.Module]]()
         self._warned = False
         self._trains_others = False  # parameters that the root doesn't have
@@ -163,6 +164,7 @@ class Targets:
             result = hooks.plain_call(module, *args, **kwargs)
         if self.session.runs == before and requires_gradient(result):
             hooks.set_call(module, None)
+            self._uncaptured_parts.add(module)
             self._say_uncaptured(name, type(module))
         return result
 
@@ -185,7 +187,7 @@ class Targets:
         paths = {m: path for path, m in self.root.named_modules()}
         for outer in [m for m in module.modules() if dynamo.gave_up(m)]:
             below = (m for m in outer.modules() if m is not outer and hooks.get_call(m) is None)
-            missed = [m for m in below if _has_weights(m, besides=read)]
+            missed = [m for m in below if m not in self._uncaptured_parts and _has_weights(m, besides=read)]
             for inner in missed:
                 hooks.set_call(inner, slot_for(self, paths[inner], inner))
             if missed:
