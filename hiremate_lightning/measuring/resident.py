@@ -147,10 +147,10 @@ class ResidentMemory:
         """Let a record that begins see when what is there before a step with these arguments is released.
 
         That is outputs of the step before, and on the host what is not counted as resident: its release would pass for
-        memory that the step gives back.
+        memory that the step gives back. What was retained for another backward is counted, tensor by tensor unknown.
         """
         self._left.watch(record)
-        if self.device.type == "cpu" and record.is_measured:
+        if self.device.type == "cpu" and record.is_measured and not self._left.are_retained:
             record.watch_uncounted(self._uncounted(arguments))
 
     def _uncounted(self, arguments: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -248,9 +248,14 @@ class LeftOutputs:
         runs = self._record.runs if self._record is not None else ()
         return {storage for run in runs for lives, storage in run.outputs.values() if lives()}
 
+    @property
+    def are_retained(self) -> bool:
+        """Whether something is kept for another backward."""
+        return self._record is not None and self._record.is_retained
+
     def watch(self, record: StepRecord) -> None:
         """Let a record that begins see when they are released."""
-        if self._record is not None and self._size_bytes and not self._record.is_retained:
+        if self._record is not None and self._size_bytes and not self.are_retained:
             record.watch_left(self._record, self._size_bytes, is_stale=self._are_stale())
 
     def step_ended(self, record: StepRecord | None) -> None:
@@ -279,13 +284,11 @@ class LeftOutputs:
 
     def _return(self) -> bool:
         """Whether they go as the forward of the next step returns; not so what is retained."""
-        is_retained = self._record is not None and self._record.is_retained
-        return bool(self._returning) and self._stay is False and not is_retained
+        return bool(self._returning) and self._stay is False and not self.are_retained
 
     def _are_stale(self) -> bool:
         """Whether the next step drops them before its backward: a retained graph goes with the loss there was."""
-        is_retained = self._record is not None and self._record.is_retained
-        return is_retained if self._stay is None else not self._stay
+        return self.are_retained if self._stay is None else not self._stay
 
     def _look(self, arguments: Sequence[torch.Tensor]) -> None:
         if self._record is not None:
