@@ -491,11 +491,10 @@ def _gpu_attention(
     if attn_mask is None and str(query.dtype).removeprefix("torch.") in HALF_TYPES:
         flash = aten._scaled_dot_product_flash_attention.default
         return cast("torch.Tensor", flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0])
-    bias = None
-    if attn_mask is not None:
-        bias = attn_mask
-        if attn_mask.dtype == torch.bool:
-            bias = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(attn_mask.logical_not(), -torch.inf)
+    bias = attn_mask
+    if bias is not None:
+        if bias.dtype == torch.bool:
+            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(bias.logical_not(), -torch.inf)
         bias = bias.expand(*query.shape[:-1], key.shape[-2])
     efficient = aten._scaled_dot_product_efficient_attention.default
     return cast("torch.Tensor", efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0])

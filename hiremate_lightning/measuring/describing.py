@@ -201,8 +201,9 @@ class _Description:
         calls = [i for i, interval in enumerate(intervals) if interval.label == CALLED]
         is_last = following == f"B{self._record.backwards[0]}"  # between two forwards it is another backward
         called = calls[-1] if calls and is_last else None
-        left = next((i for i, interval in enumerate(intervals) if interval.label == LEFT), None)
-        called_at = None
+        returned_bytes = self._record.returned_bytes if is_last else 0
+        left = next((i for i, interval in enumerate(intervals) if interval.label == LEFT), len(intervals))
+        called_at, stale_bytes = None, self._record.freed_bytes
         for position, interval in enumerate(intervals[:-1]):
             storage = storage_of.get(interval.label)
             if storage is not None:
@@ -212,8 +213,8 @@ class _Description:
                 called_at = len(stages)
             if not stages or position == called or alive != stages[-1].alive:
                 stages.append(Stage(alive, 0))
-            freed_bytes = sum(sizes[s] for s in dead) + (0 if called_at is None else self._record.freed_bytes)
-            freed_bytes += self._record.returned_bytes if is_last and left is not None and position >= left else 0
+            freed_bytes = sum(sizes[s] for s in dead) + (0 if called_at is None else stale_bytes)
+            freed_bytes += returned_bytes if position >= left else 0
             above_bytes = interval.peak_bytes - intervals[0].start_bytes + freed_bytes
             stages[-1] = replace(stages[-1], peak_bytes=max(stages[-1].peak_bytes, above_bytes))
         return (stages, called_at) if dead == sizes.keys() else ([], None)

@@ -128,6 +128,8 @@ class StepRecord:
         parameters: Which parameters they were given, by identity.
         timed: Times of its operations, None where they were not taken.
         alive_at: Which outputs of the runs lived, by mark.
+        intervals: What was measured from each mark to the next, when that has ended; nothing where memory is not
+            measured. What was there before, and counted nowhere, is not taken for memory that the step gave back.
     """
 
     def __init__(
@@ -149,7 +151,7 @@ class StepRecord:
         self._meter: MemoryMeter | None = None
         self._is_closed = False
         self._unwatch: list[Callable[[], Any]] = []
-        self._intervals: Sequence[Interval] = ()
+        self.intervals: Sequence[Interval] = ()
         self._ended = 0  # how many of the backwards have ended, with all that they are part of
         self._counted: list[Interval] = []
         if device is not None and MemoryMeter.is_available(device):
@@ -161,14 +163,6 @@ class StepRecord:
     def is_measured(self) -> bool:
         """Whether memory is measured; another profiler may occupy the means, or another meter interrupt."""
         return self._meter is not None and not self._meter.lost_marks
-
-    @property
-    def intervals(self) -> Sequence[Interval]:
-        """What was measured from each mark to the next, when that has ended; nothing where memory is not measured.
-
-        What was there before the step, and counted nowhere, is not taken for memory that the step gave back.
-        """
-        return self._intervals
 
     @property
     def is_whole(self) -> bool:
@@ -329,8 +323,8 @@ class StepRecord:
             self._meter.stop()
             for unwatch in self._unwatch:  # they may stay for ever, and others will watch them
                 unwatch()
-            self._intervals = _without_releases(self._meter.intervals)
-            *before, last = self._intervals
+            self.intervals = _without_releases(self._meter.intervals)
+            *before, last = self.intervals
             self._counted = before if last.label.startswith("e") or not at_once else [*before, last]
 
     @property
