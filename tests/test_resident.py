@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from hiremate_lightning.measuring.resident import ResidentMemory
+from hiremate_lightning.measuring.resident import Resident, ResidentMemory
 
 
 def test_an_optimizer_of_the_model_is_told_from_others():
@@ -22,3 +23,27 @@ def test_an_optimizer_that_gets_parameters_of_the_model_later_is_seen():
     assert not memory.stepped(optimizer)
     optimizer.add_param_group({"params": list(own.parameters())})
     assert memory.stepped(optimizer)
+
+
+@pytest.mark.filterwarnings("error")  # of PyTorch, where a gradient of what is no leaf is asked for
+def test_parameters_with_others_in_their_place_count_beside_these():
+    model = Counted()
+    weights = {name: 2 * parameter for name, parameter in model.named_parameters()}
+    torch.func.functional_call(model, weights, (torch.ones(1, 64),)).sum().backward()
+    torch.func.functional_call(model, weights, (torch.ones(1, 64),))
+    alone, plain, replaced = model.seen[0], model.memory.count(()), model.seen[1]
+    assert dict(alone.kinds)["parameters"] == dict(replaced.kinds)["parameters"] == 2 * dict(plain.kinds)["parameters"]
+    assert dict(replaced.kinds)["gradients"] == dict(plain.kinds)["gradients"] > dict(alone.kinds)["gradients"] == 0
+
+
+class Counted(nn.Module):
+    """A layer that counts what exists whenever it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.memory, self.seen = ResidentMemory(self), list[Resident]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.memory.count(()))
+        return self.layer(x)

@@ -65,6 +65,7 @@ class ResidentMemory:
         self._updating: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._left = LeftOutputs()
         parameters = list(root.parameters())
+        self._trained = [weakref.ref(p) for p in parameters]
         self._inputs_on = torch.device("cpu")
         self._samples = [weakref.ref(p) for p in parameters[:: max(1, len(parameters) // SAMPLES)]]
         self._most = (0, 0)  # optimizers' states and samples' gradients when a step began
@@ -79,6 +80,15 @@ class ResidentMemory:
         for parameter in self.root.parameters():
             sizes[parameter.device] = sizes.get(parameter.device, 0) + parameter.nbytes
         return max(sizes, key=lambda device: sizes[device])
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """List the parameters, those included in whose place `torch.func.functional_call` has put other tensors."""
+        trained = (p for p in (seen() for seen in self._trained) if p is not None)
+        return list(dict.fromkeys([*self.root.parameters(), *trained]))
+
+    def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Give the gradients that there are, by parameter."""
+        return {p: p.grad for p in self._parameters() if p.is_leaf and p.grad is not None}
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Count an optimizer's state."""
@@ -96,7 +106,7 @@ class ResidentMemory:
         """Whether an optimizer has parameters of the model; looked up once for so many groups of them."""
         count, found = self._updating.get(optimizer, (-1, False))
         if count != len(optimizer.param_groups):
-            own = {id(p) for p in self.root.parameters()}
+            own = {id(p) for p in self._parameters()}
             found = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
             self._updating[optimizer] = len(optimizer.param_groups), found
         return found
@@ -132,7 +142,7 @@ class ResidentMemory:
         """See whether what was to be freed before this backward was: outputs left, gradients that were used."""
         self._left.backward_starts()
         if self._stepped and self._frees_gradients and step < WATCHED_STEPS:
-            self._frees_gradients = all(p.grad is None for p in self.root.parameters())
+            self._frees_gradients = not self._gradients()
         self._stepped = False
 
     def count_before_step(self, arguments: Sequence[torch.Tensor]) -> Resident:
@@ -155,7 +165,7 @@ class ResidentMemory:
 
     def _uncounted(self, arguments: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """List tensors on the host that are not counted, one for each storage, and no small ones."""
-        groups = self._groups([p.grad for p in self.root.parameters() if p.grad is not None], arguments)
+        groups = self._groups(list(self._gradients().values()), arguments)
         seen = set(tensor_state.storage_sizes(tensor for tensors in groups.values() for tensor in tensors))
         seen |= self._left.storages
         for tensor in tensor_state.plain_tensors_of_python():
@@ -171,7 +181,7 @@ class ResidentMemory:
 
     def count(self, arguments: Sequence[torch.Tensor]) -> Resident:
         """Count what exists now, and the arguments of a step."""
-        gradients_of = {p: p.grad for p in self.root.parameters() if p.grad is not None}
+        gradients_of = self._gradients()
         gradients = list(gradients_of.values())
         stale = self._bytes_of(gradients) if self._stepped and self._frees_gradients else 0
         groups = self._groups([] if stale else gradients, arguments)
@@ -189,7 +199,7 @@ class ResidentMemory:
     ) -> dict[str, list[torch.Tensor]]:
         """List what is counted, by kind."""
         return {
-            "parameters": list(self.root.parameters()),
+            "parameters": self._parameters(),
             "buffers": list(self.root.buffers()),
             "gradients": gradients,
             "optimizer state": list(self._optimizer_state()),
