@@ -366,12 +366,41 @@ def test_an_error_of_the_model_is_raised_and_the_plan_stays():
     model = hiremate(layers(), "70%", verbose=False)
     gradients_of(model, steps=3)
     plan = get_plan(model)
-    with pytest.raises(CaptureError, match="could not capture Sequential"):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), warnings.catch_warnings():
+        warnings.simplefilter("error")
         model(torch.randn(8, WIDTH + 1))
     runs = targets_of(model).session.runs
     gradients_of(model, steps=1)
     assert targets_of(model).session.runs == runs + 1
     assert get_plan(model).solution is plan.solution
+
+
+class Marked(nn.Module):
+    """Has places that tensors in a list name, which runs, but not as it is traced: no tensor has a value there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = layers()
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        marks = torch.zeros(len(x), 1)
+        marks[[place for place in places], [0 for _ in places]] = 1.0
+        return self.body(x) * marks
+
+
+def test_what_fails_only_as_it_is_traced_runs_as_it_is_and_what_it_calls_is_planned():
+    plain, places = Marked(), torch.arange(4)
+    model = hiremate(copy.deepcopy(plain), "80%", verbose=False)
+    with pytest.warns(HiRemateWarning) as said:
+        for index in range(4):
+            for trained in (plain, model):
+                trained.zero_grad()
+                trained(batch(index), places).square().mean().backward()
+    pairs = zip(plain.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
+    text = "could not capture a part of Marked, which runs without a plan: RuntimeError("
+    assert text in str(said[0].message)
+    assert get_plan(model).schedule.recomputed(get_plan(model).graph)
 
 
 def runs_by_step(model: nn.Module, steps: int) -> list[int]:

@@ -59,7 +59,8 @@ def capturing_for_plans(tell: Callable[[str], None] | None = None, sizes_vary: b
     * A tuple whose class has a `__len__` of its own is looked into as any other.
     * A log's message does not end a graph if it is said only once, or not at all.
     * Code that Dynamo or AOTAutograd fail on runs as it is, and what it calls is captured on its own. The error is told
-      or, where there is no one to tell, raised. So are errors of the code itself, which are seen as it is traced.
+      or, where there is no one to tell, raised. Code that fails as it is traced may be wrong itself: then it raises
+      its own error as it runs, nothing is told, and it is captured the next time.
     """
     capture = _capture_with_symbols if sizes_vary else _capture_with_numbers
     with replaced((convert_frame, "_compile", capture)), _told_of_failures(tell):
@@ -107,23 +108,37 @@ def _capture_with_numbers(code: types.CodeType, *arguments: Any, **options: Any)
         try:
             with replaced((_GUARDS_LOG, "disabled", is_tried_again or _GUARDS_LOG.disabled)):
                 return _capture_with(_always_static, True, code, *arguments, **options)
-        except Exception:  # the first time no fraction varies; later that may be what Dynamo fails on
+        except Exception as error:  # the first time no fraction varies; later that may be what Dynamo fails on
             if not is_tried_again:
-                _give_up(code)
+                _give_up(code, error)
                 raise
             log.debug("%s is captured again, with its fractions as they are", code.co_name, exc_info=True)
     try:
         result = _capture_with(_always_static, False, code, *arguments, **options)
-    except Exception:  # Dynamo runs it as it is, or fails
-        _give_up(code)
+    except Exception as error:  # Dynamo runs it as it is, or fails
+        _give_up(code, error)
         raise
     _without_fractions.add(code)
     return result
 
 
-def _give_up(code: types.CodeType) -> None:
+def _give_up(code: types.CodeType, error: Exception) -> None:
+    _given_up.add(_whole(code))
+    if isinstance(error, TorchRuntimeError):
+        _in_doubt[code] = _with_explanation(str(error)).rpartition(_GOT)[2].split(_LINE_END)[0]
+
+
+def _whole(code: types.CodeType) -> types.CodeType:
+    """Give the code that this is the rest of, after a break."""
     rest_of = ContinueExecutionCache.generated_code_metadata.get(code)
-    _given_up.add(code if rest_of is None else rest_of.code)
+    whole: types.CodeType = code if rest_of is None else rest_of.code
+    return whole
+
+
+def _try_again(code: types.CodeType) -> None:
+    """Let Dynamo capture code that it failed on when that is called next."""
+    _given_up.discard(_whole(code))
+    set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
 
 
 def given_up_count() -> int:
@@ -252,11 +267,13 @@ _SETTINGS: dict[str, Any] = {
     "trace_autograd_ops": True,
 }
 _WHY = "Explanation: "  # begins a line of a reason for a graph break
+_GOT, _LINE_END = ": got ", r"\n"  # in such a line, before an error as Python represents it, and in that
 _GUARDS_LOG = logging.getLogger("torch._guards")
 _captured: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that it did not fail on, once at least
 _without_symbols: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that Dynamo failed on with symbols
 _without_fractions: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # that it failed on where fractions vary
 _given_up: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that it failed on altogether
+_in_doubt: dict[types.CodeType, str] = {}  # code that failed as it was traced, and how, until it has run as it is
 
 
 @contextmanager
@@ -269,9 +286,10 @@ def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
         error = record.exc_info[1] if record.exc_info else None
         if error is None or record.levelno < logging.WARNING:
             return not was_quiet or record.levelno > logging.WARNING
-        if tell is None or isinstance(error, TorchRuntimeError):
+        if tell is None:
             raise error
-        tell(_in_brief(getattr(error, "inner_exception", error)))
+        if not isinstance(error, TorchRuntimeError):
+            tell(_in_brief(getattr(error, "inner_exception", error)))
         return False
 
     if was_quiet:
@@ -280,7 +298,15 @@ def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
     _DYNAMO_LOG.addFilter(heed)
     try:
         yield
+    except BaseException:
+        for code in _in_doubt:
+            _try_again(code)
+        raise
+    else:
+        for reason in _in_doubt.values() if tell is not None else ():
+            tell(reason)
     finally:
+        _in_doubt.clear()
         dynamo_config.suppress_errors = suppress_errors
         _DYNAMO_LOG.removeFilter(heed)
         if was_quiet:
