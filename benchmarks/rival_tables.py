@@ -58,6 +58,7 @@ class Row:
         rss_bytes: Memory of the process, as the system counts it.
         times: Of its rounds.
         eager_times: Of eager, right before or after each of them.
+        processes: That share these rounds, each as many of them, one after the other.
     """
 
     model: str
@@ -79,11 +80,26 @@ class Row:
     rss_bytes: int = 0
     times: tuple[Timing, ...] = ()
     eager_times: tuple[Timing, ...] = ()
+    processes: int = 1
 
     def ratio(self, clock: Clock) -> Spread:
         """Give the time over that of eager beside it: median and quartiles over the rounds."""
+        return spread(self._ratios(clock))
+
+    def _ratios(self, clock: Clock) -> list[float]:
         pairs = zip(self.times, self.eager_times, strict=True)
-        return spread(getattr(own, clock) / getattr(eager, clock) for own, eager in pairs)
+        return [getattr(own, clock) / getattr(eager, clock) for own, eager in pairs]
+
+    def each_process(self, clock: Clock) -> list[float]:
+        """Give the medians of the processes."""
+        ratios = self._ratios(clock)
+        rounds = len(ratios) // self.processes
+        return [statistics.median(ratios[i : i + rounds]) for i in range(0, len(ratios), rounds)]
+
+    def together(self, other: Row) -> Row:
+        """Add the rounds of another process."""
+        times, eager_times = (*self.times, *other.times), (*self.eager_times, *other.eager_times)
+        return replace(self, times=times, eager_times=eager_times, processes=self.processes + other.processes)
 
     def fastest_ratio(self, clock: Clock) -> float:
         """Give the time of the fastest round over that of the fastest of eager beside it: other load only ever adds."""
@@ -239,6 +255,8 @@ def model_table(rows: Sequence[Row], clock: Clock) -> str:
         "planning s",
         "gradients",
     ]
+    if any(row.processes > 1 for row in rows):
+        header.append("median of each process")
     if any(row.reserved_bytes is not None for row in rows):
         header.insert(2, "reserved MiB")
         header.insert(7, "host time")
@@ -253,6 +271,8 @@ def model_table(rows: Sequence[Row], clock: Clock) -> str:
         line += ["-" if o is None else extra(1 + o) for o in overheads]
         line += [f"{row.first_step_s:.1f}", f"{row.warm_s:.1f}"]
         line += ["-" if row.planning_s is None else f"{row.planning_s:.1f}", gradients(row)]
+        if "median of each process" in header:
+            line.append(", ".join(map(extra, row.each_process(clock))))
         if "reserved MiB" in header:
             line.insert(2, mebibytes(row.reserved_bytes))
             line.insert(7, extra(row.ratio("cpu_s").median))

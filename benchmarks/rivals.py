@@ -1,7 +1,8 @@
 """Compare plans with every other way of saving memory: peaks, times, and whether gradients are eager's.
 
-    python benchmarks/rivals.py [--models gpt,bert] [--methods checkpoint,ours-50] [--rounds 7] [--device cpu]
-                                [--inductor] [--strategies] [--quick] [--write benchmarks/results/DATE-rivals]
+    python benchmarks/rivals.py [--models gpt,bert] [--methods checkpoint,ours-50] [--processes 3] [--rounds 7]
+                                [--device cpu] [--inductor] [--strategies] [--quick]
+                                [--write benchmarks/results/DATE-rivals]
 
 Methods, beside eager:
 
@@ -17,7 +18,9 @@ Methods, beside eager:
 
 Each method runs in a fresh process, started one after the other. Then the processes take turns, one at a time, several
 rounds, each beside eager; the time of a method is the median of its ratios to the eager steps beside it. Where all
-processes would take more memory than --memory, they run in groups, each with eager. Peaks are by the allocator's own
+processes would take more memory than --memory, they run in groups, each with eager. One process differs from the next
+by some per cent: with --processes, all that runs is started so many times anew, eager too, by the plan of the first
+time, and takes as many rounds each time. Peaks are by the allocator's own
 events. With --write, a page, all numbers and a plot are written after each model; --show FILE.json writes page and plot
 again from the numbers. On the CPU the C library is told to keep the memory that it has: to hand it back and take it
 again costs up to a fifth of a step, whatever the method.
@@ -159,7 +162,23 @@ def _with_times(row: Row, pairs: Sequence[tuple[Timing, Timing]], rounds: int) -
 
 
 def compare(model: str, methods: Sequence[str], options: argparse.Namespace, folder: Path) -> list[Row]:
-    """Run all methods on one model, as many at once as memory allows."""
+    """Run all methods on one model, those that work in several processes one after the other."""
+    rows = compare_once(model, methods, {}, options, folder)
+    for _ in range(1, options.processes):
+        ready = [method for method, row in rows.items() if row.status == READY]
+        again = compare_once(model, ready, rows, options, folder)
+        rows |= {method: _joined(rows[method], again[method]) for method in ready}
+    return list(rows.values())
+
+
+def _joined(row: Row, again: Row) -> Row:
+    return row.together(again) if again.status == READY else replace(again, detail=f"another time: {again.detail}")
+
+
+def compare_once(
+    model: str, methods: Sequence[str], before: dict[str, Row], options: argparse.Namespace, folder: Path
+) -> dict[str, Row]:
+    """Run methods on one model, as many at once as memory allows; at the budgets of the time before, if any."""
     rows: dict[str, Row] = {}
     alive: list[Worker] = []
     limit_bytes = options.memory * 2**30
@@ -175,7 +194,7 @@ def compare(model: str, methods: Sequence[str], options: argparse.Namespace, fol
             used = [worker.row.rss_bytes for worker in alive]
             if len(alive) > 1 and sum(used) + max(used) > limit_bytes:
                 finish(kept=1)
-            row, worker = start(model, method, rows, alive, options, folder)
+            row, worker = start(model, method, before or rows, options, folder)
             rows[method] = row
             say(f"{model} {method}: {row.status} {row.detail} peak {row.peak_bytes / 2**20:.0f} MiB")
             if worker is not None:
@@ -184,13 +203,13 @@ def compare(model: str, methods: Sequence[str], options: argparse.Namespace, fol
                 break
         if alive:
             finish(kept=0)
-    return list(rows.values())
+    return rows
 
 
 def start(
-    model: str, method: str, rows: dict[str, Row], alive: Sequence[Worker], options: argparse.Namespace, folder: Path
+    model: str, method: str, rows: dict[str, Row], options: argparse.Namespace, folder: Path
 ) -> tuple[Row, Worker | None]:
-    """Start one method, if it can be; give what is known of it, and its process."""
+    """Start one method, if it can be, at a budget that the measured rows tell; give its row and its process."""
     setup = Setup(model, method, folder, options.device, options.threads, options.batch, options.time_limit)
     if method.startswith(AT):
         rival = rows.get(method.removeprefix(AT))
@@ -224,13 +243,19 @@ def environment(options: argparse.Namespace) -> dict[str, str]:
         "versions": versions("transformers", "timm", "diffusers"),
         "commit": commit(),
         "command": " ".join(["python", "benchmarks/rivals.py", *sys.argv[1:]]),
-        "rounds": str(options.rounds),
+        "rounds": str(options.processes * options.rounds),
+        "processes": str(options.processes),
         "clock": CLOCKS[options.device],
         "load": load,
     }
 
 
 CLOCK_WORDS = {"cpu_s": "CPU time of the process", "device_s": "time between events on the device"}
+
+
+def _processes(found: dict[str, str]) -> str:
+    count = found.get("processes", "1")
+    return "a process" if count == "1" else f"{count} processes, one after the other,"
 
 
 def about(found: dict[str, str]) -> str:
@@ -242,9 +267,9 @@ def about(found: dict[str, str]) -> str:
         f"{clock}, median of the ratios to eager steps right beside, {found['rounds']} rounds, quartiles in brackets; "
         "and the fastest round over the fastest of these eager steps, since other load only ever adds. "
         "Eager beside itself shows the noise. "
-        "Each method in a process of its own, one running at a time. The system's load averages (1, 5, 15 minutes) "
-        f"were {found['load']} on {found['cores']} core(s) when this was written: above 1 it is other work, which "
-        "disturbs times.\n"
+        f"Each method in {_processes(found)} of its own, one running at a time. "
+        f"The system's load averages (1, 5, 15 minutes) were {found['load']} on {found['cores']} core(s) when this was "
+        "written: above 1 it is other work, which disturbs times.\n"
     )
 
 
@@ -281,6 +306,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--methods", default="", help="of those above")
+    parser.add_argument("--processes", type=int, default=1, help="times that each method is started anew")
     parser.add_argument("--rounds", type=int, default=0, help="default 7")
     parser.add_argument("--device", choices=sorted(CLOCKS), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="of torch, on the CPU")

@@ -123,6 +123,16 @@ def test_the_page_has_each_number_once_measured():
     assert "](x.svg)" in page
 
 
+def test_the_rounds_of_processes_are_told_apart():
+    both = row("ours-50", 2**19, 1.0, 1.1, 1.2).together(row("ours-50", 2**19, 1.3, 1.5, 1.4))
+    assert both.each_process(CLOCK) == [1.1, 1.4]
+    assert both.ratio(CLOCK).median == 1.25
+    text = tables.model_table([ROWS[0], both], CLOCK)
+    assert text.splitlines()[0].endswith("| median of each process |")
+    assert text.splitlines()[-1].endswith("| +10.0 %, +40.0 % |")
+    assert tables.row_from_dict(asdict(both)) == both
+
+
 def test_all_lines_of_a_table_have_as_many_cells():
     on_device = [row(r.method, r.peak_bytes, 1.0, reserved_bytes=2**21) if r.times else r for r in ROWS]
     for rows in (ROWS, on_device):
