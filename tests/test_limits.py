@@ -15,17 +15,24 @@ AFTER = Resident(140, 0, kept=frozenset({1, 2}))
 def limits() -> Limits:
     """Those of a step that was seen in both states."""
     limits = Limits()
-    limits.budget_bytes(BEFORE, 180)
-    limits.budget_bytes(AFTER, 200)
+    limits.budget_bytes(BEFORE, 180, is_share=True)
+    limits.budget_bytes(AFTER, 200, is_share=True)
     return limits
 
 
 def test_the_budget_is_the_most_that_any_state_of_the_step_may_take(limits):
-    assert limits.budget_bytes(BEFORE, 185) == 200
+    assert limits.budget_bytes(BEFORE, 185, is_share=True) == 200
 
 
 def test_of_each_state_the_latest_budget_counts(limits):
-    assert limits.budget_bytes(AFTER, 190) == 190
+    assert limits.budget_bytes(AFTER, 190, is_share=True) == 190
+
+
+@pytest.mark.parametrize(("is_share", "budget_bytes"), [(True, 280), (False, 260)])
+def test_a_share_of_another_state_has_the_optimizers_state_that_was_made_since(limits, is_share, budget_bytes):
+    with_state = Resident(180, 0, kinds=(("parameters", 100), ("optimizer state", 80)))
+    assert limits.budget_bytes(with_state, 260, is_share=is_share) == budget_bytes
+    assert limits.budget_bytes(with_state, 260, is_share=is_share) == budget_bytes
 
 
 @pytest.mark.parametrize(("peak_bytes", "stays"), [(200, True), (201, False)])
@@ -66,6 +73,6 @@ def test_a_changed_step_is_planned_again(limits):
 
 def test_a_step_of_one_state_has_its_own_budget_only():
     limits = Limits()
-    assert limits.budget_bytes(BEFORE, 180) == 180
+    assert limits.budget_bytes(BEFORE, 180, is_share=True) == 180
     assert limits.stays(BEFORE, 180, is_least=False)
     assert not limits.stays(BEFORE, 181, is_least=False)

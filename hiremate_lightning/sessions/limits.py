@@ -15,17 +15,23 @@ class Limits:
     def __init__(self) -> None:
         self._budgets: dict[frozenset[int], int] = {}
         self._least: dict[frozenset[int], tuple[int, int]] = {}  # bytes that existed, and the least peak found
+        self._state_bytes = 0  # of optimizers' state, when a budget was given last
 
-    def budget_bytes(self, resident: Resident, own_bytes: int) -> int:
+    def budget_bytes(self, resident: Resident, own_bytes: int, is_share: bool) -> int:
         """Give the budget of a step: the most that any state of it may take.
 
         A share is of what a step adds to what exists. Where gradients don't exist yet that gives fewer bytes, though
-        more is added, and the bytes of the other states are there all the same.
+        more is added, and the bytes of the other states are there all the same. So they are where an optimizer has made
+        its state since a step of another state was seen: it exists before all of them from then on.
 
         Args:
             resident: What exists before the step.
             own_bytes: The budget in this state alone, resident bytes included.
+            is_share: Whether that is a share of what the step adds.
         """
+        more_bytes = resident.state_bytes - self._state_bytes if is_share else 0
+        self._budgets = {kept: size_bytes + more_bytes for kept, size_bytes in self._budgets.items()}
+        self._state_bytes = resident.state_bytes
         self._budgets[resident.kept] = own_bytes
         return max(self._budgets.values())
 

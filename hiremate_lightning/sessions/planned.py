@@ -351,8 +351,8 @@ class PlannedKinds:
 
     def _limit_bytes(self, kind: Kind, step: Step) -> int:
         """Give the budget of a known kind of step with what exists before it now, resident bytes included."""
-        resident = self._known[kind].resident
-        return self._limits[kind].budget_bytes(resident, self.budget_bytes(step, resident.size_bytes, kind))
+        resident, is_share = self._known[kind].resident, self.options.budget.share is not None
+        return self._limits[kind].budget_bytes(resident, self.budget_bytes(step, resident.size_bytes, kind), is_share)
 
     def budget_bytes(self, step: Step, resident_bytes: int, kind: Kind | None = None) -> int:
         """Give the budget of a step, resident bytes included; a share is of the largest step that is known.
