@@ -176,3 +176,16 @@ def test_a_plan_stays_where_an_optimizer_has_made_its_state_since_the_other_micr
     loop()(model)  # planned from the second micro-batch on, which has gradients; the fourth has the state and none
     assert len(solutions) > MICRO
     assert all(solution is solutions[0] for solution in solutions)
+
+
+def test_gradients_that_stay_though_an_optimizer_has_used_them_are_no_memory_beyond_the_plan():
+    model, solutions = Wide(), []
+    hiremate(model, "60%", verbose=False, time_limit_s=2)
+    targets_of(model).session.listeners.append(lambda plan: solutions.append(plan.solution))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for index in range(5):
+        micro_batch(model, batch(index).repeat(16, 1))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    assert get_plan(model).measured.peak_bytes <= get_plan(model).budget_bytes
+    assert all(solution is solutions[0] for solution in solutions)

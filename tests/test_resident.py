@@ -47,3 +47,18 @@ class Counted(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.append(self.memory.count(()))
         return self.layer(x)
+
+
+def test_gradients_that_were_to_be_freed_and_stayed_are_counted_once_that_was_seen():
+    model = nn.Linear(8, 8)
+    optimizer, memory = torch.optim.SGD(model.parameters()), ResidentMemory(model)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    memory.stepped(optimizer)
+    before = memory.count_before_step([])
+    assert (before.stale_bytes, before.kept) == (288, frozenset())
+    assert memory.as_seen(before) == before
+    memory.backward_starts(1)  # they are still there
+    seen = memory.as_seen(before)
+    assert (seen.size_bytes, seen.stale_bytes, dict(seen.kinds)["gradients"]) == (before.size_bytes + 288, 0, 288)
+    assert seen == memory.count_before_step([])

@@ -72,6 +72,7 @@ class ResidentMemory:
         self._uncollected_steps = LITTERED_STEPS  # begun since garbage was collected
         self._stepped = False  # whether an optimizer has used the gradients
         self._frees_gradients = True  # whether they are freed between forward and backward then
+        self._used = (0, frozenset[int]())  # bytes and storages of those that were taken to be, when counted last
 
     @property
     def device(self) -> torch.device:
@@ -191,8 +192,18 @@ class ResidentMemory:
         if self.device.type == "cuda":
             size_bytes, known = torch.cuda.memory_allocated(self.device) - stale, size_bytes
             kinds["other"] = max(0, size_bytes - known)
-        kept = frozenset[int]() if stale else frozenset(map(tensor_state.storage_id, gradients_of))
-        return Resident(size_bytes, stale, 0, kept, tuple(kinds.items()))
+        kept = frozenset(map(tensor_state.storage_id, gradients_of))
+        self._used = (stale, kept if stale else frozenset())
+        return Resident(size_bytes, stale, 0, frozenset() if stale else kept, tuple(kinds.items()))
+
+    def as_seen(self, resident: Resident) -> Resident:
+        """Give what existed before the step that has just ended: gradients that it was to free may have stayed."""
+        size_bytes, kept = self._used
+        if self._frees_gradients or not kept:
+            return resident
+        kinds = {**dict(resident.kinds), "gradients": size_bytes}
+        stale_bytes = max(0, resident.stale_bytes - size_bytes)
+        return Resident(resident.size_bytes + size_bytes, stale_bytes, resident.left_bytes, kept, tuple(kinds.items()))
 
     def _groups(
         self, gradients: list[torch.Tensor], arguments: Sequence[torch.Tensor]

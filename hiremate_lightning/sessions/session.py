@@ -451,7 +451,7 @@ class Session:
         if record is not None and record.is_whole:
             if kind in self.plans:
                 if record.peak_bytes is not None and resident is not None and is_own:
-                    self._planned.peak_measured(kind, record.peak_bytes, resident)
+                    self._planned.peak_measured(kind, record.peak_bytes, self._memory.as_seen(resident))
             elif record.backwards:
                 record.timed = timed
                 self._finished = record if self._planned.gets_a_plan(kind) else None
