@@ -36,19 +36,6 @@ def test_parameters_with_others_in_their_place_count_beside_these():
     assert dict(replaced.kinds)["gradients"] == dict(plain.kinds)["gradients"] > dict(alone.kinds)["gradients"] == 0
 
 
-class Counted(nn.Module):
-    """A layer that counts what exists whenever it is called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, 64)
-        self.memory, self.seen = ResidentMemory(self), list[Resident]()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append(self.memory.count(()))
-        return self.layer(x)
-
-
 def test_gradients_that_were_to_be_freed_and_stayed_are_counted_once_that_was_seen():
     model = nn.Linear(8, 8)
     optimizer, memory = torch.optim.SGD(model.parameters()), ResidentMemory(model)
@@ -62,3 +49,16 @@ def test_gradients_that_were_to_be_freed_and_stayed_are_counted_once_that_was_se
     seen = memory.as_seen(before)
     assert (seen.size_bytes, seen.stale_bytes, dict(seen.kinds)["gradients"]) == (before.size_bytes + 288, 0, 288)
     assert seen == memory.count_before_step([])
+
+
+class Counted(nn.Module):
+    """A layer that counts what exists whenever it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.memory, self.seen = ResidentMemory(self), list[Resident]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.memory.count(()))
+        return self.layer(x)

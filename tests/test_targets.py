@@ -417,6 +417,16 @@ def test_eval_mode_with_gradients_is_announced_once():
     assert targets_of(model).session.captured_count == 0
 
 
+def test_steps_in_eval_mode_are_not_said_to_pass_a_plan_by(recwarn):
+    model = hiremate(nn.Linear(32, 32), "60%", verbose=False).eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(batch()).square().mean().backward()
+        optimizer.step()
+
+    assert ["eval mode: such calls are not planned" in str(w.message) for w in recwarn] == [True]
+
+
 def test_a_model_of_which_nothing_is_captured_is_an_error():
     class Uncapturable(nn.Linear):
         @torch.compiler.disable

@@ -264,6 +264,7 @@ class Targets:
             return False
         where = name or type(module).__name__
         if tensor_state.is_transforming():
+            announced.add(self.session)
             self.session.say(
                 f"{type(self.root).__name__} was called inside of a transform of torch.func, or of forward-mode "
                 "differentiation: such calls are not planned."
@@ -271,6 +272,7 @@ class Targets:
             return False
         if not module.training and not self._warned:
             self._warned = True
+            announced.add(self.session)
             warnings.warn(
                 f"{where} was called with gradients but in eval mode: such calls are not planned. "
                 "Call .train() to plan them.",
