@@ -167,6 +167,26 @@ def test_they_are_captured_with_the_forward_as_one_graph(make):
     assert get_plan(model) is not None
 
 
+class Broken(nn.Module):
+    """Takes a gradient of what one captured graph gave, in code that was to be the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = network(WIDTH, WIDTH), network(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        torch._dynamo.graph_break()
+        (slope,) = grad(h.sum(), self.first[0].bias, retain_graph=True)
+        return self.second(h + slope)
+
+
+def test_a_gradient_between_captured_graphs_is_none_of_what_is_captured(recwarn):
+    plan = train_both(Broken, simple_loop(lambda index: torch.randn(ROWS, WIDTH), steps=4), "80%")
+    assert plan is not None
+    assert not any("get_ident" in str(w.message) for w in recwarn)
+
+
 def penalized(model: nn.Module, x: Tensor) -> Tensor:
     (slope,) = grad(model(x).sum(), x, create_graph=True)
     return model(x).mean() + slope.square().mean()

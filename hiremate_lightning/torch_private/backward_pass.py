@@ -78,6 +78,7 @@ def watch() -> None:
     if hasattr(original, "hiremate"):
         return
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # captured code may take gradients between its graphs
     @functools.wraps(original)
     def run(
         roots: Sequence[torch.Tensor | GradientEdge],
