@@ -37,6 +37,7 @@ from .parts import Parts
 
 log = logging.getLogger("hiremate_lightning")
 
+CLEARLY_MORE = 1.1  # than was said of a step in which nothing fits: it is said again
 CORRECTIONS = 3  # of a plan whose peak is measured above the budget: where code outside varies, none may be enough
 
 
@@ -229,11 +230,10 @@ class PlannedKinds:
         self._tell(plan)
 
     def _say_least(self, kind: Kind, peak_bytes: int) -> None:
-        """Say what a step takes in which nothing fits, planned or measured, where that is more than was said."""
-        least, said = format_bytes(peak_bytes), self._least_said.get(kind, 0)
-        if peak_bytes > said and least != format_bytes(said):
+        """Say what a step takes in which nothing fits, planned or measured, clearly more than was said."""
+        if peak_bytes > CLEARLY_MORE * self._least_said.get(kind, 0):
             self._least_said[kind] = peak_bytes
-            budget = format_bytes(self.plans[kind].budget_bytes)
+            least, budget = format_bytes(peak_bytes), format_bytes(self.plans[kind].budget_bytes)
             self._say(f"Nothing fits the budget of {budget}: the step runs at the least memory found, {least}.")
 
     def adapt(self, kind: Kind, resident: Resident) -> None:

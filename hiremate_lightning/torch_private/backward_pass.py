@@ -99,7 +99,7 @@ def watch() -> None:
             _running.reset(token)
             running.end()
 
-    run.hiremate = True  # type: ignore[attr-defined]
+    run.hiremate = True
     setattr(torch.autograd, "_engine_run_backward", run)  # noqa: B010  mypy takes it for a function that stays
 
 

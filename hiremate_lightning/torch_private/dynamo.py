@@ -303,8 +303,9 @@ def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
             _try_again(code)
         raise
     else:
-        for reason in _in_doubt.values() if tell is not None else ():
-            tell(reason)
+        if tell is not None:
+            for reason in _in_doubt.values():
+                tell(reason)
     finally:
         _in_doubt.clear()
         dynamo_config.suppress_errors = suppress_errors
