@@ -622,6 +622,20 @@ def test_with_warn_a_budget_too_small_is_announced_once_and_trains():
     assert len([text for text in said if "Nothing fits the budget" in text]) == 1
 
 
+def test_the_first_step_of_a_kind_above_its_budget_is_said_once():
+    model = planned("70%")
+    with recorded() as said:
+        for index in range(3):
+            step(model, index)
+        planned_kinds = targets_of(model).session._planned
+        ((kind, plan),) = planned_kinds.plans.items()
+        assert not said
+        for excess in (2**10, 2**20, 2**21):
+            planned_kinds._see_first(kind, plan.budget_bytes + excess)
+    (text,) = said
+    assert "1.00 MiB above its budget: it had no plan yet" in text
+
+
 def test_the_least_memory_is_announced_again_where_more_of_it_is_resident_or_measured():
     model = planned("1%", on_infeasible="warn")
     with recorded() as said:
