@@ -63,6 +63,50 @@ def test_an_input_that_other_code_made_is_not_linked():
     assert record.runs[1].links == {}
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_an_input_that_other_code_made_goes_with_the_backward_that_reads_it(is_kept):
+    kept = []
+
+    def step(model):
+        made = model.encoder(batch()) + 1
+        kept.extend([made] if is_kept else [])
+        output = model.decoder(made)
+        del made
+        output.square().mean().backward()
+
+    record, profiles = record_of(step)
+    (first, second), _ = describe(record, profiles)
+    assert (first.released_bytes, second.released_bytes) == (0, 0 if is_kept else SIZE)
+
+
+class Interrupted(nn.Module):
+    """A wide block and narrow ones, with code between them that can't be captured and keeps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = nn.Sequential(nn.Linear(WIDTH, 32 * WIDTH), nn.GELU(), nn.Linear(32 * WIDTH, WIDTH))
+        self.blocks = nn.ModuleList([wide, *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6))])
+
+    @torch.compiler.disable
+    def more(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.more(block(x))
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:.*captured as a whole")
+def test_the_peak_counts_inputs_that_other_code_made_no_longer_than_they_live():
+    model = hiremate(Interrupted(), "100%", verbose=False)
+    for _ in range(4):
+        model.zero_grad()
+        model(batch()).square().mean().backward()
+    plan = get_plan(model)
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.002)
+
+
 def test_a_gradient_that_goes_on_backwards_is_passed_on():
     record, _ = record_of(chained)
     first, second = record.runs

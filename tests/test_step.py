@@ -167,6 +167,23 @@ def test_what_is_held_outside_is_given_back_after_a_later_forward(given_bytes, s
     assert live_at_the_end(1000, given_bytes) - live_at_the_end(0, 0) == live_bytes
 
 
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize(("released_bytes", "live_bytes"), [(0, 1500), (300, 1200), (1000, 500), (2000, 0)])
+def test_inputs_that_code_outside_made_are_gone_when_the_backward_that_read_them_has_ended(
+    index, released_bytes, live_bytes
+):
+    """The nearest before the call are given back first; those that were made after it stay."""
+
+    def live_at_the_end(held_bytes, released_bytes):
+        calls = two_calls(3, gap_after_first=Gap(held_bytes if index else 0, 0))
+        calls[0] = replace(calls[0], before_forward=Gap(held_bytes // 2 if index else 3 * held_bytes // 2, 0))
+        calls[index] = replace(calls[index], released_bytes=released_bytes)
+        step = merge(calls, [1, 0])
+        return simulate(step.graph, step.profile, lower(step.graph, keep_all(step.graph))).timeline[-1].live_bytes
+
+    assert live_at_the_end(1000, released_bytes) - live_at_the_end(0, 0) == live_bytes
+
+
 def test_what_lingers_keeps_its_place_where_the_last_forward_gives_back():
     """In both cases the second of two calls side by side returns a value that lives until its backward has run."""
 

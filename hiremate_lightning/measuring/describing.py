@@ -109,6 +109,7 @@ class _Description:
             call,
             alive=run.alive or (),
             passed_on=run.passed_on,
+            released_bytes=run.released_bytes,
             outlasting=tuple(t for p in run.outlasting if (t := tangents[p]) not in call.graph.held),
             is_retained=run.is_kept is not None,
             before_backward=gap,

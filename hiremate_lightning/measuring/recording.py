@@ -45,6 +45,9 @@ class Run:
         program: The program that runs it.
         links: For each input that is an earlier run's output: that one.
         passed_on: Gradients of inputs that other code computed: they don't stay with a parameter.
+        made_outside: Storages of inputs that other code computed, which no run's output shares: whether each lives, and
+            its bytes.
+        released_bytes: Of those, what was given back during the backward: nobody held them but what was saved for it.
         outputs: For each output, whether its storage still lives, and which it is.
         alive: Outputs that lived when the backward ended, None before it ends.
         missing: Positions of the gradients of outputs that did not arrive.
@@ -66,6 +69,8 @@ class Run:
     program: Program
     links: dict[int, Output] = field(default_factory=dict)
     passed_on: tuple[int, ...] = ()
+    made_outside: dict[int, tuple[Callable[[], bool], int]] = field(default_factory=dict)
+    released_bytes: int = 0
     outputs: dict[int, tuple[Callable[[], bool], int]] = field(default_factory=dict)
     alive: tuple[int, ...] | None = None
     missing: frozenset[int] = frozenset()
@@ -226,9 +231,12 @@ class StepRecord:
         made = {storage: (r.index, t) for r in self.runs for t, (lives, storage) in r.outputs.items() if lives()}
         for tensor, value in tensors.items():
             if _is_dense(value) and not isinstance(value, torch.nn.Parameter):
-                source = made.get(tensor_state.storage_id(value))
-                if source is not None:
-                    run.links[tensor] = source
+                storage = tensor_state.storage_id(value)
+                if storage in made:
+                    run.links[tensor] = made[storage]
+                elif not value.is_leaf:
+                    size_bytes = allocated_bytes(value.untyped_storage().nbytes(), value.device)
+                    run.made_outside[storage] = tensor_state.watch_storage(value), size_bytes
         self.parameters.update(id(value) for value in arguments if isinstance(value, torch.nn.Parameter))
         run.passed_on = _passed_on(part, arguments)
         self._note_alive(f"F{run.index}")
@@ -263,6 +271,7 @@ class StepRecord:
         run.is_kept = is_kept or run.is_kept
         run.tangent_bytes = _storage_bytes(tangents)
         run.tangent_strides = tuple(tuple(t.stride()) if _is_dense(t) else None for t in tangents)
+        run.made_outside = {storage: made for storage, made in run.made_outside.items() if made[0]()}
         watched = enumerate(tangents)
         self._tangents = {position: tensor_state.watch_storage(t) for position, t in watched if _is_dense(t)}
         self._note_alive(f"B{run.index}")
@@ -272,6 +281,7 @@ class StepRecord:
     def backward_done(self, run: Run) -> None:
         """Note that a backward ended, and which outputs someone else than the part itself held meanwhile."""
         run.alive = _living(run)
+        run.released_bytes = sum(size_bytes for lives, size_bytes in run.made_outside.values() if not lives())
         run.outlasting = tuple(position for position, lives in self._tangents.items() if lives())
         self._mark(f"b{run.index}")
         backward_pass.at_end(lambda: self._backward_ended(run))

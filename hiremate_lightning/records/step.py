@@ -63,6 +63,7 @@ class Call:
             run when it is released.
         beside_after: Outputs of earlier calls that still lived when what runs outside after this forward ended.
         passed_on: Gradients that outside code or another call consumes; the others stay to the end of the step.
+        released_bytes: Of inputs that code outside has made in the step, and that are given back during the backward.
         outlasting: Gradients of outputs that code outside holds until it runs again after the backward.
         is_retained: Whether its backward frees nothing of what was saved for it, since it will run again.
         before_deaths: What runs outside after the forward until the last output dies that does so, earlier calls' too,
@@ -85,6 +86,7 @@ class Call:
     lingering: tuple[tuple[int, int], ...] = ()
     beside_after: tuple[Output, ...] = ()
     passed_on: tuple[int, ...] = ()
+    released_bytes: int = 0
     outlasting: tuple[int, ...] = ()
     is_retained: bool = False
     before_deaths: tuple[Stage, ...] = ()
@@ -325,8 +327,11 @@ class _Merger:
         """Append the outside nodes, last, so that no call's indices depend on them."""
         number = {-i: self._append_outside(*outside) for i, outside in enumerate(self.outside, start=1)}
         turn = number[self.forward[-1]]
-        self._append_beginning(number[self.stale_until], number.get(self.left_until))
-        self._give_back_between_forwards([number[outside] for outside in self.after_forward])
+        beginning = self._append_beginning(number[self.stale_until], number.get(self.left_until))
+        after_forward = [number[outside] for outside in self.after_forward]
+        self._give_back_between_forwards(after_forward)
+        for index, outside in zip(backward_order, self.after_backwards, strict=True):
+            self._give_back_inputs(index, [beginning, *after_forward[:index]], number[outside])
         for index, call in enumerate(self.calls):
             self._let_linger(call, turn, [number[reader] for reader in self.after_backwards])
             if index in self.before_backward:
@@ -357,13 +362,14 @@ class _Merger:
         profile = Profile(tuple(self.times), tuple(workspaces), self.calls[0].profile.device)
         return Step(graph, profile, tuple(self.owners), tuple(spans[i] for i in range(len(self.calls))))
 
-    def _append_beginning(self, stale_until: int, left_until: int | None) -> None:
+    def _append_beginning(self, stale_until: int, left_until: int | None) -> int:
         """Begin with what outside code makes before the first forward, and with what the step before has left."""
         node = self._append_outside(self.calls[0].before_forward, [], [], Phase.FORWARD)
         self._hold_between(STALE_GRADIENTS, self.stale_bytes, node, stale_until)
         if left_until is not None:
             self._hold_between(LEFT_OUTPUTS, self.left_bytes, node, left_until)
         self.forward.insert(0, node)
+        return node
 
     def _let_linger(self, call: Call, turn: int, readers: Sequence[int]) -> None:
         """Give the outputs that code outside holds for a while beyond the forward a place of their own till then."""
@@ -383,6 +389,12 @@ class _Merger:
             stale_bytes, owed_bytes = max(0, stale_bytes - owed_bytes), max(0, owed_bytes - stale_bytes)
             for holder in reversed(outside[:index]):
                 owed_bytes -= self._give_back(owed_bytes, holder, giver)
+
+    def _give_back_inputs(self, index: int, holders: Sequence[int], giver: int) -> None:
+        """Let inputs of a call that code outside has made before it live until the call's backward has ended."""
+        owed_bytes = self.calls[index].released_bytes
+        for holder in reversed(holders):
+            owed_bytes -= self._give_back(owed_bytes, holder, giver)
 
     def _give_back(self, size_bytes: int, holder: int, giver: int) -> int:
         """Let up to so many bytes that one outside node holds live until another one only; tell how many."""
