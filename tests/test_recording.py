@@ -79,6 +79,15 @@ def test_an_input_that_other_code_made_goes_with_the_backward_that_reads_it(is_k
     assert (first.released_bytes, second.released_bytes) == (0, 0 if is_kept else SIZE)
 
 
+def test_an_input_that_was_there_before_the_step_is_none_that_other_code_made_in_it():
+    def step(model):
+        model.encoder(batch().requires_grad_() + 1).square().mean().backward()
+
+    record, profiles = record_of(step)
+    (call,), _ = describe(record, profiles)
+    assert call.released_bytes == 0
+
+
 class Interrupted(nn.Module):
     """A wide block and narrow ones, with code between them that can't be captured and keeps nothing."""
 

@@ -45,8 +45,8 @@ class Run:
         program: The program that runs it.
         links: For each input that is an earlier run's output: that one.
         passed_on: Gradients of inputs that other code computed: they don't stay with a parameter.
-        made_outside: Storages of inputs that other code computed, which no run's output shares: whether each lives, and
-            its bytes.
+        made_outside: Storages of inputs that other code has computed in the step, which no run's output shares: whether
+            each lives, and its bytes.
         released_bytes: Of those, what was given back during the backward: nobody held them but what was saved for it.
         outputs: For each output, whether its storage still lives, and which it is.
         alive: Outputs that lived when the backward ended, None before it ends.
@@ -128,6 +128,7 @@ class StepRecord:
 
     Attributes:
         resident_bytes: Bytes that existed when it began, stale ones included.
+        counted: Storages of which these are, where that is known.
         runs: Its runs, in the order of their forwards.
         backwards: Indices of the runs, in the order of their backwards.
         parameters: Which parameters they were given, by identity.
@@ -147,6 +148,7 @@ class StepRecord:
         self._next: weakref.ref[StepRecord] | None = None
         self._thread = threading.get_ident()
         self.resident_bytes = resident_bytes + stale_bytes + left_bytes
+        self.counted = frozenset[int]()
         self.runs: list[Run] = []
         self.backwards: list[int] = []
         self.parameters = set[int]()
@@ -234,7 +236,7 @@ class StepRecord:
                 storage = tensor_state.storage_id(value)
                 if storage in made:
                     run.links[tensor] = made[storage]
-                elif not value.is_leaf:
+                elif not value.is_leaf and storage not in self.counted:
                     size_bytes = allocated_bytes(value.untyped_storage().nbytes(), value.device)
                     run.made_outside[storage] = tensor_state.watch_storage(value), size_bytes
         self.parameters.update(id(value) for value in arguments if isinstance(value, torch.nn.Parameter))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -161,14 +161,19 @@ class ResidentMemory:
         memory that the step gives back. What was retained for another backward is counted, tensor by tensor unknown.
         """
         self._left.watch(record)
+        record.counted = self._counted(arguments)
         if self.device.type == "cpu" and record.is_measured and not self._left.are_retained:
-            record.watch_uncounted(self._uncounted(arguments))
+            record.watch_uncounted(self._uncounted(record.counted))
 
-    def _uncounted(self, arguments: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """List tensors on the host that are not counted, one for each storage, and no small ones."""
+    def _counted(self, arguments: Sequence[torch.Tensor]) -> frozenset[int]:
+        """List the storages that count as there before a step with these arguments."""
         groups = self._groups(list(self._gradients().values()), arguments)
-        seen = set(tensor_state.storage_sizes(tensor for tensors in groups.values() for tensor in tensors))
-        seen |= self._left.storages
+        sizes = tensor_state.storage_sizes(tensor for tensors in groups.values() for tensor in tensors)
+        return frozenset(sizes) | self._left.storages
+
+    def _uncounted(self, counted: Collection[int]) -> Iterator[torch.Tensor]:
+        """List tensors on the host that are not counted, one for each storage, and no small ones."""
+        seen = set(counted)
         for tensor in tensor_state.plain_tensors_of_python():
             if tensor.device.type == "cpu":
                 storage = tensor_state.storage_id(tensor)
