@@ -637,4 +637,5 @@ def test_what_runs_before_the_first_planned_part_is_measured_in_each_step():
         step()
     plan = get_plan(model)
     added_bytes = plan.measured.peak_bytes - plan.resident_bytes
-    assert added_bytes == pytest.approx(measure_peak(step), rel=0.001)
+    peak_bytes = max(measure_peak(step) for _ in range(3))  # one alone may release what an earlier step has left
+    assert added_bytes == pytest.approx(peak_bytes, rel=0.001)

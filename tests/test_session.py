@@ -622,17 +622,20 @@ def test_with_warn_a_budget_too_small_is_announced_once_and_trains():
     assert len([text for text in said if "Nothing fits the budget" in text]) == 1
 
 
-def test_the_first_step_of_a_kind_above_its_budget_is_said_once():
+def test_the_first_step_of_another_kind_above_its_budget_is_said_once():
     model = planned("70%")
     with recorded() as said:
         for index in range(3):
             step(model, index)
         planned_kinds = targets_of(model).session._planned
         ((kind, plan),) = planned_kinds.plans.items()
-        assert not said
+        planned_kinds._see_first(kind, plan.budget_bytes + 2**20)
+        assert not said  # the first kind of all
+        planned_kinds.plans[(*kind, 1)] = plan
         for excess in (2**10, 2**20, 2**21):
-            planned_kinds._see_first(kind, plan.budget_bytes + excess)
+            planned_kinds._see_first((*kind, 1), plan.budget_bytes + excess)
     (text,) = said
+    assert "The first step of another kind took" in text
     assert "1.00 MiB above its budget: it had no plan yet" in text
 
 

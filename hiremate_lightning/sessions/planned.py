@@ -79,7 +79,7 @@ class PlannedKinds:
         self._name, self._memory, self._parts, self._stages, self._say = name, memory, parts, stages, say
         self._known: dict[Kind, Known] = {}
         self._limits: defaultdict[Kind, Limits] = defaultdict(Limits)
-        self._first_said = False  # that the first step of a kind may take more than its budget
+        self._first_said = False  # that the first step of another kind may take more than its budget
         self._least_said: dict[Kind, int] = {}  # peaks that were announced, of steps in which nothing fits
         self._unfit: set[Kind] = set()  # whose plans were made with gradients dying that do not
         self._searching: set[Kind] = set()  # whose next step is the first in which cuDNN chooses algorithms
@@ -186,14 +186,14 @@ class PlannedKinds:
         self._see_first(kind, record.peak_bytes or 0)
 
     def _see_first(self, kind: Kind, peak_bytes: int) -> None:
-        """Say where the first step of a kind, which ran before it was planned, took more than its budget."""
+        """Say where the first step of another kind, which ran before it was planned, took more than its budget."""
         plan = self.plans[kind]
         excess = peak_bytes - max(plan.budget_bytes, plan.planned_peak_bytes)
-        if excess > GUARD_BYTES and not self._first_said:
+        if excess > GUARD_BYTES and len(self.plans) > 1 and not self._first_said:
             self._first_said = True
             took = f"{format_bytes(peak_bytes)}, {format_bytes(excess)} above its budget"
             self._say(
-                f"The first step of a kind took {took}: it had no plan yet. So may other kinds that data or input "
+                f"The first step of another kind took {took}: it had no plan yet. So may others that data or input "
                 "shapes bring; the next step of each has its plan."
             )
 
