@@ -6,7 +6,6 @@ caching allocator's statistics are read and reset at each mark.
 
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
 from collections.abc import Callable
@@ -238,7 +237,6 @@ def measure_peak(function: Callable[[], Any], device: torch.device | str = "cpu"
     Returns:
         Peak above the start, in bytes by the allocator's own events, at least 0.
     """
-    gc.collect()  # garbage that goes meanwhile would pass for memory that the function gives back
     with MemoryMeter(torch.device(device)) as meter:
         function()
     return max((interval.peak_bytes for interval in meter.intervals), default=0)
