@@ -9,6 +9,7 @@ backward needs) is rejected, not skipped over.
 from __future__ import annotations
 
 import gc
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -20,8 +21,10 @@ from torch.nn import functional as F
 
 from hiremate_lightning import HiRemateWarning, Plan, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.sessions.planned import CLEARLY_MORE
 from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.units import parse_budget
 
 from .fuzz_operations import OPERATIONS, WORDS
 from .training import resident_bytes
@@ -310,9 +313,17 @@ class Outcome:
         if self.plan is None or self.excess_bytes <= 0:
             return False
         said = ["no plan leaves that margin", "with a margin"]
-        if self.plan.planned_peak_bytes > self.plan.budget_bytes:
-            said.append("Nothing fits the budget")
-        return not any(words in text for text in self.warnings for words in said)
+        return not any(words in text for text in self.warnings for words in said) and not self.nothing_fits_was_said
+
+    @property
+    def nothing_fits_was_said(self) -> bool:
+        """Whether it was said that nothing fits the budget, or one that is as near as the peak may have grown since."""
+        assert self.plan is not None
+        if self.plan.planned_peak_bytes <= self.plan.budget_bytes:
+            return False
+        found = re.findall(r"Nothing fits the budget of ([\d.]+ \w+):", "\n".join(self.warnings))
+        nearest_bytes = max((parse_budget(text).size_bytes or 0 for text in found), default=0)
+        return self.plan.budget_bytes - nearest_bytes <= (CLEARLY_MORE - 1) * self.plan.planned_peak_bytes
 
     @property
     def excess_bytes(self) -> int:

@@ -334,6 +334,16 @@ def gradients_of(model: nn.Module, steps: int = 5) -> list[torch.Tensor]:
     return [*seen, torch.get_rng_state()]
 
 
+def train_beside(plain: nn.Module) -> tuple[nn.Module, list[str]]:
+    """Train a planned copy with the gradients of the plain module; give it, and what was said meanwhile."""
+    model = hiremate(copy.deepcopy(plain), "80%", verbose=False)
+    expected = gradients_of(plain)
+    with pytest.warns(HiRemateWarning) as said:
+        found = gradients_of(model)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    return model, [str(warning.message) for warning in said]
+
+
 @pytest.mark.parametrize("level", [logging.WARNING, logging.ERROR])
 def test_what_torch_compile_fails_on_runs_as_it_is_and_what_it_calls_is_planned(monkeypatch, request, level):
     def fail_on_large_graphs(joint, *arguments):
@@ -345,13 +355,7 @@ def test_what_torch_compile_fails_on_runs_as_it_is_and_what_it_calls_is_planned(
     log = logging.getLogger("torch._dynamo.convert_frame")
     request.addfinalizer(partial(log.setLevel, log.level))
     log.setLevel(level)
-    plain = Nested()
-    model = hiremate(copy.deepcopy(plain), "80%", verbose=False)
-    expected = gradients_of(plain)
-    with pytest.warns(HiRemateWarning) as said:
-        found = gradients_of(model)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    texts = [str(warning.message) for warning in said]
+    model, texts = train_beside(Nested())
     assert texts == [
         "torch.compile could not capture a part of Nested, which runs without a plan: AssertionError: too large",
         "Nothing of Nested was captured as a whole; from the next step on its parts are planned.",
@@ -390,14 +394,8 @@ class Marked(nn.Module):
 
 
 def test_what_fails_only_as_it_is_traced_runs_as_it_is_and_what_it_calls_is_planned():
-    plain = Marked()
-    model = hiremate(copy.deepcopy(plain), "80%", verbose=False)
-    expected = gradients_of(plain)
-    with pytest.warns(HiRemateWarning) as said:
-        found = gradients_of(model)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    text = "could not capture a part of Marked, which runs without a plan: RuntimeError("
-    assert text in str(said[0].message)
+    model, texts = train_beside(Marked())
+    assert "could not capture a part of Marked, which runs without a plan: RuntimeError(" in texts[0]
     assert get_plan(model).schedule.recomputed(get_plan(model).graph)
 
 

@@ -279,6 +279,8 @@ _in_doubt: dict[types.CodeType, str] = {}  # code that failed as it was traced, 
 @contextmanager
 def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
     """Let Dynamo go on without what it fails on, and hear of it from its log, however quiet a user has made that."""
+    around = dict(_in_doubt)  # of a call that this one is within
+    _in_doubt.clear()
     level, was_quiet = _DYNAMO_LOG.level, not _DYNAMO_LOG.isEnabledFor(logging.WARNING)
     suppress_errors = dynamo_config.suppress_errors
 
@@ -298,7 +300,7 @@ def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
     _DYNAMO_LOG.addFilter(heed)
     try:
         yield
-    except BaseException:
+    except BaseException:  # whatever stopped the code: whether it works as it is was not seen
         for code in _in_doubt:
             _try_again(code)
         raise
@@ -308,6 +310,7 @@ def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
                 tell(reason)
     finally:
         _in_doubt.clear()
+        _in_doubt.update(around)
         dynamo_config.suppress_errors = suppress_errors
         _DYNAMO_LOG.removeFilter(heed)
         if was_quiet:
