@@ -8,6 +8,7 @@ from torch import nn
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.sessions.limits import CLEARLY
 from hiremate_lightning.sessions.targets import targets_of
 
 from .exact import leave_behind, square_error, train_both
@@ -178,14 +179,29 @@ def test_a_plan_stays_where_an_optimizer_has_made_its_state_since_the_other_micr
     assert all(solution is solutions[0] for solution in solutions)
 
 
-def test_gradients_that_stay_though_an_optimizer_has_used_them_are_no_memory_beyond_the_plan():
-    model, solutions = Wide(), []
-    hiremate(model, "60%", verbose=False, time_limit_s=2)
-    targets_of(model).session.listeners.append(lambda plan: solutions.append(plan.solution))
+def train_with_gradients_that_stay(budget):
+    """Give each plan of a few steps whose gradients are zeroed, not freed."""
+    model, plans = Wide(), []
+    hiremate(model, budget, verbose=False, time_limit_s=2)
+    targets_of(model).session.listeners.append(plans.append)
     optimizer = torch.optim.AdamW(model.parameters())
     for index in range(5):
         micro_batch(model, batch(index).repeat(16, 1))
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-    assert get_plan(model).measured.peak_bytes <= get_plan(model).budget_bytes
-    assert all(solution is solutions[0] for solution in solutions)
+    return plans
+
+
+def test_gradients_that_stay_though_an_optimizer_has_used_them_are_no_memory_beyond_the_plan():
+    budget_bytes = train_with_gradients_that_stay("60%")[-1].budget_bytes
+    plans = train_with_gradients_that_stay(budget_bytes)
+    assert plans[-1].measured.peak_bytes == plans[-1].planned_peak_bytes <= budget_bytes
+    assert all(plan.solution is plans[-1].solution for plan in plans[1:])  # none was made with a margin
+
+
+def test_the_room_that_a_share_gives_where_gradients_stay_is_used():
+    first, *_, last = train_with_gradients_that_stay("60%")
+    rooms = [plan.budget_bytes - plan.planned_peak_bytes for plan in (first, last)]
+    assert last.budget_bytes > first.budget_bytes
+    assert rooms[1] - rooms[0] <= CLEARLY * (last.budget_bytes - last.resident_bytes)
+    assert last.measured.peak_bytes <= last.budget_bytes

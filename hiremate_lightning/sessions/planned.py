@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -78,7 +79,7 @@ class PlannedKinds:
         self.awaited = 0
         self._name, self._memory, self._parts, self._stages, self._say = name, memory, parts, stages, say
         self._known: dict[Kind, Known] = {}
-        self._limits: defaultdict[Kind, Limits] = defaultdict(Limits)
+        self._limits = self._new_limits()
         self._first_said = False  # that the first step of another kind may take more than its budget
         self._least_said: dict[Kind, int] = {}  # peaks that were announced, of steps in which nothing fits
         self._unfit: set[Kind] = set()  # whose plans were made with gradients dying that do not
@@ -107,7 +108,8 @@ class PlannedKinds:
             InfeasibleBudgetError: If nothing fits it; then all is as it was.
         """
         before = self.options, dict(self.plans), dict(self.kinds.programs), self._limits
-        self.options, self._limits = replace(self.options, budget=budget), defaultdict(Limits)
+        self.options = replace(self.options, budget=budget)
+        self._limits = self._new_limits()
         self._least_said.clear()
         try:
             for kind in list(self._known):
@@ -205,6 +207,10 @@ class PlannedKinds:
     def _new_solver(self) -> Strategy:
         return shared(Remembering(worker.apart(self.options.plan.solver)), runtime.process_group_store())
 
+    def _new_limits(self) -> defaultdict[Kind, Limits]:
+        is_share = self.options.budget.share is not None
+        return defaultdict(lambda: Limits(is_share))
+
     def _make_plan(self, kind: Kind) -> None:
         """Plan a known step and let its programs take over."""
         known = self._known[kind]
@@ -227,6 +233,7 @@ class PlannedKinds:
         decided = zip(known.captured, known.places, step.split(plan.solution.recompute), strict=True)
         programs = {place: build(captured, lower(captured.graph, decisions)) for captured, place, decisions in decided}
         self.plans[kind] = plan
+        self._limits[kind].planned(plan.planned_peak_bytes + known.margin_bytes)
         self.awaited = min(self.awaited, 3)
         self.first_steps.forget_plans()
         self.kinds.install(kind, programs)
@@ -274,14 +281,20 @@ class PlannedKinds:
         was_of_more = (plan.measured.peak_bytes or 0) > budget_bytes
         if was_of_more or has_more_state:  # resident bytes, or fewer: measured again
             adapted = adapted.with_measured(peak_bytes=None)
-        if limits.stays(resident, adapted.planned_peak_bytes + known.margin_bytes, is_least):
-            self.plans[kind] = adapted
-            self._tell(adapted)
-            if adapted.planned_peak_bytes > budget_bytes:
-                self._say_least(kind, adapted.planned_peak_bytes)
-        else:
+        peak_bytes = adapted.planned_peak_bytes + known.margin_bytes
+        if not limits.stays(resident, peak_bytes, is_least):
             log.info("%s is planned anew: resident bytes are now %s", self._name, format_bytes(resident.size_bytes))
             self._make_plan(kind)
+            return
+        self.plans[kind] = adapted
+        self._tell(adapted)
+        if adapted.planned_peak_bytes > budget_bytes:
+            self._say_least(kind, adapted.planned_peak_bytes)
+        if plan.solution.recompute_ms > 0 and limits.have_risen(resident, peak_bytes):
+            log.info("%s is planned anew: the budget is now %s", self._name, format_bytes(budget_bytes))
+            limits.planned(peak_bytes)  # tried once
+            with suppress(InfeasibleBudgetError):  # then the plan stays
+                self._make_plan(kind)
 
     def peak_measured(self, kind: Kind, peak_bytes: int, resident: Resident) -> None:
         """Compare a measured peak with the budget; where it is over, plan with less, a few times at most.
@@ -365,8 +378,8 @@ class PlannedKinds:
 
     def _limit_bytes(self, kind: Kind, step: Step) -> int:
         """Give the budget of a known kind of step with what exists before it now, resident bytes included."""
-        resident, is_share = self._known[kind].resident, self.options.budget.share is not None
-        return self._limits[kind].budget_bytes(resident, self.budget_bytes(step, resident.size_bytes, kind), is_share)
+        resident = self._known[kind].resident
+        return self._limits[kind].budget_bytes(resident, self.budget_bytes(step, resident.size_bytes, kind))
 
     def budget_bytes(self, step: Step, resident_bytes: int, kind: Kind | None = None) -> int:
         """Give the budget of a step, resident bytes included; a share is of the largest step that is known.
