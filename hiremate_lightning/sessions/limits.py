@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..measuring.resident import Resident
 
-CLEARLY = 0.05  # of what a step may add: by so much more than a plan was made with is worth another plan
+WORTH_A_PLAN = 0.05  # of what a step may add: where the budget rises by more, it is planned once more
 
 
 class Limits:
@@ -79,7 +79,7 @@ class Limits:
         (budget_bytes, peak_bytes), (before_bytes, peak_before_bytes) = self._without_state(peak_bytes), self._planned
         risen_bytes = budget_bytes - before_bytes
         room_bytes = risen_bytes - (peak_bytes - peak_before_bytes)
-        clearly_bytes = CLEARLY * (max(self._budgets.values()) - resident.size_bytes)
+        clearly_bytes = WORTH_A_PLAN * (max(self._budgets.values()) - resident.size_bytes)
         return self._is_share and min(risen_bytes, room_bytes) > clearly_bytes
 
     def forget_least(self) -> None:
