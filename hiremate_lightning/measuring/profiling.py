@@ -34,7 +34,7 @@ from ..records.graph import Graph, Phase
 from ..rewriting.finishing import Finish
 from ..rewriting.joint import is_collective, is_part
 from ..rewriting.kernels import as_eager
-from ..rewriting.replays import call_of, generator_state
+from ..rewriting.replays import call_of, is_state, state_arguments
 from ..running.program import Program
 from ..torch_private import runtime, tensor_state
 
@@ -259,11 +259,11 @@ def _traced(node: fx.Node) -> tuple[int, ...]:
     return tuple(tensor_state.int_hint(s) for s in node.meta["val"].stride())
 
 
-def _layout(node: fx.Node, strides: tuple[int, ...]) -> torch.Tensor:
-    """Give a tensor without memory as a node's value, with other strides."""
+def _layout(node: fx.Node, strides: Sequence[int] | None = None) -> torch.Tensor:
+    """Give a tensor without memory as a node's value, with other strides if any are given."""
     value = node.meta["val"]
-    size = [tensor_state.int_hint(s) for s in value.shape]
-    return torch.empty_strided(size, strides, dtype=value.dtype, device="meta")
+    size, traced = ([tensor_state.int_hint(s) for s in sizes] for sizes in (value.shape, value.stride()))
+    return torch.empty_strided(size, strides or traced, dtype=value.dtype, device="meta")
 
 
 _VIEW_MS = 0.002  # what a view costs the interpreter; kernels on top of it are what matters
@@ -288,11 +288,13 @@ def runner(
 
     def argument(source: fx.Node) -> Any:
         if source not in made:
-            is_state = source.target is generator_state
             if layouts is not None and source in layouts:
                 made[source] = _made_up(layouts[source], device or captured.device)
+            elif is_state(source):
+                take: Any = source.target
+                made[source] = take(*state_arguments(source, node, _layout))
             else:
-                made[source] = generator_state(captured.device) if is_state else _stand_in(source)
+                made[source] = _stand_in(source)
         return made[source]
 
     if record.replays is not None:

@@ -52,9 +52,9 @@ def call_of(op: str, drawn: fx.Node, inputs: Sequence[fx.Node]) -> Call:
         first = len({a for a in read if isinstance(a, fx.Node)})
         return normalize, (*read, *inputs[first : first + 2]), {}
     state, device = inputs[-1], _device(drawn)
-    if op == DRAW_MASK:
-        drawn_as = drawn.args if drawn.target is draw_mask_of else mask_arguments(drawn)
-        return again(draw_mask_of), (state, device, *drawn_as), {}
+    if op == DRAW_MASK and drawn.target is not draw_mask_of:
+        size, _, *rest = mask_arguments(drawn)
+        return draw_mask_again, (state, size, *rest), {}
     target, changed = as_eager(drawn)
     return again(target), (state, device, *drawn.args[: len(drawn.args) - len(changed)], *changed), dict(drawn.kwargs)
 
@@ -62,6 +62,14 @@ def call_of(op: str, drawn: fx.Node, inputs: Sequence[fx.Node]) -> Call:
 def generator_state(device: torch.device) -> torch.Tensor:
     """Give the state of a device's default generator, a tensor on the host."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def mask_state(device: torch.device, source: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Give the state before a dropout, and the strides of what it reads.
+
+    A mask is drawn in the order of that memory, and a kernel may have laid it out otherwise than its trace says.
+    """
+    return generator_state(device), source.stride()
 
 
 def _set_state(state: torch.Tensor, device: torch.device) -> None:
@@ -89,12 +97,26 @@ def again(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def add_state(joint: fx.Graph, drawn: fx.Node) -> fx.Node:
-    """Put into a joint graph the node whose value is the generator's state before a random operation."""
+    """Put into a joint graph the node whose value is the generator's state before a random operation.
+
+    That of a dropout lacks its second argument, for which see `state_arguments`: it must not keep a value alive.
+    """
+    is_dropout = drawn.target is aten.native_dropout.default
     with joint.inserting_before(drawn):
-        state = joint.call_function(generator_state, (_device(drawn),))
+        state = joint.call_function(mask_state if is_dropout else generator_state, (_device(drawn),))
     with tensor_state.fake_mode_of([drawn.meta["val"]]):
         state.meta["val"] = torch.empty(generator_state(torch.device("cpu")).shape, dtype=torch.uint8)
     return state
+
+
+def is_state(node: fx.Node) -> bool:
+    """Whether a node is one that `add_state` has put into a graph."""
+    return node.target in (generator_state, mask_state)
+
+
+def state_arguments(state: fx.Node, drawn: fx.Node, value_of: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """Give what a random operation's state is made of; `value_of` gives the value of what a dropout reads."""
+    return (*state.args, value_of(drawn.args[0])) if state.target is mask_state else state.args
 
 
 def _device(drawn: fx.Node) -> torch.device:
@@ -124,6 +146,19 @@ def draw_mask_of(
         source = torch.empty_strided(size, strides, dtype=dtype, device=device)
         return torch.native_dropout(source, probability, train=True)[1]
     return draw_mask(torch.empty_strided(size, strides, device="meta"), probability, device)
+
+
+def draw_mask_again(
+    before: tuple[torch.Tensor, tuple[int, ...]],
+    size: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    probability: float,
+) -> torch.Tensor:
+    """Draw the mask of a dropout from what `mask_state` gave before it."""
+    state, strides = before
+    mask: torch.Tensor = again(draw_mask_of)(state, device, size, strides, dtype, device, probability)
+    return mask
 
 
 def mask_arguments(dropout: fx.Node) -> tuple[Any, ...]:

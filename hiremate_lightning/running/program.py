@@ -21,7 +21,7 @@ from ..records.schedule import Compute, Operation, Schedule
 from ..rewriting.contributions import additions
 from ..rewriting.kernels import as_eager, needs_traced_layout, with_strides
 from ..rewriting.overwriting import overwriting, traced_strides
-from ..rewriting.replays import DRAW_AGAIN, call_of, generator_state
+from ..rewriting.replays import DRAW_AGAIN, call_of, is_state, state_arguments
 from ..torch_private import aot, tensor_state
 from .saved_values import SavedValues, saved_values
 from .straight_line import compiled
@@ -274,10 +274,12 @@ class _Emitter:
             copy.target = overwriting(node.target, dying)
             copy.args = (traced_strides(node, dying), *copy.args)
         outputs = self._outputs(record, node)
-        for state in (v for v in outputs if v.target is generator_state):
+        for state in filter(is_state, outputs):
             with self._graph.inserting_before(copy):
-                self.values[state] = self._graph.node_copy(state)
-        self._hand_on(node, copy, [v for v in outputs if v.target is not generator_state])
+                copied = self._graph.node_copy(state)
+                copied.args = state_arguments(state, node, self._value_of)
+            self.values[state] = copied
+        self._hand_on(node, copy, [v for v in outputs if not is_state(v)])
         self._finish(node, outputs, copy)
 
     def _value_of(self, value: fx.Node) -> fx.Node:
@@ -320,7 +322,7 @@ class _Emitter:
 
 def _drop_unread_states(graph: fx.Graph) -> None:
     """Leave out the states of generators from which nothing is drawn again."""
-    for state in graph.find_nodes(op="call_function", target=generator_state):
+    for state in [node for node in graph.nodes if is_state(node)]:
         if not state.users:
             graph.erase_node(state)
 
