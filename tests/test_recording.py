@@ -230,6 +230,33 @@ def test_the_peak_counts_what_was_there_before():
     assert record.peak_bytes > record.resident_bytes > 0
 
 
+@pytest.mark.parametrize("is_by_hand", [False, True])
+@pytest.mark.parametrize("outlives_update", [False, True])
+def test_the_peak_counts_no_update_whenever_an_output_is_let_go(outlives_update, is_by_hand):
+    torch.manual_seed(0)
+    model = hiremate(nn.Sequential(nn.Linear(WIDTH, 64 * WIDTH), nn.Linear(64 * WIDTH, WIDTH)), "100%", verbose=False)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def update():
+        torch.empty(1000 * SIZE)  # more than the step takes
+        if not is_by_hand:
+            optimizer.step()
+
+    def step():
+        output = model(batch())
+        output.square().mean().backward()
+        if outlives_update:
+            update()
+
+    for _ in range(4):
+        step()
+        if not outlives_update:
+            update()
+        model.zero_grad()
+    plan = get_plan(model)
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.02)
+
+
 def test_a_step_under_another_profiler_runs_unmeasured():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
         record = StepRecord(torch.device("cpu"), 0, 0, 0, sees_frees=True)

@@ -336,8 +336,7 @@ class StepRecord:
             for unwatch in self._unwatch:  # they may stay for ever, and others will watch them
                 unwatch()
             self.intervals = _without_releases(self._meter.intervals)
-            *before, last = self.intervals
-            self._counted = before if last.label.startswith("e") or not at_once else [*before, last]
+            self._counted = _of_step(self.intervals, at_once)
 
     @property
     def peak_bytes(self) -> int | None:
@@ -370,6 +369,18 @@ class StepRecord:
 def release_label(run: int, tensor: int) -> str:
     """Give the mark at which an output's memory was given back."""
     return f"released {run} {tensor}"
+
+
+def _of_step(intervals: Sequence[Interval], at_once: bool) -> list[Interval]:
+    """List the intervals before the last backward's end, all marks after which are of releases; of others all.
+
+    Where the step has not ended at once, the last interval is left out of the others too.
+    """
+    labels = [interval.label for interval in intervals]
+    ended = max((i for i, label in enumerate(labels) if label.startswith("e")), default=len(labels))
+    if any(label.startswith("B") for label in labels[ended:]):  # another one failed, or has others run after it
+        ended = len(labels)
+    return list(intervals[: min(ended, len(labels) if at_once else len(labels) - 1)])
 
 
 def _without_releases(intervals: Sequence[Interval]) -> list[Interval]:
