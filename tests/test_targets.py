@@ -438,6 +438,29 @@ def test_a_model_of_which_nothing_is_captured_is_an_error():
         model(torch.randn(2, 4))
 
 
+@pytest.mark.filterwarnings("ignore:.*captured")
+def test_a_model_of_whose_parts_nothing_is_captured_either_is_an_error():
+    class Uncapturable(nn.Linear):
+        @torch.compiler.disable
+        def forward(self, x):
+            return super().forward(x)
+
+    class Chain(nn.Sequential):
+        @torch.compiler.disable
+        def forward(self, x):
+            return super().forward(x)
+
+    parts = (Chain(Uncapturable(4, 4), Uncapturable(4, 4)), Uncapturable(4, 4))
+    model = hiremate(Chain(*parts), "60%", verbose=False)
+
+    def train():
+        for _ in range(4):
+            model(torch.randn(2, 4)).sum().backward()
+
+    with pytest.raises(CaptureError, match=r"Nothing of Chain was captured.*target="):
+        train()
+
+
 def test_an_error_says_what_ended_the_graphs_of_a_model_of_which_nothing_is_captured():
     class Looks(nn.Linear):
         def forward(self, x):

@@ -127,7 +127,7 @@ class Targets:
         if name in self._passed_by:  # what it runs before the first planned part belongs to the step
             if not backward_pass.is_running():
                 self.session.begin_step((args, kwargs))
-            return hooks.plain_call(module, *args, **kwargs)
+            return self._call_passed_by(name, module, args, kwargs)
         if name not in self.adopted:
             if module in self._waiting and backward_pass.is_running():
                 return hooks.plain_call(module, *args, **kwargs)  # a part of a planned call is computed again
@@ -154,6 +154,14 @@ class Targets:
                 self._compiled.pop(module, None)
             check_captured(self.session, name or type(module).__name__, result)
         elif not self._plan_parts_of(name, module, result):
+            check_captured(self.session, name or type(module).__name__, result)
+        return result
+
+    def _call_passed_by(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module whose parts are planned in its place; where none could be, and none is left to try, refuse."""
+        before = len(self._passed_by)
+        result = hooks.plain_call(module, *args, **kwargs)
+        if module is self.root and not self.session.captured_count and len(self._passed_by) == before:
             check_captured(self.session, name or type(module).__name__, result)
         return result
 
