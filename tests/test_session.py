@@ -171,6 +171,24 @@ def test_a_number_that_changes_is_captured_once_more_or_that_is_told(use, captur
     assert len([w for w in caught if "captured anew in each of 8 steps" in str(w.message)]) == (captured > 2)
 
 
+def appends(seen: list[torch.Tensor], output: torch.Tensor) -> None:
+    seen.append(output.detach().mean())
+
+
+@pytest.mark.parametrize(("append", "is_told"), [(appends, True), (torch.compiler.disable(appends), False)])
+def test_a_list_that_grows_is_named_where_it_makes_each_step_captured_anew(append, is_told):
+    model, seen = hiremate(Net(), "100%", verbose=False), []
+    model.body[0].register_forward_hook(lambda module, inputs, output: append(seen, output))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", HiRemateWarning)
+        for index in range(session.CAPTURES + 1):
+            step(model, index)
+    told = [str(w.message).partition("is for this alone: ")[2] for w in caught if "captured anew" in str(w.message)]
+    assert len(told) == is_told
+    assert all(f"== {session.CAPTURES - 2}" in text and "seen.append" in text for text in told)
+    assert len(seen) == session.CAPTURES + 1
+
+
 @pytest.mark.parametrize("steps_before", [1, 6])
 def test_more_kinds_of_steps_than_max_plans_are_announced_once(steps_before):
     model = warm_up(planned(max_plans=1), steps=steps_before)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -94,6 +95,7 @@ class Session:
         self._tracing = ExitStack()
         self._said: set[str] = set()
         self._breaks = dynamo.graph_breaks()
+        self._failed_guards = Counter[str]()  # before the last of so many steps in which something is captured anew
 
     # ---------------------------------------------------------------- what others ask and tell
 
@@ -466,11 +468,17 @@ class Session:
         """Tell where each step is captured anew: that may take longer than the step itself, and does not end."""
         self._capturing_steps = self._capturing_steps + 1 if self.parts.count > self._captured else 0
         self._captured = self.parts.count
+        if self._capturing_steps == CAPTURES - 1:
+            self._failed_guards = dynamo.failed_guards()
         if self._capturing_steps == CAPTURES:
+            failed = [*(dynamo.failed_guards() - self._failed_guards)]
+            found = f" What had been captured is for this alone: {failed[-1]}" if failed else ""
             self.say(
                 f"Something was captured anew in each of {CAPTURES} steps, one after the other, which takes time: "
-                "input shapes change, or numbers that code computes with. Pad to a few shapes; hand changing numbers "
-                "over as tensors; or name what keeps its shapes with target=, a detector's backbone say."
+                "input shapes change, numbers that code computes with, or the length of a list that it appends to. Pad "
+                "to a few shapes; hand changing numbers over as tensors; append in a function with "
+                "@torch.compiler.disable; or name what keeps its shapes with target=, a detector's backbone say.",
+                found,
             )
 
     def why_uncaptured(self) -> str:
@@ -478,8 +486,8 @@ class Session:
         reasons = dynamo.graph_breaks() - self._breaks
         return f" What ends its graphs: {'; '.join(reasons)}." if reasons else ""
 
-    def say(self, text: str) -> None:
-        """Warn, once for each text."""
+    def say(self, text: str, found: str = "") -> None:
+        """Warn, once for each text, whatever was found."""
         if text not in self._said:
             self._said.add(text)
-            warnings.warn(text, HiRemateWarning, stacklevel=2)
+            warnings.warn(text + found, HiRemateWarning, stacklevel=2)

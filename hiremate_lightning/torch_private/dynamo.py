@@ -24,7 +24,7 @@ from torch._dynamo.pgo import CodeId, get_code_state
 from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.types import FrameAction, FrameExecStrategy
-from torch._dynamo.utils import TensorStaticReason, counters, graph_break_reasons
+from torch._dynamo.utils import TensorStaticReason, counters, graph_break_reasons, guard_failures
 from torch._dynamo.utils import tensor_always_has_static_shape as _has_static_shape
 from torch._dynamo.variables import ConstantVariable, builder
 from torch._dynamo.variables.base import VariableTracker
@@ -328,6 +328,17 @@ def graph_breaks() -> Counter[str]:
     for reason, count in counters["graph_break"].items():
         found[_with_explanation(reason)] += count
     return found
+
+
+def failed_guards() -> Counter[str]:
+    """Count what captured code was made for and did not find in this process, by torch.compile's words in brief."""
+    return Counter(_guard_of(reason) for reasons in guard_failures.values() for reason in reasons)
+
+
+def _guard_of(reason: str) -> str:
+    """Shorten a failure to the guard and its place: "0/1: len(module.seen) == 3  # seen.append(...)  # net.py:5"."""
+    line = reason.split("\n")[0]
+    return " ".join(line.partition(": ")[2].split())
 
 
 def _with_explanation(reason: str) -> str:
