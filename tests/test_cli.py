@@ -46,6 +46,10 @@ class Scored(nn.Module):
 def by_name():
     return Scored(), {"ids": torch.zeros(8, 32), "labels": torch.zeros(8, 32)}
 
+def by_one_tensor():
+    ids = torch.zeros(8, 32)
+    return Scored(), {"ids": ids, "labels": ids}
+
 def needs_more(width):
     return Net()
 
@@ -403,6 +407,10 @@ class TestFactory:
         call = Workload(find_factory(f"{models}:by_name"), "by_name").build(3)
         assert {name: tuple(t.shape) for name, t in call.kwargs.items()} == {"ids": (3, 32), "labels": (3, 32)}
         assert call.size == 3
+
+    def test_a_tensor_that_is_two_inputs_stays_one(self, models):
+        call = Workload(find_factory(f"{models}:by_one_tensor"), "by_one_tensor").build(3)
+        assert call.kwargs["ids"] is call.kwargs["labels"]
 
     def test_a_package_is_imported_from_the_working_folder(self, models, monkeypatch):
         monkeypatch.chdir(Path(models).parent)

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,18 @@ class Call:
         """The tensors of the batch."""
         return [v for v in tensor_state.leaves((self.args, self.kwargs)) if isinstance(v, torch.Tensor)]
 
+    def changed(self, change: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Give the inputs with each of them changed; what is handed in twice, as inputs and labels say, stays one."""
+        found: dict[int, Any] = {}
+
+        def once(value: Any) -> Any:
+            if id(value) not in found:
+                found[id(value)] = change(value)
+            return found[id(value)]
+
+        args, kwargs = tensor_state.map_leaves(once, (self.args, self.kwargs))
+        return args, kwargs
+
     @property
     def size(self) -> int:
         """The batch size: the first dimension of the first tensor that has one, 1 where none has."""
@@ -140,8 +152,7 @@ def _resized(call: Call, size: int) -> Call:
             return value.new_zeros((size, *value.shape[1:]))
         return value
 
-    args, kwargs = tensor_state.map_leaves(resize, (call.args, call.kwargs))
-    return Call(call.module, args, kwargs)
+    return Call(call.module, *call.changed(resize))
 
 
 def _make(factory: Any, name: str) -> Any:

@@ -391,8 +391,7 @@ def _on_fakes(call: Call, device: torch.device) -> Call:
         return _fake_of(value, device) if is_real else value
 
     module = copy.deepcopy(call.module, memo) if memo else call.module
-    args, kwargs = tensor_state.map_leaves(as_fake, (call.args, call.kwargs))
-    return Call(module, args, kwargs)
+    return Call(module, *call.changed(as_fake))
 
 
 def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
