@@ -50,6 +50,9 @@ def by_one_tensor():
     ids = torch.zeros(8, 32)
     return Scored(), {"ids": ids, "labels": ids}
 
+def of_trained_inputs():
+    return Net(), torch.zeros(8, 32, requires_grad=True)
+
 def needs_more(width):
     return Net()
 
@@ -411,6 +414,10 @@ class TestFactory:
     def test_a_tensor_that_is_two_inputs_stays_one(self, models):
         call = Workload(find_factory(f"{models}:by_one_tensor"), "by_one_tensor").build(3)
         assert call.kwargs["ids"] is call.kwargs["labels"]
+
+    def test_an_input_whose_gradient_is_taken_keeps_that(self, models):
+        call = Workload(find_factory(f"{models}:of_trained_inputs"), "of_trained_inputs").build(3)
+        assert call.args[0].requires_grad
 
     def test_a_package_is_imported_from_the_working_folder(self, models, monkeypatch):
         monkeypatch.chdir(Path(models).parent)

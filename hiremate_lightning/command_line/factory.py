@@ -149,7 +149,7 @@ def _resized(call: Call, size: int) -> Call:
 
     def resize(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == old:
-            return value.new_zeros((size, *value.shape[1:]))
+            return value.new_zeros((size, *value.shape[1:])).requires_grad_(value.requires_grad)
         return value
 
     return Call(call.module, *call.changed(resize))
