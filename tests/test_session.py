@@ -232,6 +232,31 @@ def test_a_step_of_other_code_is_not_taken_for_another_size():
     assert len(session_of(model).plans) == 2
 
 
+class TwoNets(nn.Module):
+    """Calls one of two networks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Net(), Net()
+
+    def forward(self, x: torch.Tensor, first: bool) -> torch.Tensor:
+        return self.one(x) if first else self.other(x)
+
+
+def test_a_graph_that_broke_in_another_model_is_none_that_broke_in_this_one():
+    torch.manual_seed(0)
+    broken = planned("100%")
+    broken.body[0].register_forward_hook(torch.compiler.disable(lambda module, inputs, output: None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HiRemateWarning)
+        warm_up(broken)
+    model = hiremate(TwoNets(), "100%", verbose=False)
+    for index in range(8):
+        model.zero_grad()
+        model(batch(index), index < 4).square().mean().backward()  # a warning would be an error
+    assert session_of(model).captured_count == 2
+
+
 def test_training_goes_on_when_torch_has_dropped_what_it_compiled():
     def act(model):
         losses = []

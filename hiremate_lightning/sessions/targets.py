@@ -60,6 +60,7 @@ class Targets:
         self._uncaptured = 0  # calls in a row of which nothing was captured, though something was before
         self.is_inside = False
         self._given_up = 0  # number of functions that Dynamo gave up, when it was last looked for their modules
+        self._latest_break = dynamo.latest_break()  # of what was captured before
         self._uncaptured_parts = set[nn.Module]()  # that were called inside of a planned call, and tried in vain
         self._uncaptured_kinds = set[type[nn.Module]]()
         self._warned = False
@@ -193,7 +194,7 @@ class Targets:
             return
         self._given_up = given_up
         paths = {m: path for path, m in self.root.named_modules()}
-        for outer in [m for m in module.modules() if dynamo.gave_up(m)]:
+        for outer in [m for m in module.modules() if dynamo.gave_up(m, self._latest_break)]:
             below = (m for m in outer.modules() if m is not outer and hooks.get_call(m) is None)
             missed = [m for m in below if m not in self._uncaptured_parts and _has_weights(m, besides=read)]
             for inner in missed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import types
 import warnings
@@ -146,18 +147,27 @@ def given_up_count() -> int:
     return len(_given_up) + len(graph_break_reasons)
 
 
-def gave_up(module: torch.nn.Module) -> bool:
+def latest_break() -> Any:
+    """Give the break of a graph that came last in this process, None before the first."""
+    return graph_break_reasons[-1] if graph_break_reasons else None
+
+
+def gave_up(module: torch.nn.Module, since: Any = None) -> bool:
     """Whether Dynamo gave up a module's forward, or what follows a break in it.
 
     Of what such code calls, Dynamo captures only what is not of torch itself (`nn.Linear`, `nn.Sequential`). A forward
     of torch itself is given up wherever a graph breaks in it, be it in what it calls: it is not tried by itself.
+
+    Args:
+        module: The module.
+        since: The `latest_break` before it was planned: all models run the forward of an `nn.Sequential`.
     """
     function: Any = module.forward
     while function is not None:
         if getattr(function, "__code__", None) in _given_up:
             return True
         function = getattr(function, "__wrapped__", None)
-    return _is_of_torch(module) and _breaks_within(type(module).forward.__code__)
+    return _is_of_torch(module) and _breaks_within(type(module).forward.__code__, since)
 
 
 def _is_of_torch(module: torch.nn.Module) -> bool:
@@ -165,10 +175,11 @@ def _is_of_torch(module: torch.nn.Module) -> bool:
     return isinstance(function, types.FunctionType) and function.__module__.startswith("torch.nn.")
 
 
-def _breaks_within(code: types.CodeType) -> bool:
-    """Whether a graph has broken in code that was captured with its caller."""
+def _breaks_within(code: types.CodeType, since: Any) -> bool:
+    """Whether a graph has broken in code that was captured with its caller, after a break that was the latest."""
     lines = {line for *_, line in code.co_lines()}
-    frames = (frame for reason in graph_break_reasons for frame in reason.user_stack)
+    later = itertools.takewhile(lambda reason: reason is not since, reversed(graph_break_reasons))
+    frames = (frame for reason in later for frame in reason.user_stack)
     return any(frame.lineno in lines and frame.filename == code.co_filename for frame in frames)
 
 
