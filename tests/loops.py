@@ -32,15 +32,17 @@ class Script:
         precision: "no" or "bf16".
         accumulate: Backwards for each step of the optimizer.
         place: Where hiremate() is called, "before" or "after" the framework prepares; None for a script without it.
+        device: Where it trains.
     """
 
     framework: str
     precision: str = "no"
     accumulate: int = 1
     place: str | None = None
+    device: str = "cpu"
 
     def __str__(self) -> str:
-        return "-".join(map(str, (self.framework, self.precision, self.accumulate, self.place)))
+        return "-".join(map(str, (self.framework, self.precision, self.accumulate, self.place, self.device)))
 
 
 @dataclass
@@ -70,7 +72,7 @@ def run(script: Script, rank: int = 0, budget: str = BUDGET, **options: Any) -> 
 
 def _planned(script: Script, prepare: Prepare, options: dict[str, Any]) -> tuple[nn.Module, nn.Module, Any]:
     """Make and prepare a model, with hiremate() where the script has it; give the model as made, too."""
-    made = make_model()
+    made = make_model().to(script.device)
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
     if script.place == "before":
         hiremate(made, **options)
@@ -86,9 +88,9 @@ def run_plain(script: Script, rank: int, options: dict[str, Any]) -> Outcome:
     losses = []
     for index in range(STEPS):
         is_last = (index + 1) % script.accumulate == 0
-        x = make_batch(index, rank)
+        x = make_batch(index, rank).to(script.device)
         with model.no_sync() if not is_last and model is not made else nullcontext():
-            with torch.autocast("cpu", torch.bfloat16, enabled=script.precision == "bf16"):
+            with torch.autocast(script.device, torch.bfloat16, enabled=script.precision == "bf16"):
                 loss = model(x).float().square().mean() / script.accumulate
             loss.backward()
         if is_last:
@@ -102,7 +104,7 @@ def run_plain(script: Script, rank: int, options: dict[str, Any]) -> Outcome:
 def run_fabric(script: Script, rank: int, options: dict[str, Any]) -> Outcome:
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     fabric = Fabric(
-        accelerator="cpu",
+        accelerator=script.device,
         devices=world,
         strategy="ddp" if world > 1 else "auto",
         precision="bf16-mixed" if script.precision == "bf16" else "32-true",
@@ -112,7 +114,7 @@ def run_fabric(script: Script, rank: int, options: dict[str, Any]) -> Outcome:
     losses = []
     for index in range(STEPS):
         is_last = (index + 1) % script.accumulate == 0
-        x = make_batch(index, rank)
+        x = make_batch(index, rank).to(script.device)
         with fabric.no_backward_sync(model, enabled=not is_last):
             loss = model(x).float().square().mean() / script.accumulate
             fabric.backward(loss)
@@ -126,11 +128,15 @@ def run_fabric(script: Script, rank: int, options: dict[str, Any]) -> Outcome:
 
 def run_accelerate(script: Script, rank: int, options: dict[str, Any]) -> Outcome:
     AcceleratorState._reset_state()
-    accelerator = Accelerator(cpu=True, mixed_precision=script.precision, gradient_accumulation_steps=script.accumulate)
+    accelerator = Accelerator(
+        cpu=script.device == "cpu",
+        mixed_precision=script.precision,
+        gradient_accumulation_steps=script.accumulate,
+    )
     _, model, optimizer = _planned(script, accelerator.prepare, options)
     losses = []
     for index in range(STEPS):
-        x = make_batch(index, rank)
+        x = make_batch(index, rank).to(script.device)
         with accelerator.accumulate(model):
             loss = model(x).float().square().mean()
             accelerator.backward(loss)

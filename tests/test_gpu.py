@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import find_max_batch_size, get_plan, hiremate, remove_hiremate
+from hiremate_lightning.memory.allocator import LEAST_REST_BYTES
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.rewriting import losses
 from hiremate_lightning.rewriting.overwriting import overwriting
@@ -62,7 +63,7 @@ def train(name: str, budget: str | None, half: bool, **options: str) -> tuple[li
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("budget", ["75%", "60%"])
+@pytest.mark.parametrize("budget", ["75%", "60%"], ids=["loose", "tight"])
 @pytest.mark.parametrize("name", ["gpt", "unet"])
 def test_training_under_a_plan_is_plain_training_within_the_budget(name, budget, half):
     eager, plain_peak = train(name, None, half)[:2]
@@ -76,8 +77,8 @@ def test_training_under_a_plan_is_plain_training_within_the_budget(name, budget,
         assert all(torch.equal(a, b) for a, b in zip(found, eager, strict=True))
     assert peak < plain_peak
     assert peak <= plan.budget_bytes, f"peak {peak:,}, budget {plan.budget_bytes:,}"
-    difference = abs(peak - plan.planned_peak_bytes) / peak
-    assert difference <= 0.01, f"measured {peak:,}, predicted {plan.planned_peak_bytes:,}"
+    rest = LEAST_REST_BYTES  # up to this much of a larger block goes to a request, if the allocator has no better one
+    assert abs(peak - plan.planned_peak_bytes) <= rest, f"measured {peak:,}, predicted {plan.planned_peak_bytes:,}"
     remove_hiremate(module)
 
 
@@ -195,6 +196,17 @@ def test_what_was_drawn_on_the_device_is_drawn_again_bit_for_bit(noise):
         call = model if decide is None else compiled(model, decide)[0]
         found.append([*results(model, x, call), torch.cuda.get_rng_state()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_masks_of_channels_last_pictures_are_drawn_again_bit_for_bit():
+    found = []
+    for decide in (None, keep_all, nothing_kept):
+        torch.manual_seed(1)
+        layers = nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Dropout(0.1), nn.Conv2d(8, 4, 1)
+        model = nn.Sequential(*layers).cuda().to(memory_format=torch.channels_last)
+        x = torch.randn(4, 8, 20, 20).cuda().to(memory_format=torch.channels_last).requires_grad_()
+        found.append(results(model, x, model if decide is None else compiled(model, decide)[0]))
+    assert all(torch.equal(a, b) for others in found[1:] for a, b in zip(found[0], others, strict=True))
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -17,6 +17,7 @@ SCRIPTS = [
     )
     if (framework, place) != ("plain", "after")  # nothing is prepared there
 ]
+ON_GPU = [pytest.param(replace(s, device="cuda"), marks=pytest.mark.gpu) for s in SCRIPTS if s.accumulate > 1]
 
 
 @cache
@@ -24,7 +25,7 @@ def without_a_plan(script: Script) -> Outcome:
     return run(script)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=str)
+@pytest.mark.parametrize("script", [*SCRIPTS, *ON_GPU], ids=str)
 def test_a_script_with_a_plan_ends_with_the_same_weights(script: Script) -> None:
     expected = without_a_plan(replace(script, place=None))
 

@@ -1,0 +1,6 @@
+"""A simulated GPU: the tests that need one run on a PyTorch without CUDA, by `python -m tests.simulated_gpu`.
+
+A library of C++ gives PyTorch tensors of device type "cuda", and `torch.cuda` is made to tell of them. So all of our
+code for GPUs runs, and PyTorch's that asks for one: captures, budgets in blocks of CUDA's allocator, statistics,
+events, generators, autograd's own thread. Nothing of it says how fast anything is.
+"""
