@@ -16,7 +16,7 @@ CHECKED = ("2.13",)  # versions of torch whose interfaces the simulated device i
 pytestmark = [
     pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch has CUDA's own kernels"),
     pytest.mark.skipif(not torch.__version__.startswith(CHECKED), reason=f"checked with torch {', '.join(CHECKED)}"),
-    pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler"),
+    pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler, or no headers of Python"),
     pytest.mark.skipif(sys.platform != "linux", reason="the library is built for Linux"),
 ]
 FILES = ("test_gpu", "test_loops", "test_strategy")

@@ -19,8 +19,9 @@ SOURCE = Path(__file__).with_name("device.cpp")
 
 
 def compiler() -> str | None:
-    """Find a compiler for C++."""
-    return shutil.which("c++") or shutil.which("g++")
+    """Find a compiler for C++, where Python's headers are too."""
+    has_headers = (Path(sysconfig.get_path("include")) / "Python.h").exists()
+    return (shutil.which("c++") or shutil.which("g++")) if has_headers else None
 
 
 def _torch_folder() -> Path:
