@@ -79,7 +79,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def plan(models, *more, name="Net", budget="70%"):
-    inputs = [] if name in ("with_inputs", "by_name") else ["--input", "512x32"]
+    inputs = [] if name in ("with_inputs", "by_name") or "--input" in more else ["--input", "512x32"]
     return main(["plan", f"{models}:{name}", *inputs, "--budget", budget, "--time-limit", "2", *more])
 
 
@@ -132,6 +132,11 @@ class TestPlan:
     def test_debug_shows_where_an_error_comes_from(self, models):
         with pytest.raises(RuntimeError, match="no weights"):
             plan(models, "--debug", name="fails")
+
+
+def test_inputs_that_are_listed_twice_are_an_error(models, capsys):
+    assert plan(models, "--input", "a=5x32", "--input", "b=5x32") == 2
+    assert "--input: given twice. Put what it lists behind one, with commas between" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

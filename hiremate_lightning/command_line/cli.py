@@ -163,11 +163,20 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int],
     return parser
 
 
+class _Once(argparse.Action):
+    """Take an option that lists all its values; a second one would replace the first in silence."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if getattr(namespace, self.dest) is not None:
+            parser.error(f"argument {option_string}: given twice. Put what it lists behind one, with commas between")
+        setattr(namespace, self.dest, values)
+
+
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     """Add what `plan`, `curve` and `fit` share: the model, its step, costs, solver, output."""
     parser.add_argument("factory", metavar="FACTORY", help="what gives the model, see above")
     step = parser.add_argument_group("the step")
-    step.add_argument("--input", metavar="SHAPES", help="[NAME=]SHAPE[:DTYPE],..., such as 64x3x224x224")
+    step.add_argument("--input", action=_Once, metavar="SHAPES", help="[NAME=]SHAPE[:DTYPE],..., such as 64x3x224x224")
     step.add_argument("--device", default="cpu", help="cpu or cuda; it need not be there (default: %(default)s)")
     step.add_argument("--loss", default="auto", help="auto, model (what it returns) or sum (of its outputs)")
     step.add_argument("--optimizer", default="AdamW", help="class of torch.optim, or none (default: %(default)s)")
