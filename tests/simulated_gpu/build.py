@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -35,10 +35,11 @@ def build() -> Path:
     """Compile the library, once for each source and PyTorch; half a minute."""
     torch = _torch_folder()
     of = SOURCE.read_bytes() + (torch / "version.py").read_bytes() + sys.version.encode()
-    library = Path(tempfile.gettempdir()) / f"hiremate-{NAME}-{hashlib.sha256(of).hexdigest()[:16]}.so"
+    library = SOURCE.parent / "built" / f"{NAME}-{hashlib.sha256(of).hexdigest()[:16]}.so"
     if library.exists():
         return library
-    made = library.with_suffix(f".{id(of)}")
+    library.parent.mkdir(exist_ok=True)
+    made = library.with_suffix(f".{os.getpid()}")
     include = torch / "include"
     folders = (include, include / "torch" / "csrc" / "api" / "include", sysconfig.get_path("include"))
     command = [str(compiler()), "-shared", "-fPIC", "-std=c++20", "-O1", f"-DTORCH_EXTENSION_NAME={NAME}"]
