@@ -10,7 +10,6 @@ from . import build, torch_cuda
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # PyTorch warns of its own while it is imported; tests take warnings for errors
     torch_cuda.install(build.load())
-    import torch.utils.mkldnn  # noqa: F401
 
 import pytest
 
