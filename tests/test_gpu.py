@@ -78,7 +78,8 @@ def test_training_under_a_plan_is_plain_training_within_the_budget(name, budget,
     assert peak < plain_peak
     assert peak <= plan.budget_bytes, f"peak {peak:,}, budget {plan.budget_bytes:,}"
     rest = LEAST_REST_BYTES  # up to this much of a larger block goes to a request, if the allocator has no better one
-    assert abs(peak - plan.planned_peak_bytes) <= rest, f"measured {peak:,}, predicted {plan.planned_peak_bytes:,}"
+    above = peak - plan.planned_peak_bytes
+    assert -0.01 * peak <= above <= rest, f"measured {peak:,}, predicted {plan.planned_peak_bytes:,}"
     remove_hiremate(module)
 
 

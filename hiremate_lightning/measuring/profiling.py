@@ -259,11 +259,11 @@ def _traced(node: fx.Node) -> tuple[int, ...]:
     return tuple(tensor_state.int_hint(s) for s in node.meta["val"].stride())
 
 
-def _layout(node: fx.Node, strides: Sequence[int] | None = None) -> torch.Tensor:
-    """Give a tensor without memory as a node's value, with other strides if any are given."""
+def _layout(node: fx.Node, strides: tuple[int, ...]) -> torch.Tensor:
+    """Give a tensor without memory as a node's value, with other strides."""
     value = node.meta["val"]
-    size, traced = ([tensor_state.int_hint(s) for s in sizes] for sizes in (value.shape, value.stride()))
-    return torch.empty_strided(size, strides or traced, dtype=value.dtype, device="meta")
+    size = [tensor_state.int_hint(s) for s in value.shape]
+    return torch.empty_strided(size, strides, dtype=value.dtype, device="meta")
 
 
 _VIEW_MS = 0.002  # what a view costs the interpreter; kernels on top of it are what matters
@@ -292,7 +292,7 @@ def runner(
                 made[source] = _made_up(layouts[source], device or captured.device)
             elif is_state(source):
                 take: Any = source.target
-                made[source] = take(*state_arguments(source, node, _layout))
+                made[source] = take(*state_arguments(source, node, lambda read: _layout(read, _traced(read))))
             else:
                 made[source] = _stand_in(source)
         return made[source]

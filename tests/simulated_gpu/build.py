@@ -32,7 +32,10 @@ def _torch_folder() -> Path:
 
 
 def build() -> Path:
-    """Compile the library, once for each source and PyTorch; half a minute."""
+    """Compile the library, once for each source and PyTorch; half a minute.
+
+    `torch.utils.cpp_extension` would import PyTorch, before which the library must be loaded, and needs ninja.
+    """
     torch = _torch_folder()
     of = SOURCE.read_bytes() + (torch / "version.py").read_bytes() + sys.version.encode()
     library = SOURCE.parent / "built" / f"{NAME}-{hashlib.sha256(of).hexdigest()[:16]}.so"
@@ -56,7 +59,7 @@ def load() -> ModuleType:
     library = build()
     for needed in ("libtorch_global_deps.so", "libtorch_cpu.so", "libtorch_python.so"):
         ctypes.CDLL(str(_torch_folder() / "lib" / needed), mode=ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(library))
+    ctypes.CDLL(str(library))  # registers the hooks that PyTorch asks for while it is imported
     import torch  # noqa: F401  the module's types are PyTorch's
 
     loader = ExtensionFileLoader(NAME, str(library))

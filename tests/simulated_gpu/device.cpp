@@ -50,7 +50,7 @@ class CachingAllocator final : public c10::Allocator {
 
   std::vector<size_t> statistics() {
     std::lock_guard<std::mutex> lock(mutex_);
-    return {allocated_, peak_, reserved_, reserved_peak_};
+    return {allocated_, peak_, reserved_, reserved_peak_, times_out_of_memory_};
   }
   void reset_peak() {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -71,6 +71,7 @@ class CachingAllocator final : public c10::Allocator {
       const size_t whole = (size + 2 * kMiB - 1) / (2 * kMiB) * (2 * kMiB);
       const size_t segment = small ? 2 * kMiB : size < 10 * kMiB ? 20 * kMiB : whole;
       if (reserved_ + segment > capacity_) give_back_segments();
+      times_out_of_memory_ += reserved_ + segment > capacity_;
       TORCH_CHECK_WITH(OutOfMemoryError, reserved_ + segment <= capacity_, "CUDA out of memory. Tried to allocate ",
                        size, " bytes. (simulated)");
       char* memory = static_cast<char*>(std::aligned_alloc(512, segment));
@@ -135,7 +136,8 @@ class CachingAllocator final : public c10::Allocator {
 
   std::mutex mutex_;
   std::map<char*, Block> blocks_;
-  size_t allocated_ = 0, peak_ = 0, reserved_ = 0, reserved_peak_ = 0, capacity_ = 8192 * kMiB;
+  size_t allocated_ = 0, peak_ = 0, reserved_ = 0, reserved_peak_ = 0, times_out_of_memory_ = 0;
+  size_t capacity_ = 8192 * kMiB;
 };
 
 CachingAllocator& allocator() {

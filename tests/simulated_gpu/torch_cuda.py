@@ -77,8 +77,8 @@ def install(device: ModuleType) -> None:
 
     def statistics(device_: Any = None) -> dict[str, int]:
         names = ("allocated_bytes.all.current", "allocated_bytes.all.peak")
-        names += ("reserved_bytes.all.current", "reserved_bytes.all.peak")
-        return {**dict(zip(names, device.statistics(), strict=False)), "num_ooms": 0, "num_alloc_retries": 0}
+        names += ("reserved_bytes.all.current", "reserved_bytes.all.peak", "num_ooms")
+        return dict(zip(names, device.statistics(), strict=True))
 
     set_fraction(1.0)
     properties = SimpleNamespace(name="simulated", total_memory=TOTAL_BYTES, major=9, minor=0, multi_processor_count=8)
