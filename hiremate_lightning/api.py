@@ -79,10 +79,10 @@ def hiremate(
     if known is not None and any(root is module for module in known.root.modules()):
         refuse_changes(known.session.options, options)
         known.refuse_other_target(root, target)
+        known.session.set_budget(options.budget)
         if optimizer is not None:
             known.session.watch_optimizer(optimizer)
         known.session.stages.reporter.verbose &= verbose
-        known.session.set_budget(options.budget)
         return model
     refuse(model)  # with what is around it: Fabric compiles there
     if known is not None:

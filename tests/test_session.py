@@ -462,6 +462,23 @@ def test_a_second_request_with_a_budget_that_nothing_fits_changes_nothing():
     assert session_of(model).options is options
 
 
+def test_a_budget_that_one_of_two_kinds_fits_changes_nothing():
+    model, told = planned("90%"), []
+    warm_up(model, steps=4, rows=MANY)
+    small = get_plan(model)
+    warm_up(model, steps=4, rows=8 * MANY)
+    session = session_of(model)
+    before, options = dict(session.plans), session.options
+    assert len(before) == 2
+    session.listeners.append(told.append)
+    with pytest.raises(InfeasibleBudgetError), warnings.catch_warnings(record=True) as said:
+        hiremate(model, small.unplanned_peak_bytes, verbose=False)
+    assert dict(session.plans) == before
+    assert session.options is options
+    assert told == []
+    assert not said
+
+
 def test_a_step_whose_backward_failed_is_not_what_is_planned():
     class Breaks(nn.Module):
         def __init__(self) -> None:

@@ -107,17 +107,16 @@ class PlannedKinds:
         Raises:
             InfeasibleBudgetError: If nothing fits it; then all is as it was.
         """
-        before = self.options, dict(self.plans), dict(self.kinds.programs), self._limits
-        self.options = replace(self.options, budget=budget)
-        self._limits = self._new_limits()
-        self._least_said.clear()
+        before = self.options, self._limits
+        self.options, self._limits = replace(self.options, budget=budget), self._new_limits()
         try:
-            for kind in list(self._known):
-                self._make_plan(kind)
+            decided = {kind: self._decide(kind) for kind in self._known}
         except BaseException:  # Ctrl-C too
-            self.options, self.plans, self.kinds.programs, self._limits = before
-            self.first_steps.forget_plans()
+            self.options, self._limits = before
             raise
+        self._least_said.clear()
+        for kind, plan in decided.items():
+            self._take(kind, plan)
 
     def must_return(self, part: Part, positions: Collection[int]) -> None:
         """Learn that gradients were handed to autograd beside those that exist, where a plan may count on adding."""
@@ -213,14 +212,21 @@ class PlannedKinds:
 
     def _make_plan(self, kind: Kind) -> None:
         """Plan a known step and let its programs take over."""
+        self._take(kind, self._decide(kind))
+
+    def _decide(self, kind: Kind) -> Plan:
+        """Plan a known step; nothing runs by the plan yet.
+
+        Raises:
+            InfeasibleBudgetError: If nothing fits the budget.
+        """
         known = self._known[kind]
         step, resident_bytes = known.merge(), known.resident.size_bytes
-        budget_bytes = self._limit_bytes(kind, step)
         with self._stages.reporter.stage("solving"):
             plan = make_plan(
                 step,
                 self.options.budget,
-                budget_bytes,
+                self._limit_bytes(kind, step),
                 resident_bytes,
                 self.options.plan,
                 target=self._name,
@@ -229,8 +235,12 @@ class PlannedKinds:
                 solve=known.solve,
                 progress=self._stages.reporter.solving(step_time_ms(step.graph, step.profile)),
             )
-        plan = replace(plan, resident_parts=known.resident.kinds)
-        decided = zip(known.captured, known.places, step.split(plan.solution.recompute), strict=True)
+        return replace(plan, resident_parts=known.resident.kinds)
+
+    def _take(self, kind: Kind, plan: Plan) -> None:
+        """Let the programs of a plan take over, and announce it."""
+        known = self._known[kind]
+        decided = zip(known.captured, known.places, known.merge().split(plan.solution.recompute), strict=True)
         programs = {place: build(captured, lower(captured.graph, decisions)) for captured, place, decisions in decided}
         self.plans[kind] = plan
         self._limits[kind].planned(plan.planned_peak_bytes + known.margin_bytes)
@@ -245,7 +255,7 @@ class PlannedKinds:
                 "torch.backends.cudnn.benchmark is on: convolutions that are computed again may take another algorithm "
                 "than before, and differ in the last bits. Turn it off for the same numbers bit for bit."
             )
-        if plan.planned_peak_bytes > budget_bytes:
+        if plan.planned_peak_bytes > plan.budget_bytes:
             self._limits[kind].nothing_fits(known.resident, plan.planned_peak_bytes)
             self._say_least(kind, plan.planned_peak_bytes)
         self._tell(plan)
