@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from hiremate_lightning import HiRemateWarning, get_plan, hiremate
+from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.sessions.targets import targets_of
 
-from .exact import TORCH, differing, quiet, simple_loop, train_both
+from .exact import quiet, simple_loop, train_both
 
 ROWS, WIDTH = 256, 16
 
@@ -424,28 +424,126 @@ def test_a_custom_operator_keeps_its_backward():
     train_both(lambda: Between(lambda self, x: cube(x * 0.5)), simple_loop(rows))
 
 
-def test_what_a_fault_of_the_capture_concerns_runs_as_it_is():
-    """torch.compile gives a buffer where the result should be, up to torch 2.14; from then on all of it is planned."""
+def step_in_place(self, x):
+    torch._dynamo.graph_break()
+    return self.normed(x.add_(1.0))
 
-    def overwritten(self, x):
-        torch._dynamo.graph_break()
-        return self.normed(x.add_(1.0))
 
-    def plain(model):
-        torch.manual_seed(4)
-        return model
+def mean_of_loss(self, x):
+    loss = x.square().mean()
+    self.metric(loss)
+    return x * loss
 
-    def planned(model):
-        return hiremate(plain(model), "90%", verbose=False, on_infeasible="warn")
 
-    def make():
-        torch.manual_seed(3)
-        return Between(overwritten, normed=parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)))
+def mean_and_largest(self, x):
+    self.metric.update(x.mean())
+    self.largest.update(x)
+    return x + 1
 
-    told = pytest.warns(HiRemateWarning, match=r"(?s)without a plan.*Write such a change out of place")
-    with told if TORCH < (2, 15) else nullcontext():
-        logs = [simple_loop(rows)(prepare(make())) for prepare in (plain, planned)]
-    assert not differing(*logs)
+
+class Largest(torchmetrics.Metric):
+    """Updates a buffer in place, and counts in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("value", torch.zeros(()), dist_reduce_fx="max")
+        self.add_state("count", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, x: Tensor) -> None:
+        self.value = torch.maximum(self.value, x.max())
+        self.count += x.numel()
+
+    def compute(self) -> Tensor:
+        return self.value / self.count
+
+
+def states_of(module: nn.Module) -> list[Any]:
+    metrics = [m for m in module.modules() if isinstance(m, torchmetrics.Metric)]
+    return [torch.as_tensor(getattr(m, name)).detach().clone() for m in metrics for name in m._defaults]
+
+
+@pytest.mark.parametrize(
+    ("function", "make_members", "dtype"),
+    [
+        (step_in_place, lambda: {"normed": parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))}, torch.float32),
+        (mean_of_loss, lambda: {"metric": torchmetrics.MeanMetric()}, torch.bfloat16),
+        (mean_and_largest, lambda: {"metric": torchmetrics.SumMetric(), "largest": Largest()}, torch.float64),
+    ],
+    ids=["spectral norm", "mean of the loss", "two metrics"],
+)
+def test_inputs_that_code_changes_and_returns_keep_their_places(function, make_members, dtype):
+    """AOTAutograd of torch 2.13 puts an input where the new value of another one belongs, so that the other is lost."""
+
+    def loop(module: nn.Module) -> list[Tensor | None]:
+        log = simple_loop(lambda index: rows(index).to(dtype), steps=3)(module)
+        return [*log, *states_of(module)]
+
+    train_both(lambda: Between(function, **make_members()).to(dtype), loop)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_a_number_that_the_forward_counts_up_is_counted(dtype):
+    """Dynamo drops what changes a single number in double precision on the CPU in place."""
+
+    def count(self, x):
+        self.count.add_(x.shape[0])
+        self.count.mul_(2).sub_(self.count // 3)
+        return x
+
+    train_both(lambda: Between(count, count=torch.zeros((), dtype=dtype)), simple_loop(rows, steps=3))
+
+
+def test_running_statistics_in_double_precision_are_kept():
+    """All of a module's buffers are in double precision after `.double()`, the single numbers among them too."""
+
+    def blend(self, x):
+        self.mean.mul_(0.9).add_(x.detach().mean(), alpha=0.1)
+        self.steps += 1
+        return (x - self.mean) / self.steps
+
+    def make() -> nn.Module:
+        return Between(blend, mean=torch.zeros(()), steps=torch.zeros(())).double()
+
+    train_both(make, simple_loop(lambda index: rows(index).double(), steps=3))
+
+
+class Named(Tensor):
+    """Carries a name to all that is computed from it, as MONAI's MetaTensor does with where a picture lies."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(result, Named):
+            result.name_of_batch = next((a.name_of_batch for a in args if hasattr(a, "name_of_batch")), None)
+        return result
+
+
+class Unwrapping(Tensor):
+    """Is a picture until something is computed from it, as torchvision's tv_tensors are."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(Named, torch.bfloat16), (Unwrapping, torch.float64)])
+def test_batches_that_carry_metadata_are_trained_on(kind, dtype):
+    def batch(index: int) -> Tensor:
+        named = pictures(index).to(dtype).as_subclass(kind)
+        named.name_of_batch = f"batch {index}"
+        return named
+
+    def make() -> nn.Module:
+        layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(400, 2)
+        return nn.Sequential(*layers).to(dtype)
+
+    def loop(module: nn.Module) -> list[Tensor | None]:
+        log = simple_loop(batch, steps=3, loss_of=lambda y: y.as_subclass(Tensor).square().mean())(module)
+        assert {type(p.grad) for p in module.parameters()} == {Tensor}
+        return log
+
+    train_both(make, loop)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

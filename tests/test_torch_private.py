@@ -70,6 +70,50 @@ def test_the_backend_hears_of_joint_graph_forward_and_backward():
     assert heard == [(1, 3, 1), "forward", "backward"]
 
 
+def runs_by(backend, function, *inputs):
+    """Run a function as torch.compile captures it for a backend; return its result and what became of the inputs."""
+    own = [t.clone() if not t.requires_grad else t.detach().clone().requires_grad_() for t in inputs]
+    return [torch.compile(function, backend=backend)(*own).detach(), *(t.detach() for t in own)]
+
+
+def change_two(v, w, a, b):
+    a.add_(v)
+    b.add_(w)
+    return b
+
+
+def test_a_changed_input_that_is_returned_does_not_stand_where_another_belongs():
+    inputs = torch.tensor(3.0, requires_grad=True), torch.tensor(1.0), torch.tensor(10.0), torch.tensor(20.0)
+    with aot.returning_the_right_values():
+        assert runs_by("aot_eager", change_two, *inputs) == runs_by("eager", change_two, *inputs)
+    torch.compiler.reset()
+    if TORCH == (2, 13):
+        assert runs_by("aot_eager", change_two, *inputs)[3] == 21, "the fault of AOTAutograd, which is mended"
+
+
+def test_what_changes_a_number_in_place_is_captured_though_nothing_reads_it():
+    def count(x, number):
+        number.add_(x.shape[0])
+        return 2 * x
+
+    inputs = torch.ones(3, requires_grad=True), torch.zeros((), dtype=torch.float64)
+    with dynamo.capturing_for_plans():
+        assert runs_by("aot_eager", count, *inputs)[2] == 3
+    torch.compiler.reset()
+    if TORCH == (2, 13):
+        assert runs_by("aot_eager", count, *inputs)[2] == 0, "the fault of Dynamo, which is mended"
+
+
+def test_tensors_of_a_subclass_run_as_captured_where_nobody_looks_for_aliases():
+    class Named(torch.Tensor):
+        pass
+
+    picture = torch.ones(3).as_subclass(Named)
+    weight = torch.ones(3, requires_grad=True)
+    with aot.not_looking_for_aliases():
+        assert torch.compile(lambda x, w: x * w, backend="aot_eager")(picture, weight).sum() == 3
+
+
 def test_versions_count_changes_in_place():
     x = torch.zeros(1)
     before = tensor_state.versions_of([x])

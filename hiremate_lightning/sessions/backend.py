@@ -14,7 +14,6 @@ import torch
 from torch import fx
 
 from ..capturing.capture import Captured, capture
-from ..errors import CaptureError
 from ..rewriting import assignments, casts, losses, pooling, views
 from ..rewriting.contributions import Contributions, OtherTermsError, Terms, sums_alone
 from ..rewriting.fused_kernel import Kernels
@@ -127,12 +126,6 @@ class _Compilation:
 
     def _forward(self, _: fx.GraphModule, __: Sequence[Any]) -> aot.Boxed:
         assert self._captured is not None, "AOTAutograd compiles a forward only after it partitioned"
-        if aot.returns_the_wrong_values(self._captured.forward_outputs):
-            raise CaptureError(
-                "Its captured code returns an input where it should return a result, by a fault of torch.compile: "
-                "it overwrites in place what code before it has computed, and updates a buffer that it returns. "
-                "Write such a change out of place (y = y + 1, not y += 1)."
-            )
         aot.allow_retain_graph()
         aot.take_gradients_as_they_come()
         self._part = part = self._make_part(self._captured)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd import graph_capture, runtime_wrappers
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput, SavedForBackwardsAOTOutput
-from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, OutputType, PlainTensorMeta
+from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, MutationType, OutputType, PlainTensorMeta
 from torch._functorch.partitioners import _extract_fwd_bwd_outputs, _has_tag_is_backward, _is_tangent
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.autograd.function import FunctionCtx
+from torch.utils import _pytree as pytree
+
+from .dynamo import replaced
 
 __all__ = ["HigherOrderOperator", "OpOverload"]
 
@@ -102,23 +109,57 @@ def take_over_results() -> tuple[int, ...]:
     return found
 
 
-def returns_the_wrong_values(forward_outputs: Sequence[Any]) -> bool:
-    """Whether AOTAutograd has put an input where the captured function returns a value of its own.
+@contextmanager
+def returning_the_right_values() -> Iterator[None]:
+    """Mend what AOTAutograd of torch 2.13 makes of results that are inputs, for a while.
 
-    Seen in torch 2.13 where one graph overwrites an input that needs a gradient and returns another one that it
-    overwrites (spectral norm): the caller would get that input, of another shape or, worse, of the same.
-    To be called inside the forward compiler.
+    Code may change an input in place and return it. Where the graph holds that change, the input itself is returned, at
+    the position that the result has among the results. But the joint graph returns other things before these: the new
+    values of inputs that are changed after it. So the input took the place of one of those, and another input, or
+    another result, got its value: where a metric inside of what is planned is updated with the loss, say.
     """
-    context = TracingContext.try_get()
-    if context is None or context.fw_metadata is None:
-        return False
-    meta = context.fw_metadata
-    own = (OutputType.non_alias, OutputType.unsafe_view_alias)
-    returned = forward_outputs[meta.num_mutated_inp_runtime_indices :]
-    return any(
-        info.output_type in own and isinstance(value, fx.Node) and value.op == "placeholder"
-        for info, value in zip(meta.output_info, returned, strict=False)
-    )
+    with replaced((graph_capture, "create_functionalized_fn", _trace_with_inputs_in_place)):
+        yield
+
+
+_trace = graph_capture.create_functionalized_fn
+
+
+def _trace_with_inputs_in_place(*given: Any, meta: Any, trace_joint: bool, **options: Any) -> Any:
+    own = copy.copy(meta)
+    own.output_info = [replace(info, output_type=OutputType.non_alias) for info in meta.output_info]
+    traced, *rest = _trace(*given, meta=own, trace_joint=trace_joint, **options)
+    first = meta.num_mutated_inp_runtime_indices
+    base_of = {
+        first + position: info.base_idx
+        for position, info in enumerate(meta.output_info)
+        if info.output_type is OutputType.is_input
+        and meta.input_info[info.base_idx].mutation_type is MutationType.MUTATED_IN_GRAPH
+    }
+
+    @functools.wraps(traced)
+    def trace(*inputs: Any) -> Any:
+        results, descriptions = traced(*inputs)
+        flat, spec = pytree.tree_flatten(results)
+        for position, base in base_of.items():
+            flat[position] = (inputs[0] if trace_joint else inputs)[base]
+        return pytree.tree_unflatten(flat, spec), descriptions
+
+    return trace, *rest
+
+
+@contextmanager
+def not_looking_for_aliases() -> Iterator[None]:
+    """Let what is traced meanwhile not look, at its first run, for results of custom operators that are their inputs.
+
+    AOTAutograd looks by a mode that refuses every subclass of tensors, those too that only carry metadata with them.
+    """
+
+    def begin(context: Any) -> None:
+        context._is_first = False
+
+    with replaced((runtime_wrappers._FirstInvocationContext, "__init__", begin)):
+        yield
 
 
 class _Anything:

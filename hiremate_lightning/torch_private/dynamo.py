@@ -21,6 +21,7 @@ from torch._dynamo.eval_frame import reset_code, set_code_exec_strategy
 from torch._dynamo.exc import TorchDynamoException as CompileError
 from torch._dynamo.exc import TorchRuntimeError
 from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.pgo import CodeId, get_code_state
 from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
@@ -58,6 +59,7 @@ def capturing_for_plans(tell: Callable[[str], None] | None = None, sizes_vary: b
     * A hook that a module gets later, or loses, is seen: its call is captured anew.
     * What `checkpoint(use_reentrant=True)` computes has no gradient where none of its inputs has one.
     * A tuple whose class has a `__len__` of its own is looked into as any other.
+    * What changes a number in double precision on the CPU in place is captured: a counter, say. Dynamo drops it.
     * A log's message does not end a graph if it is said only once, or not at all.
     * Code that Dynamo or AOTAutograd fail on runs as it is, and what it calls is captured on its own. The error is told
       or, where there is no one to tell, raised. Code that fails as it is traced may be wrong itself: then it raises
@@ -258,11 +260,29 @@ def _guard_own_length(builder: GuardBuilder, guard: Guard) -> None:
     builder.get_guard_manager(guard).add_lambda_guard(lambda v: tuple.__len__(v) == length, told, guard.user_stack)
 
 
+def _drop_unread_numbers(output: Any) -> None:
+    """Drop the inputs whose numbers are guarded and that nothing reads, but none of the operations that change them.
+
+    Dynamo tells both by the number that a tensor is known to hold. An operation in place returns its input, so it has
+    that number too, and is unread as a rule.
+    """
+    shown = [(node, node.meta) for node in output.graph.nodes if node.op != "placeholder"]
+    for node, _ in shown:
+        node.meta = {}
+    try:
+        _drop_specialized(output)
+    finally:
+        for node, meta in shown:
+            node.meta = meta
+
+
+_drop_specialized = OutputGraph.remove_tensorify_specialized_graphargs
 _guard_length = GuardBuilder.SEQUENCE_LENGTH
 _capture, _break_graph, _draw = convert_frame._compile, LoggingLoggerVariable.call_method, RandomVariable.call_method
 _format, _checkpoint = InstructionTranslatorBase._format_value, CheckpointHigherOrderVariable._call_function
 _WHILE_CAPTURING = (
     (GuardBuilder, "SEQUENCE_LENGTH", _guard_own_length),
+    (OutputGraph, "remove_tensorify_specialized_graphargs", _drop_unread_numbers),
     (InstructionTranslatorBase, "_format_value", _format_as_it_is),
     (CheckpointHigherOrderVariable, "_call_function", _checkpoint_as_asked),
     (LoggingLoggerVariable, "call_method", _log_early),

@@ -24,7 +24,7 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from . import byte_targets, dynamo, folding, tensor_state
+from . import aot, byte_targets, dynamo, folding, tensor_state
 
 
 @contextmanager
@@ -34,8 +34,9 @@ def traced_as_eager() -> Iterator[None]:
     Departures: Python decompositions that round otherwise than the kernels that they stand for, or draw random numbers
     where eager doesn't; random operations whose result nobody uses are dropped, and with them their draws; strides of
     some results are not those that the CPU's kernels give; the backward is taken to run under the forward's autocast,
-    which training ends before it: products in single precision would lose theirs; and an input that is written to is
-    taken to overlap for ever with the inputs that it overlapped with.
+    which training ends before it: products in single precision would lose theirs; an input that is written to is taken
+    to overlap for ever with the inputs that it overlapped with; a changed input that is returned takes the place of
+    another result; and the first run refuses tensors that carry metadata.
     """
     with (
         inductor_config.patch(fallback_random=True),
@@ -46,6 +47,8 @@ def traced_as_eager() -> Iterator[None]:
         byte_targets.traced(),
         folding.shaped_at_once(),
         _guarded_overlaps(),
+        aot.returning_the_right_values(),
+        aot.not_looking_for_aliases(),
     ):
         yield
 
