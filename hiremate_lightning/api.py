@@ -64,6 +64,16 @@ def hiremate(
     Example:
         >>> model = hiremate(model, budget="10 GiB")
     """
+    if isinstance(budget, nn.Module):
+        raise ConfigurationError(
+            f"The model comes first, then the budget: expected hiremate(model, {model!r}), found a "
+            f"{type(budget).__name__} as the budget."
+        )
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise ConfigurationError(
+            f"optimizer must be a torch.optim.Optimizer, such as torch.optim.AdamW(model.parameters()), "
+            f"found {optimizer!r}. Leave it out where there is none yet: it is found at its first step."
+        )
     options = make_options(
         budget,
         time_limit_s=time_limit_s,

@@ -1,4 +1,4 @@
-"""The exception tree, and the one warning class, of the package.
+"""The exception tree, and the one warning class, of the package; and a hint for names that are misspelt.
 
 Every error says what was expected, what was found, where, and what to do. `HiRemateError` is the root; an error that
 users already handle under a standard name inherits that name too (`ValueError`, `torch.OutOfMemoryError`); the one that
@@ -6,6 +6,9 @@ needs torch for that is in `out_of_memory`.
 """
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class HiRemateError(Exception):
@@ -34,3 +37,9 @@ class CaptureError(HiRemateError, RuntimeError):
 
 class ScheduleError(HiRemateError, RuntimeError):
     """A schedule that computes from a value that is not there, or frees one that is not there."""
+
+
+def did_you_mean(found: str, known: Iterable[str]) -> str:
+    """Return a question that names the known names nearest to a wrong one, with a space before it; "" for none."""
+    nearest = difflib.get_close_matches(found, list(known), n=3, cutoff=0.6)
+    return f" Did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""

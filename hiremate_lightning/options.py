@@ -53,11 +53,11 @@ def make_options(
     get_strategy(solver)
     if on_infeasible not in ("raise", "warn"):
         raise ConfigurationError(f"on_infeasible must be 'raise' or 'warn', found {on_infeasible!r}")
-    if not time_limit_s > 0:
+    if not (isinstance(time_limit_s, int | float) and time_limit_s > 0):
         raise ConfigurationError(f"time_limit_s must be above 0 seconds, found {time_limit_s!r}")
     if compile not in (None, "inductor"):
         raise ConfigurationError(f"compile must be 'inductor' or None, found {compile!r}")
-    if max_plans < 1:
+    if not (isinstance(max_plans, int) and max_plans >= 1):
         raise ConfigurationError(f"max_plans must be at least 1, found {max_plans!r}")
     folder = None if cache_dir is None else Path(cache_dir)
     return SessionOptions(

@@ -26,6 +26,18 @@ class InfeasibleBudgetError(HiRemateError, torch.OutOfMemoryError):
         self.module = module
 
 
+def words_for_finders(device: str) -> str:
+    """Return a sentence with the words by which batch-size finders of Lightning and Accelerate know such an error.
+
+    Args:
+        device: Where the costs were measured, as in `Profile.device`; estimates are for no such finder.
+    """
+    if device == "estimate":
+        return ""
+    words = "DefaultCPUAllocator: can't allocate memory." if device.startswith("cpu") else "CUDA out of memory."
+    return f" Batch-size finders know this error by the words: {words}"
+
+
 def explain(error: torch.OutOfMemoryError, text: str) -> None:
     """Add a note to an error: to its traceback from Python 3.11 on, to its message before."""
     if hasattr(error, "add_note"):

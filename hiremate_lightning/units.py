@@ -115,7 +115,9 @@ def _check_bytes(size_bytes: int, given: object) -> Budget:
 
 
 def _unreadable(value: object, reason: str, hint: str = "") -> BudgetError:
-    return BudgetError(f"Cannot read the budget {value!r}: {reason}. Expected {FORMS}.{hint}")
+    text = repr(value)
+    shown = f" {text}" if len(text) <= 60 else ""  # a model's would fill the screen
+    return BudgetError(f"Cannot read the budget{shown}: {reason}. Expected {FORMS}.{hint}")
 
 
 def format_bytes(size_bytes: int | float) -> str:

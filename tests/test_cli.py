@@ -53,6 +53,14 @@ def by_one_tensor():
 def of_trained_inputs():
     return Net(), torch.zeros(8, 32, requires_grad=True)
 
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x):
+        return self.convolution(x)
+
 def needs_more(width):
     return Net()
 
@@ -151,6 +159,29 @@ def test_inputs_that_are_listed_twice_are_an_error(models, capsys):
         (["{}:number", "--budget", "50%"], 2, "gives int. Expected a module, (module, inputs)"),
         (["{}:LARGE", "--budget", "50%"], 2, "gives int. Expected a module, (module, inputs)"),
         (["{}:nothing", "--budget", "50%"], 2, "has no 'nothing'. Name a function, a class or a module object in it."),
+        (["{}:Nett", "--budget", "50%"], 2, "has no 'Nett'. Did you mean 'Net'"),
+        (
+            ["{}:Net", "--input", "5x5:flaot32", "--budget", "50%"],
+            2,
+            "torch has no type 'flaot32', in '5x5:flaot32'. Did",
+        ),
+        (["{}:with_inputs", "--budget", "50%", "--optimizer", "Adan"], 2, "no optimizer 'Adan'. Did you mean 'Adam'"),
+        (["{}:with_inputs", "--budget", "50%", "--loss", "modle"], 2, "Unknown loss 'modle'. Did you mean 'model'?"),
+        (["{}:with_inputs", "--budget", "50%", "--autocast", "bf16"], 2, "found 'bf16'. Did you mean 'bfloat16'?"),
+        (
+            ["{}:fails", "--budget", "50%", "--html", "no/plan.html"],
+            2,
+            "There is no folder 'no' to write plan.html to.",
+        ),
+        (["{}:fails", "--budget", "50%", "--svg", "no/plan.svg"], 2, "There is no folder 'no' to write plan.svg to."),
+        (
+            ["{}:fails", "--budget", "50%", "--json", "no/plan.json"],
+            2,
+            "There is no folder 'no' to write plan.json to.",
+        ),
+        (["{}:fails", "--budget", "50%", "--svg", "."], 2, "'.' is a folder. Name a file in it."),
+        (["{}:Net", "--input", "5x31", "--budget", "50%"], 1, "could not capture Net: RuntimeError: a and b must have"),
+        (["{}:Images", "--input", "2x4x8x8", "--budget", "50%"], 1, "to have 3 channels, but got 4 channels instead ("),
         (["{}", "--budget", "50%"], 2, "Expected PACKAGE.MODULE:NAME or path/to/file.py:NAME."),
         (["nowhere.py:Net", "--budget", "50%"], 2, "There is no file 'nowhere.py'. Expected path/to/file.py:NAME."),
         (["no_such_package:Net", "--budget", "50%"], 2, "There is no module 'no_such_package'."),
@@ -188,6 +219,31 @@ def test_what_needs_the_device_is_refused_without_it(models, capsys):
 def test_a_command_line_that_makes_no_sense_is_a_mistake(capsys, arguments):
     assert main(arguments) == 2
     assert "usage: hiremate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "usage", "words"),
+    [
+        (
+            ["plna", "x:y"],
+            "hiremate [-h]",
+            "there is no command 'plna'. Did you mean 'plan'? Choose one of: plan, curve",
+        ),
+        (["bake"], "hiremate [-h]", "there is no command 'bake'. Choose one of: plan, curve, fit, show, doctor"),
+        (
+            ["plan", "x:y", "--devise", "cuda"],
+            "hiremate plan",
+            "there is no option '--devise'. Did you mean '--device'?",
+        ),
+        (["fit", "x:y", "--bugdet=1GiB"], "hiremate fit", "there is no option '--bugdet'. Did you mean '--budget'"),
+        (["doctor", "--jsno", "-"], "hiremate doctor", "there is no option '--jsno'. Did you mean '--json'?"),
+    ],
+)
+def test_a_misspelt_name_is_answered_with_the_nearest(capsys, arguments, usage, words):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: {usage}")
+    assert words in error
 
 
 @pytest.mark.parametrize("command", ["plan", "curve", "fit", "show", "doctor"])

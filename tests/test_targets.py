@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 import traceback
 import warnings
@@ -11,6 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
+from lightning.pytorch.utilities.memory import is_oom_error
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,6 +30,8 @@ from hiremate_lightning import (
 from hiremate_lightning.sessions import slots
 from hiremate_lightning.sessions.targets import targets_of
 from hiremate_lightning.torch_private import hooks
+
+OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory."  # as a CPU says it
 
 
 class Net(nn.Module):
@@ -136,7 +141,10 @@ def test_a_model_that_fully_shard_took_is_refused():
         (_on_xla, "XLA decides on memory itself.*on the CPU"),
         (_compiled, "submodule 'encoder'.*compiled already"),
         (lambda: torch.compile(Net()), "compiled already"),
-        (_checkpointed, "activation checkpointing is on.*gradient_checkpointing_disable"),
+        (
+            _checkpointed,
+            "checkpointing is on.*gradient_checkpointing=False to the Trainer.*_checkpointing_disable",
+        ),
         (lambda: nn.DataParallel(Net()), "DataParallel copies modules at every step. Use DistributedDataParallel"),
         (lambda: torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), "TorchScript"),
         (lambda: "model", "Expected a torch.nn.Module"),
@@ -160,13 +168,55 @@ def test_checkpointing_that_is_switched_on_later_is_refused_at_the_first_call():
     [
         ({"on_infeasible": "ignore"}, "'raise' or 'warn', found 'ignore'"),
         ({"time_limit_s": 0}, "time_limit_s must be above 0"),
+        ({"time_limit_s": "30"}, "time_limit_s must be above 0 seconds, found '30'"),
         ({"max_plans": 0}, "max_plans must be at least 1"),
+        ({"max_plans": "8"}, "max_plans must be at least 1, found '8'"),
+        ({"optimizer": "adam"}, "optimizer must be a torch.optim.Optimizer, .*, found 'adam'. Leave it out"),
+        ({"target": nn.Linear(1, 1)}, "target takes paths of submodules, .*, found Linear"),
+        ({"target": ["encoder", 3]}, "target takes paths of submodules, .*, found int"),
+        ({"target": "encodr"}, r"no submodule 'encodr' to plan \(target=\). Did you mean 'encoder'"),
         ({"solver": "magic"}, "Unknown solver 'magic'. Choose one of: "),
+        ({"solver": "hlip"}, "Unknown solver 'hlip'. Did you mean 'hilp'"),
     ],
 )
 def test_an_argument_out_of_its_range_is_refused(argument, words):
     with pytest.raises(ConfigurationError, match=words):
         hiremate(Net(), "50%", **argument)
+
+
+def test_a_model_and_a_budget_in_the_wrong_order_are_told_apart():
+    with pytest.raises(ConfigurationError, match=r"expected hiremate\(model, '50%'\), found a Net as the budget"):
+        hiremate("50%", Net())
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_wrong_shape_reads_as_in_plain_training(rows):
+    """The first step and later ones raise PyTorch's own error, and torch.compile logs nothing before it."""
+    model, seen = hiremate(Net(), "90%", verbose=False), []
+    log, handler = logging.getLogger("torch._subclasses.fake_tensor"), logging.Handler()
+    handler.emit = seen.append
+    train(model, steps=rows - 1)
+    log.addHandler(handler)
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            model(torch.randn(64, 31))
+    finally:
+        log.removeHandler(handler)
+    assert str(caught.value) == "mat1 and mat2 shapes cannot be multiplied (64x31 and 32x32)"
+    assert not seen
+
+
+def test_an_error_of_an_operation_has_no_words_of_the_tracer():
+    model = hiremate(nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8)), "90%", verbose=False)
+    with pytest.raises(IndexError) as caught:
+        model(torch.full((2, 8), 9))
+    assert str(caught.value) == "index out of range in self"
+
+
+def test_a_compile_around_a_planned_model_is_refused_in_our_words():
+    model = torch.compile(hiremate(Net(), "90%", verbose=False), backend="eager")
+    with pytest.raises(ConfigurationError, match=r"around a module that is planned.* pass torch_compile=False"):
+        model(batch())
 
 
 def test_an_infeasible_budget_names_the_smallest_and_changes_nothing():
@@ -177,7 +227,9 @@ def test_an_infeasible_budget_names_the_smallest_and_changes_nothing():
         model(torch.randn(4096, 32))
     error = caught.value
     assert isinstance(error, torch.OutOfMemoryError)
-    assert "CUDA out of memory." in str(error)
+    assert str(error).endswith("Batch-size finders know this error by the words: " + OUT_OF_MEMORY)
+    assert is_oom_error(error)
+    assert should_reduce_batch_size(error)
     assert f"{error.smallest_bytes:,} bytes" in str(error)
     assert error.smallest_bytes > error.budget_bytes == 2**20
     assert error.module in str(error)

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from .. import __version__
-from ..errors import BudgetError, ConfigurationError, HiRemateError
+from ..errors import BudgetError, ConfigurationError, HiRemateError, did_you_mean
 from ..reporting.plan_summary import read_summary, summary_rows
 
 OK, PROBLEM, USAGE = 0, 1, 2
@@ -36,7 +36,7 @@ _EXAMPLES = {
     "plan": """\
   hiremate plan models.py:Net --input 256x128 --budget 50%
   hiremate plan torchvision.models:resnet50 --input 64x3x224x224 \\
-      --budget 4GiB --device cuda --html resnet50.html
+      --budget 4GiB --device cuda --html resnet50.html --svg resnet50.svg
   hiremate plan models.py:gpt2 --budget 24GiB --device cuda --autocast bfloat16
   hiremate plan models.py:bert --budget 2GiB --json - \\
       --input input_ids=8x128:int64,labels=8:int64
@@ -108,8 +108,32 @@ def _quiet(debug: bool) -> Iterator[None]:
 # ---------------------------------------------------------------- what was asked
 
 
+class _Parser(argparse.ArgumentParser):
+    """Answers a misspelt command or option with the nearest one, and with the usage of the command that was asked."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Check names before anything else, so that what is missing is not blamed on them."""
+        given = [*(sys.argv[1:] if args is None else args)]
+        if self._subparsers is None:
+            self._check_options(given)
+        else:
+            self._check_command(next((text for text in given if not text.startswith("-")), None))
+        return super().parse_known_args(given, namespace)
+
+    def _check_command(self, name: str | None) -> None:
+        if name is not None and name not in _EXAMPLES:
+            hint = did_you_mean(name, _EXAMPLES)
+            self.error(f"there is no command {name!r}.{hint} Choose one of: {', '.join(_EXAMPLES)}")
+
+    def _check_options(self, given: Sequence[str]) -> None:
+        known = [name for action in self._actions for name in action.option_strings]
+        for name in (text.partition("=")[0] for text in given if text.startswith("--")):
+            if not any(option.startswith(name) for option in known):
+                self.error(f"there is no option {name!r}.{did_you_mean(name, known)}")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="hiremate",
         description="Plan what a training step keeps and recomputes within a memory budget.",
         epilog="examples:\n" + "".join(text.splitlines(keepends=True)[0] for text in _EXAMPLES.values()),
@@ -121,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_workload(plan)
     _add_budget(plan, '"8 GiB", "60%%" of what the step adds, or "auto" for what is free')
     plan.add_argument("--html", metavar="FILE", type=Path, help="write the report as one HTML page")
+    plan.add_argument("--svg", metavar="FILE", type=Path, help="draw memory over time as an SVG picture")
     curve = _command(commands, "curve", _heavy("curve"), "show the extra time of many budgets")
     _add_workload(curve)
     curve.add_argument("--points", type=int, default=10, help="budgets to solve (default: %(default)s)")

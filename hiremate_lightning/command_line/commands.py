@@ -18,7 +18,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, did_you_mean
 from ..measuring.profiling import CostCache
 from ..memory.allocator import allocated_bytes
 from ..memory.free_memory import free_host_bytes
@@ -33,6 +33,7 @@ from ..records.step import Step
 from ..reporting.breakdown import plan_lines
 from ..reporting.html_report import write_html
 from ..reporting.report import Reporter
+from ..reporting.svg_report import writable, write_svg
 from ..reporting.terminal import plan_table
 from ..sizes.size_result import BatchSizeResult, result_lines, result_table
 from ..sizes.size_search import Forecast, Objective, search
@@ -61,7 +62,13 @@ class _Work:
             if value is not None and not value > 0:
                 raise ConfigurationError(f"--{name.replace('_', '-')} must be above 0, found {value}")
         if asked.autocast is not None and asked.autocast not in AUTOCAST_TYPES:
-            raise ConfigurationError(f"--autocast must be {' or '.join(AUTOCAST_TYPES)}, found {asked.autocast!r}")
+            hint = did_you_mean(asked.autocast, AUTOCAST_TYPES)
+            raise ConfigurationError(
+                f"--autocast must be {' or '.join(AUTOCAST_TYPES)}, found {asked.autocast!r}.{hint}"
+            )
+        for target in (getattr(asked, "html", None), getattr(asked, "svg", None), asked.json):
+            if target not in (None, "-"):
+                writable(target)  # before minutes go into solving
         try:
             device = torch.device(asked.device)
         except RuntimeError:
@@ -149,6 +156,8 @@ def plan(asked: argparse.Namespace) -> int:
     if asked.html is not None:
         with work.reporter.stage("solving other budgets"):
             write_html(made, asked.html)
+    if asked.svg is not None:
+        write_svg(made, asked.svg)
     notes = work.notes(captured)
     if not _write_json(asked.json, _plan_numbers(made, captured, notes)):
         _show(made, plan_table, plan_lines, notes)

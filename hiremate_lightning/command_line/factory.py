@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, did_you_mean
 from ..torch_private import tensor_state
 
 FORMS = "a module, (module, inputs) with a tensor or a tuple of tensors, or (module, dict of tensors by keyword)"
@@ -63,7 +63,9 @@ def _parse_input(text: str) -> Input:
         )
     dtype = getattr(torch, dtype_name or "float32", None)
     if not isinstance(dtype, torch.dtype):
-        raise ConfigurationError(f"torch has no type {dtype_name!r}, in {text!r}. Name one such as int64.")
+        types = (name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
+        hint = did_you_mean(dtype_name, types)
+        raise ConfigurationError(f"torch has no type {dtype_name!r}, in {text!r}.{hint} Name one such as int64.")
     return Input(name, tuple(map(int, sizes)), dtype)
 
 
@@ -195,7 +197,10 @@ def find_factory(text: str) -> Any:
     found: Any = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     for name in path.split("."):
         if not hasattr(found, name):
-            raise ConfigurationError(f"{place} has no {path!r}. Name a function, a class or a module object in it.")
+            hint = did_you_mean(name, (known for known in vars(found) if not known.startswith("_")))
+            raise ConfigurationError(
+                f"{place} has no {path!r}.{hint} Name a function, a class or a module object in it."
+            )
         found = getattr(found, name)
     return found
 

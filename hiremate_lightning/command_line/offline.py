@@ -25,7 +25,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from ..capturing.capture import Captured
-from ..errors import CaptureError, ConfigurationError
+from ..errors import CaptureError, ConfigurationError, did_you_mean
 from ..measuring.describing import describe
 from ..measuring.profiling import CostCache, measure
 from ..measuring.recording import Run, StepRecord
@@ -122,10 +122,12 @@ class OfflineOptions:
         if self.device.type not in DEFAULT_RATES:
             raise ConfigurationError(f"Can't plan for device {str(self.device)!r}. Choose cpu or cuda.")
         if self.loss not in LOSSES:
-            raise ConfigurationError(f"Unknown loss {self.loss!r}. Choose one of: {', '.join(LOSSES)}")
-        known = getattr(torch.optim, self.optimizer, None)
-        if self.optimizer != "none" and not (isinstance(known, type) and issubclass(known, torch.optim.Optimizer)):
-            raise ConfigurationError(f"torch.optim has no optimizer {self.optimizer!r}. Name one, or none.")
+            hint = did_you_mean(self.loss, LOSSES)
+            raise ConfigurationError(f"Unknown loss {self.loss!r}.{hint} Choose one of: {', '.join(LOSSES)}")
+        known = [name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name != "Optimizer"]
+        if self.optimizer not in ("none", *known):
+            hint = did_you_mean(self.optimizer, known)
+            raise ConfigurationError(f"torch.optim has no optimizer {self.optimizer!r}.{hint} Name one, or none.")
 
     @property
     def is_stand_in(self) -> bool:
@@ -325,7 +327,8 @@ def _forward(call: Call, conductor: _Conductor, options: OfflineOptions) -> Any:
         with dynamo.capturing_for_plans():
             return compiled(call.module, *call.args, **call.kwargs)
     except dynamo.CompileError as error:
-        raise CaptureError(f"torch.compile could not capture {type(call.module).__name__}: {error}") from error
+        reason = dynamo.reason_of(error)
+        raise CaptureError(f"torch.compile could not capture {type(call.module).__name__}: {reason}") from error
     finally:
         dynamo.forget_compiled(_call_module)
 

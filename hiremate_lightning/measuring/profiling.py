@@ -466,6 +466,7 @@ class _TimedInterpreter(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
         super().__init__(module, garbage_collect_values=True)
+        self.extra_traceback = False  # an error of the user's model is to read as in plain PyTorch
         for node in module.graph.nodes:
             if not node.users and node.op == "call_function":  # generated code frees these too
                 self.user_to_last_uses.setdefault(node, []).append(node)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..out_of_memory import InfeasibleBudgetError
+from ..out_of_memory import InfeasibleBudgetError, words_for_finders
 from ..records.costs import Profile
 from ..records.graph import OUTSIDE, Graph
 from ..records.scaling import difference
@@ -308,8 +308,8 @@ def infeasible(
         f"The smallest budget found is {format_bytes(needed)} ({needed:,} bytes{share}), "
         f"of which {format_bytes(resident_bytes)} are resident (parameters, gradients, optimizer state, batch). "
         f"Such a plan takes at most {simulation.overhead:.0%} more time. The peak is at {place}. "
-        "Raise the budget, make the batch smaller, or pass on_infeasible='warn' to train with the least memory. "
-        "(CUDA out of memory. is what this would have become.)",
+        "Raise the budget, make the batch smaller, or pass on_infeasible='warn' to train with the least memory."
+        f"{words_for_finders(problem.profile.device)}",
         budget_bytes=budget_bytes,
         smallest_bytes=needed,
         module=node.module,

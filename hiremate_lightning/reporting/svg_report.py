@@ -13,6 +13,7 @@ from functools import cached_property
 from html import escape
 from pathlib import Path
 
+from ..errors import ConfigurationError
 from ..planning.plan import Plan, plan_title
 from ..units import format_bytes, format_time
 from .figures import BUDGET, COLOURS, FAINT, INK, Run, binary_unit, plain_run, planned_run, resident_bands
@@ -37,14 +38,29 @@ def write_svg(plan: Plan, path: str | Path, width: int = 860) -> Path:
 
     Raises:
         ValueError: If the picture would be too narrow for its words.
+        ConfigurationError: If its folder doesn't exist.
 
     Example:
         >>> write_svg(get_plan(model), "plan.svg")
     """
     if width < MIN_WIDTH:
         raise ValueError(f"width must be at least {MIN_WIDTH} pixels, found {width}")
-    path = Path(path)
+    path = writable(path)
     path.write_text(_Picture(plan, width).text(), encoding="utf-8")
+    return path
+
+
+def writable(path: str | Path) -> Path:
+    """Check that a file can be written, before work goes into what it is to hold.
+
+    Raises:
+        ConfigurationError: If its folder doesn't exist, or it is a folder itself.
+    """
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise ConfigurationError(f"There is no folder {str(path.parent)!r} to write {path.name} to. Make it first.")
+    if path.is_dir():
+        raise ConfigurationError(f"{str(path)!r} is a folder. Name a file in it.")
     return path
 
 

@@ -51,8 +51,9 @@ def reason_of_others(module: nn.Module) -> str | None:
         return "XLA decides on memory itself. Train on CUDA devices or on the CPU."
     if found is None and _is_checkpointed(module):
         return (
-            "its activation checkpointing is on, and a plan replaces it. "
-            "Call model.gradient_checkpointing_disable() first."
+            "its activation checkpointing is on, and a plan replaces it. Pass gradient_checkpointing=False to the "
+            "Trainer of transformers or trl (activation_checkpointing=False where that is its name), which else turns "
+            "it on in train(). Without a Trainer, call model.gradient_checkpointing_disable() first."
         )
     return found
 

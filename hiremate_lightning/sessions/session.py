@@ -248,7 +248,7 @@ class Session:
             if not is_inside:
                 self.abandon_step()
             raise CaptureError(
-                f"torch.compile could not capture {name}: {error}\n"
+                f"torch.compile could not capture {name}: {dynamo.reason_of(error)}\n"
                 "Where plain PyTorch fails too, on a wrong shape for example, mend that. Else name submodules that can "
                 "be captured with target=, or train without a plan."
             ) from error

@@ -14,8 +14,8 @@ from ..errors import ConfigurationError
 from ..torch_private import hooks
 
 WITH_COMPILE = (
-    "Call it without torch.compile. Or call remove_hiremate(model) and keep "
-    "torch.compile(model, backend='hiremate', options={'budget': ...})."
+    "Call it without torch.compile; with transformers' Trainer pass torch_compile=False. Or call "
+    "remove_hiremate(model) and keep torch.compile(model, backend='hiremate', options={'budget': ...})."
 )
 
 
@@ -152,9 +152,9 @@ class StepSlot:
         return (functools.partial, (self._plain,))
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _refuse_outer_compile() -> None:
-    """Stop a torch.compile around a planned module; Dynamo calls this while it traces, and passes the error on.
+    """Stop a torch.compile around a planned module: its graph ends here, so that the error comes as it is.
 
     Raises:
         ConfigurationError: Always.

@@ -9,18 +9,17 @@ autocast) is honoured.
 
 from __future__ import annotations
 
-import difflib
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import ConfigurationError, HiRemateWarning
+from ..errors import ConfigurationError, HiRemateWarning, did_you_mean
 from ..torch_private import backward_pass, dynamo, hooks, tensor_state
 from .entry_points import Compiler, call_forward, call_found
 from .overseeing import announced, check_captured, leaving_no_trace, listen_to_optimizers, requires_gradient
@@ -378,11 +377,16 @@ def _named(root: nn.Module, target: str | Sequence[str]) -> dict[str, nn.Module]
         ConfigurationError: If there is no module of that path; the text names the nearest ones.
     """
     modules = dict(root.named_modules())
+    names = [target] if isinstance(target, str | nn.Module) or not isinstance(target, Iterable) else [*target]
     found = {}
-    for name in (target,) if isinstance(target, str) else target:
+    for name in names:
+        if not isinstance(name, str):
+            raise ConfigurationError(
+                "target takes paths of submodules, such as 'encoder' or ['encoder', 'decoder'], "
+                f"found {type(name).__name__}."
+            )
         if name not in modules:
-            nearest = difflib.get_close_matches(name, [m for m in modules if m], n=3, cutoff=0.4)
-            hint = f" Did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
+            hint = did_you_mean(name, [m for m in modules if m])
             raise ConfigurationError(f"{type(root).__name__} has no submodule {name!r} to plan (target=).{hint}")
         found[name] = modules[name]
     return found

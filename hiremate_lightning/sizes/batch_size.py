@@ -26,7 +26,7 @@ from torch import nn
 from ..errors import BudgetError, ConfigurationError, HiRemateWarning
 from ..memory.metering import MemoryMeter
 from ..options import SessionOptions, make_options
-from ..out_of_memory import InfeasibleBudgetError
+from ..out_of_memory import InfeasibleBudgetError, words_for_finders
 from ..planning.planner import DEFAULT_SOLVER
 from ..planning.solvers import UNLIMITED, smallest_budget
 from ..planning.solvers.base import Problem
@@ -402,7 +402,7 @@ class SizeFinder:
         return InfeasibleBudgetError(
             f"Not even size 1 fits the budget of {format_bytes(self._budget_bytes)}, of which predictions leave "
             f"{format_bytes(self._budget_bytes - self._limit_bytes)} free: it needs {format_bytes(needed)} "
-            f"({needed:,} bytes). Raise the budget. (CUDA out of memory. is what this would have become.)",
+            f"({needed:,} bytes). Raise the budget.{words_for_finders(self._runner.device.type)}",
             budget_bytes=self._budget_bytes,
             smallest_bytes=needed,
         )

@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -287,6 +288,7 @@ _WHILE_CAPTURING = (
     (CheckpointHigherOrderVariable, "_call_function", _checkpoint_as_asked),
     (LoggingLoggerVariable, "call_method", _log_early),
     (RandomVariable, "call_method", _draw_outside),
+    (logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),  # it logs a traceback for a wrong shape
     (dynamo_config, "run_gc_after_compile", False),  # it would take what the capture still holds for old
 )
 _SETTINGS: dict[str, Any] = {
@@ -299,6 +301,7 @@ _SETTINGS: dict[str, Any] = {
 }
 _WHY = "Explanation: "  # begins a line of a reason for a graph break
 _GOT, _LINE_END = ": got ", r"\n"  # in such a line, before an error as Python represents it, and in that
+_TORCH = str(Path(torch.__file__).parent)
 _GUARDS_LOG = logging.getLogger("torch._guards")
 _captured: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that it did not fail on, once at least
 _without_symbols: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that Dynamo failed on with symbols
@@ -351,6 +354,20 @@ def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
 def tell_of_failure(error: Exception) -> None:
     """Tell of what could not be captured as Dynamo tells of its own failures: see `capturing_for_plans`."""
     _DYNAMO_LOG.log(logging.WARNING, "a graph runs uncaptured", exc_info=error)
+
+
+def reason_of(error: CompileError) -> str:
+    """Return why Dynamo failed: the error of the user's own code and its line, where there is one."""
+    if not isinstance(error, TorchRuntimeError):
+        return str(error)
+    found: BaseException = error
+    while (inner := found.__cause__ or found.__context__) is not None and (
+        isinstance(found, CompileError) or repr(inner) in str(found)
+    ):
+        found = inner
+    lines = [frame for frame in error.real_stack or () if not frame.filename.startswith(_TORCH)]
+    place = f" ({lines[-1].filename}:{lines[-1].lineno}, in {lines[-1].name})" if lines else ""
+    return f"{type(found).__name__}: {found}{place}"
 
 
 def graph_breaks() -> Counter[str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ...errors import ConfigurationError
+from ...errors import ConfigurationError, did_you_mean
 from ...records.costs import Profile, step_time_ms
 from ...records.graph import Graph
 from ...records.schedule import lower
@@ -133,7 +133,8 @@ def get_strategy(name: str) -> Strategy:
         ConfigurationError: If there is none of that name; the text lists the names.
     """
     if name not in _STRATEGIES:
-        raise ConfigurationError(f"Unknown solver {name!r}. Choose one of: {', '.join(strategy_names())}")
+        hint = did_you_mean(str(name), _STRATEGIES)
+        raise ConfigurationError(f"Unknown solver {name!r}.{hint} Choose one of: {', '.join(strategy_names())}")
     return _STRATEGIES[name]
 
 
