@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.garbage import collecting_what_it_leaves
-from hiremate_lightning.sessions import backend, first_steps, session
+from hiremate_lightning.sessions import backend, first_steps, session, watching
 from hiremate_lightning.sessions.targets import targets_of
 
 from .exact import simple_loop, train_both
@@ -83,7 +83,7 @@ def peaks_of(model: nn.Module, lengths: tuple[int, ...], monkeypatch: pytest.Mon
     records = []
     measure = session.StepRecord
     monkeypatch.setattr(session, "StepRecord", lambda *a: (records.append(measure(*a)), records[-1])[1])
-    monkeypatch.setattr(session.Session, "_is_to_be_measured", lambda *_: True)
+    monkeypatch.setattr(watching.WatchPolicy, "step_begins", lambda *_: watching.Watch.MEASURE)
     for length in lengths:
         step(model, length)
     targets_of(model).session.end_step()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.sessions.kinds import Kinds
+from hiremate_lightning.sessions.kinds import CERTAIN, Kinds, Order
 
 from .exact import quiet
 
@@ -16,6 +16,7 @@ CRITIC, GENERATOR = (0,), (1, 2)
 
 
 def run(kinds, kind):
+    kinds.begin(0)
     kinds.ran = list(kind)
     kinds.end()
 
@@ -33,8 +34,10 @@ def alternating():
 
 def test_kinds_that_come_in_turns_are_foreseen_as_soon_as_both_are_planned():
     kinds = alternating()
+    kinds.begin(0)
     assert kinds.likely() == GENERATOR
     run(kinds, GENERATOR)
+    kinds.begin(0)
     assert kinds.likely() == CRITIC
 
 
@@ -43,7 +46,47 @@ def test_a_plan_that_is_made_anew_as_its_step_begins_leaves_the_order_of_kinds()
     run(kinds, GENERATOR)
     kinds.install(CRITIC, {})
     run(kinds, CRITIC)
+    kinds.begin(0)
     assert kinds.likely() == GENERATOR
+
+
+def test_a_cycle_of_kinds_is_foreseen_when_it_has_come_twice():
+    order, cycle = Order(), [CRITIC] * 5 + [GENERATOR]
+    for kind in [*cycle, *cycle]:
+        order.note(kind, 100)
+    for kind in [*cycle, *cycle]:
+        assert next(order.foresee(100)) == kind
+        order.note(kind, 100)
+
+
+def test_a_kind_is_foreseen_by_the_size_of_its_step():
+    order = Order()
+    for kind, size_bytes in [(CRITIC, 100)] * 7 + [(GENERATOR, 60)]:
+        order.note(kind, size_bytes)
+    assert next(order.foresee(60)) == GENERATOR
+    assert next(order.foresee(100)) == CRITIC
+    assert next(order.foresee(80), None) is None
+
+
+def test_an_order_is_certain_after_many_steps_that_came_as_foreseen_and_not_after_a_surprise():
+    order = Order()
+    for _ in range(CERTAIN + 1):
+        assert not order.is_certain
+        order.note(CRITIC, 100)
+    assert order.is_certain
+    order.note(GENERATOR, 100)
+    assert not order.is_certain
+
+
+def test_kinds_that_were_confused_are_told_apart_where_their_order_is_certain():
+    kinds = alternating()
+    kinds.confuse(CRITIC, GENERATOR)
+    kinds.begin(0)
+    assert kinds.all_likely() == {CRITIC, GENERATOR}
+    for index in range(2 * CERTAIN):
+        run(kinds, CRITIC if index % 2 else GENERATOR)
+    kinds.begin(0)
+    assert kinds.all_likely() == {GENERATOR}
 
 
 def train_in_turns(model, optimizers, index):

@@ -7,8 +7,8 @@ told apart: what was measured in it says nothing about a plan.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..capturing.capture import Captured
@@ -21,6 +21,11 @@ from ..records.scaling import at_size, difference, is_no_larger
 from ..records.step import Call, Step, merge
 from ..running.execution import Part
 from ..running.program import Program
+
+LENGTHS = (32, 16, 8, 4, 2, 1, 0)  # of what came before a step, by which it is foreseen
+REMEMBERED = 4096  # sequences
+ANY_SIZE = -1  # in place of the size of a step
+CERTAIN = 64  # steps that came as foreseen, one after the other, after which the next one is trusted to
 
 Kind = tuple[int, ...]  # the numbers of the captured graphs that a step runs forward, in order
 
@@ -128,6 +133,48 @@ class Known:
         return self if added == self.added else replace(self, added=added)
 
 
+class Order:
+    """In which order kinds of steps come: what came after the latest ones, the last time, for a step of its size."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Kind, int] = {}
+        self._recent: deque[int] = deque(maxlen=LENGTHS[0])
+        self._followers: dict[tuple[int, ...], Kind] = {}  # by size and the latest kinds, few or many
+        self._in_a_row = 0  # that came as foreseen
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the latest steps came as foreseen, so many that the next one is trusted to."""
+        return self._in_a_row >= CERTAIN
+
+    def _contexts(self, size_bytes: int, *latest: Kind) -> Iterator[tuple[int, ...]]:
+        """List what a step may be foreseen by: the longest sequence of kinds before it first, its size alone last."""
+        recent = *self._recent, *(self._numbers.get(kind, -1) for kind in latest)
+        for length in LENGTHS:
+            if length <= len(recent):
+                yield size_bytes, *recent[len(recent) - length :]
+
+    def foresee(self, size_bytes: int) -> Iterator[Kind]:
+        """List the kinds that a step of a size may be of, the likeliest first; nothing for sizes not seen before."""
+        found = (self._followers.get(context) for context in self._contexts(size_bytes))
+        return (kind for kind in found if kind is not None)
+
+    def follower(self, kind: Kind) -> Kind | None:
+        """Foresee what comes after a step of a kind that begins, whatever its size; None where nothing is known."""
+        found = (self._followers.get(context) for context in self._contexts(ANY_SIZE, kind))
+        return next((follower for follower in found if follower is not None), None)
+
+    def note(self, kind: Kind, size_bytes: int) -> None:
+        """Learn of a step that has ended."""
+        self._in_a_row = self._in_a_row + 1 if kind == next(self.foresee(size_bytes), None) else 0
+        for context in (*self._contexts(size_bytes), *self._contexts(ANY_SIZE)):
+            self._followers.pop(context, None)
+            self._followers[context] = kind
+        while len(self._followers) > REMEMBERED:
+            del self._followers[next(iter(self._followers))]
+        self._recent.append(self._numbers.setdefault(kind, len(self._numbers)))
+
+
 class Kinds:
     """The kinds of steps seen so far, and the step under way.
 
@@ -148,34 +195,55 @@ class Kinds:
         self.sights: Counter[Kind] = Counter()
         self.by_plans: set[Kind] = set()
         self._chosen: set[Kind | None] = set()  # whose programs ran in this step
-        self._followers: dict[Kind, Kind] = {}  # what came after each kind the last time
+        self._order = Order()
+        self._size_bytes = 0  # of what the step under way was called with
+        self._foreseen: list[Kind] = []  # the kinds that it may be of, the likeliest first
         self._confused: dict[Kind, frozenset[Kind]] = {}  # the kinds that were taken for each other, by kind
 
     def clear(self) -> None:
         """Forget all kinds, between two steps."""
         self.latest = self.expected = None
-        for known in (self.programs, self.sights, self.by_plans, self._followers, self._confused):
+        self._order, self._foreseen = Order(), []
+        for known in (self.programs, self.sights, self.by_plans, self._confused):
             known.clear()
 
     def install(self, kind: Kind, programs: Mapping[int, Program]) -> None:
         """Take the programs of a planned kind; a step under way has run, or begun with, those before.
 
-        One that is planned for the first time has just ended, any other has its place in the order already.
+        One that is planned for the first time has just ended.
         """
         if kind not in self.programs:
-            self._follow(kind)
+            self.latest = kind
         self.programs[kind] = programs
         if self.ran:
             self._chosen.add(None)
 
+    def begin(self, size_bytes: int) -> None:
+        """Foresee the kind of the step that begins, with arguments of a size."""
+        self._size_bytes = size_bytes
+        self._foreseen = [*dict.fromkeys(self._order.foresee(size_bytes))]
+
+    @property
+    def foreseen(self) -> Kind | None:
+        """The kind that the step under way is likely to be of, planned or not; None where nothing like it has come."""
+        return next(iter(self._foreseen), None)
+
     def likely(self) -> Kind | None:
-        """Foresee the kind of the step that begins."""
-        return None if self.latest is None else self._followers.get(self.latest, self.latest)
+        """Return the planned kind that the step under way is likely to be of; None where nothing has a plan."""
+        return next((kind for kind in self._foreseen if kind in self.programs), self.latest)
+
+    def following(self) -> Kind | None:
+        """Return the planned kind that is likely to come after the step that begins; None where none is."""
+        likely = self.likely()
+        kind = None if likely is None else self._order.follower(likely)
+        return kind if kind in self.programs else None
 
     def all_likely(self) -> frozenset[Kind]:
-        """Give the kinds by whose plan the step that begins may run: none before there is one."""
+        """Return the kinds by whose plan the step that begins may run: none before there is one."""
         likely = self.likely()
-        return frozenset() if likely is None else self.alike(likely)
+        if likely is None:
+            return frozenset()
+        return frozenset({likely}) if self._order.is_certain else self.alike(likely)
 
     def confuse(self, one: Kind, other: Kind) -> None:
         """Learn that a step that began as one kind turned out another."""
@@ -199,17 +267,13 @@ class Kinds:
         """End the step; give its kind, and whether only programs of that kind, or of kinds alike, ran in it."""
         kind = tuple(self.ran)
         self.sights[kind] += 1
-        is_own = bool(self._chosen) and self._chosen <= self.alike(kind)
+        own = frozenset({kind}) if self._order.is_certain else self.alike(kind)
+        is_own = bool(self._chosen) and self._chosen <= own
+        self._order.note(kind, self._size_bytes)
         if kind in self.programs:
-            self._follow(kind)
+            self.latest = kind
         self.forget()
         return kind, is_own
-
-    def _follow(self, kind: Kind) -> None:
-        """Note the planned kind that has ended, and what it came after."""
-        if self.latest is not None:
-            self._followers[self.latest] = kind
-        self.latest = kind
 
     def forget(self) -> None:
         """Forget the step under way."""

@@ -13,6 +13,7 @@ from ..measuring.describing import describe
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident, ResidentMemory
 from ..memory.free_memory import free_bytes
+from ..memory.metering import MemoryMeter
 from ..options import SessionOptions
 from ..out_of_memory import InfeasibleBudgetError
 from ..planning.plan import Plan
@@ -32,9 +33,10 @@ from ..running.program import build
 from ..torch_private import runtime
 from ..units import Budget, format_bytes
 from .first_steps import FirstSteps, Planned
-from .kinds import Kind, Kinds, Known
+from .kinds import CERTAIN, Kind, Kinds, Known
 from .limits import Limits
 from .parts import Parts
+from .watching import Expected, WatchPolicy
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -51,6 +53,7 @@ class PlannedKinds:
         memory: What exists before a step.
         parts: The captured graphs.
         stages: Shows the stages of planning, and counts their time.
+        watching: Decides which steps are measured.
         say: Warns.
 
     Attributes:
@@ -59,7 +62,6 @@ class PlannedKinds:
         kinds: The kinds of steps, and the step under way.
         first_steps: What steps run that have no plan of their own.
         listeners: Called with each plan when it is made, and again when it has been measured.
-        awaited: How many steps were foreseen as of a plan to be measured, since one was.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class PlannedKinds:
         memory: ResidentMemory,
         parts: Parts,
         stages: Stages,
+        watching: WatchPolicy,
         say: Callable[[str], None],
     ) -> None:
         self.options = options
@@ -76,8 +79,8 @@ class PlannedKinds:
         self.kinds = Kinds()
         self.first_steps = FirstSteps(stages)
         self.listeners: list[Callable[[Plan], None]] = []
-        self.awaited = 0
         self._name, self._memory, self._parts, self._stages, self._say = name, memory, parts, stages, say
+        self._watching = watching
         self._known: dict[Kind, Known] = {}
         self._limits = self._new_limits()
         self._first_said = False  # that the first step of another kind may take more than its budget
@@ -95,7 +98,7 @@ class PlannedKinds:
 
     def leave(self, size_bytes: int) -> None:
         """Leave so many bytes free from now on, for code without a plan: between two steps, all plans are made anew."""
-        self._left_bytes, self._dropped, self.awaited = size_bytes, self.latest, 0
+        self._left_bytes, self._dropped = size_bytes, self.latest
         for known in (self.plans, self._known, self._limits, self._unfit, self._searching):
             known.clear()
         self.kinds.clear()
@@ -244,7 +247,7 @@ class PlannedKinds:
         programs = {place: build(captured, lower(captured.graph, decisions)) for captured, place, decisions in decided}
         self.plans[kind] = plan
         self._limits[kind].planned(plan.planned_peak_bytes + known.margin_bytes)
-        self.awaited = min(self.awaited, 3)
+        self._watching.planned(kind)
         self.first_steps.forget_plans()
         self.kinds.install(kind, programs)
         self._stages.reporter.planned(plan)
@@ -326,7 +329,6 @@ class PlannedKinds:
         plan, known = self.plans[kind], self._known[kind]
         if plan.solution is not solution:
             return  # planned anew: the step ran by the plan before
-        self.awaited = 0
         if peak_bytes <= (plan.measured.peak_bytes or 0):
             return
         self.update(kind, peak_bytes=peak_bytes)
@@ -352,9 +354,20 @@ class PlannedKinds:
         else:
             log.info("%s: planned again, with that margin", text)
 
-    def may_come_to_take_more(self, kind: Kind) -> bool:
-        """Whether code outside of the planned modules takes memory in a kind of step: how much may vary by data."""
-        return self._known[kind].outside_bytes > GUARD_BYTES
+    def expect(self, size_bytes: int) -> Expected:
+        """Return what is known of the step that begins, called with arguments of a size."""
+        kind, following = self.kinds.likely(), self.kinds.following()
+        if kind is None:
+            return Expected(None, self.kinds.foreseen, size_bytes)
+        next_one = None if following is None else self._expect(following, following, 0)
+        return replace(self._expect(kind, self.kinds.foreseen, size_bytes), following=next_one)
+
+    def _expect(self, kind: Kind, foreseen: Kind | None, size_bytes: int) -> Expected:
+        """Return what is known of a step of a planned kind."""
+        measured, is_free = self.plans[kind].measured, not MemoryMeter.is_running(self._memory.device)
+        may_grow = is_free and self._known[kind].outside_bytes > GUARD_BYTES
+        has_peak, has_time = measured.peak_bytes is not None, measured.step_ms is not None
+        return Expected(kind, foreseen, size_bytes, has_peak, has_time, may_grow)
 
     def confused(self, expected: Kind, kind: Kind) -> None:
         """Learn that a step turned out another kind than it began as."""
@@ -364,7 +377,7 @@ class PlannedKinds:
             self._say(
                 "A step began by the plan of another kind of step, and went another way: it may have taken more than "
                 f"its budget of {format_bytes(plan.budget_bytes)}. From now on such steps begin by the plan of the "
-                "kind that needs most."
+                f"kind that needs most, until {CERTAIN} steps in a row have come as foreseen."
             )
 
     def any_is_unfit(self) -> bool:

@@ -28,7 +28,6 @@ from ..garbage import collecting_what_it_leaves
 from ..measuring.profiling import TimedRun
 from ..measuring.recording import Run, StepRecord
 from ..measuring.resident import LITTERED_STEPS, WATCHED_STEPS, Resident, ResidentMemory
-from ..memory.metering import MemoryMeter
 from ..options import SessionOptions
 from ..out_of_memory import InfeasibleBudgetError, explain
 from ..planning.plan import Plan, describe_peak
@@ -46,13 +45,12 @@ from .backend import planning_backend
 from .eager_paths import eager_paths
 from .first_steps import Begun, Given
 from .kinds import Kind
-from .missed import MissedSteps
 from .parts import Parts
 from .planned import PlannedKinds
+from .watching import Saw, Watch, WatchPolicy
 
 log = logging.getLogger("hiremate_lightning")
 
-MEASURED_AGAIN = 8  # steps of a kind until it is measured again, and twice as many each time; two, to see all that dies
 SMALL = 0.02  # of what the budget leaves for a step: code of other sizes each time may take it without a plan
 CAPTURES = 8  # in as many steps, one after the other, are announced: it goes on like that
 
@@ -77,11 +75,11 @@ class Session:
         self.stages = Stages(Reporter(options.verbose))
         self.parts = Parts(self.stages, options.cache_dir, self.kernels)
         self._memory = ResidentMemory(root)
-        self._planned = PlannedKinds(options, self._name, self._memory, self.parts, self.stages, self.say)
+        self._watching = WatchPolicy()
+        memory, stages = self._memory, self.stages
+        self._planned = PlannedKinds(options, self._name, memory, self.parts, stages, self._watching, self.say)
         self._kinds, self._first_steps = self._planned.kinds, self._planned.first_steps
-        self._size_bytes = self._largest_bytes = 0  # of what the latest step was called with, and any step
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
-        self._missed = MissedSteps()
         self._began_with: Resident | None = None  # when the step began, where that was counted
         self._steps = 0
         self._left: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
@@ -165,6 +163,7 @@ class Session:
         self._record, self._finished, self._timed = None, None, None
         self._in_backward, self._began_with, self._memory.batch = False, None, []
         self._kinds.forget()
+        self._watching.forget_step()
         self._first_steps.end_step()
         self._has_begun = self._is_broken = False
 
@@ -341,7 +340,10 @@ class Session:
             self._finished = None
         self._steps += 1
         self._has_begun = True
+        self._watching.settle()
         self._memory.step_begins(arguments)
+        size_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in arguments)
+        self._kinds.begin(size_bytes)
         if self._finished is not None:
             self._memory.collect_garbage()
         if self._watches_resident():
@@ -351,18 +353,14 @@ class Session:
                 self._plan_finished(resident)
             for kind in self._kinds.all_likely():
                 self._planned.adapt(kind, resident)
-        likely, all_likely = self._kinds.likely(), self._kinds.all_likely()
-        plan = None if likely is None else self.plans[likely]
+        all_likely = self._kinds.all_likely()
         self._kinds.expected = max(all_likely, key=lambda kind: self.plans[kind].unplanned_peak_bytes, default=None)
-        if plan is not None and plan.measured.peak_bytes is None:
-            self._planned.awaited += 1
-        size_bytes = self._size_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in arguments)
-        is_measured = self._is_to_be_measured(likely, size_bytes)
-        self._largest_bytes = max(size_bytes, self._largest_bytes)
-        if is_measured:
+        watch = self._watching.step_begins(self._planned.expect(size_bytes))
+        if watch is Watch.MEASURE:
             self._record = self._begin_record(arguments)
-        if self._is_timed(plan):
-            self._timed = TimedRun(self._memory.device)
+        has_profile = self._kinds.likely() is not None
+        if watch is Watch.TIME or (watch is Watch.MEASURE and not has_profile and self._memory.device.type == "cpu"):
+            self._timed = TimedRun(self._memory.device)  # a GPU's events would count how long it waits for the host
 
     def _plan_finished(self, resident: Resident) -> None:
         """Plan the step that has ended; say what could not be captured where nothing fits the budget."""
@@ -372,7 +370,7 @@ class Session:
             with collecting_what_it_leaves():
                 self._planned.learn(record, resident)
             if record.signature not in self.plans:
-                self._missed.miss(self._size_bytes)
+                self._watching.missed(record.signature)
         except InfeasibleBudgetError as error:
             if reasons := self.why_uncaptured():
                 explain(error, f"hiremate: What runs outside of captured code takes memory too.{reasons}")
@@ -390,33 +388,6 @@ class Session:
         if not record.is_measured and not backward_pass.is_running():
             self.say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
         return record
-
-    def _is_to_be_measured(self, likely: Kind | None, size_bytes: int) -> bool:
-        """Whether to measure the step that begins: it may be of a new kind, or its plan is to be measured.
-
-        That is so until it has been once, and again now and then where code outside takes memory: it may come to take
-        more. Others who measure are not disturbed then. A plan is awaited less and less often while other kinds come.
-
-        Args:
-            likely: Its kind as foreseen.
-            size_bytes: Of what it is called with: what is larger than ever before will not fit into the plans there
-                are, and gets one of its own.
-        """
-        if self._missed.may_come(size_bytes) or likely is None or size_bytes > self._largest_bytes:
-            return True
-        if self.plans[likely].measured.peak_bytes is None:
-            awaited = self._planned.awaited
-            return awaited < 4 or awaited.bit_count() == 1
-        before = self._kinds.sights[likely]
-        is_due = before >= MEASURED_AGAIN and 1 in (before.bit_count(), (before - 1).bit_count())
-        is_free = not MemoryMeter.is_running(self._memory.device)
-        return is_due and is_free and self._planned.may_come_to_take_more(likely)
-
-    def _is_timed(self, plan: Plan | None) -> bool:
-        """Whether to time each operation of the step that begins: for its plan to come, or to see how its plan does."""
-        if plan is None:
-            return self._memory.device.type == "cpu"  # a GPU's events would count how long it waits for the host
-        return self._record is None and plan.measured.peak_bytes is not None and plan.measured.step_ms is None
 
     def _watches_resident(self) -> bool:
         """Whether to count resident bytes now: they settle within a few steps, and counting takes time."""
@@ -437,6 +408,7 @@ class Session:
             self._memory.batch = []
         if not self._kinds.ran and self._record is None:
             return
+        is_usual = self.parts.count == self._captured
         self._note_captures()
         kind, is_own = self._kinds.end()  # else programs of another kind ran in it, and its plan was not seen
         if self._first_steps.end_step():
@@ -448,21 +420,40 @@ class Session:
         self._record, self._timed = None, None
         self._in_backward, self._began_with = False, None
         self._memory.step_ended(record)
+        saw = Saw.NOTHING
         if record is not None:
             record.close(at_once)
-        if record is not None and record.is_whole:
-            if kind in self.plans:
-                if record.peak_bytes is not None and resident is not None and is_own:
-                    self._planned.peak_measured(kind, record.peak_bytes, self._memory.as_seen(resident))
-            elif record.backwards:
-                record.timed = timed
-                self._finished = record if self._planned.gets_a_plan(kind) else None
-                self._missed.found(self._size_bytes)
-        elif record is None and timed is not None and is_own and self.plans[kind].measured.peak_bytes is not None:
+            saw = self._learn_from(record, timed, kind, resident if is_own else None)
+        elif timed is not None and is_own and self.plans[kind].measured.peak_bytes is not None:
             self._planned.update(kind, step_ms=timed.total_ms, recompute_ms=timed.recompute_ms)
+        self._watching.step_ended(kind, saw, is_usual)
         is_missed = kind not in self.plans and (record is None or not record.is_whole)
         if is_missed and self._planned.gets_a_plan(kind):
-            self._missed.miss(self._size_bytes)
+            self._watching.missed(kind)
+
+    def _learn_from(self, record: StepRecord, timed: TimedRun | None, kind: Kind, resident: Resident | None) -> Saw:
+        """Keep the record of a step that has ended to plan its kind, or compare its peak with that of its plan.
+
+        Args:
+            record: Of the step.
+            timed: Times of its operations, None where they were not taken.
+            kind: Its kind.
+            resident: What existed before it, None where it did not run by its plan.
+        """
+        if not record.is_whole:
+            return Saw.NOTHING
+        if kind not in self.plans:
+            if record.backwards:
+                record.timed = timed
+                self._finished = record if self._planned.gets_a_plan(kind) else None
+                self._watching.found(kind)
+            return Saw.NOTHING
+        if resident is None or not record.is_measured:
+            return Saw.NOTHING
+        if record.peak_bytes is None:
+            return Saw.NO_FREES
+        self._planned.peak_measured(kind, record.peak_bytes, self._memory.as_seen(resident))
+        return Saw.PEAK
 
     def _note_captures(self) -> None:
         """Tell where each step is captured anew: that may take longer than the step itself, and does not end."""

@@ -1,0 +1,240 @@
+"""Which steps are watched: their memory measured, their operations timed, or neither. One policy decides.
+
+To watch a step takes time. A few steps of each kind are watched whatever that takes, to plan it and to see how its plan
+does. All other watching takes at most 1 % of the time of any 500 steps, whatever kinds of steps come in whatever order.
+A look that alone takes more than that waits until it is 1 % of the time that has passed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from enum import Enum
+from statistics import median
+
+SHARE = 0.01  # of the time of so many steps that watching may take
+STEPS = 500
+AGAIN_AFTER = 8  # steps of a kind, then 16 more, 32, ...: code outside of its plan may come to take more
+REMEMBERED = 64  # kinds that were missed
+
+
+class Watch(Enum):
+    """What is done in a step beside running it."""
+
+    NOTHING = "nothing"
+    TIME = "time"
+    MEASURE = "measure"
+
+
+class Saw(Enum):
+    """What came of measuring a step."""
+
+    NOTHING = "nothing of use for its plan"
+    NO_FREES = "not what it freed, since the step before was not measured"
+    PEAK = "its peak"
+
+
+class Reason(Enum):
+    """Why to watch a step."""
+
+    PLAN = "it may be of a kind that has no plan"
+    PEAK = "the peak of its plan was not measured"
+    TIME = "its plan was not timed"
+    AGAIN = "code outside of its plan may have come to take more"
+
+
+OF_PEAKS = (Reason.PEAK, Reason.AGAIN)
+DEAR = 5  # times of a step that watching is taken for, before that was seen
+FREE = {Reason.PLAN: 16, Reason.PEAK: 4, Reason.TIME: 2, Reason.AGAIN: 2}  # looks of each kind, whatever they take
+FREE_OF_KIND = 24  # looks in all, be it planned anew ever so often
+FREE_TO_PLAN = 64  # looks in all, whatever sizes come
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What is known of a step that begins.
+
+    Attributes:
+        kind: The planned kind that it is likely to be of, None where nothing has a plan.
+        foreseen: The kind that it is likely to be of, planned or not; None where nothing like it came before.
+        size_bytes: Of what it is called with.
+        has_peak: Whether the peak of its plan was measured.
+        has_time: Whether its plan was timed.
+        may_grow: Whether code outside of its plan takes memory, which may come to be more.
+        following: What is known of the step that is likely to come after it, None for nothing.
+    """
+
+    kind: Hashable | None
+    foreseen: Hashable | None
+    size_bytes: int
+    has_peak: bool = False
+    has_time: bool = False
+    may_grow: bool = False
+    following: Expected | None = None
+
+
+class WatchPolicy:
+    """Decides what is watched, and keeps account of what that took.
+
+    Args:
+        clock: Tells the seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._account = _Account()
+        self._looks = Counter[tuple[Reason, Hashable]]()
+        self._free_looks = Counter[Hashable]()
+        self._looks_to_plan = self._count = 0  # of steps that have ended
+        self._needs_step_before = set[Hashable]()  # kinds whose peak is seen only where the step before was measured
+        self._was_measured = False  # the latest step
+        self._was_measured_for: Hashable | None = None  # the kind that was to follow
+        self._gaps: dict[Hashable, int] = {}  # steps of a kind until it is measured again
+        self._since = Counter[Hashable]()  # steps of a kind since it was measured again
+        self._missed: dict[Hashable, None] = {}
+        self._largest_bytes = 0
+        self._current: tuple[float, Watch, Reason | None] | None = None  # when the step under way began, and its watch
+        self._ended: tuple[float, Watch, Hashable | None] | None = None  # the step before, until the next one begins
+
+    # ---------------------------------------------------------------- the decision
+
+    def reason(self, expected: Expected) -> Reason | None:
+        """Find why to watch the step that begins, None for no reason."""
+        is_larger = expected.size_bytes > self._largest_bytes
+        if expected.kind is None or is_larger or expected.foreseen in self._missed:
+            return Reason.PLAN
+        if not expected.has_peak:
+            return Reason.PEAK
+        if not expected.has_time:
+            return Reason.TIME
+        is_due = self._since[expected.kind] >= self._gaps.get(expected.kind, AGAIN_AFTER)
+        return Reason.AGAIN if expected.may_grow and is_due else None
+
+    def decide(self, expected: Expected) -> Watch:
+        """Decide whether to measure the step that begins, to time it, or neither."""
+        return self._decide(expected)[0]
+
+    def _decide(self, expected: Expected) -> tuple[Watch, Reason | None, Expected]:
+        """Decide, and tell why and for which step: it may be for the one that follows, to see what that one frees."""
+        reason, following, count = self.reason(expected), expected.following, 1
+        if reason in OF_PEAKS and expected.kind in self._needs_step_before:
+            if self._was_measured_for == expected.kind:
+                return Watch.MEASURE, reason, expected
+            reason = reason if self._was_measured else None  # else its peak would not be seen
+        if reason is None and following is not None and following.kind in self._needs_step_before:
+            expected, reason, count = following, self.reason(following), 2
+            reason = reason if reason in OF_PEAKS else None
+        if reason is None:
+            return Watch.NOTHING, None, expected
+        watch = Watch.TIME if reason is Reason.TIME else Watch.MEASURE
+        is_worth_it = self._is_free(reason, expected) or self._account.affords(watch, count)
+        return (watch if is_worth_it else Watch.NOTHING), reason, expected
+
+    def _is_free(self, reason: Reason, expected: Expected) -> bool:
+        """Whether the kind, or the size, has not used up the looks that it has whatever they take."""
+        if reason is Reason.PLAN:
+            return self._looks[reason, expected.foreseen] < FREE[reason] and self._looks_to_plan < FREE_TO_PLAN
+        if reason is Reason.AGAIN and self._count > STEPS:
+            return False
+        return self._looks[reason, expected.kind] < FREE[reason] and self._free_looks[expected.kind] < FREE_OF_KIND
+
+    # ---------------------------------------------------------------- what it learns
+
+    def step_begins(self, expected: Expected) -> Watch:
+        """Decide about a step that begins now, and note when it began."""
+        watch, reason, wanted = self._decide(expected)
+        if watch is not Watch.NOTHING and reason is not None:
+            self._looks[reason, wanted.foreseen if reason is Reason.PLAN else wanted.kind] += 1
+            self._looks_to_plan += reason is Reason.PLAN
+            self._free_looks[wanted.kind] += 1
+        self._largest_bytes = max(self._largest_bytes, expected.size_bytes)
+        self._was_measured = watch is Watch.MEASURE
+        self._was_measured_for = wanted.kind if watch is Watch.MEASURE and wanted is expected.following else None
+        self._current = self._clock(), watch, reason
+        return watch
+
+    def step_ended(self, kind: Hashable, saw: Saw = Saw.NOTHING, is_usual: bool = True) -> None:
+        """Learn that the step under way has ended.
+
+        Args:
+            kind: What it was.
+            saw: What came of measuring it.
+            is_usual: Whether it did nothing else that takes time, as capturing does.
+        """
+        if self._current is None:
+            return
+        began_at, watch, reason = self._current
+        self._current = None
+        self._ended = (began_at, watch, kind) if is_usual else None
+        self._since[kind] += 1
+        self._count += 1
+        if saw is Saw.NO_FREES:
+            self._needs_step_before.add(kind)
+        if saw is Saw.PEAK and reason is Reason.AGAIN:
+            self._since[kind] = 0
+            self._gaps[kind] = 2 * self._gaps.get(kind, AGAIN_AFTER)
+
+    def settle(self) -> None:
+        """Put the time of the step that has ended into the account; to be called as the next one begins."""
+        if self._ended is not None:
+            began_at, watch, kind = self._ended
+            self._ended = None
+            self._account.add(self._clock() - began_at, watch, kind)
+
+    def planned(self, kind: Hashable) -> None:
+        """Learn that a kind of step has another plan, whose peak and time are to be seen."""
+        for reason in (Reason.PEAK, Reason.TIME):
+            self._looks[reason, kind] = min(self._looks[reason, kind], FREE[reason] - 2)
+
+    def missed(self, kind: Hashable) -> None:
+        """Learn that a step was to be measured, for its kind to be planned, and was not."""
+        self._missed.pop(kind, None)
+        self._missed[kind] = None
+        if len(self._missed) > REMEMBERED:
+            del self._missed[next(iter(self._missed))]
+
+    def found(self, kind: Hashable) -> None:
+        """Learn that a step was measured whose kind has no plan."""
+        self._missed.pop(kind, None)
+
+    def forget_step(self) -> None:
+        """Forget the step under way, which has failed."""
+        self._current = self._ended = self._was_measured_for = None
+        self._was_measured = False
+
+
+class _Account:
+    """What the latest steps took, and how much of that was for watching them."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS)  # seconds of each, and those for watching
+        self._usual: dict[Hashable, float] = {}  # seconds of the latest unwatched step of each kind
+        self._extra = {Watch.TIME: deque[float](maxlen=5), Watch.MEASURE: deque[float](maxlen=5)}
+        self._unwatched_s = 0.0  # since a step was watched
+
+    def add(self, seconds: float, watch: Watch, kind: Hashable) -> None:
+        """Add a step."""
+        if watch is Watch.NOTHING:
+            self._usual[kind] = seconds
+            self._unwatched_s += seconds
+            self._steps.append((seconds, 0.0))
+            return
+        usual_s = min(seconds, self._usual.get(kind, self._mean_s()))
+        self._extra[watch].append(seconds - usual_s)
+        self._unwatched_s = 0.0
+        self._steps.append((usual_s, seconds - usual_s))
+
+    def _mean_s(self) -> float:
+        return sum(usual for usual, _ in self._steps) / len(self._steps) if self._steps else 0.0
+
+    def affords(self, watch: Watch, count: int) -> bool:
+        """Whether so many more steps may be watched."""
+        extra_s = count * (median(self._extra[watch]) if self._extra[watch] else DEAR * self._mean_s())
+        allowed_s = SHARE * STEPS * self._mean_s()
+        if not allowed_s:
+            return False  # what a step takes was not seen yet
+        if extra_s > allowed_s:
+            return extra_s <= SHARE * self._unwatched_s
+        return sum(spent for _, spent in self._steps) + extra_s <= allowed_s

@@ -1,0 +1,175 @@
+"""Which steps are watched: one policy decides, and all that it decides takes 1 % of the time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import cycle, islice, pairwise
+
+import pytest
+
+from hiremate_lightning.sessions.kinds import Order
+from hiremate_lightning.sessions.watching import FREE_TO_PLAN, SHARE, STEPS, Expected, Reason, Saw, Watch, WatchPolicy
+
+KIND, OTHER, SIZE = (0,), (1,), 100
+
+
+class Clock:
+    """Tells the seconds that a test has let pass."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Training:
+    """Steps of kinds in some order, each watched where the policy says so; a watched one takes some more seconds."""
+
+    def __init__(self, extra_s: float = 4.0, sees_frees: bool = True, may_grow: bool = True) -> None:
+        self.clock = Clock()
+        self.policy = WatchPolicy(self.clock)
+        self.order = Order()
+        self.planned: dict[tuple[int, ...], tuple[bool, bool]] = {}  # whether the peak was measured, and the time
+        self.seconds: list[tuple[float, float]] = []  # of each step, and those of watching it
+        self.measured = 0
+        self._extra_s, self._sees_frees, self._may_grow = extra_s, sees_frees, may_grow
+        self._was_measured = False
+
+    def step(self, kind: tuple[int, ...], size_bytes: int = SIZE) -> Watch:
+        self.policy.settle()
+        foreseen = [*self.order.foresee(size_bytes)]
+        likely = next((k for k in foreseen if k in self.planned), next(reversed(self.planned), None))
+        expected = self._expect(likely, size_bytes, next(iter(foreseen), None))
+        after = None if likely is None else self.order.follower(likely)
+        following = self._expect(after, 0, after) if after in self.planned else None
+        watch = self.policy.step_begins(replace(expected, following=following))
+        extra_s = 0.0 if watch is Watch.NOTHING else self._extra_s
+        self.clock.now_s += 1.0 + extra_s
+        self.seconds.append((1.0, extra_s))
+        self.policy.step_ended(kind, self._learn(kind, watch))
+        self.order.note(kind, size_bytes)
+        return watch
+
+    def _expect(self, kind: tuple[int, ...] | None, size_bytes: int, foreseen: tuple[int, ...] | None) -> Expected:
+        return Expected(kind, foreseen, size_bytes, *self.planned.get(kind, (False, False)), may_grow=self._may_grow)
+
+    def _learn(self, kind: tuple[int, ...], watch: Watch) -> Saw:
+        sees_frees = self._sees_frees or self._was_measured
+        self._was_measured = watch is Watch.MEASURE
+        has_peak, has_time = self.planned.get(kind, (False, False))
+        if watch is not Watch.MEASURE:
+            if kind not in self.planned:
+                self.policy.missed(kind)
+            elif watch is Watch.TIME and has_peak:
+                self.planned[kind] = True, True
+            return Saw.NOTHING
+        self.measured += 1
+        if kind not in self.planned:
+            self.planned[kind] = False, False
+            self.policy.found(kind)
+            self.policy.planned(kind)
+            return Saw.NOTHING
+        if not sees_frees:
+            return Saw.NO_FREES
+        self.planned[kind] = True, has_time
+        return Saw.PEAK
+
+
+def worst_share(seconds: list[tuple[float, float]]) -> float:
+    """Return the largest share of the time of any 500 steps that was taken by watching them."""
+    windows = (seconds[start : start + STEPS] for start in range(0, len(seconds) - STEPS + 1, 10))
+    return max(sum(extra for _, extra in window) / sum(map(sum, window)) for window in windows)
+
+
+@pytest.mark.parametrize(
+    ("expected", "reason"),
+    [
+        (Expected(None, None, SIZE), Reason.PLAN),  # nothing has a plan
+        (Expected(KIND, KIND, 2 * SIZE), Reason.PLAN),  # larger than any step before
+        (Expected(KIND, OTHER, SIZE, has_peak=True, has_time=True), Reason.PLAN),  # missed before
+        (Expected(KIND, KIND, SIZE), Reason.PEAK),
+        (Expected(KIND, KIND, SIZE, has_peak=True), Reason.TIME),
+        (Expected(KIND, KIND, SIZE, has_peak=True, has_time=True), None),
+        (Expected(KIND, KIND, SIZE, has_peak=True, has_time=True, may_grow=True), Reason.AGAIN),
+        (Expected(OTHER, KIND, SIZE, has_peak=True, has_time=True, may_grow=True), None),  # has not come so often
+    ],
+)
+def test_the_reason_to_watch_a_step_is_found_by_what_is_known_of_it(expected, reason):
+    policy = WatchPolicy(Clock())
+    for _ in range(8):
+        policy.step_begins(Expected(KIND, KIND, SIZE, has_peak=True, has_time=True))
+        policy.step_ended(KIND)
+    policy.missed(OTHER)
+    assert policy.reason(expected) is reason
+    assert policy.reason(expected) is reason, "a query changes nothing"
+    is_timed = reason is Reason.TIME
+    assert policy.decide(expected) is (Watch.NOTHING if reason is None else Watch.TIME if is_timed else Watch.MEASURE)
+
+
+def test_a_steady_kind_is_planned_measured_and_timed_in_three_steps():
+    training = Training()
+    assert [training.step(KIND).value for _ in range(5)] == ["measure", "measure", "time", "nothing", "nothing"]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_cycles_of_kinds_are_watched_at_most_one_percent_of_the_time(seed):
+    rng = random.Random(seed)
+    kinds = [(number,) for number in range(rng.randrange(1, 7))]
+    order = [rng.choice(kinds) for _ in range(rng.randrange(1, 12))]
+    kinds_by_chance = seed % 3 == 0
+    training = Training(rng.choice((0.1, 0.4, 0.8)), sees_frees=rng.random() < 0.5)
+    for kind in islice(cycle(order), 3000):
+        training.step(rng.choice(kinds) if kinds_by_chance else kind)
+    seen = set(kinds if kinds_by_chance else order)
+    assert training.planned.keys() == seen
+    if not kinds_by_chance:
+        assert all(has_peak and has_time for has_peak, has_time in training.planned.values())
+    assert worst_share(training.seconds[STEPS:]) <= SHARE
+    assert training.measured <= 16 * len(seen) + 3000 * SHARE / 0.1
+
+
+def test_a_cycle_as_of_adversarial_training_is_planned_within_some_turns():
+    training = Training()
+    for kind in islice(cycle([KIND] * 5 + [OTHER]), 60):
+        training.step(kind)
+    assert training.planned == {KIND: (True, True), OTHER: (True, True)}
+    assert training.measured <= 20
+
+
+def test_sizes_that_grow_for_ever_are_not_measured_for_ever():
+    training = Training()
+    for size_bytes in range(1, 1500):
+        training.step((size_bytes,), size_bytes)
+    assert training.measured <= FREE_TO_PLAN + 2 * 1500 * SHARE
+
+
+def test_a_kind_whose_peak_shows_only_after_a_measured_step_gets_two_in_a_row():
+    training = Training(extra_s=0.01, sees_frees=False)
+    watched = [training.step(KIND).value for _ in range(40)]
+    assert training.planned[KIND] == (True, True)
+    again = [index for index, watch in enumerate(watched) if watch == "measure" and index > 4]
+    assert len(again) == 4, "twice two in a row, after 8 steps and after 16"
+    assert again[1] == again[0] + 1
+    assert again[3] == again[2] + 1
+
+
+def test_a_dear_look_waits_until_it_is_one_percent_of_the_time():
+    """Each takes as long as 20 steps: four times what watching may take of 500 steps."""
+    training = Training(extra_s=20.0)
+    for _ in range(12_000):
+        training.step(KIND)
+    looks = [index for index, (_, extra_s) in enumerate(training.seconds) if extra_s]
+    later = looks[-3:]
+    assert later[0] > 500
+    assert all(b - a >= 20 / SHARE for a, b in pairwise(looks[4:]))
+
+
+def test_what_failed_is_not_counted():
+    policy = WatchPolicy(Clock())
+    policy.step_begins(Expected(None, None, SIZE))
+    policy.forget_step()
+    policy.step_ended(KIND, Saw.PEAK)
+    policy.settle()
+    assert policy.decide(Expected(None, None, SIZE)) is Watch.MEASURE
