@@ -49,7 +49,7 @@ set_up() {
     echo "  torch, pinned"
     "${install[@]}" torch
     echo "  hiremate-lightning and what it needs"
-    "${install[@]}" --editable ".[dev,models,examples,report,docs]"
+    "${install[@]}" --editable ".[dev,models,examples,docs]"
     drop_unusable_torchvision
     echo "$wanted" >"$stamp"
     echo "  done in $SECONDS s"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -36,6 +36,7 @@ class HiRemateCallback(Callback):
     checkpoints, optimizers and logs stay what they are. Validation, test and prediction are not planned.
 
     Every logger of the Trainer gets the numbers of each plan, and what was measured of it, as `hiremate/...` metrics.
+    A logger with a folder of its own (TensorBoardLogger, CSVLogger) gets the plan as a page, hiremate_plan.html.
 
     Args:
         budget: Bytes ("12 GiB", "800 MB", an int) that must not be passed at any moment of a training step, all that is
@@ -51,7 +52,8 @@ class HiRemateCallback(Callback):
         solver: Name of the strategy, see `solvers`.
         compile: "inductor" to fuse operations into kernels that Inductor makes, None for PyTorch's own; see
             docs/compiled.md.
-        verbose: Whether to report plans and measurements, on rank zero.
+        verbose: Whether to report, on rank zero: a line when a plan is made, one when it was measured, one that says
+            where its page is; "full" for the whole table of the plan.
 
     Attributes:
         plan: The latest plan, None before there is one; it stays after fitting.
@@ -75,7 +77,7 @@ class HiRemateCallback(Callback):
         cache_dir: str | Path | None = None,
         solver: str = DEFAULT_SOLVER,
         compile: str | None = None,
-        verbose: bool = True,
+        verbose: bool | Literal["full"] = True,
     ) -> None:
         self._options = make_options(
             budget,
@@ -128,6 +130,8 @@ class HiRemateCallback(Callback):
         self._refuse(trainer, pl_module)
         session = Session(pl_module, self._options)
         session.listeners.append(self._note)
+        folders = [getattr(logger, "log_dir", None) for logger in trainer.loggers]
+        session.stages.reporter.folder = next((Path(f) for f in folders if isinstance(f, str)), None)
         if self._target == StepTarget.METHOD:
             self._targets = StepTarget(pl_module, session)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ def hiremate(
     cache_dir: str | Path | None = None,
     solver: str = DEFAULT_SOLVER,
     compile: str | None = None,
-    verbose: bool = True,
+    verbose: bool | Literal["full"] = True,
 ) -> nn.Module:
     """Train a model within a budget of bytes, with the same numbers.
 
@@ -52,7 +53,8 @@ def hiremate(
         cache_dir: Folder for measured costs and plans, reused by later runs; None for no files.
         solver: Name of the strategy, see `solvers`.
         compile: "inductor" to fuse operations into kernels that Inductor makes; None for PyTorch's own.
-        verbose: Whether to report plans and measurements.
+        verbose: Whether to report: a line when a plan is made, one when it was measured, one that says how to see
+            more; "full" for the whole table of the plan.
 
     Returns:
         The same module.
@@ -92,7 +94,8 @@ def hiremate(
         known.session.set_budget(options.budget)
         if optimizer is not None:
             known.session.watch_optimizer(optimizer)
-        known.session.stages.reporter.verbose &= verbose
+        if verbose is not True:  # what is left at its default asks for nothing
+            known.session.stages.reporter.verbose = verbose
         return model
     refuse(model)  # with what is around it: Fabric compiles there
     if known is not None:

@@ -27,10 +27,6 @@ class ConfigurationError(HiRemateError, ValueError):
     """A set-up that can't be planned: wrong argument, wrong target, or another tool that already does the same."""
 
 
-class MissingExtraError(HiRemateError, ImportError):
-    """An optional dependency that is not installed; the text names the extra that brings it."""
-
-
 class CaptureError(HiRemateError, RuntimeError):
     """The training step could not be captured as a graph."""
 

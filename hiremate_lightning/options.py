@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .errors import ConfigurationError
 from .planning.planner import DEFAULT_SOLVER, PlanOptions
@@ -21,7 +21,7 @@ class SessionOptions:
         plan: How to plan.
         max_plans: Most plans to make; beyond it, a step of another kind runs as was planned for another input shape.
         cache_dir: Where to keep profiles between runs, None for nowhere.
-        verbose: Whether to report.
+        verbose: Whether to report; "full" for the whole table.
         compile: "inductor" to fuse operations into kernels that Inductor makes, None for PyTorch's own.
     """
 
@@ -29,7 +29,7 @@ class SessionOptions:
     plan: PlanOptions = PlanOptions()
     max_plans: int = 8
     cache_dir: Path | None = None
-    verbose: bool = True
+    verbose: bool | Literal["full"] = True
     compile: str | None = None
 
 
@@ -42,7 +42,7 @@ def make_options(
     cache_dir: str | Path | None = None,
     solver: str = DEFAULT_SOLVER,
     compile: str | None = None,
-    verbose: bool = True,
+    verbose: bool | Literal["full"] = True,
 ) -> SessionOptions:
     """Check the arguments that all ways to plan share.
 
@@ -59,6 +59,8 @@ def make_options(
         raise ConfigurationError(f"compile must be 'inductor' or None, found {compile!r}")
     if not (isinstance(max_plans, int) and max_plans >= 1):
         raise ConfigurationError(f"max_plans must be at least 1, found {max_plans!r}")
+    if verbose not in (True, False, "full"):
+        raise ConfigurationError(f"verbose must be True, False or 'full', found {verbose!r}")
     folder = None if cache_dir is None else Path(cache_dir)
     return SessionOptions(
         budget=parse_budget(budget),

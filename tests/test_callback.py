@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
+import re
+import sys
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
+import rich
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
-from lightning.pytorch.callbacks import BatchSizeFinder, Callback, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Callback,
+    RichProgressBar,
+    StochasticWeightAveraging,
+    TQDMProgressBar,
+)
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.memory import is_oom_error
+from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -626,3 +639,31 @@ def test_many_fits_in_one_process_are_all_planned():
         callback = planned("100%", target="training_step")
         trainer(callback, max_steps=3).fit(Small(), batches(3, 64, 8))
         assert callback.plan is not None
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar, None])
+def test_a_fit_says_three_lines_and_writes_the_page_beside_its_logs(bar, tmp_path, monkeypatch):
+    """Each line starts at the left edge, whichever progress bar of Lightning is on the screen."""
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    console = Console(file=screen, width=200, force_terminal=True, color_system=None)
+    monkeypatch.setattr(rich, "_console", console)
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    bars = [] if bar is None else [bar(refresh_rate=1)]
+    logger = CSVLogger(tmp_path)
+    fitting = trainer(
+        *bars, planned(verbose=True), logger=logger, enable_progress_bar=bar is not None, log_every_n_steps=1
+    )
+    fitting.fit(CallsItself(), batches(6))
+
+    page = Path(logger.log_dir) / "hiremate_plan.html"
+    text = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", screen.getvalue())
+    lines = [line.split("\r")[-1] for line in text.split("\n")]
+    said = [line.rstrip() for line in lines if line.startswith("HiRemate plan of CallsItself")]
+    assert [line.split(":")[0] for line in said] == [
+        f"HiRemate plan of CallsItself{ending}" for ending in ("", ", measured", ", more")
+    ]
+    assert str(page) in said[2]
+    assert page.is_file()
+    assert text.count("HiRemate plan of") == 3

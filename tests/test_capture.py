@@ -70,6 +70,8 @@ def test_backward_nodes_know_the_module_too(captured):
 
 
 def test_nodes_know_a_line_of_source(captured):
+    sources = {node.source.rpartition(":")[0] for node in captured.graph.nodes}
+    assert sources <= {"", __file__}, "lines of torch and of this package are not the user's"
     file, line = node_of(captured.graph, "aten.native_dropout.").source.rsplit(":", 1)
     assert file.endswith(".py")
     assert int(line) > 0

@@ -333,7 +333,6 @@ class TestShow:
         assert "note        Times are estimates" in output
 
     def test_a_report_is_shown(self, models, tmp_path, capsys):
-        pytest.importorskip("plotly")
         page = tmp_path / "plan.html"
         assert plan(models, "--html", str(page)) == 0
         capsys.readouterr()

@@ -15,7 +15,6 @@ from hiremate_lightning.out_of_memory import InfeasibleBudgetError
     [
         (errors.BudgetError, ValueError),
         (errors.ConfigurationError, ValueError),
-        (errors.MissingExtraError, ImportError),
         (errors.CaptureError, RuntimeError),
         (errors.ScheduleError, RuntimeError),
         (InfeasibleBudgetError, torch.OutOfMemoryError),

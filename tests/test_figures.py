@@ -1,9 +1,10 @@
-"""The figures' data: the bytes are the simulator's, the curve is the solvers', without a browser."""
+"""What pictures show: the bytes are the simulator's, the curve is the solvers'."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -11,98 +12,35 @@ from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.solvers.base import Problem, Solution, Status
 from hiremate_lightning.planning.solvers.curve import Curve
 from hiremate_lightning.reporting.figures import (
+    BUDGET,
     OTHER,
     RESIDENT,
-    Figure,
-    frontier_figure,
+    Run,
+    frontier_of,
     plain_run,
     planned_run,
     resident_bands,
     short_source,
-    timeline_figure,
 )
+from hiremate_lightning.reporting.frontier_svg import frontier_svg
 from hiremate_lightning.reporting.lifetimes import Band
 
-from .tiny import KB, Builder, blocks_plan, mixed_plan, plan_keeping
+from .tiny import KB, blocks_plan, mixed_plan
 
 MIB = 2**20
 
 
-def stacked(figure: Figure, row: int) -> list[float]:
-    """The height of a step's stack at each of its points."""
-    layers = [t["y"] for t in figure["data"] if "stackgroup" in t and t["yaxis"] == ("y" if row == 1 else f"y{row}")]
-    return [sum(values) for values in zip(*layers, strict=True)]
+@pytest.mark.parametrize("run_of", [plain_run, planned_run])
+def test_the_bands_add_up_to_the_simulated_memory(run_of: Callable[[Plan], Run]):
+    run = run_of(mixed_plan(3))
+    drawn = [sum(sizes) for sizes in zip(*run.bands.values(), strict=True)]
+    assert drawn == [moment.peak_bytes for moment in run.simulation.timeline]
 
 
-def named(figure: Figure, name: str) -> dict[str, Any]:
-    return next(trace for trace in figure["data"] if trace["name"] == name)
-
-
-@pytest.mark.parametrize("row", [1, 2])
-def test_the_stack_is_as_high_as_the_simulated_memory(row: int):
-    plan = mixed_plan(3)
-    timeline = (plan.unplanned, plan.planned)[row - 1].timeline
-    expected = [(plan.resident_bytes + moment.peak_bytes) / MIB for moment in timeline]
-    assert stacked(timeline_figure(plan), row)[:-1] == pytest.approx(expected, abs=1e-3)
-
-
-@pytest.mark.parametrize("name", ["plain step", "planned step"])
-def test_the_outline_is_the_simulated_memory_over_time(name: str):
-    plan = mixed_plan(3)
-    run = plan.planned if name == "planned step" else plan.unplanned
-    outline = named(timeline_figure(plan), name)
-    assert outline["y"][:-1] == pytest.approx([(2_000 * KB + m.peak_bytes) / MIB for m in run.timeline], abs=1e-3)
-    assert outline["x"][0] == 0
-    assert outline["x"][-1] == pytest.approx(run.time_ms, abs=1e-3)
-
-
-def test_the_outline_says_what_runs_in_which_module_and_what_it_needs():
-    plan = mixed_plan(2)
-    source = replace(plan.graph.nodes[1], source="/home/me/project/model/gpt.py:12")
-    graph = replace(plan.graph, nodes=(plan.graph.nodes[0], source, *plan.graph.nodes[2:]))
-    texts = named(timeline_figure(replace(plan, graph=graph)), "planned step")["text"]
-    assert texts[1].split("<br>") == [
-        "<b>tiny.qkv0</b>, forward, 1 ms",
-        "net.blocks.0.attn",
-        "project/model/gpt.py:12",
-        "2.15 MiB in all",
-        "1.91 MiB resident before the step",
-        "188 KiB saved activations",
-        "62.5 KiB activations, not saved",
-    ]
-
-
-def test_only_the_planned_step_recomputes():
-    plan = mixed_plan(2)
-    texts = {run: named(timeline_figure(plan), f"{run} step")["text"] for run in ("plain", "planned")}
-    assert sum(", recomputed, " in text for text in texts["planned"]) == len(plan.schedule.recomputed(plan.graph))
-    assert not any(", recomputed, " in text for text in texts["plain"])
-
-
-def test_the_peak_is_marked_where_the_simulator_finds_it():
-    plan = mixed_plan(3)
-    marks = [trace for trace in timeline_figure(plan)["data"] if trace["name"] == "peak"]
-    peaks = [plan.unplanned_peak_bytes / MIB, plan.planned_peak_bytes / MIB]
-    assert [mark["y"][0] for mark in marks] == pytest.approx(peaks, abs=1e-3)
-
-
-def test_the_budget_is_a_line_across_both_steps():
-    plan = mixed_plan(3)
-    lines = [trace for trace in timeline_figure(plan)["data"] if trace["name"].startswith("budget")]
-    assert [line["y"] for line in lines] == [[plan.budget_bytes / MIB] * 2] * 2
-    assert [line["showlegend"] for line in lines] == [True, False]
-
-
-def test_a_budget_far_above_all_memory_does_not_flatten_the_drawing():
-    figure = timeline_figure(replace(mixed_plan(3), budget_bytes=10**10))
-    assert not [trace for trace in figure["data"] if trace["name"].startswith("budget")]
-    assert figure["layout"]["yaxis"]["range"][1] < 10
-
-
-def test_each_band_is_in_the_legend_once():
-    shown = [trace["name"] for trace in timeline_figure(mixed_plan(3))["data"] if trace.get("showlegend")]
-    assert len(shown) == len(set(shown))
-    assert {RESIDENT, Band.SAVED.value, Band.RECOMPUTED.value, Band.GRADIENT.value, "peak"} <= set(shown)
+def test_a_run_ends_when_the_simulated_step_does():
+    run = planned_run(mixed_plan(3))
+    assert run.starts_ms[0] == 0
+    assert run.starts_ms[-1] == pytest.approx(run.simulation.time_ms)
 
 
 def test_resident_bytes_are_split_as_far_as_they_were_counted():
@@ -118,15 +56,6 @@ def test_resident_bytes_are_split_as_far_as_they_were_counted():
 def test_parts_that_do_not_add_up_are_not_shown(parts: tuple[tuple[str, int], ...]):
     found = [(name, size) for name, _, size in resident_bands(replace(mixed_plan(2), resident_parts=parts))]
     assert found == [(RESIDENT, 2_000 * KB)]
-
-
-def test_names_can_not_be_markup():
-    b = Builder(module="<script>alert(1)</script>")
-    b.op("g", (b.op("a", (), 10),), 1, backward=True, op="<b>")
-    graph, profile = b.graph()
-    text = named(timeline_figure(plan_keeping(graph, profile, ["a"])), "planned step")["text"][1]
-    assert "<script>" not in text
-    assert "&lt;b&gt;" in text
 
 
 def test_runs_know_what_they_recompute():
@@ -162,51 +91,56 @@ def curve_of(plan: Plan) -> Curve:
 
 def test_the_frontier_falls_from_the_least_memory_to_plain_training():
     plan = blocks_plan(4)
-    found = named(frontier_figure(plan, curve_of(plan)), "fastest schedule found")
-    assert found["x"] == sorted(found["x"])
-    assert found["y"] == sorted(found["y"], reverse=True)
-    assert found["x"][-1] == pytest.approx(plan.unplanned_peak_bytes / MIB, abs=1e-3)
-    assert found["y"][-1] == 0
+    found = frontier_of(plan, curve_of(plan)).found
+    assert [size for size, _ in found] == sorted(size for size, _ in found)
+    assert [extra for _, extra in found] == sorted((extra for _, extra in found), reverse=True)
+    assert found[-1] == (plan.unplanned_peak_bytes, 0)
 
 
 def test_the_plan_is_on_the_frontier_as_predicted():
     plan = blocks_plan(4)
-    figure = frontier_figure(plan, curve_of(plan))
-    star, found = named(figure, "this plan, predicted"), named(figure, "fastest schedule found")
-    at = (star["x"][0], star["y"][0])
-    expected = (plan.planned_peak_bytes / MIB, 100 * plan.predicted_overhead)
-    assert at == pytest.approx(expected, abs=1e-3)
-    assert at in list(zip(found["x"], found["y"], strict=True))
+    frontier = frontier_of(plan, curve_of(plan))
+    assert frontier.planned == pytest.approx((plan.planned_peak_bytes, plan.predicted_overhead))
+    assert frontier.planned in frontier.found
 
 
 def test_a_bound_holds_for_every_smaller_budget():
     plan = blocks_plan(4)
-    bound = named(frontier_figure(plan, curve_of(plan)), "proven: nothing is faster")
     step_ms = plan.unplanned.time_ms
-    proven = 100 * plan.solution.bound_ms / step_ms
-    assert proven > 100 * 5.0 / step_ms  # the plan's bound is better than the one known for less memory
-    assert bound["y"] == pytest.approx([proven, proven, 0.0], abs=1e-3)
+    proven = plan.solution.bound_ms / step_ms
+    assert proven > 5.0 / step_ms  # the plan's bound is better than the one known for less memory
+    assert [extra for _, extra in frontier_of(plan, curve_of(plan)).bounds] == pytest.approx([proven, proven, 0.0])
 
 
-def test_no_bound_is_drawn_above_a_schedule():
+def test_no_bound_is_above_a_schedule():
     plan = blocks_plan(4)
-    figure = frontier_figure(plan, curve_of(plan))
-    found, bound = named(figure, "fastest schedule found"), named(figure, "proven: nothing is faster")
-    for x, y in zip(bound["x"], bound["y"], strict=True):
-        fitting = [fy for fx, fy in zip(found["x"], found["y"], strict=True) if fx <= x]
-        assert not fitting or y <= min(fitting) + 1e-6
+    frontier = frontier_of(plan, curve_of(plan))
+    for budget, bound in frontier.bounds:
+        fitting = [extra for size, extra in frontier.found if size <= budget]
+        assert not fitting or bound <= min(fitting) + 1e-9
 
 
-def test_what_was_measured_is_marked_where_it_was_measured():
+def test_what_was_measured_is_where_it_was_measured():
     plan = blocks_plan(4).with_measured(peak_bytes=3 * MIB, step_ms=110.0, recompute_ms=10.0)
-    cross = named(frontier_figure(plan, curve_of(plan)), "this plan, measured")
-    assert (cross["x"], cross["y"]) == ([3.0], [10.0])
+    assert frontier_of(plan, curve_of(plan)).measured == (3 * MIB, 0.1)
 
 
-def test_what_was_not_measured_is_not_marked():
+def test_what_was_not_measured_is_left_out():
     plan = blocks_plan(4).with_measured(peak_bytes=3 * MIB)
-    names = [trace["name"] for trace in frontier_figure(plan, curve_of(plan))["data"]]
-    assert "this plan, measured" not in names
+    assert frontier_of(plan, curve_of(plan)).measured is None
+
+
+def test_the_picture_of_the_frontier_marks_the_plan_at_its_place():
+    plan = blocks_plan(4).with_measured(peak_bytes=3 * MIB, step_ms=110.0, recompute_ms=10.0)
+    frontier = frontier_of(plan, curve_of(plan))
+    picture = ElementTree.fromstring(frontier_svg(plan, frontier, 800))
+    words = ["".join(text.itertext()) for text in picture.iterfind("{*}text")]
+    circles = [c.attrib for c in picture.iterfind("{*}circle") if c.attrib.get("fill") == BUDGET]
+    others = [c.attrib for c in picture.iterfind("{*}circle") if c.attrib["r"] == "3"]
+    assert len(circles) == 1
+    assert (circles[0]["cx"], circles[0]["cy"]) in [(c["cx"], c["cy"]) for c in others]
+    assert [float(c["cx"]) for c in others] == sorted(float(c["cx"]) for c in others)
+    assert {"extra time, %", "budget, MiB", "\u2715 this plan, measured"} <= set(words)
 
 
 def test_a_gradient_in_the_memory_of_a_value_is_drawn_once():

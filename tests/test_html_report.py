@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hiremate_lightning.errors import MissingExtraError
-from hiremate_lightning.reporting import html_report
+from hiremate_lightning.errors import ConfigurationError
 from hiremate_lightning.reporting.html_report import write_html
 
 from .tiny import Builder, blocks_plan, mixed_plan, plan_keeping
@@ -22,7 +21,6 @@ BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
 NEEDS_BROWSER = pytest.mark.skipif(BROWSER is None, reason="no chromium on the path")
-FIGURES = ("timeline", "frontier")
 
 
 class _Reader(HTMLParser):
@@ -58,19 +56,14 @@ class _Reader(HTMLParser):
             self.rows[-1][-1] += data
         elif self._inside == "plan":
             self.numbers += data
-        elif self._inside == "title":
-            self.title += data
+        elif self._inside == "title" and not self.rows:
+            self.title = self.title or data
 
 
 def read(path: Path) -> _Reader:
     reader = _Reader()
     reader.feed(path.read_text(encoding="utf-8"))
     return reader
-
-
-@pytest.fixture(autouse=True)
-def _plotly() -> None:
-    pytest.importorskip("plotly", reason="plotly is not installed (extra: report)")
 
 
 @pytest.fixture
@@ -154,14 +147,40 @@ def test_estimates_are_called_estimates(tmp_path: Path):
     )
 
 
-def test_without_plotly_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def missing(name: str) -> None:
-        raise ModuleNotFoundError(f"No module named {name!r}")
+def test_a_missing_folder_is_found_before_other_budgets_are_solved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hiremate_lightning.reporting.html_report.curve", None)  # not called
+    with pytest.raises(ConfigurationError, match=r"There is no folder '.*nowhere' to write plan.html to"):
+        write_html(mixed_plan(2), tmp_path / "nowhere" / "plan.html")
 
-    monkeypatch.setattr(html_report, "import_module", missing)
-    with pytest.raises(MissingExtraError, match=r"pip install 'hiremate-lightning\[report\]'"):
-        write_html(mixed_plan(2), tmp_path / "plan.html")
-    assert not (tmp_path / "plan.html").exists()
+
+def test_the_page_is_small_and_dark_where_the_screen_is(page: Path):
+    text = page.read_text(encoding="utf-8")
+    assert len(text) < 200_000
+    assert text.count("@media (prefers-color-scheme: dark)") == 3  # the page and its two pictures
+
+
+def test_each_table_and_picture_scrolls_by_itself(page: Path):
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<table") + text.count("<svg") == text.count('<div class="wide"') == 5
+
+
+def test_each_operation_of_both_runs_is_there_for_the_pointer(page: Path):
+    found = re.search(r'id="steps">(.*?)</script>', page.read_text(encoding="utf-8"))
+    assert found is not None
+    steps, plan = json.loads(found[1]), mixed_plan(4)
+    for run, simulation in zip(steps["runs"], (plan.unplanned, plan.planned), strict=True):
+        assert [step[2] for step in run["steps"]] == [moment.peak_bytes for moment in simulation.timeline]
+        assert all(step[2] == sum(step[3:]) for step in run["steps"])
+    assert sum(step[1] for step in steps["runs"][1]["steps"]) == len(plan.schedule.recomputed(plan.graph))
+    assert steps["nodes"][1] == ["tiny.qkv0", "forward", "net.blocks.0.attn", "", "1 ms"]
+
+
+def test_names_can_not_be_markup(tmp_path: Path):
+    b = Builder(module="<script>alert(1)</script>")
+    b.op("g", (b.op("a", (), 10),), 1, backward=True, op="<b>")
+    graph, profile = b.graph()
+    path = write_html(plan_keeping(graph, profile, ["a"]), tmp_path / "plan.html", curve_limit_s=0)
+    assert "<script>alert" not in path.read_text("utf-8")
 
 
 # ---------------------------------------------------------------- in a browser
@@ -178,23 +197,22 @@ def browse(path: Path, profile: Path) -> tuple[str, list[str]]:
     return done.stdout, [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
 
 
-def drawn_lines(document: str, name: str) -> int:
-    """Count the lines and fills that have points, in one figure of a document."""
-    start = document.index(f'id="{name}"')
-    end = min((at for other in FIGURES if (at := document.find(f'id="{other}"', start + 1)) > 0), default=len(document))
-    return len(re.findall(r'class="js-(?:line|fill)"[^>]* d="M[^"]{10,}', document[start:end]))
-
-
 @NEEDS_BROWSER
 @pytest.mark.slow
-def test_the_page_opens_without_errors_and_its_curves_are_there(page: Path, tmp_path: Path):
-    document, console = browse(page, tmp_path / "profile")
-    assert console == []
-    plan_bands = 6  # resident, saved, not saved, outside, gradients, workspace, twice, and what is recomputed
-    assert drawn_lines(document, "timeline") >= 2 * plan_bands + 1
-    assert drawn_lines(document, "frontier") >= 2
-    for words in ("Plain step", "Planned step", "budget, 4.76 MiB", "recomputed activations", "extra time, %"):
-        assert words in document
+def test_the_page_says_what_runs_under_the_pointer(page: Path, tmp_path: Path):
+    """The arrow keys walk from the first operation of the planned step, the pointer chooses any of the plain one."""
+    text = page.read_text(encoding="utf-8")
+    walk = "picture.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight'})); console.log(note.textContent);"
+    point = (
+        "const box = picture.getBoundingClientRect();"
+        "const event = {clientX: box.left + box.width / 2, clientY: box.top + 60};"
+        "picture.dispatchEvent(new PointerEvent('pointermove', event)); console.log(note.textContent);"
+    )
+    page.write_text(text.replace("</body>", f"<script>{walk}{point}</script></body>"), encoding="utf-8")
+    _, console = browse(page, tmp_path / "profile")
+    walked, pointed = console
+    assert "tiny.qkv0, forward, 1 ms" in walked
+    assert ", backward, " in pointed
 
 
 @NEEDS_BROWSER

@@ -5,16 +5,22 @@ from __future__ import annotations
 import io
 import logging
 import math
+import re
+import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import rich
 import torch.distributed
 from rich.console import Console
+from tqdm import tqdm
 
 from hiremate_lightning.planning.plan import measured_line, planned_lines
+from hiremate_lightning.reporting import report
 from hiremate_lightning.reporting.breakdown import plan_lines
-from hiremate_lightning.reporting.report import Reporter, is_rank_zero
+from hiremate_lightning.reporting.report import CALLS, Reporter, is_rank_zero
 
 from .tiny import blocks_plan, mixed_plan
 
@@ -60,9 +66,110 @@ def show_all(reporter: Reporter) -> None:
     reporter.note("a note")
 
 
+def test_three_lines_by_default():
+    console = terminal()
+    reporter = Reporter(console=console)
+    for plan in (blocks_plan(4), blocks_plan(2)):
+        reporter.planned(plan)
+        reporter.measured(plan.with_measured(peak_bytes=4_000_000))
+    large, small = blocks_plan(4), blocks_plan(2)
+    assert written(console).splitlines() == [
+        planned_lines(large)[0],
+        measured_line(large.with_measured(peak_bytes=4_000_000)),
+        "HiRemate plan of GPT, more: plan.summary() shows more, "
+        'hiremate_lightning.write_html(plan, "plan.html") all of it',
+        planned_lines(small)[0],
+        measured_line(small.with_measured(peak_bytes=4_000_000)),
+    ]
+
+
+def test_the_page_of_the_largest_step_is_written_to_the_folder_of_the_run(tmp_path: Path):
+    console, plan = terminal(), blocks_plan(2).with_measured(peak_bytes=4_000_000)
+    reporter = Reporter(console=console)
+    reporter.folder = tmp_path / "version_0"
+    reporter.planned(plan)
+    assert not reporter.folder.exists()
+    reporter.measured(plan)
+    page = tmp_path / "version_0" / "hiremate_plan.html"
+    assert f"more: {page}" in written(console).replace("\n", "")
+    assert page.is_file()
+
+
+def test_a_folder_that_cannot_be_written_costs_the_page_only(tmp_path: Path):
+    console, plan = terminal(), blocks_plan(2)
+    (tmp_path / "file").write_text("")
+    reporter = Reporter(console=console)
+    reporter.folder = tmp_path / "file" / "version_0"
+    reporter.measured(plan)
+    assert "more: plan.summary()" in written(console)
+
+
+def test_what_would_save_memory_is_said():
+    console, plan = terminal(), blocks_plan(2)
+    Reporter(console=console).planned(replace(plan, budget_bytes=plan.resident_bytes + 1))
+    assert "of the budget exist before the step (weights, optimizer state, batch)" in written(console)
+
+
+class FakeFile(io.StringIO):
+    """A stream that says what it is."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self.is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+def screen(text: str) -> list[str]:
+    """What a terminal shows of a text: a carriage return writes over the line."""
+    lines = []
+    for line in text.split("\n"):
+        cells: list[str] = []
+        for part in line.split("\r"):
+            cells[: len(part)] = part
+        lines.append("".join(cells).rstrip())
+    return lines
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_message_under_a_bar_of_tqdm_is_a_line_of_its_own(is_terminal: bool):
+    stream = FakeFile(is_terminal)
+    console = Console(file=stream, width=200, force_terminal=is_terminal, color_system=None)
+    with tqdm(total=2, file=stream, ncols=60, desc="epoch", mininterval=0) as bar:
+        bar.update()
+        Reporter(console=console).note("a message")
+        bar.update()
+    lines = screen(stream.getvalue())
+    assert "a message" in lines
+    assert any(line.startswith("epoch: 100%") for line in lines)
+
+
+def test_stages_run_where_the_bar_was_and_the_bar_comes_back():
+    stream = FakeFile(True)
+    console = Console(file=stream, width=80, force_terminal=True, color_system=None)
+    with tqdm(total=2, file=stream, ncols=60, desc="epoch", mininterval=0) as bar:
+        bar.update()
+        with Reporter(console=console).stage("tracing"):
+            pass
+        shown = stream.getvalue()
+    before, _, after = shown.partition("HiRemate: tracing")
+    last = screen(re.sub(r"\x1b\[[?\d]*[a-zA-Z]", "", before))[-1]
+    assert not re.search(r"\w", last), last
+    assert "epoch:  50%" in after
+
+
+def test_a_long_stage_is_named_where_no_progress_is_drawn(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(report, "LONG_S", 0.01)
+    console = Console(file=io.StringIO(), width=80)
+    with Reporter(console=console).stage("solving"):
+        time.sleep(0.2)
+    assert written(console) == "HiRemate: still solving, after 0.01 s\n"
+
+
 def test_a_terminal_gets_progress_then_the_table_then_lines():
     console = terminal()
-    show_all(Reporter(console=console))
+    show_all(Reporter("full", console=console))
     text = written(console)
     shown = ("HiRemate: tracing", "╭─ HiRemate plan of GPT", "HiRemate plan of GPT, measured: peak 3.81 MiB", "a note")
     places = [text.index(words) for words in shown]
@@ -70,22 +177,23 @@ def test_a_terminal_gets_progress_then_the_table_then_lines():
     assert text.endswith("a note\n")
 
 
-def test_plans_of_smaller_steps_than_one_that_was_shown_get_two_lines():
+def test_plans_of_smaller_steps_than_one_that_was_shown_get_a_line():
     console = terminal()
-    reporter = Reporter(console=console)
+    reporter = Reporter("full", console=console)
     small, large = blocks_plan(2), blocks_plan(4)
     assert small.unplanned_peak_bytes < large.unplanned_peak_bytes
     for plan in (small, large, small, large):
         reporter.planned(plan)
     assert written(console).count("╭─") == 3
-    assert written(console).count("\n".join(planned_lines(small))) == 1
+    assert written(console).count(planned_lines(small)[0]) == 1
 
 
 def test_a_console_that_is_no_terminal_gets_plain_lines_and_no_progress():
     console = Console(file=io.StringIO(), width=40)
-    show_all(Reporter(console=console))
+    show_all(Reporter("full", console=console))
     plan = mixed_plan().with_measured(peak_bytes=4_000_000)
-    assert written(console).splitlines() == [*plan_lines(plan), measured_line(plan), "a note"]
+    more = f"HiRemate plan of GPT, more: {CALLS}"
+    assert written(console).splitlines() == [*plan_lines(plan), measured_line(plan), more, "a note"]
 
 
 def test_silence_on_request():
@@ -113,7 +221,7 @@ def test_silence_reaches_the_log_and_standard_error(
 def test_without_terminal_and_logging_lines_go_to_standard_error(
     logger: logging.Logger, capsys: pytest.CaptureFixture[str]
 ):
-    Reporter().planned(blocks_plan(4))
+    Reporter("full").planned(blocks_plan(4))
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == plan_lines(blocks_plan(4))
@@ -123,7 +231,7 @@ def test_without_terminal_lines_go_to_the_log_where_it_takes_them(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ):
     with caplog.at_level(logging.INFO, "hiremate_lightning"):
-        Reporter().planned(blocks_plan(4))
+        Reporter("full").planned(blocks_plan(4))
     assert caplog.messages == plan_lines(blocks_plan(4))
     assert capsys.readouterr() == ("", "")
 

@@ -24,6 +24,7 @@ from hiremate_lightning.planning.solvers.base import Problem, replay
 from hiremate_lightning.planning.solvers.decisions import decisions
 from hiremate_lightning.planning.solvers.model import Model
 from hiremate_lightning.planning.solvers.turn_point import segment_policies
+from hiremate_lightning.reporting.breakdown import advice_lines
 from hiremate_lightning.sessions import first_steps, session
 from hiremate_lightning.sessions import planned as planning
 from hiremate_lightning.sessions.targets import targets_of
@@ -1549,3 +1550,26 @@ def test_a_peak_is_compared_with_what_existed_before_its_step_where_another_kind
             step(model, index, ROWS - 8 if index % 4 == 3 else ROWS)  # the last batch of each epoch is smaller
     assert not said
     assert all(known.margin_bytes == 0 for known in session_of(model)._planned._known.values())
+
+
+def test_what_zero_grad_before_the_forward_saves_is_said_and_true():
+    """The advice names the difference between the peaks of the two orders."""
+
+    def train(is_early: bool):
+        model = hiremate(make(width=64), "100%", verbose=False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for index in range(4):
+            if is_early:
+                optimizer.zero_grad()
+            loss = model(batch(index, rows=64, width=64)).square().mean()
+            if not is_early:
+                optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return get_plan(model)
+
+    late, early = train(is_early=False), train(is_early=True)
+    saved = late.planned_peak_bytes - early.planned_peak_bytes
+    assert [line.rpartition("saves ")[2] for line in advice_lines(late)] == [f"{format_bytes(saved)}."]
+    assert "call zero_grad() before the forward" in advice_lines(late)[0]
+    assert not advice_lines(early)

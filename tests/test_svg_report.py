@@ -58,6 +58,21 @@ def test_only_the_planned_step_has_recomputed_activations(tmp_path: Path):
     assert len(areas(picture, COLOURS[Band.SAVED])) == 2
 
 
+def test_the_peaks_are_circles_at_their_heights(tmp_path: Path):
+    plan = mixed_plan(4)
+    circles = draw(plan, tmp_path).findall("svg:circle[@class='peak']", NAMESPACE)
+    second = TOP + PANEL + GAP
+    expected = [TOP, second + PANEL * (1 - plan.planned_peak_bytes / plan.unplanned_peak_bytes)]
+    assert [float(circle.attrib["cy"]) for circle in circles[:2]] == pytest.approx(expected, abs=0.11)
+    assert len(circles) == 3  # and one in the legend
+
+
+def test_the_picture_is_dark_where_the_screen_is(tmp_path: Path):
+    style = draw(mixed_plan(2), tmp_path).findtext("svg:style", namespaces=NAMESPACE)
+    assert style is not None
+    assert "prefers-color-scheme: dark" in style
+
+
 def test_the_budget_is_a_line_at_its_height_in_both_panels(tmp_path: Path):
     plan = mixed_plan(4)
     lines = draw(plan, tmp_path).findall(f"svg:path[@stroke='{BUDGET}']", NAMESPACE)

@@ -175,6 +175,7 @@ def test_checkpointing_that_is_switched_on_later_is_refused_at_the_first_call():
         ({"target": nn.Linear(1, 1)}, "target takes paths of submodules, .*, found Linear"),
         ({"target": ["encoder", 3]}, "target takes paths of submodules, .*, found int"),
         ({"target": "encodr"}, r"no submodule 'encodr' to plan \(target=\). Did you mean 'encoder'"),
+        ({"verbose": "loud"}, "verbose must be True, False or 'full', found 'loud'"),
         ({"solver": "magic"}, "Unknown solver 'magic'. Choose one of: "),
         ({"solver": "hlip"}, "Unknown solver 'hlip'. Did you mean 'hilp'"),
     ],

@@ -52,7 +52,7 @@ from ..rewriting.replays import (
     can_draw_mask,
     draw_mask_of,
 )
-from ..torch_private import aot, tensor_state
+from ..torch_private import aot, dynamo, tensor_state
 
 aten = torch.ops.aten
 
@@ -401,5 +401,6 @@ def _module_path(node: fx.Node) -> str:
 
 
 def _source(node: fx.Node) -> str:
+    """Return the user's own line that a node comes from, as FILE:LINE; "" where torch alone has called it."""
     found = _SOURCE.findall(node.meta.get("stack_trace") or "")
-    return ":".join(found[-1]) if found else ""
+    return next((f"{file}:{line}" for file, line in reversed(found) if not dynamo.is_of_tools(file)), "")

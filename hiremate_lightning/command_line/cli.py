@@ -166,7 +166,8 @@ def _heavy(name: str) -> Callable[[argparse.Namespace], int]:
     """Give a command that loads torch once it runs."""
 
     def run(asked: argparse.Namespace) -> int:
-        from . import commands
+        with Console(stderr=True).status("HiRemate: loading PyTorch"):
+            from . import commands
 
         code: int = getattr(commands, name)(asked)
         return code

@@ -78,7 +78,8 @@ class _Work:
         self.options = OfflineOptions(device, asked.loss, asked.optimizer, autocast)
         self.reporter = Reporter(console=Console(stderr=True))
         inputs = parse_inputs(asked.input) if asked.input else ()
-        self.workload = Workload(find_factory(asked.factory), asked.factory, inputs)
+        with self.reporter.stage("loading the model's code"):
+            self.workload = Workload(find_factory(asked.factory), asked.factory, inputs)
 
     @cached_property
     def rates(self) -> Rates:

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..planning.plan import Plan, planned_lines
 from ..records.costs import as_plain
 from ..records.graph import OUTSIDE, Graph, Node
 from ..records.schedule import Schedule, keep_all, lower
+from ..records.simulation import simulate
+from ..records.step import STALE_GRADIENTS
 from ..units import format_bytes, format_time
 
 MAX_ROWS = 12  # of modules, so that plan and prompt fit one screen
+WORTH_SAYING = 0.02  # share of the peak that an advice must save
+MOSTLY = 0.7  # share of the budget beyond which what is resident is the memory
 _SMALL = 0.01  # share of bytes and time below which modules are summed up as "others"
 _WORTH_OPENING = 0.05  # share below which a module is not broken up into its children
 
@@ -305,11 +309,38 @@ def plan_lines(plan: Plan) -> list[str]:
     Returns:
         ASCII lines: peak and time, then solver and planning, then one for each module that is not left as it is.
     """
-    lines = planned_lines(plan)
+    lines = [*planned_lines(plan), *(f"  {line}" for line in advice_lines(plan))]
     for row in module_rows(plan):
         if not row.depth and (row.use.dropped_bytes or row.use.recomputed):
             lines.append(f"  {row.label}{f' x{row.count}' if row.count > 1 else ''}: {use_words(row.use)}")
     return lines
+
+
+def advice_lines(plan: Plan) -> list[str]:
+    """Return what the user can do for less memory than any plan reaches, a sentence for each."""
+    lines = []
+    if (saved := _saved_without_stale_gradients(plan)) > WORTH_SAYING * plan.planned_peak_bytes:
+        lines.append(
+            "Gradients of the step before live through the forward: call zero_grad() before the forward, not after it, "
+            f"which saves {format_bytes(saved)}."
+        )
+    if plan.resident_bytes > MOSTLY * plan.budget_bytes:
+        lines.append(
+            f"{format_bytes(plan.resident_bytes)} of the budget exist before the step (weights, optimizer state, "
+            "batch): a plan can't make them smaller, an optimizer with less state can."
+        )
+    return lines
+
+
+def _saved_without_stale_gradients(plan: Plan) -> int:
+    """Compute by how much the peak falls where gradients of the step before are freed before the step."""
+    graph = plan.graph
+    stale = {tensor.storage for tensor in graph.tensors if tensor.name == STALE_GRADIENTS}
+    if not stale:
+        return 0
+    storages = tuple(replace(s, size_bytes=0) if i in stale else s for i, s in enumerate(graph.storages))
+    freed = simulate(replace(graph, storages=storages), plan.profile, plan.schedule)
+    return plan.planned.peak_bytes - freed.peak_bytes
 
 
 def place_words(plan: Plan) -> str:

@@ -1,40 +1,33 @@
-"""One plan as one HTML page that opens from disk, without a network: figures, tables, and the numbers as JSON.
+"""One plan as one HTML page that opens from disk, without a network: pictures, tables, and the numbers as JSON.
 
-plotly draws the figures; it is an extra (`report`), imported when a page is written. Its script is part of the page.
+The pictures are those of `svg_report` and `frontier_svg`; a script of some lines says what runs under the pointer.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import cast
+from typing import Any
 
-from ..errors import MissingExtraError
 from ..planning.plan import Plan, budget_words, over_words, plan_title, planning_words, solver_words
 from ..planning.solvers.base import Problem, SolveOptions
 from ..planning.solvers.curve import Curve, curve
 from ..units import format_bytes, format_ratio, format_time
-from .breakdown import ModuleRow, add_uses, module_rows, node_words, place_words
-from .figures import (
-    COLOURS,
-    Figure,
-    frontier_figure,
-    frontier_words,
-    planned_run,
-    resident_bands,
-    short_source,
-    timeline_figure,
-)
+from .breakdown import ModuleRow, add_uses, advice_lines, module_rows, node_words, place_words
+from .figures import COLOURS, Run, frontier_of, frontier_words, planned_run, resident_bands, short_source
+from .frontier_svg import frontier_svg
 from .lifetimes import Band, Lifetime
+from .svg_report import LEFT, PANEL, Timeline, writable
 
 MAX_MODULE_ROWS = 40
 MAX_BLOCKS = 12  # listed of those that are live at the peak
 CURVE_LIMIT_S = 10.0
-BUTTONS = ("toImage", "zoom2d", "pan2d", "resetScale2d")  # none of them needs a network
+WIDTH = 1120  # pixels of a picture
 NONE = "\u2013"
 
 
@@ -45,7 +38,7 @@ def write_html(
 
     Args:
         plan: A plan; what was measured of it is shown beside what was predicted.
-        path: File to write: about 5 MB, most of it plotly's script. Its folder must exist.
+        path: File to write, some hundred kilobytes. Its folder must exist.
         frontier: What is known of the step under other budgets; by default some of them are solved now.
         curve_limit_s: Seconds for that; 0 leaves other budgets out.
 
@@ -53,76 +46,74 @@ def write_html(
         The path.
 
     Raises:
-        MissingExtraError: If plotly is not installed.
+        ConfigurationError: If its folder doesn't exist.
 
     Example:
         >>> write_html(get_plan(model), "plan.html")
     """
-    draw = _drawer()
+    path = writable(path)
     if frontier is None and curve_limit_s > 0:
         options = SolveOptions(time_limit_s=curve_limit_s)
         frontier = curve(Problem(plan.graph, plan.profile, plan.planned.peak_bytes, options))
-    path = Path(path)
-    path.write_text(_Page(plan, frontier, draw).text(), encoding="utf-8")
+    path.write_text(_Page(plan, frontier).text(), encoding="utf-8")
     return path
-
-
-def _drawer() -> Callable[..., str]:
-    """Give plotly's function from a figure to HTML."""
-    try:
-        return cast("Callable[..., str]", import_module("plotly.io").to_html)
-    except ImportError as error:
-        raise MissingExtraError(
-            "An HTML report is drawn with plotly, which is not installed: pip install 'hiremate-lightning[report]'"
-        ) from error
 
 
 @dataclass(frozen=True)
 class _Page:
     plan: Plan
     frontier: Curve | None
-    draw: Callable[..., str]
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return Timeline(self.plan, WIDTH)
 
     def text(self) -> str:
         title = escape(plan_title(self.plan))
         parts = [
             f"<header><h1>{title}</h1>{self._cards()}</header>",
-            _section(
-                "Memory over the step",
-                self._timeline(),
-                "Point at a step to see what runs there, its module and its source line.",
-            ),
+            _section("Memory over the step", self._timeline(), " ".join(advice_lines(self.plan))),
             _section("Predicted and measured", self._comparison()),
             _section("What each module keeps", self._modules(), self._modules_words()),
             _section("What fills the peak", self._peak(), f"Peak of the planned step: {place_words(self.plan)}."),
         ]
         if self.frontier is not None:
-            figure = self._figure(frontier_figure(self.plan, self.frontier), "frontier")
+            picture = frontier_svg(self.plan, frontier_of(self.plan, self.frontier), WIDTH)
+            figure = f'<div class="wide" id="frontier">{picture}</div>'
             parts.append(_section("Budget against time", figure, frontier_words(self.plan)))
         return (
             f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
             f"<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n" + "\n".join(parts) + f"\n{self._footer()}\n</main>\n"
-            f'<script type="application/json" id="plan">{self._numbers()}</script>\n</body>\n</html>\n'
+            f'<script type="application/json" id="plan">{_safe(self.plan.to_json())}</script>\n'
+            f'<script type="application/json" id="steps">{_safe(json.dumps(self._steps()))}</script>\n'
+            f"<script>{_SCRIPT}</script>\n</body>\n</html>\n"
         )
 
-    # ------------------------------------------------------------ figures
+    # ------------------------------------------------------------ what runs when
 
     def _timeline(self) -> str:
-        return self._figure(timeline_figure(self.plan), "timeline", with_script=True)
+        hint = "Point at the picture, or press the arrow keys in it, to see what runs, its source line, what is there."
+        picture = self.timeline.text().replace("<svg ", '<svg tabindex="0" ', 1)
+        return f'<div class="wide" id="timeline">{picture}</div><pre id="note" aria-live="polite">{hint}</pre>'
 
-    def _figure(self, figure: Figure, name: str, with_script: bool = False) -> str:
-        """Draw a figure; plotly's script goes with the first one."""
-        options = {"displaylogo": False, "responsive": True, "modeBarButtons": [list(BUTTONS)]}
-        height = f"{figure['layout']['height']}px"
-        return self.draw(
-            figure,
-            config=options,
-            include_plotlyjs=with_script,
-            full_html=False,
-            div_id=name,
-            default_height=height,
-        )
+    def _steps(self) -> dict[str, Any]:
+        """Return what the script shows: each operation of the two runs, and where it is in the picture."""
+        nodes = [
+            [node_words(node), node.phase.value, node.module, short_source(node.source), format_time(time_ms)]
+            for node, time_ms in zip(self.plan.graph.nodes, self.plan.profile.time_ms, strict=True)
+        ]
+        place = {"left": LEFT, "width": self.timeline.columns, "height": PANEL, "end": self.timeline.end_ms}
+        runs = [self._run(run, top) for run, top in zip(self.timeline.runs, self.timeline.tops, strict=True)]
+        return {**place, "resident": self.plan.resident_bytes, "nodes": nodes, "runs": runs}
+
+    def _run(self, run: Run, top: int) -> dict[str, Any]:
+        starts = [round(start, 4) for start in run.starts_ms]
+        steps = [
+            [moment.node, int(run.is_again(at)), moment.peak_bytes, *(sizes[at] for sizes in run.bands.values())]
+            for at, moment in enumerate(run.simulation.timeline)
+        ]
+        return {"top": top, "starts": starts, "bands": [band.value for band in run.bands], "steps": steps}
 
     # ------------------------------------------------------------ words and tables
 
@@ -201,9 +192,10 @@ class _Page:
         words = "1 GiB is 2<sup>30</sup> bytes. The numbers are in this file as JSON, in the element with id plan."
         return f"<footer>{escape(made_by)}{words}</footer>"
 
-    def _numbers(self) -> str:
-        """Give the plan's numbers as JSON that can't end the element that it is in."""
-        return self.plan.to_json().replace("<", "\\u003c")
+
+def _safe(text: str) -> str:
+    """Write JSON so that it can't end the element that it is in."""
+    return text.replace("<", "\\u003c")
 
 
 def _or_none(value: float | None, write: Callable[[float], str]) -> str:
@@ -266,30 +258,74 @@ def _package_version() -> str:
 
 
 _STYLE = """
-:root { color-scheme: light; }
+:root { color-scheme: light dark; --page: #f6f7f9; --paper: white; --ink: #22262d; --faint: #6b7280; --line: #e2e5ea;
+  --bar: #e4e6e9; --over: #b00020; }
+@media (prefers-color-scheme: dark) { :root { --page: #0e1013; --paper: #16181d; --ink: #e6e8eb; --faint: #9aa2ad;
+  --line: #2c3038; --bar: #343943; --over: #ff6b81; } }
 * { box-sizing: border-box; }
-body { margin: 0; background: #f6f7f9; color: #22262d; font: 15px/1.5 system-ui, sans-serif; }
+body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 main { max-width: 1180px; margin: 0 auto; padding: 24px 16px; }
-h1 { font-size: 24px; margin: 0; flex: 1 0 100%; }
+h1 { font-size: 24px; margin: 0; flex: 1 0 100%; overflow-wrap: anywhere; }
 h2 { font-size: 17px; margin: 0 0 4px; }
 header { display: flex; flex-wrap: wrap; gap: 12px; margin-bottom: 16px; }
-.card { background: white; border: 1px solid #e2e5ea; border-radius: 8px; padding: 10px 14px; flex: 1 1 200px; }
-.card span { color: #6b7280; font-size: 13px; }
+.card, section { background: var(--paper); border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; }
+.card { flex: 1 1 200px; }
+.card span { color: var(--faint); font-size: 13px; }
 .card p { margin: 0; overflow-wrap: anywhere; }
-.card .over { color: #b00020; font-weight: 600; font-size: inherit; }
-section { background: white; border: 1px solid #e2e5ea; border-radius: 8px; padding: 14px; margin-bottom: 16px; }
-section > p { margin: 0 0 8px; color: #6b7280; }
+.card .over { color: var(--over); font-weight: 600; font-size: inherit; }
+section { padding: 14px; margin-bottom: 16px; }
+section > p { margin: 0 0 8px; color: var(--faint); }
 .wide { overflow-x: auto; }
+.wide svg { display: block; width: 100%; min-width: 640px; height: auto; }
+pre { min-height: 12em; margin: 8px 0 0; font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th { text-align: left; font-weight: 500; color: #6b7280; }
-th, td { padding: 3px 18px 3px 0; border-bottom: 1px solid #eceef1; white-space: nowrap; }
+th { text-align: left; font-weight: 500; color: var(--faint); }
+th, td { padding: 3px 18px 3px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
 .number { text-align: right; }
 tfoot td { font-weight: 600; border-bottom: none; }
-.depth1 { padding-left: 22px; color: #4b5563; }
-.faint { color: #6b7280; }
-.bar { display: inline-block; width: 120px; height: 10px; background: #e4e6e9; border-radius: 2px; overflow: hidden; }
+.depth1 { padding-left: 22px; color: var(--faint); }
+.faint { color: var(--faint); }
+.bar { display: inline-block; width: 120px; height: 10px; background: var(--bar); border-radius: 2px; }
+.bar { overflow: hidden; }
 .bar:not(:only-child) { width: 14px; margin-right: 2px; }
 .bar i { display: block; height: 100%; background: #4477aa; }
 .swatch { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 8px; }
-footer { color: #6b7280; font-size: 13px; }
+footer { color: var(--faint); font-size: 13px; }
+"""
+
+_SCRIPT = """
+const known = JSON.parse(document.getElementById("steps").textContent);
+const picture = document.querySelector("#timeline svg"), note = document.getElementById("note");
+const line = document.createElementNS(picture.namespaceURI, "path");
+line.setAttribute("class", "peak"); line.setAttribute("stroke", "#22262d"); picture.append(line);
+let run = known.runs[1], at = 0;
+function words(bytes) {
+  let unit = 0;
+  for (; bytes >= 1024 && unit < 4; unit++) bytes /= 1024;
+  const number = unit ? bytes.toFixed(Math.max(0, 2 - Math.floor(Math.log10(bytes)))) : bytes;
+  return `${number} ${["B", "KiB", "MiB", "GiB", "TiB"][unit]}`;
+}
+function show() {
+  if (!run.steps.length) return;
+  at = Math.max(0, Math.min(at, run.steps.length - 1));
+  const [index, again, total, ...sizes] = run.steps[at], [name, phase, module, source, time] = known.nodes[index];
+  const held = run.bands.map((band, i) => [band, sizes[i]]).filter(pair => pair[1]);
+  if (known.resident) held.unshift(["resident before the step", known.resident]);
+  const rows = held.map(([band, bytes]) => `${words(bytes)} ${band}`);
+  note.textContent = [`${name}, ${again ? "recomputed" : phase}, ${time}`, module, source,
+    `${words(known.resident + total)} in all`, ...rows].filter(Boolean).join("\\n");
+  const x = known.left + (run.starts[at] + run.starts[at + 1]) / 2 / known.end * known.width;
+  line.setAttribute("d", `M${x} ${run.top}v${known.height}`);
+}
+picture.addEventListener("pointermove", event => {
+  const place = new DOMPoint(event.clientX, event.clientY).matrixTransform(picture.getScreenCTM().inverse());
+  run = known.runs[place.y < known.runs[1].top - 20 ? 0 : 1];
+  const time = (place.x - known.left) / known.width * known.end;
+  at = run.starts.findLastIndex(start => start <= time);
+  show();
+});
+picture.addEventListener("keydown", event => {
+  const step = {ArrowLeft: -1, ArrowRight: 1}[event.key];
+  if (step) { at += step; show(); event.preventDefault(); }
+});
 """

@@ -1,14 +1,21 @@
-"""Who sees what of a plan: table and progress on a terminal, lines in the log elsewhere, nothing on ranks but zero."""
+"""Who sees what of a plan: three lines, or the whole table on request, and progress meanwhile; other ranks see nothing.
+
+Lines start at the left edge, below or above the progress bars of tqdm and rich, which are drawn again after them.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import rich
 import torch.distributed
@@ -16,28 +23,37 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from ..planning.plan import Plan, PlanningTime, measured_line, planned_lines
+from ..planning.plan import Plan, PlanningTime, measured_line, plan_title, planned_lines
 from ..units import format_ratio
-from .breakdown import plan_lines
+from .breakdown import advice_lines, plan_lines
+from .html_report import write_html
 from .terminal import FAINT, plan_table
 
 LOGGER = logging.getLogger("hiremate_lightning")
+LONG_S = 5.0  # a stage that takes longer is named where no progress can be drawn
+PAGE = "hiremate_plan.html"
+CALLS = 'plan.summary() shows more, hiremate_lightning.write_html(plan, "plan.html") all of it'
 
 
 class Reporter:
-    """Shows the stages of planning, then the plan, then what was measured.
+    """Shows the stages of planning, then the plan, then what was measured of it, then where to read more.
 
-    On a terminal: progress that vanishes, and the table. Elsewhere: plain lines, to the logger `hiremate_lightning` at
-    level INFO where the program has set up its logging for that, else to standard error. On ranks other than zero:
-    nothing.
+    That is a line each by default; the table of modules is for `verbose="full"`. On a terminal there is progress that
+    vanishes. Elsewhere lines go to the logger `hiremate_lightning` at level INFO where the program has set up its
+    logging for that, else to standard error. On ranks other than zero: nothing.
 
     Args:
-        verbose: Whether to show anything.
+        verbose: Whether to show anything; "full" for the whole table of a plan.
         console: Where to; by default rich's own console, on which progress bars of others nest with ours.
+
+    Attributes:
+        verbose: As above.
+        folder: Where to write the page of the plan, once it was measured; None to name the call that writes it.
     """
 
-    def __init__(self, verbose: bool = True, console: Console | None = None) -> None:
+    def __init__(self, verbose: bool | str = True, console: Console | None = None) -> None:
         self.verbose = verbose
+        self.folder: Path | None = None
         self._console = console
         self._progress: Progress | None = None
         self._tasks: list[TaskID] = []
@@ -61,11 +77,16 @@ class Reporter:
             name: What is being done, such as "tracing".
         """
         LOGGER.debug(name)
-        if self.is_silent or not self.console.is_interactive:
+        if self.is_silent:
             yield
+            return
+        if not self.console.is_interactive:
+            with self._named_if_long(name):
+                yield
             return
         outermost = self._progress is None
         if self._progress is None:
+            _clear_bars()
             self._progress = _stage_progress(self.console)
             self._progress.start()
         progress = self._progress
@@ -76,7 +97,19 @@ class Reporter:
             if outermost:
                 progress.stop()
                 self._progress = None
+                _draw_bars()
             progress.remove_task(self._tasks.pop())
+
+    @contextmanager
+    def _named_if_long(self, name: str) -> Iterator[None]:
+        """Write a line once a stage has taken some seconds."""
+        timer = threading.Timer(LONG_S, self._write, [[f"HiRemate: still {name}, after {LONG_S:g} s"]])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def progress(self, description: str, completed: float, total: float | None = None) -> None:
         """Show how far the stage under way is; outside of a stage, nothing.
@@ -114,25 +147,45 @@ class Reporter:
         return tell
 
     def planned(self, plan: Plan) -> None:
-        """Show a new plan: in full, or in two lines where one of a larger step was shown."""
-        if plan.unplanned_peak_bytes < self._largest_bytes:
-            self.note(*planned_lines(plan))
-            return
-        self._largest_bytes = plan.unplanned_peak_bytes
-        self.show(lambda: plan_table(plan), lambda: plan_lines(plan))
+        """Show a new plan, and what would save more memory.
+
+        That is a line or, where it was asked for and none of a larger step was shown, the whole table.
+        """
+        is_largest = plan.unplanned_peak_bytes >= self._largest_bytes
+        self._largest_bytes = max(plan.unplanned_peak_bytes, self._largest_bytes)
+        if is_largest and self.verbose == "full":
+            self.show(lambda: plan_table(plan), lambda: plan_lines(plan))
+        else:
+            self.note(planned_lines(plan)[0], *(f"  {line}" for line in advice_lines(plan) if is_largest))
 
     def show(self, draw: Callable[[], RenderableType], write: Callable[[], Iterable[str]]) -> None:
         """Show something: drawn on a terminal, elsewhere written in plain lines."""
         if self.is_silent:
             return
         if self._draws:
+            _clear_bars()
             self.console.print(draw())
+            _draw_bars()
         else:
             self._write(write())
 
     def measured(self, plan: Plan) -> None:
-        """Show what was measured of a plan beside what it predicted."""
+        """Show what was measured of a plan beside what it predicted, and where to read more of the largest step."""
         self.note(measured_line(plan))
+        if not self.is_silent and plan.unplanned_peak_bytes >= self._largest_bytes:
+            self._largest_bytes = plan.unplanned_peak_bytes + 1  # said once
+            self.note(f"{plan_title(plan)}, more: {self._page_of(plan)}")
+
+    def _page_of(self, plan: Plan) -> str:
+        """Write the page of a plan, and return its path; or the calls that show more."""
+        if self.folder is None:
+            return CALLS
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return str(write_html(plan, self.folder / PAGE, curve_limit_s=0))
+        except OSError as error:  # a full disk is no reason to stop training
+            LOGGER.debug("no page was written: %s", error)
+            return CALLS
 
     def note(self, *lines: str) -> None:
         """Show plain lines."""
@@ -145,6 +198,7 @@ class Reporter:
 
     def _write(self, lines: Iterable[str]) -> None:
         console = self.console if self._draws or self._console else None
+        _clear_bars()
         for line in lines:
             if console is not None:
                 console.print(Text(line), soft_wrap=True)
@@ -152,6 +206,8 @@ class Reporter:
                 LOGGER.info(line)
             elif LOGGER.level <= logging.INFO:  # not silenced, only not set up
                 Console(stderr=True, highlight=False).print(Text(line), soft_wrap=True)
+        if self._progress is None:
+            _draw_bars()
 
 
 class Stages:
@@ -183,6 +239,28 @@ class Stages:
         """Give what was added up, and begin anew."""
         taken, self._seconds = self._seconds, PlanningTime()
         return taken
+
+
+def _bars() -> list[Any]:
+    """List the progress bars of tqdm that are on the screen, where tqdm is in use; Lightning's are among them."""
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    return [bar for bar in getattr(tqdm, "_instances", ()) if not bar.disable and hasattr(bar, "start_t")]
+
+
+def _clear_bars() -> None:
+    """Make room for lines: a bar has no line end, and what is written next would continue it."""
+    for bar in _bars():
+        if bar.fp.isatty():
+            bar.clear(nolock=True)
+        else:  # a file, where nothing can be taken back
+            bar.fp.write("\n")
+
+
+def _draw_bars() -> None:
+    """Draw the bars again that `_clear_bars` has cleared."""
+    for bar in _bars():
+        if bar.fp.isatty():
+            bar.refresh(nolock=True)
 
 
 def _stage_progress(console: Console) -> Progress:

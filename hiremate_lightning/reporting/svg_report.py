@@ -1,7 +1,7 @@
 """The memory of the plain and of the planned step as one SVG picture, for documents; nothing needs to be installed.
 
-It shows what `figures.timeline_figure` shows, one column of pixels for all operations that share it: the one with the
-most memory stands for them.
+One column of pixels stands for all operations that share it: it shows the one with the most memory. The picture is dark
+where the reader's screen is.
 """
 
 from __future__ import annotations
@@ -21,8 +21,14 @@ from .figures import BUDGET, COLOURS, FAINT, INK, Run, binary_unit, plain_run, p
 MIN_WIDTH = 480
 LEFT, RIGHT, TOP = 52, 12, 34  # pixels around a panel
 PANEL, GAP = 170, 44  # pixels: height of a panel, and from one to the next
+PEAK = "peak"  # its place in the legend has a circle, no colour
 LINE = 20  # pixels of a line of text
 LETTER = 6.6  # pixels of an average letter at 12 pixels
+DARK = """<style>@media (prefers-color-scheme: dark) {
+svg.hiremate { fill: #e6e8eb } .hiremate .paper { fill: #16181d } .hiremate .faint { fill: #9aa2ad }
+.hiremate .grid { stroke: #2c3038 } .hiremate .turn { stroke: #9aa2ad } .hiremate .budget { stroke: #ff6fa3 }
+.hiremate .budget-key { fill: #ff6fa3 } .hiremate .peak { stroke: #e6e8eb }
+}</style>"""
 
 
 def write_svg(plan: Plan, path: str | Path, width: int = 860) -> Path:
@@ -46,7 +52,7 @@ def write_svg(plan: Plan, path: str | Path, width: int = 860) -> Path:
     if width < MIN_WIDTH:
         raise ValueError(f"width must be at least {MIN_WIDTH} pixels, found {width}")
     path = writable(path)
-    path.write_text(_Picture(plan, width).text(), encoding="utf-8")
+    path.write_text(Timeline(plan, width).text(), encoding="utf-8")
     return path
 
 
@@ -64,17 +70,37 @@ def writable(path: str | Path) -> Path:
     return path
 
 
+def open_svg(width: int, height: int, title: str) -> list[str]:
+    """Begin a picture with its title and its background."""
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="hiremate" width="{width}" height="{height}" role="img" '
+        f'viewBox="0 0 {width} {height}" font-family="system-ui, sans-serif" font-size="12" fill="{INK}">',
+        f"<title>{escape(title)}</title>",
+        DARK,
+        f'<rect class="paper" width="{width}" height="{height}" fill="white"/>',
+    ]
+
+
 @dataclass(frozen=True)
-class _Picture:
+class Timeline:
+    """The picture of one plan.
+
+    Attributes:
+        plan: The plan.
+        width: Pixels.
+    """
+
     plan: Plan
     width: int
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
+        """The plain step, and the planned one below it."""
         return plain_run(self.plan), planned_run(self.plan)
 
     @cached_property
     def columns(self) -> int:
+        """Width of a panel, in pixels."""
         return self.width - LEFT - RIGHT
 
     @cached_property
@@ -88,6 +114,7 @@ class _Picture:
 
     @cached_property
     def end_ms(self) -> float:
+        """Time at the right edge."""
         return max(run.starts_ms[-1] for run in self.runs) or 1.0
 
     @cached_property
@@ -96,22 +123,25 @@ class _Picture:
         bands = {band for run in self.runs for band in run.bands}
         found = [(colour, name) for name, colour, _ in resident_bands(self.plan)]
         found += [(COLOURS[band], band.value) for band in COLOURS if band in bands]
-        return [*found, *([(BUDGET, self._budget_words())] if self._shows_budget(self.most_bytes) else [])]
+        budget = [(BUDGET, self._budget_words())] if self._shows_budget(self.most_bytes) else []
+        return [*found, (PEAK, "peak"), *budget]
 
     def _budget_words(self) -> str:
         return f"budget, {format_bytes(self.plan.budget_bytes)}"
 
+    @property
+    def tops(self) -> list[int]:
+        """Upper edge of each panel, in pixels."""
+        return [TOP + row * (PANEL + GAP) for row in range(len(self.runs))]
+
     def text(self) -> str:
-        tops = [TOP + row * (PANEL + GAP) for row in range(len(self.runs))]
-        panels = [part for run, top in zip(self.runs, tops, strict=True) for part in self._panel(run, top)]
-        below = tops[-1] + PANEL
+        """Write the picture."""
+        panels = [part for run, top in zip(self.runs, self.tops, strict=True) for part in self._panel(run, top)]
+        below = self.tops[-1] + PANEL
         legend, height = self._legend(below + 2 * LINE + 8)
         return "\n".join(
             [
-                f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width}" height="{height}" role="img" '
-                f'viewBox="0 0 {self.width} {height}" font-family="system-ui, sans-serif" font-size="12" fill="{INK}">',
-                f"<title>{escape(plan_title(self.plan))}: memory of a step</title>",
-                f'<rect width="{self.width}" height="{height}" fill="white"/>',
+                *open_svg(self.width, height, f"{plan_title(self.plan)}: memory of a step"),
                 *panels,
                 *self._time_axis(below),
                 *legend,
@@ -124,11 +154,11 @@ class _Picture:
         words = f"<tspan font-weight='600'>{run.name.capitalize()} step</tspan>: peak {peak}"
         yield f'<text x="{LEFT}" y="{top - 8}">{words}, {format_time(run.simulation.time_ms)}</text>'
         scale, unit = binary_unit(self.most_bytes)
-        for tick in _ticks(self.most_bytes / scale):
+        for tick in ticks(self.most_bytes / scale):
             y = self._y(tick * scale, top)
-            yield f'<path d="M{LEFT} {y}H{self.width - RIGHT}" stroke="#eceef1"/>'
+            yield f'<path d="M{LEFT} {y}H{self.width - RIGHT}" class="grid" stroke="#eceef1"/>'
             yield f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>'
-        yield f'<text x="{LEFT - 6}" y="{top - 8}" text-anchor="end" fill="{FAINT}">{unit}</text>'
+        yield f'<text x="{LEFT - 6}" y="{top - 8}" text-anchor="end" class="faint" fill="{FAINT}">{unit}</text>'
         moments = self._moments(run)
         floor = [0] * len(moments)
         for colour, sizes in self._layers(run):
@@ -137,11 +167,19 @@ class _Picture:
                 yield f'<path d="{self._area(floor, ceiling, top)}" fill="{colour}"/>'
             floor = ceiling
         turn = LEFT + run.starts_ms[run.simulation.turn] / self.end_ms * self.columns
-        yield f'<path d="M{turn:.1f} {top}V{top + PANEL}" stroke="{FAINT}" stroke-dasharray="1 3"/>'
+        yield f'<path d="M{turn:.1f} {top}V{top + PANEL}" class="turn" stroke="{FAINT}" stroke-dasharray="1 3"/>'
         if self._shows_budget(self.most_bytes):
             y = self._y(self.plan.budget_bytes, top)
-            dashes = f'stroke="{BUDGET}" stroke-width="2" stroke-dasharray="6 4"'
+            dashes = f'class="budget" stroke="{BUDGET}" stroke-width="2" stroke-dasharray="6 4"'
             yield f'<path d="M{LEFT} {y}H{self.width - RIGHT}" {dashes}/>'
+        yield self._peak_mark(run, top)
+
+    def _peak_mark(self, run: Run, top: int) -> str:
+        """Circle the peak, which may be at an operation that takes no time."""
+        at = run.simulation.timeline.index(run.simulation.peak_moment)
+        x = LEFT + run.starts_ms[at] / self.end_ms * self.columns
+        y = self._y(self.plan.resident_bytes + run.simulation.peak_bytes, top)
+        return f'<circle cx="{x:.1f}" cy="{y}" r="5" class="peak" fill="none" stroke="{INK}" stroke-width="2"/>'
 
     def _layers(self, run: Run) -> Iterable[tuple[str, Sequence[int]]]:
         for _, colour, size_bytes in resident_bands(self.plan):
@@ -173,7 +211,7 @@ class _Picture:
         return round(top + PANEL * (1 - size_bytes / self.most_bytes), 1)
 
     def _time_axis(self, top: int) -> Iterable[str]:
-        for tick in _ticks(self.end_ms):
+        for tick in ticks(self.end_ms):
             x = LEFT + tick / self.end_ms * self.columns
             yield f'<text x="{x:.1f}" y="{top + 16}" text-anchor="middle">{tick:g}</text>'
         yield f'<text x="{LEFT + self.columns / 2}" y="{top + 16 + LINE}" text-anchor="middle">milliseconds</text>'
@@ -185,13 +223,21 @@ class _Picture:
             needed = 34 + LETTER * len(name)
             if x > LEFT and x + needed > self.width:
                 x, y = float(LEFT), y + LINE
-            parts.append(f'<rect x="{x:.1f}" y="{y - 10}" width="12" height="12" rx="2" fill="{colour}"/>')
+            parts.append(_key(colour, x, y))
             parts.append(f'<text x="{x + 18:.1f}" y="{y}">{escape(name)}</text>')
             x += needed
         return parts, y + LINE
 
 
-def _ticks(most: float, about: int = 5) -> list[float]:
+def _key(colour: str, x: float, y: float) -> str:
+    """Draw what stands before a name in the legend."""
+    if colour == PEAK:
+        return f'<circle cx="{x + 6:.1f}" cy="{y - 4}" r="5" class="peak" fill="none" stroke="{INK}" stroke-width="2"/>'
+    kind = ' class="budget-key"' if colour == BUDGET else ""
+    return f'<rect x="{x:.1f}" y="{y - 10}" width="12" height="12" rx="2"{kind} fill="{colour}"/>'
+
+
+def ticks(most: float, about: int = 5) -> list[float]:
     """Choose round numbers from 0 to a maximum."""
     rough = most / about
     unit = 10.0 ** math.floor(math.log10(rough))

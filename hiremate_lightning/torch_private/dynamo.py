@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import os
 import types
 import warnings
 import weakref
@@ -301,7 +302,7 @@ _SETTINGS: dict[str, Any] = {
 }
 _WHY = "Explanation: "  # begins a line of a reason for a graph break
 _GOT, _LINE_END = ": got ", r"\n"  # in such a line, before an error as Python represents it, and in that
-_TORCH = str(Path(torch.__file__).parent)
+_TOOLS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _GUARDS_LOG = logging.getLogger("torch._guards")
 _captured: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that it did not fail on, once at least
 _without_symbols: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that Dynamo failed on with symbols
@@ -365,9 +366,14 @@ def reason_of(error: CompileError) -> str:
         isinstance(found, CompileError) or repr(inner) in str(found)
     ):
         found = inner
-    lines = [frame for frame in error.real_stack or () if not frame.filename.startswith(_TORCH)]
+    lines = [frame for frame in error.real_stack or () if not is_of_tools(frame.filename)]
     place = f" ({lines[-1].filename}:{lines[-1].lineno}, in {lines[-1].name})" if lines else ""
     return f"{type(found).__name__}: {found}{place}"
+
+
+def is_of_tools(file: str) -> bool:
+    """Whether a source file is torch's or this package's, not the user's."""
+    return file.startswith(_TOOLS)
 
 
 def graph_breaks() -> Counter[str]:
