@@ -12,6 +12,7 @@ import torch._dynamo
 
 from hiremate_lightning.memory.metering import MemoryMeter
 from hiremate_lightning.rewriting import finishing
+from hiremate_lightning.sessions.plain_steps import PlainSteps
 
 MODEL_PACKAGES = ("transformers", "timm")
 
@@ -58,3 +59,9 @@ def _finish_small_values(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def _captures_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture steps of all sizes, those included that fit the budget as they are."""
+    monkeypatch.setattr(PlainSteps, "bound_bytes", lambda *_: None)

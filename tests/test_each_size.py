@@ -21,6 +21,8 @@ from .exact import simple_loop, train_both
 
 WIDTH = 24
 
+pytestmark = pytest.mark.usefixtures("_captures_all")
+
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -299,6 +299,7 @@ def test_buffers_that_checkpoint_would_update_twice_are_announced(has_buffers):
     assert any("around code that updates buffers" in str(w.message) for w in caught) == has_buffers
 
 
+@pytest.mark.usefixtures("_captures_all")
 def test_a_share_is_of_the_largest_step_so_far():
     model = warm_up(planned("80%"), steps=4, rows=2 * ROWS)
     large = get_plan(model)
@@ -364,6 +365,7 @@ def test_steps_of_a_whole_epoch_are_not_measured_to_meet_its_smaller_last_batch(
     assert len(session_of(model).plans) == 2
 
 
+@pytest.mark.usefixtures("_captures_all")
 def test_a_size_that_is_captured_twice_keeps_its_plan():
     """Dynamo captures the first sizes as they are, and once more where it has symbols for them."""
     model = planned("90%", max_plans=3)

@@ -280,6 +280,14 @@ class StepRecord:
         self.backwards.append(run.index)
         self._mark(f"B{run.index}")
 
+    def plain_backward_starts(self) -> None:
+        """Note that a backward starts of code that runs as the user wrote it."""
+        backward_pass.at_end(self._plain_backward_ended)
+
+    def _plain_backward_ended(self) -> None:
+        if not self._is_closed:
+            self._mark("e")
+
     def backward_done(self, run: Run) -> None:
         """Note that a backward ended, and which outputs someone else than the part itself held meanwhile."""
         run.alive = _living(run)

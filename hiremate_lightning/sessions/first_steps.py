@@ -12,7 +12,7 @@ from ..capturing.absent import without_missing
 from ..capturing.capture import Captured
 from ..measuring.resident import Resident
 from ..memory.allocator import in_blocks
-from ..planning.planner import FirstSolution, PlanOptions, fastest_that_fits, first_solution
+from ..planning.planner import FirstSolution, PlanOptions, fastest_that_fits, first_solution, unplanned
 from ..records.costs import Profile, step_time_ms
 from ..records.graph import Graph
 from ..records.scaling import is_no_larger
@@ -81,6 +81,10 @@ class FirstSteps:
 
     Args:
         stages: Shows solving, and adds up its seconds.
+
+    Attributes:
+        foreseen: A known step of the code that the step under way runs, and the bytes that the latter would add with
+            nothing recomputed; None while that is not known.
     """
 
     def __init__(self, stages: Stages) -> None:
@@ -94,6 +98,7 @@ class FirstSteps:
         self._alike: list[Planned] = []  # steps that are the same code as the one under way so far
         self._compared = 0  # how many of its forwards were compared with theirs
         self._followed: Followed | None = None
+        self.foreseen: tuple[Known, int] | None = None
 
     def forget_plans(self) -> None:
         """Decide anew what to take over: there is another plan, or more is resident."""
@@ -122,7 +127,7 @@ class FirstSteps:
         is_planned = all(forward.is_planned for forward in self._begun)
         self._begun.clear()
         self._alike.clear()
-        self._compared, self._followed = 0, None
+        self._compared, self._followed, self.foreseen = 0, None, None
         return is_planned
 
     def take_over(self, part: Part, profile: Profile, ran: Kind, given: Given) -> Program | None:
@@ -187,6 +192,8 @@ class FirstSteps:
         decided = dict.fromkeys([keep_all(step.graph), *(decisions for _, decisions in self._alike)])
         candidates = [step.join([*before, *step.split(decisions)[call:]]) for decisions in decided]
         decisions = fastest_that_fits(step, budget_bytes, candidates)
+        if call + 1 == len(known.calls):
+            self.foreseen = self._alike[0][0], unplanned(step).peak_bytes + margin_bytes
         return None if decisions is None else Followed(known, step.split(decisions))
 
     def _foresee(self, calls: Sequence[tuple[Captured, Profile]], resident: Resident) -> Known | None:

@@ -36,6 +36,7 @@ from .first_steps import FirstSteps, Planned
 from .kinds import CERTAIN, Kind, Kinds, Known
 from .limits import Limits
 from .parts import Parts
+from .plain_steps import PlainPeak
 from .watching import Expected, WatchPolicy
 
 log = logging.getLogger("hiremate_lightning")
@@ -394,6 +395,23 @@ class PlannedKinds:
     def foreseen(self) -> Iterator[Planned]:
         """Give each kind that is planned, and what its plan recomputes."""
         return ((self._known[kind], plan.solution.recompute) for kind, plan in self.plans.items())
+
+    def plain_peaks(self) -> dict[Kind, PlainPeak]:
+        """Return what each planned kind of step takes without its plan, with the margin that its plan needed."""
+        most_resident_bytes = max((plan.resident_bytes for plan in self.plans.values()), default=0)
+        is_share = self.options.budget.share is not None
+        return {
+            kind: PlainPeak(
+                plan.unplanned.peak_bytes + self._known[kind].margin_bytes,
+                plan.budget_bytes - (plan.resident_bytes if is_share else most_resident_bytes),
+            )
+            for kind, plan in self.plans.items()
+        }
+
+    def same_code(self, step: Kind | Known) -> Kind:
+        """Return the first known kind of step that runs the code of a known step, at whatever sizes."""
+        own = step if isinstance(step, Known) else self._known[step]
+        return next(other for other, known in self._known.items() if known is own or known.goes_on_as(own, 0))
 
     def _tell(self, plan: Plan) -> None:
         for listener in self.listeners:

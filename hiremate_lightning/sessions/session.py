@@ -40,12 +40,13 @@ from ..running.accumulation import Leaves
 from ..running.execution import Part
 from ..running.program import Program
 from ..torch_private import backward_pass, dynamo, tensor_state
-from ..units import Budget
+from ..units import Budget, format_bytes
 from .backend import planning_backend
 from .eager_paths import eager_paths
 from .first_steps import Begun, Given
 from .kinds import Kind
 from .parts import Parts
+from .plain_steps import PlainSteps, Shapes, shapes_of
 from .planned import PlannedKinds
 from .watching import Saw, Watch, WatchPolicy
 
@@ -80,6 +81,11 @@ class Session:
         self._planned = PlannedKinds(options, self._name, memory, self.parts, stages, self._watching, self.say)
         self._kinds, self._first_steps = self._planned.kinds, self._planned.first_steps
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
+        self._plain_steps = PlainSteps()
+        self._calls: list[Shapes] = []  # of the step under way
+        self._finished_calls: tuple[Shapes, ...] = ()
+        self._has_said_plain = False
+        self._plain_bytes: float | None = None  # what the step under way adds at most where it runs plain
         self._began_with: Resident | None = None  # when the step began, where that was counted
         self._steps = 0
         self._left: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
@@ -127,6 +133,11 @@ class Session:
         return self.parts.count
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the step under way runs as the user wrote it, since that fits the budget at its sizes."""
+        return self._plain_bytes is not None
+
+    @property
     def parameters_of_step(self) -> frozenset[int] | None:
         """Identities of the parameters that captured graphs have got in the step under way; None where not recorded."""
         return None if self._record is None else frozenset(self._record.parameters)
@@ -162,6 +173,8 @@ class Session:
             self._record.close()
         self._record, self._finished, self._timed = None, None, None
         self._in_backward, self._began_with, self._memory.batch = False, None, []
+        self._plain_bytes = None
+        self._calls.clear()
         self._kinds.forget()
         self._watching.forget_step()
         self._first_steps.end_step()
@@ -282,11 +295,14 @@ class Session:
         self, run: Run | None, tangents: Sequence[Any], leaves: Leaves, is_kept: Callable[[], bool] | None
     ) -> None:
         """Note the start of a backward."""
+        self._backward_starts()
+        if run is not None and self._record is not None and run in self._record.runs:
+            self._record.backward_starts(run, tangents, leaves, is_kept)
+
+    def _backward_starts(self) -> None:
         if not self._in_backward:
             self._in_backward = True
             self._memory.backward_starts(self._steps)
-        if run is not None and self._record is not None and run in self._record.runs:
-            self._record.backward_starts(run, tangents, leaves, is_kept)
 
     def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
         """Learn of values that other code overwrites before the backward: nothing can be computed from them then."""
@@ -327,12 +343,63 @@ class Session:
 
     # ---------------------------------------------------------------- steps
 
+    def begin_call(self, arguments: Any) -> bool:
+        """Begin a call of a planned module; return whether it is to run as the user wrote it.
+
+        Inside of a backward, where a call is made again, it runs as it ran before.
+        """
+        if not backward_pass.is_running():
+            self.begin_step(arguments)
+            self._calls.append(shapes_of(_tensors_among(arguments)))
+            if self.is_plain and len(self._calls) > 1:
+                self._plain_bytes = self._bound_plain(self._calls)
+        return self.is_plain
+
+    @contextmanager
+    def calling_plain(self) -> Iterator[None]:
+        """Surround a call that runs as the user wrote it: where that fails, the step is forgotten."""
+        try:
+            yield
+        except BaseException:  # Ctrl-C too: the next step must not go on with half of this one
+            if not backward_pass.is_running():
+                self.abandon_step()
+            raise
+
+    def ran_plain(self, result: Any) -> Any:
+        """Note what a call returned that ran as the user wrote it, and see when its backward begins."""
+        self.runs += 1
+        reference = weakref.ref(self)  # autograd's graph must not keep a session alive
+
+        def begins(_: Any) -> None:
+            session = reference()
+            if session is not None:
+                session.plain_backward_starts()
+
+        nodes = {tensor.grad_fn for tensor in _tensors_among(result) if tensor.grad_fn is not None}
+        for node in nodes:
+            node.register_prehook(begins)
+        self._is_broken = self._is_broken or not nodes  # nothing shows where the step ends
+        return result
+
+    def plain_backward_starts(self) -> None:
+        """Note the start of a backward of a step that runs plain."""
+        self._backward_starts()
+        if self._record is not None:
+            self._record.plain_backward_starts()
+
+    def _bound_plain(self, calls: Sequence[Shapes]) -> float | None:
+        """Bound what a step adds that runs plain; None where it is to be captured."""
+        likely = self._kinds.likely()
+        if likely is None or self.kernels is not None:  # fused kernels give other bits than PyTorch's own
+            return None
+        return self._plain_steps.bound_bytes(calls, self._planned.plain_peaks(), likely)
+
     def begin_step(self, arguments: Any) -> None:
         """Begin a step where a backward has ended the one before, or none is under way."""
         if self._in_backward or self._is_broken:
             self.end_step(at_once=False)
         if not self._has_begun:
-            self._begin_step([t for t in tensor_state.leaves(arguments) if isinstance(t, torch.Tensor)])
+            self._begin_step(_tensors_among(arguments))
 
     def _begin_step(self, arguments: list[torch.Tensor]) -> None:
         if any(since == self._steps for since, _ in self._left.values()):
@@ -353,6 +420,11 @@ class Session:
                 self._plan_finished(resident)
             for kind in self._kinds.all_likely():
                 self._planned.adapt(kind, resident)
+        self._calls.clear()
+        self._plain_bytes = self._bound_plain([shapes_of(arguments)])
+        if self._plain_bytes is not None:
+            self._begin_plain_step(arguments, self._plain_bytes)
+            return
         all_likely = self._kinds.all_likely()
         self._kinds.expected = max(all_likely, key=lambda kind: self.plans[kind].unplanned_peak_bytes, default=None)
         watch = self._watching.step_begins(self._planned.expect(size_bytes))
@@ -361,6 +433,35 @@ class Session:
         has_profile = self._kinds.likely() is not None
         if watch is Watch.TIME or (watch is Watch.MEASURE and not has_profile and self._memory.device.type == "cpu"):
             self._timed = TimedRun(self._memory.device)  # a GPU's events would count how long it waits for the host
+
+    def _begin_plain_step(self, arguments: list[torch.Tensor], bound_bytes: float) -> None:
+        self._kinds.expected = None
+        if not self._has_said_plain:
+            self._has_said_plain = True
+            self.stages.reporter.note(
+                "Steps of other input sizes that fit the budget as they are run without a plan."
+            )
+        if self._plain_steps.is_to_be_measured(bound_bytes):
+            self._record = self._begin_record(arguments)
+
+    def _end_plain_step(self, at_once: bool) -> None:
+        record, bound_bytes = self._record, self._plain_bytes
+        self._record, self._plain_bytes = None, None
+        self._in_backward, self._began_with = False, None
+        self._kinds.forget()
+        self._memory.step_ended(record)
+        if record is None or bound_bytes is None:
+            return
+        record.close(at_once)
+        peak_bytes = record.peak_bytes
+        self._plain_steps.measured(bound_bytes, None if peak_bytes is None else peak_bytes - record.resident_bytes)
+        plan = self.plan
+        if peak_bytes is not None and plan is not None and peak_bytes > plan.budget_bytes:
+            self.say(
+                "A step of a new input size ran without recomputation, since it was predicted to fit, and took "
+                f"{format_bytes(peak_bytes)}, above the budget of {format_bytes(plan.budget_bytes)}. "
+                "From now on such predictions have a margin."
+            )
 
     def _plan_finished(self, resident: Resident) -> None:
         """Plan the step that has ended; say what could not be captured where nothing fits the budget."""
@@ -371,6 +472,9 @@ class Session:
                 self._planned.learn(record, resident)
             if record.signature not in self.plans:
                 self._watching.missed(record.signature)
+            else:
+                code = self._planned.same_code(record.signature)
+                self._plain_steps.learn(record.signature, self._finished_calls, code)
         except InfeasibleBudgetError as error:
             if reasons := self.why_uncaptured():
                 explain(error, f"hiremate: What runs outside of captured code takes memory too.{reasons}")
@@ -406,11 +510,15 @@ class Session:
         self._has_begun = False
         if at_once:
             self._memory.batch = []
+        if self.is_plain:
+            self._end_plain_step(at_once)
+            return
         if not self._kinds.ran and self._record is None:
             return
         is_usual = self.parts.count == self._captured
         self._note_captures()
         kind, is_own = self._kinds.end()  # else programs of another kind ran in it, and its plan was not seen
+        self._learn_foreseen(kind)
         if self._first_steps.end_step():
             self._kinds.by_plans.add(kind)
         expected = self._kinds.expected
@@ -446,6 +554,7 @@ class Session:
             if record.backwards:
                 record.timed = timed
                 self._finished = record if self._planned.gets_a_plan(kind) else None
+                self._finished_calls = tuple(self._calls)
                 self._watching.found(kind)
             return Saw.NOTHING
         if resident is None or not record.is_measured:
@@ -454,6 +563,12 @@ class Session:
             return Saw.NO_FREES
         self._planned.peak_measured(kind, record.peak_bytes, self._memory.as_seen(resident))
         return Saw.PEAK
+
+    def _learn_foreseen(self, kind: Kind) -> None:
+        """Learn what the step that ends would have taken plain, where it ran by the plan of another size."""
+        if self._first_steps.foreseen is not None:
+            known, added_bytes = self._first_steps.foreseen
+            self._plain_steps.learn(kind, self._calls, self._planned.same_code(known), added_bytes)
 
     def _note_captures(self) -> None:
         """Tell where each step is captured anew: that may take longer than the step itself, and does not end."""
@@ -482,3 +597,7 @@ class Session:
         if text not in self._said:
             self._said.add(text)
             warnings.warn(text + found, HiRemateWarning, stacklevel=2)
+
+
+def _tensors_among(values: Any) -> list[torch.Tensor]:
+    return [value for value in tensor_state.leaves(values) if isinstance(value, torch.Tensor)]

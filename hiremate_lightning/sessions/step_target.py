@@ -63,6 +63,9 @@ class StepTarget:
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._plain(*args, **kwargs)
+        if self.session.begin_call((args, kwargs)):
+            with self.session.calling_plain():
+                return self.session.ran_plain(self._plain(*args, **kwargs))
         before = self.session.runs
         name = f"{type(self.root).__name__}.{self.METHOD}"
         with leaving_no_trace(), self.session.calling(name, (args, kwargs)), self._log_untraced():

@@ -125,15 +125,25 @@ class Targets:
         if self.is_inside:
             return self._call_inside(name, module, args, kwargs)
         if name in self._passed_by:  # what it runs before the first planned part belongs to the step
-            if not backward_pass.is_running():
-                self.session.begin_step((args, kwargs))
+            self.session.begin_call((args, kwargs))
             return self._call_passed_by(name, module, args, kwargs)
         if name not in self.adopted:
             if module in self._waiting and backward_pass.is_running():
                 return hooks.plain_call(module, *args, **kwargs)  # a part of a planned call is computed again
             self._adopt(name, module)
         with self._waiting.away():
+            if self.session.begin_call((args, kwargs)):
+                return self._call_plain(module, args, kwargs)
             return self._call_outermost(name, module, args, kwargs)
+
+    def _call_plain(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module as the user wrote it, and all that it calls."""
+        self.is_inside = True
+        try:
+            with self.session.calling_plain():
+                return self.session.ran_plain(hooks.plain_call(module, *args, **kwargs))
+        finally:
+            self.is_inside = False
 
     def _call_outermost(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = self.session.runs
@@ -167,6 +177,8 @@ class Targets:
 
     def _call_inside(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a candidate inside of a planned call, where that is not captured: it becomes a graph of its own."""
+        if self.session.is_plain:
+            return hooks.plain_call(module, *args, **kwargs)
         before = self.session.runs
         with self._in_place(module):
             result = hooks.plain_call(module, *args, **kwargs)

@@ -1,0 +1,201 @@
+"""Measure training in which nearly every batch has a length of its own, as in fine-tuning.
+
+    python benchmarks/lengths.py [--models gpt2_6,bert_6] [--methods eager,checkpoint,planned] [--steps 100]
+
+Lengths are drawn from a log-normal distribution (median 80, cut at 16 and 256). Batches of 4 are padded to their
+longest sequence, with masks; AdamW. The budget is what exists before a step and a share (--share) of what the longest
+batch adds in eager PyTorch, so that long batches need recomputation. Each method runs in a process of its own.
+
+Prints a Markdown table: seconds of all steps, the first ones included; the same over eager's; the number of steps in
+which something was captured; the largest resident memory of the process; and whether every loss is eager's, bit for
+bit. With --peaks each step is measured, not timed, and the table shows the largest peak over the budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import resource
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from provenance import provenance
+from torch import Tensor, nn
+
+from hiremate_lightning import bucket_lengths, bucket_of, hiremate
+from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.sessions.targets import targets_of
+
+ROWS, MEDIAN, SHORTEST, LONGEST, WORDS = 4, 80, 16, 256, 1000
+METHODS = ("eager", "checkpoint", "compile", "buckets", "planned")
+Batch = dict[str, Tensor]
+
+
+def lengths_of(step: int) -> Tensor:
+    """Draw the lengths of the sequences of a batch."""
+    noise = torch.randn(ROWS, generator=torch.Generator().manual_seed(step))
+    return (MEDIAN * torch.exp(0.5 * noise)).long().clamp(SHORTEST, LONGEST)
+
+
+def batch_of(step: int, pad_to: Callable[[int], int] = int) -> Batch:
+    """Make the batch of a step, padded to its longest sequence or beyond."""
+    lengths = lengths_of(step)
+    return _batch(lengths, pad_to(int(lengths.max())), step)
+
+
+def _batch(lengths: Tensor, length: int, seed: int) -> Batch:
+    mask = (torch.arange(length) < lengths[:, None]).long()
+    words = torch.randint(5, WORDS, (len(lengths), length), generator=torch.Generator().manual_seed(seed)) * mask
+    return {"input_ids": words, "attention_mask": mask, "labels": torch.where(mask == 1, words, -100)}
+
+
+def build(name: str) -> nn.Module:
+    """Build a model of transformers by its kind and its number of layers, the same weights each time."""
+    import transformers
+
+    kind, _, layers = name.rpartition("_")
+    sizes = {"hidden_size": 256, "num_hidden_layers": int(layers), "num_attention_heads": 8, "vocab_size": WORDS}
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        gpt2 = {"n_embd": 256, "n_layer": int(layers), "n_head": 8, "n_positions": LONGEST, "vocab_size": WORDS}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**gpt2, use_cache=False))
+    elif kind == "bert":
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, intermediate_size=1024))
+    elif kind == "llama":
+        config = transformers.LlamaConfig(**sizes, intermediate_size=688, num_key_value_heads=4, use_cache=False)
+        model = transformers.LlamaForCausalLM(config)
+    else:
+        raise SystemExit(f"Unknown model {name!r}: expected gpt2_N, bert_N or llama_N, where N counts layers.")
+    return model.train()
+
+
+def budget_of(name: str, share: float) -> int:
+    """Return the bytes that exist before a step, and a share of what the longest batch adds in eager PyTorch."""
+    model = build(name)
+    optimizer = torch.optim.AdamW(model.parameters())
+    longest = _batch(torch.full((ROWS,), LONGEST), LONGEST, 0)
+
+    def train() -> None:
+        model(**longest).loss.backward()
+
+    train()
+    optimizer.step()
+    optimizer.zero_grad()
+    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+    resident = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *state, *longest.values()))
+    return resident + int(share * measure_peak(train))
+
+
+def train(name: str, method: str, steps: int, budget_bytes: int, peaks: bool) -> dict[str, Any]:
+    """Train with one method and return what was measured."""
+    torch.set_num_threads(1)
+    model, pad_to = build(name), int
+    if method == "checkpoint":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif method == "compile":
+        torch._functorch.config.activation_memory_budget = 0.5
+        model.compile(dynamic=True)
+    elif method == "buckets":
+        buckets = bucket_lengths([int(lengths_of(step).max()) for step in range(steps)])
+        pad_to = lambda length: bucket_of(length, buckets)  # noqa: E731
+    if method in ("planned", "buckets"):
+        hiremate(model, budget_bytes, verbose=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses, seconds, added, captured = [], 0.0, 0, 0
+    torch.manual_seed(1)
+    for step in range(steps):
+        batch, before = batch_of(step, pad_to), _captured(model)
+
+        def act(batch: Batch = batch) -> None:
+            loss = model(**batch).loss
+            loss.backward()
+            losses.append(loss.detach())
+
+        start = time.perf_counter()
+        if peaks:
+            added = max(added, measure_peak(act) + sum(t.nbytes for t in batch.values()))
+        else:
+            act()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds += time.perf_counter() - start
+        captured += _captured(model) > before
+    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+    resident = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *state))
+    return {
+        "seconds": seconds,
+        "captured": captured,
+        "peak_over_budget": (resident + added) / budget_bytes if peaks else None,
+        "host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "losses": hashlib.sha256(torch.stack(losses).numpy().tobytes()).hexdigest(),
+    }
+
+
+def _captured(model: nn.Module) -> int:
+    targets = targets_of(model)
+    return 0 if targets is None else targets.session.captured_count
+
+
+def main() -> None:
+    """Read the command line and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="gpt2_6,bert_6,llama_6")
+    parser.add_argument("--methods", default="eager,checkpoint,planned", help=f"of {', '.join(METHODS)}")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--share", type=float, default=0.7)
+    parser.add_argument("--peaks", action="store_true")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # method and budget, in a process of its own
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if options.one:
+        method, budget = options.one
+        print(json.dumps(train(options.models, method, options.steps, int(budget), options.peaks)))
+        return
+    new = len({int(lengths_of(step).max()) for step in range(options.steps)})
+    sys.stdout.write(f"{provenance('transformers')}; 1 thread; {options.steps} steps, {new} lengths\n\n")
+    sys.stdout.write(
+        "| model | method | seconds | over eager | steps with a capture | peak over budget | host | losses |\n"
+    )
+    sys.stdout.write(f"|{'--|' * 8}\n")
+    for name in options.models.split(","):
+        budget, eager = budget_of(name, options.share), None
+        for method in options.methods.split(","):
+            found = _apart(name, method, budget, options)
+            eager = found if method == "eager" else eager
+            over = f"{found['seconds'] / eager['seconds']:.2f}" if eager else "-"
+            same = "-" if eager is None else "equal" if found["losses"] == eager["losses"] else "differ"
+            peak = f"{found['peak_over_budget']:.3f}" if options.peaks else "-"
+            sys.stdout.write(
+                f"| {name} | {method} | {found['seconds']:.1f} | {over} | {found['captured']} | {peak} "
+                f"| {found['host_gib']:.2f} GiB | {same} |\n"
+            )
+            sys.stdout.flush()
+
+
+def _apart(name: str, method: str, budget_bytes: int, options: argparse.Namespace) -> dict[str, Any]:
+    command = [
+        sys.executable,
+        __file__,
+        "--models",
+        name,
+        "--steps",
+        str(options.steps),
+        "--one",
+        method,
+        str(budget_bytes),
+    ]
+    done = subprocess.run(command + ["--peaks"] * options.peaks, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr[-2000:])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+if __name__ == "__main__":
+    main()

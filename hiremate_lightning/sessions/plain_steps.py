@@ -1,0 +1,163 @@
+"""Steps of other sizes that fit the budget with nothing recomputed: they run as the user wrote them, uncaptured.
+
+To capture a size takes seconds, and gains nothing where plain PyTorch fits. What a plain step takes at a new size
+follows from known steps of the same code: each byte count is a sum of products of sizes with positive coefficients,
+so it grows with each size, and is convex along a line on which none of them falls. Between two known steps the straight
+line is therefore an upper bound, and a step that is nowhere larger than another takes no more.
+
+Eager PyTorch holds more than a captured graph with nothing recomputed: masks of dropouts as floats, for example. By how
+much shows the first plain step, which must be small enough that it fits in any case, and later ones correct it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .kinds import Kind
+
+Shapes = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # of the tensors that one call of a planned module is given
+UNMEASURED_RATIO = 1.5  # of eager's peak to that of the captured graph, before it was measured; 1.2 is usual
+TRIES = 4  # steps to measure in a row: on a CPU the first one does not see all that is freed
+CLEARLY_LARGER = 1.1  # than all that were measured: such a step is measured too
+ROUNDING = 1.01  # sizes that code divides, and an allocator's blocks, leave the convex curve by a little
+
+
+@dataclass(frozen=True, slots=True)
+class PlainPeak:
+    """What a planned kind of step takes without its plan.
+
+    Attributes:
+        added_bytes: What it adds to the resident bytes at its peak.
+        room_bytes: What it may add.
+    """
+
+    added_bytes: int
+    room_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    sizes: tuple[int, ...]
+    added_bytes: float
+
+
+def shapes_of(tensors: Sequence[torch.Tensor]) -> Shapes:
+    """Return the types and shapes of the tensors of a call."""
+    return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
+
+
+class PlainSteps:
+    """Predicts what a plain step takes at sizes that were not planned, and corrects that by what is measured."""
+
+    def __init__(self) -> None:
+        self._calls: dict[Kind, tuple[Shapes, ...]] = {}
+        self._code: dict[Kind, Kind] = {}
+        self._foreseen: dict[Kind, int] = {}
+        self._ratio = UNMEASURED_RATIO
+        self._measured_bytes = 0.0  # the largest bound that was compared with a measured peak
+        self._tries = 0
+
+    def learn(self, kind: Kind, calls: Sequence[Shapes], code: Kind, added_bytes: int | None = None) -> None:
+        """Learn what a kind of step was called with.
+
+        Args:
+            kind: The kind.
+            calls: What each call of a planned module was given in such a step, in order.
+            code: The first kind that runs the same code at other sizes.
+            added_bytes: What it adds at its peak where nothing is recomputed, if it ran by the plan of another size.
+        """
+        self._calls[kind], self._code[kind] = tuple(calls), code
+        if added_bytes is not None:
+            self._foreseen[kind] = added_bytes
+
+    def bound_bytes(self, calls: Sequence[Shapes], peaks: Mapping[Kind, PlainPeak], likely: Kind) -> float | None:
+        """Bound what the step under way adds to the resident bytes at its peak, if it runs plain and that fits.
+
+        Args:
+            calls: What its calls were given so far.
+            peaks: What planned kinds of steps take.
+            likely: The kind whose code the step most likely runs.
+
+        Returns:
+            Bytes, as of the captured graph with nothing recomputed; None where a plain step may not fit, or where
+            there is a plan for exactly these sizes.
+        """
+        if any(self._calls.get(kind, ())[: len(calls)] == tuple(calls) for kind in peaks):
+            return None
+        samples = self._samples(calls, peaks)
+        sizes, expected = _sizes(calls), samples.get(self._code.get(likely, likely), [])
+        bound = _bound(sizes, expected)
+        if bound is None:
+            return None
+        # Other code may come instead. Where its own samples do not tell, it takes as much more as it did at theirs.
+        for others in samples.values():
+            own = _bound(sizes, others)
+            if own is None:
+                pairs = [(other.added_bytes, _bound(other.sizes, expected)) for other in others]
+                own = bound * max((added / there for added, there in pairs if there), default=1.0)
+            bound = max(bound, own)
+        fits = bound * self._ratio * ROUNDING <= max(peak.room_bytes for peak in peaks.values())
+        return bound if fits else None
+
+    def _samples(self, calls: Sequence[Shapes], peaks: Mapping[Kind, PlainPeak]) -> dict[Kind, list[_Sample]]:
+        """Return the known steps whose calls look the same but for sizes, by their code."""
+        form, found = _form(calls), dict[Kind, list[_Sample]]()
+        known = self._foreseen | {kind: peak.added_bytes for kind, peak in peaks.items()}
+        for kind, added_bytes in known.items():
+            begun = self._calls.get(kind, ())[: len(calls)]
+            if _form(begun) == form:
+                found.setdefault(self._code[kind], []).append(_Sample(_sizes(begun), added_bytes))
+        return found
+
+    def is_to_be_measured(self, bound_bytes: float) -> bool:
+        """Whether to measure a plain step: the first ones are, and the first clearly larger ones."""
+        return bound_bytes > CLEARLY_LARGER * self._measured_bytes or 0 < self._tries < TRIES
+
+    def measured(self, bound_bytes: float, added_bytes: int | None) -> None:
+        """Learn how much more eager PyTorch takes than the captured graph.
+
+        Args:
+            bound_bytes: What was expected of the captured graph.
+            added_bytes: What the plain step added at its peak; None where the measurement did not see all.
+        """
+        self._tries += 1
+        if added_bytes is not None:
+            ratio = added_bytes / bound_bytes
+            self._ratio = max(self._ratio, ratio) if self._measured_bytes else ratio
+        if added_bytes is not None or self._tries == TRIES:
+            self._measured_bytes = max(self._measured_bytes, bound_bytes)
+            self._tries = 0
+
+
+def _form(calls: Sequence[Shapes]) -> tuple[tuple[tuple[torch.dtype, int], ...], ...]:
+    return tuple(tuple((dtype, len(shape)) for dtype, shape in call) for call in calls)
+
+
+def _sizes(calls: Sequence[Shapes]) -> tuple[int, ...]:
+    return tuple(size for call in calls for _, shape in call for size in shape)
+
+
+def _bound(sizes: tuple[int, ...], samples: Sequence[_Sample]) -> float | None:
+    """Return the least upper bound that samples of the same code give, None where they give none."""
+    larger = [sample for sample in samples if _is_no_larger(sizes, sample.sizes)]
+    smaller = [sample for sample in samples if _is_no_larger(sample.sizes, sizes)]
+    bounds = [sample.added_bytes for sample in larger]
+    bounds += [_on_line(sizes, low, high) for low in smaller for high in larger]
+    return min(bounds, default=None)
+
+
+def _on_line(sizes: tuple[int, ...], low: _Sample, high: _Sample) -> float:
+    """Return the bytes on the straight line between two steps, at the first point that is nowhere smaller."""
+    way = max(_ways(sizes, low.sizes, high.sizes), default=0.0)
+    return low.added_bytes + way * max(0.0, high.added_bytes - low.added_bytes)
+
+
+def _ways(sizes: tuple[int, ...], low: tuple[int, ...], high: tuple[int, ...]) -> Iterator[float]:
+    return ((s - a) / (b - a) for s, a, b in zip(sizes, low, high, strict=True) if b > a)
+
+
+def _is_no_larger(sizes: tuple[int, ...], others: tuple[int, ...]) -> bool:
+    return all(size <= other for size, other in zip(sizes, others, strict=True))
