@@ -438,9 +438,7 @@ class Session:
         self._kinds.expected = None
         if not self._has_said_plain:
             self._has_said_plain = True
-            self.stages.reporter.note(
-                "Steps of other input sizes that fit the budget as they are run without a plan."
-            )
+            self.stages.reporter.note("Steps of other input sizes that fit the budget as they are run without a plan.")
         if self._plain_steps.is_to_be_measured(bound_bytes):
             self._record = self._begin_record(arguments)
 
