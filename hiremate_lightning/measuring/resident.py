@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from ..memory.allocator import allocated_bytes
+from ..records.graph import Graph
+from ..records.schedule import Schedule, keep_all, lower
+from ..running.execution import Saved
 from ..torch_private import tensor_state
 from ..units import format_bytes
-from .recording import StepRecord
+from .recording import StepRecord, bytes_of
 
+WAITING = "graphs that wait for their backward"  # a kind of resident bytes
 SAMPLES = 8  # of the parameters, to see whether there are gradients
 LITTERED_STEPS = 16  # that may pass before another one is measured, with the garbage that they left
 LARGE_BYTES = 2**14  # of a tensor whose release is worth to be seen
@@ -36,6 +40,8 @@ class Resident:
             place.
         kept: Storages of the parameters whose gradients are among the bytes that stay.
         kinds: Name and bytes of what makes up `size_bytes`.
+        waiting_bytes: Those of them that graphs hold whose backward is still to come.
+        plain_waiting_bytes: What these graphs hold in plain training.
     """
 
     size_bytes: int
@@ -43,6 +49,8 @@ class Resident:
     left_bytes: int = 0
     kept: frozenset[int] = frozenset()
     kinds: tuple[tuple[str, int], ...] = field(default=(), compare=False)
+    waiting_bytes: int = 0
+    plain_waiting_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
@@ -53,13 +61,18 @@ class Resident:
 class ResidentMemory:
     """Counts what exists before the steps of a model.
 
+    Args:
+        root: The model.
+        waiting: Lists what its captured forwards have saved whose backward has not run yet.
+
     Attributes:
         root: The model.
         batch: Tensors of the batch of the step under way, where its caller told.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, waiting: Callable[[], Sequence[Saved]] = tuple) -> None:
         self.root = root
+        self._find_waiting = waiting
         self.batch: list[torch.Tensor] = []
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._updating: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
@@ -152,6 +165,7 @@ class ResidentMemory:
             self.collect_garbage()
         resident = self.count(arguments)
         is_counted = self.device.type == "cuda"  # there all that is allocated is
+        arguments = [*arguments, *held_by(self._find_waiting())]
         return self._left.sort_out(resident, arguments) if is_counted else self._left.add_to(resident, arguments)
 
     def watch_releases(self, record: StepRecord, arguments: Sequence[torch.Tensor]) -> None:
@@ -167,7 +181,7 @@ class ResidentMemory:
 
     def _counted(self, arguments: Sequence[torch.Tensor]) -> frozenset[int]:
         """List the storages that count as there before a step with these arguments."""
-        groups = self._groups(list(self._gradients().values()), arguments)
+        groups = self._groups(list(self._gradients().values()), [*arguments, *held_by(self._find_waiting())])
         sizes = tensor_state.storage_sizes(tensor for tensors in groups.values() for tensor in tensors)
         return frozenset(sizes) | self._left.storages
 
@@ -193,13 +207,19 @@ class ResidentMemory:
         groups = self._groups([] if stale else gradients, arguments)
         seen = set(tensor_state.storage_sizes(gradients)) if stale else set[int]()
         kinds = {name: self._bytes_of(tensors, seen) for name, tensors in groups.items()}
+        waiting = self._find_waiting()
+        if waiting:
+            kinds[WAITING] = self._bytes_of(held_by(waiting), seen)
+        waiting_bytes = kinds.get(WAITING, 0)
+        plain_bytes = waiting_bytes + sum(more_kept_plainly(s.captured.graph, s.program.schedule) for s in waiting)
         size_bytes = sum(kinds.values())
         if self.device.type == "cuda":
             size_bytes, known = torch.cuda.memory_allocated(self.device) - stale, size_bytes
             kinds["other"] = max(0, size_bytes - known)
         kept = frozenset(map(tensor_state.storage_id, gradients_of))
         self._used = (stale, kept if stale else frozenset())
-        return Resident(size_bytes, stale, 0, frozenset() if stale else kept, tuple(kinds.items()))
+        still_kept = frozenset[int]() if stale else kept
+        return Resident(size_bytes, stale, 0, still_kept, tuple(kinds.items()), waiting_bytes, plain_bytes)
 
     def as_seen(self, resident: Resident) -> Resident:
         """Give what existed before the step that has just ended: gradients that it was to free may have stayed."""
@@ -208,7 +228,8 @@ class ResidentMemory:
             return resident
         kinds = {**dict(resident.kinds), "gradients": size_bytes}
         stale_bytes = max(0, resident.stale_bytes - size_bytes)
-        return Resident(resident.size_bytes + size_bytes, stale_bytes, resident.left_bytes, kept, tuple(kinds.items()))
+        size_bytes = resident.size_bytes + size_bytes
+        return replace(resident, size_bytes=size_bytes, stale_bytes=stale_bytes, kept=kept, kinds=tuple(kinds.items()))
 
     def _groups(
         self, gradients: list[torch.Tensor], arguments: Sequence[torch.Tensor]
@@ -245,6 +266,18 @@ class ResidentMemory:
         fresh = {storage: size for storage, size in sizes.items() if storage not in seen}
         seen.update(fresh)
         return sum(allocated_bytes(size, device) for size in fresh.values())
+
+
+def more_kept_plainly(graph: Graph, schedule: Schedule) -> int:
+    """Count the bytes by which plain training, which computes nothing again, saves more than a schedule of a graph."""
+    plain, inputs = lower(graph, keep_all(graph)).saved, set(graph.inputs)
+    plain_bytes, own_bytes = (bytes_of(graph, [t for t in s if t not in inputs]) for s in (plain, schedule.saved))
+    return max(0, plain_bytes - own_bytes)
+
+
+def held_by(waiting: Iterable[Saved]) -> list[torch.Tensor]:
+    """List the tensors that captured graphs hold whose backward is still to come."""
+    return [value for kept in waiting for value in kept.values or () if isinstance(value, torch.Tensor)]
 
 
 class LeftOutputs:

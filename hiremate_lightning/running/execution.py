@@ -8,7 +8,7 @@ and its backward: steps under way finish with what they started with.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -80,6 +80,7 @@ class Part:
         self.captured = captured
         self.own: tuple[int, ...] = ()
         self._conductor = weakref.ref(conductor)
+        self._saved: weakref.WeakSet[Saved] = weakref.WeakSet()  # of forwards whose graphs live
         self._count = len(captured.forward_outputs)
         self._takes_absent = not any(tensor_state.is_symbolic(t.meta.get("val")) for t in captured.tangents)
 
@@ -97,7 +98,9 @@ class Part:
             outputs[position] = tensor_state.unviewed(outputs[position])
         token = torch.empty(0)
         _detach(program, saved)
-        token.hiremate = _Saved(program, run, leaves, self.captured.terms, saved, outputs)  # type: ignore[attr-defined]
+        kept = Saved(program, run, leaves, self.captured, saved, outputs)
+        token.hiremate = kept  # type: ignore[attr-defined]
+        self._saved.add(kept)
         if self._takes_absent:
             aot.let_gradients_be_absent(token)
         conductor.forward_done(run, outputs)
@@ -134,6 +137,10 @@ class Part:
             conductor.backward_done(saved.run)
         return gradients
 
+    def waiting(self) -> list[Saved]:
+        """List what its forwards saved whose backward has not run yet."""
+        return [saved for saved in self._saved if saved.is_waiting]
+
     def _find_totals(self, leaves: Leaves) -> dict[int, torch.Tensor]:
         """Give the gradients that exist and to which the backward adds, by position."""
         found = existing(leaves)
@@ -157,10 +164,10 @@ class Part:
             raise
 
 
-def _what_was_saved(arguments: Sequence[Any]) -> _Saved:
+def _what_was_saved(arguments: Sequence[Any]) -> Saved:
     """Give what rides on the token, and refuse the backwards that can't be run."""
     token, *tangents = arguments
-    saved: _Saved | None = getattr(token, "hiremate", None)
+    saved: Saved | None = getattr(token, "hiremate", None)
     if saved is None:
         raise CaptureError(
             "Hooks on saved tensors (torch.autograd.graph.saved_tensors_hooks, save_on_cpu) are around a planned "
@@ -203,30 +210,49 @@ def _detach(program: Program, saved: list[Any]) -> None:
         saved[position] = saved[position].clone()
 
 
-class _Saved:
+class Saved:
     """The values that a forward saved, with the program whose backward reads them."""
 
-    __slots__ = ("__weakref__", "copies", "leaves", "program", "run", "terms", "values", "versions", "watched")
+    __slots__ = (
+        "__weakref__",
+        "captured",
+        "copies",
+        "has_run",
+        "leaves",
+        "program",
+        "run",
+        "terms",
+        "values",
+        "versions",
+        "watched",
+    )
 
     def __init__(
         self,
         program: Program,
         run: Any,
         leaves: Leaves,
-        terms: Mapping[int, int],
+        captured: Captured,
         values: list[Any],
         outputs: Sequence[Any],
     ) -> None:
         self.program = program
         self.run = run
         self.leaves = leaves
-        self.terms = terms
+        self.captured = captured
+        self.terms = captured.terms
+        self.has_run = False
         self.values: list[Any] | None = values
         self.watched = [
             values[i] if output is None else outputs[output].detach() for i, output in program.saved.watched
         ]
         self.versions = tensor_state.versions_of(self.watched)
         self.copies = {i: values[i].clone() for i in program.saved.borrowed} if program.protects else {}
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether no backward has run yet."""
+        return self.values is not None and not self.has_run
 
     def watch(self) -> Callable[[], bool]:
         """Give a function that tells whether the values are still there."""
@@ -250,6 +276,7 @@ class _Saved:
         """
         if self.values is None:
             raise RuntimeError(FREED)
+        self.has_run = True
         overwritten = self._find_overwritten(unread)
         values = self.values
         if overwritten:

@@ -27,7 +27,7 @@ from .kinds import Kind, Known
 REMEMBERED = 8  # searches, whose result may serve at another size
 KEPT = 64  # decisions for a part, by what ran before it in its step
 TRACING_BYTES = 2**14  # that tracing takes for itself: states of the random generator, three deep
-BudgetOf = Callable[[Step, int], int]  # of a step, with so many resident bytes
+BudgetOf = Callable[[Step, Resident], int]  # of a step, with what exists before it
 Planned = tuple[Known, Decisions]  # a step, and what was decided for it
 
 
@@ -91,6 +91,7 @@ class FirstSteps:
         self._stages = stages
         self._found: deque[FirstSolution] = deque(maxlen=REMEMBERED)
         self._least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
         self._taken_over: weakref.WeakKeyDictionary[Part, dict[Kind, Decisions | None]] = weakref.WeakKeyDictionary()
         self._programs: weakref.WeakKeyDictionary[Part, dict[Decisions, Program]] = weakref.WeakKeyDictionary()
         self._most_bytes = 0  # that were resident
@@ -115,6 +116,7 @@ class FirstSteps:
     def forget_least(self, part: Part) -> None:
         """Learn that a part can't run any more as it did."""
         self._least.pop(part, None)
+        self._kept.pop(part, None)
         self._taken_over.pop(part, None)
         self._programs.pop(part, None)
 
@@ -129,6 +131,13 @@ class FirstSteps:
         self._alike.clear()
         self._compared, self._followed, self.foreseen = 0, None, None
         return is_planned
+
+    def kept(self, part: Part) -> Program:
+        """Return the program of a part that computes nothing again."""
+        program = self._kept.get(part)
+        if program is None:
+            program = self._kept[part] = _build(part.captured, keep_all(part.captured.graph))
+        return program
 
     def take_over(self, part: Part, profile: Profile, ran: Kind, given: Given) -> Program | None:
         """Give the program of a part by a plan for the same step at other sizes; None where none fits.
@@ -187,7 +196,7 @@ class FirstSteps:
         step = known.merge()
         margin_bytes = max(known.margin_bytes for known, _ in self._alike)
         traced_bytes = TRACING_BYTES if len(known.calls) > 1 else 0  # graphs are traced while values of others live
-        budget_bytes = given.budget_of(step, resident.size_bytes) - resident.size_bytes - margin_bytes - traced_bytes
+        budget_bytes = given.budget_of(step, resident) - resident.size_bytes - margin_bytes - traced_bytes
         before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]
         decided = dict.fromkeys([keep_all(step.graph), *(decisions for _, decisions in self._alike)])
         candidates = [step.join([*before, *step.split(decisions)[call:]]) for decisions in decided]
@@ -248,11 +257,12 @@ class FirstSteps:
         program = self._least.get(part)
         if program is None:
             with self._stages.stage("solve_s", "solving"):
-                captured, resident_bytes = part.captured, resident().size_bytes
+                captured, before = part.captured, resident()
                 graph, costs = _without_doubtful(captured, profile)
                 step = merge([Call(in_blocks(graph, captured.device), costs)], [0])
-                budget_bytes = 0 if budget_of is None else budget_of(step, resident_bytes)
+                budget_bytes = 0 if budget_of is None else budget_of(step, before)
                 progress = self._stages.reporter.solving(step_time_ms(captured.graph, profile))
+                resident_bytes = before.size_bytes
                 least = first_solution(step, budget, budget_bytes, resident_bytes, options, name, progress, self._found)
                 self._found.append(FirstSolution(step, least))
                 program = self._least[part] = _build(captured, step.split(least.recompute)[0])

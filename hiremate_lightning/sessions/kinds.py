@@ -46,6 +46,7 @@ class Known:
         solve: What solves it, and remembers.
         margin_bytes: By how much an earlier plan was measured above what it predicted.
         corrections: How often it was planned again for such a margin.
+        without_backward_bytes: What its forwards without a backward would save more if they computed nothing again.
     """
 
     calls: tuple[Call, ...]
@@ -59,6 +60,13 @@ class Known:
     solve: Strategy
     margin_bytes: int = 0
     corrections: int = 0
+    without_backward_bytes: int = 0
+
+    @property
+    def more_bytes(self) -> int:
+        """What graphs that wait would hold more if nothing of them were computed again: before this step and in it."""
+        before = self.resident
+        return self.without_backward_bytes + before.plain_waiting_bytes - before.waiting_bytes
 
     def merge(self) -> Step:
         """Put it into one graph, as allocated, in which gradients that are added to those that exist die at once."""
@@ -184,6 +192,7 @@ class Kinds:
         expected: The planned kind that the step under way is likely to be of, None where unknown.
         ran: Numbers of the captured graphs that have run in this step.
         sights: How often each kind has run.
+        is_without_backward: Whether the graph chosen last has no backward in its step, as it is known.
         by_plans: Kinds that ran by plans throughout, be they of other kinds.
     """
 
@@ -192,6 +201,7 @@ class Kinds:
         self.latest: Kind | None = None
         self.expected: Kind | None = None
         self.ran: list[int] = []
+        self.is_without_backward = False
         self.sights: Counter[Kind] = Counter()
         self.by_plans: set[Kind] = set()
         self._chosen: set[Kind | None] = set()  # whose programs ran in this step
@@ -261,7 +271,9 @@ class Kinds:
         candidates = (self.expected, *reversed(self.programs))
         kind = next((k for k in candidates if k in self.programs and k[: place + 1] == ran), None)
         self._chosen.add(kind)
-        return None if kind is None else self.programs[kind].get(place)
+        program = None if kind is None else self.programs[kind].get(place)
+        self.is_without_backward = kind is not None and program is None
+        return program
 
     def end(self) -> tuple[Kind, bool]:
         """End the step; give its kind, and whether only programs of that kind, or of kinds alike, ran in it."""

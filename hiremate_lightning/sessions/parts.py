@@ -11,7 +11,7 @@ from ..measuring.profiling import CostCache, measure, undisturbed
 from ..records.costs import Profile
 from ..reporting.report import Stages
 from ..rewriting.fused_kernel import Kernels
-from ..running.execution import Conductor, Part
+from ..running.execution import Conductor, Part, Saved
 
 
 class Parts:
@@ -50,6 +50,10 @@ class Parts:
     def find(self, number: int) -> Part | None:
         """Give the part with a number, None where it was dropped."""
         return self._parts[number]()
+
+    def waiting(self) -> list[Saved]:
+        """List what forwards have saved whose backward has not run yet."""
+        return [saved for part in list(self._numbers) for saved in part.waiting()]
 
     def add(self, captured: Captured, conductor: Conductor) -> Part:
         """Make a part of a captured graph."""

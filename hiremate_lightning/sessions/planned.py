@@ -11,7 +11,7 @@ from typing import Any
 
 from ..measuring.describing import describe
 from ..measuring.recording import StepRecord
-from ..measuring.resident import Resident, ResidentMemory
+from ..measuring.resident import Resident, ResidentMemory, more_kept_plainly
 from ..memory.free_memory import free_bytes
 from ..memory.metering import MemoryMeter
 from ..options import SessionOptions
@@ -176,6 +176,11 @@ class PlannedKinds:
             resident=resident,
             solve=self._new_solver() if twin is None else twin.solve,
             margin_bytes=self._left_bytes,
+            without_backward_bytes=sum(
+                more_kept_plainly(run.graph, run.program.schedule)
+                for run in record.runs
+                if run.index not in record.backwards
+            ),
         )
         try:
             self._make_plan(kind)
@@ -420,19 +425,31 @@ class PlannedKinds:
     def _limit_bytes(self, kind: Kind, step: Step) -> int:
         """Give the budget of a known kind of step with what exists before it now, resident bytes included."""
         resident = self._known[kind].resident
-        return self._limits[kind].budget_bytes(resident, self.budget_bytes(step, resident.size_bytes, kind))
+        return self._limits[kind].budget_bytes(resident, self.budget_bytes(step, resident, kind))
 
-    def budget_bytes(self, step: Step, resident_bytes: int, kind: Kind | None = None) -> int:
+    def budget_bytes(self, step: Step, resident: Resident, kind: Kind | None = None) -> int:
         """Give the budget of a step, resident bytes included; a share is of the largest step that is known.
+
+        A share is of what plain training adds, graphs that wait for their backward included.
 
         Args:
             step: The step.
-            resident_bytes: Bytes that exist before it.
+            resident: What exists before it.
             kind: Its kind, None where that is not known yet.
         """
         if self._auto_bytes is None:
-            self._auto_bytes = resolve(Budget(), resident_bytes, 0, free_bytes(self._memory.device))
+            self._auto_bytes = resolve(Budget(), resident.size_bytes, 0, free_bytes(self._memory.device))
         if self.options.budget.is_auto:
             return self._auto_bytes
-        others = (plan.unplanned.peak_bytes for planned, plan in self.plans.items() if planned != kind)
-        return resolve(self.options.budget, resident_bytes, max(unplanned(step).peak_bytes, *others, 0), 0)
+        planned = ((plan, self._known[other].resident) for other, plan in self.plans.items() if other != kind)
+        others = (plan.unplanned.peak_bytes + before.plain_waiting_bytes for plan, before in planned)
+        added_bytes = max(unplanned(step).peak_bytes + resident.plain_waiting_bytes, *others, 0)
+        return resolve(self.options.budget, resident.size_bytes - resident.waiting_bytes, added_bytes, 0)
+
+    def has_room_for_waiting(self) -> bool:
+        """Whether all known steps fit as plain training runs them, with all that forwards save which wait."""
+        return all(
+            plan.unplanned_peak_bytes + self._known[kind].more_bytes + self._known[kind].margin_bytes
+            <= plan.budget_bytes
+            for kind, plan in self.plans.items()
+        )

@@ -75,7 +75,7 @@ class Session:
         self._runs_of_update = 0  # forwards before the latest update
         self.stages = Stages(Reporter(options.verbose))
         self.parts = Parts(self.stages, options.cache_dir, self.kernels)
-        self._memory = ResidentMemory(root)
+        self._memory = ResidentMemory(root, self.parts.waiting)
         self._watching = WatchPolicy()
         memory, stages = self._memory, self.stages
         self._planned = PlannedKinds(options, self._name, memory, self.parts, stages, self._watching, self.say)
@@ -278,7 +278,7 @@ class Session:
         self.runs += 1
         self._tracing.close()
         number, profile = self.parts.prepare(part)
-        planned = self._kinds.choose(number) or self._taken_over(part, profile)
+        planned = self._kinds.choose(number) or self._kept(part) or self._taken_over(part, profile)
         program = planned or self._least(part, profile)
         self._first_steps.begin(Begun(part.captured, profile, program, planned is not None))
         if self._timed is not None:
@@ -321,6 +321,15 @@ class Session:
     def ran_out(self, error: torch.OutOfMemoryError) -> None:
         """Note on an error what was planned and what is allocated."""
         explain(error, f"hiremate: {describe_peak(self._name, self.plan)}{self._memory.describe()}")
+
+    def _kept(self, part: Part) -> Program | None:
+        """Return the program that computes nothing again, for a forward without a backward in its step.
+
+        That is where plain training would fit too, all that such forwards save counted; else None.
+        """
+        if not self._kinds.is_without_backward or not self._planned.has_room_for_waiting():
+            return None
+        return self._first_steps.kept(part)
 
     def _taken_over(self, part: Part, profile: Profile) -> Program | None:
         """Give the program of a part by a plan for other sizes, None where there is none that fits."""

@@ -1,0 +1,143 @@
+"""Loops in which graphs wait for a later backward: what they hold is counted, and shares are of the whole iteration."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from hiremate_lightning import get_plan, hiremate, remove_hiremate
+from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.sessions.targets import targets_of
+
+from .exact import differing, leave_behind, quiet
+
+ROWS, WIDTH = 512, 32
+ITERATIONS = 7
+
+Loop = Callable[[nn.Module, int], None]
+
+
+def draw(index: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(index))
+
+
+def make_net(width: int = 4 * WIDTH, out: int = 8) -> nn.Module:
+    layers = [
+        nn.Linear(WIDTH, width),
+        nn.Tanh(),
+        nn.Linear(width, width),
+        nn.GELU(),
+        nn.Linear(width, width),
+        nn.Tanh(),
+    ]
+    return nn.Sequential(*layers, nn.Linear(width, out))
+
+
+def make_pair() -> nn.Module:
+    return nn.ModuleDict({"one": make_net(out=WIDTH), "other": make_net(out=WIDTH)})
+
+
+def meta_learning(model: nn.Module, index: int) -> None:
+    """First-order MAML over three tasks: the outer losses wait for one backward."""
+    losses = []
+    for task in range(3):
+        x, y = draw(10 * index + task, ROWS, WIDTH), draw(10 * index + task + 5, ROWS, 8)
+        inner = F.mse_loss(model(x), y)
+        gradients = torch.autograd.grad(inner, list(model.parameters()))
+        pairs = zip(model.named_parameters(), gradients, strict=True)
+        losses.append(F.mse_loss(functional_call(model, {name: p - 0.1 * g for (name, p), g in pairs}, (x,)), y))
+    sum(losses).backward()
+
+
+def adversarial_networks(model: nn.Module, index: int) -> None:
+    """The loop of the DCGAN tutorial: the generator's graph waits while the critic is trained."""
+    generator, critic = model["one"], model["other"]
+    critic(draw(index, ROWS, WIDTH)).mean().backward()
+    fake = generator(draw(index + 100, ROWS, WIDTH))
+    (-critic(fake.detach()).mean()).backward()
+    critic.zero_grad()
+    critic(fake).mean().backward()
+
+
+def two_encoders(model: nn.Module, index: int) -> None:
+    """The first encoder's graph waits until the second one has been trained against its results."""
+    one = model["one"](draw(index, ROWS, WIDTH))
+    other = model["other"](draw(index + 100, ROWS, WIDTH))
+    (one.detach() * other).mean().backward()
+    target = model["other"](draw(index + 200, ROWS, WIDTH))
+    (one * target.detach()).mean().backward()
+
+
+def iterate(model: nn.Module, loop: Loop, peaks: list[int]) -> list[torch.Tensor | None]:
+    """Train, and measure what the last iteration takes; its gradients are there before, as its parameters are."""
+    optimizer, log = torch.optim.SGD(model.parameters(), lr=0.01), list[torch.Tensor | None]()
+    for index in range(ITERATIONS):
+        if index == ITERATIONS - 1:
+            gc.collect()
+            resident = sum(t.nbytes for p in model.parameters() for t in (p, p.grad) if t is not None)
+            peaks.append(resident + measure_peak(lambda: loop(model, ITERATIONS)))
+        else:
+            loop(model, index)
+        optimizer.step()
+        log += leave_behind(model)
+        optimizer.zero_grad(set_to_none=False)
+    return log
+
+
+@pytest.mark.parametrize(
+    ("make", "loop", "share"),
+    [(make_net, meta_learning, 0.95), (make_pair, adversarial_networks, 1.1), (make_pair, two_encoders, 0.95)],
+    ids=["meta learning", "adversarial networks", "two encoders"],
+)
+def test_what_waiting_graphs_hold_is_in_the_measured_peak_and_in_the_budget(make, loop, share):
+    peaks, logs = list[int](), []
+    for is_planned in (False, True):
+        torch.manual_seed(1)
+        model = make()
+        if is_planned:
+            hiremate(model, int(share * peaks[0]), verbose=False, on_infeasible="warn")
+        with quiet():
+            logs.append(iterate(model, loop, peaks))
+    assert not differing(logs[1], logs[0])
+    plans = targets_of(model).session.plans
+    found = max(plan.measured.peak_bytes or 0 for plan in plans.values())
+    uncounted = 2 * sum(p.nbytes for p in model.parameters())  # gradients and weights that a script holds
+    assert peaks[1] - uncounted <= found <= get_plan(model).budget_bytes
+    assert any("graphs that wait for their backward" in dict(plan.resident_parts) for plan in plans.values())
+    remove_hiremate(model)
+
+
+def regularized(model: nn.Module, index: int) -> None:
+    """As TRADES: a graph of the attack, which needs no backward, lives until the weights have been trained."""
+    x = draw(index, ROWS, WIDTH)
+    attacked = (x + 0.01).requires_grad_()
+    loss = (model(attacked) - model(x)).square().mean()
+    (gradient,) = torch.autograd.grad(loss, [attacked])
+    attacked = (attacked + gradient.sign()).detach()
+    (model(x).square().mean() + (model(attacked) - model(x)).square().mean()).backward()
+    del loss
+
+
+def test_where_there_is_room_graphs_that_wait_keep_what_plain_training_keeps():
+    peaks = list[int]()
+    for budget in (None, "1 GiB"):
+        torch.manual_seed(1)
+        model = make_net() if budget is None else hiremate(make_net(), budget, verbose=False)
+        iterate(model, regularized, peaks)
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.06)
+
+
+def test_a_share_is_of_what_an_iteration_of_plain_training_adds():
+    peaks = list[int]()
+    for budget in (None, "80%"):
+        torch.manual_seed(1)
+        model = make_net() if budget is None else hiremate(make_net(), budget, verbose=False)
+        iterate(model, regularized, peaks)
+    resident = 2 * sum(p.nbytes for p in model.parameters())
+    assert 0.7 < (peaks[1] - resident) / (peaks[0] - resident) <= 0.81, peaks
