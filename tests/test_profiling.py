@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hiremate_lightning import hiremate
 from hiremate_lightning.capturing.capture import Captured
-from hiremate_lightning.measuring import profiling
+from hiremate_lightning.measuring import profiling, stand_ins
 from hiremate_lightning.measuring.profiling import CostCache, ProfileOptions, TimedRun, describe_device, measure
 from hiremate_lightning.memory import page_faults
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
@@ -84,7 +84,7 @@ def test_the_seed_and_offset_of_attention_are_made_on_the_host(part):
     got = graph.call_function(operator.getitem, (node, part))
     got.meta["val"] = values[part]
     assert values[part].device.type == "cuda"
-    made = profiling._stand_in(got)
+    made = stand_ins.stand_in(got)
     assert (made.device.type, made.dtype, made.shape) == ("cpu", torch.int64, ())
 
 
@@ -108,9 +108,9 @@ def measured_nodes(monkeypatch) -> list[int]:
     nodes: list[int] = []
     original = profiling._measure_node
 
-    def watched(captured, index, options):
+    def watched(captured, index, *options):
         nodes.append(index)
-        return original(captured, index, options)
+        return original(captured, index, *options)
 
     monkeypatch.setattr(profiling, "_measure_node", watched)
     return nodes
@@ -271,10 +271,10 @@ def test_a_folder_that_cannot_be_written_is_announced_and_nothing_else(captured,
 
 
 def test_an_operation_that_cannot_run_alone_gets_its_estimate(captured, monkeypatch):
-    def refuse(captured, index):
+    def refuse(captured, index, course):
         raise RuntimeError("not alone")
 
-    monkeypatch.setattr(profiling, "runner", refuse)
+    monkeypatch.setattr(stand_ins, "runner", refuse)
     profile = measure(captured, CostCache(), QUICK)
     expected = estimate(captured.graph)
     product = next(i for i, n in enumerate(captured.graph.nodes) if n.op == "aten.addmm.default")
@@ -286,11 +286,11 @@ def test_an_operation_that_cannot_run_alone_gets_its_estimate(captured, monkeypa
 def test_estimates_are_not_kept_for_later_runs(captured, monkeypatch, tmp_path):
     runner = profiling.runner
 
-    def refuse_once(captured, index):
-        monkeypatch.setattr(profiling, "runner", runner)
+    def refuse_once(captured, index, course):
+        monkeypatch.setattr(stand_ins, "runner", runner)
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(profiling, "runner", refuse_once)
+    monkeypatch.setattr(stand_ins, "runner", refuse_once)
     measure(captured, CostCache(tmp_path), QUICK)
     (path,) = tmp_path.iterdir()
     missing = {node.key for node in captured.graph.nodes} - json.loads(path.read_text())["costs"].keys()
@@ -301,7 +301,7 @@ def test_estimates_are_not_kept_for_later_runs(captured, monkeypatch, tmp_path):
 
 def test_made_up_numbers_are_probabilities():
     """CUDA's kernels assert that they are, where they read some, and nothing runs on the device after that."""
-    made = profiling._made_up(torch.empty(1000, dtype=torch.float16))
+    made = stand_ins.made_up(torch.empty(1000, dtype=torch.float16))
     assert 0 <= made.min() < made.max() <= 1
 
 

@@ -14,6 +14,7 @@ the memory of gradients that die as they are made, see `overwriting`.
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,7 @@ from ..rewriting.joint import (
     name_of,
     planned_device,
     sink,
+    subgraphs_of,
     values_of,
 )
 from ..rewriting.losses import plain_bytes
@@ -365,20 +367,29 @@ class _Builder:
 
 def work_key(node: fx.Node) -> str:
     """Describe the work of a node: operator, and for each argument shape, strides, dtype and device, or its value."""
+    subgraphs = subgraphs_of(node)
 
     def describe(value: Any) -> str:
         if isinstance(value, fx.Node):
-            return describe(value.meta.get("val"))
+            return _describe_graph(subgraphs[value]) if value in subgraphs else describe(value.meta.get("val"))
         if isinstance(value, torch.Tensor):
             shape = ",".join(str(tensor_state.int_hint(s)) for s in value.shape)
             strides = ",".join(str(tensor_state.int_hint(s)) for s in value.stride())
             return f"{value.dtype}[{shape}|{strides}]@{value.device.type}"
         if isinstance(value, (list, tuple)):
             return f"({' '.join(describe(v) for v in value)})"
+        if isinstance(value, dict):
+            return f"({' '.join(f'{k}={describe(v)}' for k, v in value.items())})"
         return repr(value)
 
     arguments = [describe(a) for a in node.args] + [f"{k}={describe(v)}" for k, v in sorted(node.kwargs.items())]
     return f"{name_of(node.target)} {' '.join(arguments)}"
+
+
+def _describe_graph(module: fx.GraphModule) -> str:
+    """Describe what a subgraph computes, graphs inside of it included."""
+    sources = "".join(inner.code for inner in module.modules() if isinstance(inner, fx.GraphModule))
+    return f"graph {hashlib.sha256(sources.encode()).hexdigest()[:16]}"
 
 
 def _flops(node: fx.Node) -> int:

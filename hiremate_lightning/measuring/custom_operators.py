@@ -16,8 +16,10 @@ import torch
 from torch import fx
 
 from ..capturing.capture import Captured
+from ..rewriting.joint import CALLS_AN_OPERATOR, TRITON, name_of
 from ..torch_private import aot, tensor_state
-from .profiling import runner, undisturbed
+from .profiling import undisturbed
+from .stand_ins import runner
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -41,7 +43,9 @@ def without_unsteady(captured: Captured) -> Captured:
 
 
 def _is_custom(node: fx.Node) -> bool:
-    target = node.target
+    target: Any = node.args[0] if name_of(node.target) in CALLS_AN_OPERATOR else node.target
+    if name_of(target) == TRITON:
+        return True
     return isinstance(target, aot.OpOverload) and target.namespace not in _TORCHS_OWN
 
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import operator
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,12 +30,10 @@ from ..memory.allocator import allocated_bytes
 from ..memory.metering import MemoryMeter, measure_peak
 from ..records.costs import A100, Machine, Profile, estimate
 from ..records.graph import Graph, Phase
-from ..rewriting.finishing import Finish
-from ..rewriting.joint import is_collective, is_part
-from ..rewriting.kernels import as_eager
-from ..rewriting.replays import call_of, is_state, state_arguments
+from ..rewriting.joint import is_collective, is_part, values_of
 from ..running.program import Program
 from ..torch_private import runtime, tensor_state
+from .stand_ins import laid_out, runner, runners, traced_strides
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -143,6 +140,7 @@ def measure(
     cache: CostCache,
     options: ProfileOptions = ProfileOptions(),
     progress: Callable[[int, int], None] = lambda done, total: None,
+    announce: Callable[[str], None] = log.info,
 ) -> Profile:
     """Measure each distinct operation of a captured graph once.
 
@@ -151,9 +149,10 @@ def measure(
         cache: Costs already known; new ones are added and written.
         options: How carefully to measure.
         progress: Called with the number of operations measured and their total.
+        announce: Called with the reason where an operation can't be run alone.
 
     Returns:
-        Costs by node. A node that can't be run alone gets its analytic estimate, with a logged reason.
+        Costs by node. A node that can't be run alone gets its analytic estimate.
     """
     graph = captured.graph
     costs = cache.costs_on(captured.device)
@@ -164,7 +163,7 @@ def measure(
     with undisturbed(captured.device):
         for done, (key, index) in enumerate(missing.items()):
             progress(done, len(missing))
-            measured = _measure_node(captured, index, options) if can_measure else None
+            measured = _measure_node(captured, index, options, announce) if can_measure else None
             (unmeasured if measured is None else costs)[key] = measured or Cost(estimates[index], 0)
     if missing:
         progress(len(missing), len(missing))
@@ -203,23 +202,35 @@ def _same_draws_on_host() -> Iterator[None]:
         np.random.set_state(of_numpy)  # noqa: NPY002
 
 
-def _measure_node(captured: Captured, index: int, options: ProfileOptions) -> Cost | None:
+def _measure_node(
+    captured: Captured, index: int, options: ProfileOptions, announce: Callable[[str], None]
+) -> Cost | None:
     record = captured.graph.nodes[index]
     if not captured.graph.has_work(index):
         return Cost(_VIEW_MS, 0)
     if is_collective(record.op):
         return None  # other processes would wait for each run of it, or take it for one of the step's own
     try:
-        run = runner(captured, index)
-        workspace = _workspace_bytes(run, captured.device)
-        return Cost(_time_ms(run, captured.device, options), workspace)
+        runs = runners(captured, index)
+        workspace = max(_workspace_bytes(run, captured.device, captured.fx_nodes[index]) for run in runs)
+        return Cost(max(_time_ms(run, captured.device, options) for run in runs), workspace)
     except Exception as error:  # any operator may refuse made-up inputs: the estimate takes its place
-        log.debug("Could not measure %s alone (%s: %s); estimated", record.op, type(error).__name__, error)
+        reason = (str(error).strip() or "no text").splitlines()[0]
+        announce(
+            f"{record.op} can't be measured alone ({type(error).__name__}: {reason}). Plans count its results, and no "
+            "memory that it takes while it runs. A measured step sees that: plans leave room for it from then on."
+        )
         return None
 
 
-def _workspace_bytes(run: Callable[[], Any], device: torch.device) -> int:
-    output_bytes = _storage_bytes(run(), device)
+def _workspace_bytes(run: Callable[[], Any], device: torch.device, node: fx.Node) -> int:
+    """Measure what an operation takes beside those of its results that are used."""
+    result = run()
+    if isinstance(result, (tuple, list, dict)):
+        positions: list[Any] = [part.args[1] for part in values_of(node) if is_part(part)]
+        result = [result[position] for position in positions]
+    output_bytes = _storage_bytes(result, device)
+    del result
     return max(0, measure_peak(run, device) - output_bytes)
 
 
@@ -234,8 +245,9 @@ def as_laid_out(captured: Captured, profile: Profile, strides: Sequence[tuple[in
         profile: Its costs.
         strides: Of the gradients as they came, by position; None for one that did not.
     """
-    found = zip(captured.tangents, strides, strict=False)
-    layouts: dict[fx.Node, Any] = {node: _layout(node, own) for node, own in found if own not in (None, _traced(node))}
+    pairs = zip(captured.tangents, strides, strict=False)
+    others = {node: own for node, own in pairs if own is not None and own != traced_strides(node)}
+    layouts: dict[fx.Node, Any] = {node: laid_out(node, own) for node, own in others.items()}
     if not layouts or not MemoryMeter.is_available(captured.device):
         return profile
     workspace = list(profile.workspace_bytes)
@@ -246,122 +258,16 @@ def as_laid_out(captured: Captured, profile: Profile, strides: Sequence[tuple[in
                 continue
             try:
                 if captured.graph.has_work(index):
-                    run = runner(captured, index, layouts)
-                    workspace[index] = max(workspace[index], _workspace_bytes(run, captured.device))
+                    run = runner(captured, index, layouts=layouts)
+                    workspace[index] = max(workspace[index], _workspace_bytes(run, captured.device, node))
                 else:
-                    layouts[node] = runner(captured, index, layouts, torch.device("meta"))()
+                    layouts[node] = runner(captured, index, layouts=layouts, device=torch.device("meta"))()
             except Exception as error:  # as in `_measure_node`: what was measured with the traced strides stays
                 log.debug("Could not measure %s as laid out (%s: %s)", node, type(error).__name__, error)
     return replace(profile, workspace_bytes=tuple(workspace))
 
 
-def _traced(node: fx.Node) -> tuple[int, ...]:
-    return tuple(tensor_state.int_hint(s) for s in node.meta["val"].stride())
-
-
-def _layout(node: fx.Node, strides: tuple[int, ...]) -> torch.Tensor:
-    """Give a tensor without memory as a node's value, with other strides."""
-    value = node.meta["val"]
-    size = [tensor_state.int_hint(s) for s in value.shape]
-    return torch.empty_strided(size, strides, dtype=value.dtype, device="meta")
-
-
 _VIEW_MS = 0.002  # what a view costs the interpreter; kernels on top of it are what matters
-
-
-def runner(
-    captured: Captured,
-    index: int,
-    layouts: Mapping[fx.Node, torch.Tensor] | None = None,
-    device: torch.device | None = None,
-) -> Callable[[], Any]:
-    """Give what runs one operation of a captured graph on made-up inputs.
-
-    Args:
-        captured: The captured graph.
-        index: Of the operation.
-        layouts: Tensors that some of its inputs are like, where they are not as they were traced.
-        device: Where these are made, by default where the graph runs.
-    """
-    record, node = captured.graph.nodes[index], captured.fx_nodes[index]
-    made: dict[fx.Node, Any] = {}
-
-    def argument(source: fx.Node) -> Any:
-        if source not in made:
-            if layouts is not None and source in layouts:
-                made[source] = _made_up(layouts[source], device or captured.device)
-            elif is_state(source):
-                take: Any = source.target
-                made[source] = take(*state_arguments(source, node, lambda read: _layout(read, _traced(read))))
-            else:
-                made[source] = _stand_in(source)
-        return made[source]
-
-    if record.replays is not None:
-        target, args, kwargs = call_of(record.op, node, [captured.fx_values[t] for t in record.inputs])
-    elif not callable(node.target):
-        raise TypeError("its target can't be called")
-    else:
-        target, changed = as_eager(node)
-        args, kwargs = (*node.args[: len(node.args) - len(changed)], *changed), dict(node.kwargs)
-    args, kwargs = fx.node.map_arg((args, kwargs), argument)
-    finish = captured.finishes.get(node)
-    if finish is None or finish.result not in (captured.fx_values[t] for t in record.outputs):
-        return lambda: target(*args, **kwargs)
-    for value in finish.reads:
-        argument(value)
-    return lambda: _finished(target(*args, **kwargs), finish, made)
-
-
-def _finished(result: Any, finish: Finish, made: Mapping[fx.Node, Any]) -> Any:
-    """Run what finishes one of an operation's results; gives all of them, finished."""
-    parts = [result] if isinstance(result, torch.Tensor) else list(result)
-    del result
-    position: Any = finish.value.args[1] if is_part(finish.value) else 0
-    last = finish.value
-    there = {**made, last: parts[position]}
-    parts[position] = None
-    for step, target, args in finish.calls():
-        args, kwargs = fx.node.map_arg((args, dict(step.kwargs)), there.__getitem__)
-        there[step] = target(*args, **kwargs)
-        del there[last], args  # as generated code does
-        last = step
-    parts[position] = there[last]
-    return parts
-
-
-# Seed and offset of the mask of dropout: the kernels return them on the host and read them there, whatever traces say.
-_PARTS_ON_HOST = {
-    "aten._scaled_dot_product_efficient_attention.default": (2, 3),
-    "aten._efficient_attention_forward.default": (2, 3),
-}
-
-
-def _stand_in(source: fx.Node) -> Any:
-    """Make what a node gives: the same shapes, strides, dtypes and devices, in which kernels have their results."""
-    value = source.meta.get("val")
-    if source.target is operator.getitem:
-        whole, part = source.args
-        if isinstance(whole, fx.Node) and part in _PARTS_ON_HOST.get(str(whole.target), ()):
-            return _made_up(value, torch.device("cpu"))
-    return _made_up(value)
-
-
-def _made_up(value: Any, device: torch.device | None = None) -> Any:
-    """Make a value of the same kind, on its own device or another: numbers from 0 to 1, zeros for integers.
-
-    Probabilities are within their range so: a CUDA kernel that asserts this would take the whole process with it.
-    """
-    if isinstance(value, torch.Tensor):
-        size = [tensor_state.int_hint(s) for s in value.shape]
-        stride = [tensor_state.int_hint(s) for s in value.stride()]
-        made = torch.empty_strided(size, stride, dtype=value.dtype, device=device or value.device)
-        if value.dtype.is_floating_point and 0 not in stride:
-            return made.uniform_() if value.dtype.itemsize >= 2 else made.zero_()
-        return made.fill_(1) if value.dtype.is_floating_point or value.dtype == torch.bool else made.zero_()
-    if isinstance(value, (list, tuple)):
-        return type(value)(_made_up(v, device) for v in value)
-    return tensor_state.int_hint(value) if isinstance(value, torch.SymInt) else value
 
 
 def _storage_bytes(result: Any, device: torch.device) -> int:

@@ -35,6 +35,11 @@ _ORDER_DEPENDENT_ON_GPU = re.compile(
     r"index_reduce|put|segment_reduce|histc|bincount|cumsum|cumprod|logcumsumexp|kthvalue|median|nanmedian|mode|"
     r"max_unpool2d|max_unpool3d|nll_loss2d_forward|_sparse_mm|_sparse_addmm|_cudnn_ctc_loss)\b"
 )
+# Higher-order operators that compute the same again, where what they call does.
+_CALLS_SUBGRAPHS = {"associative_scan", "cond", "flex_attention", "invoke_subgraph", "map_impl", "scan"}
+_CALLS_SUBGRAPHS |= {"while_loop", "while_loop_stack_output"}
+CALLS_AN_OPERATOR = {"auto_functionalized", "auto_functionalized_v2"}  # one that writes to its arguments
+TRITON = "triton_kernel_wrapper_functional"  # calls a kernel of a user
 # Talk to other processes: run as often, and in the order, that these expect.
 _COLLECTIVE = re.compile(r"(_c10d_functional|_c10d_functional_autograd|c10d)\.")
 # Operators whose result has the strides of their first input, beside those that PyTorch tags as pointwise.
@@ -95,7 +100,7 @@ def is_part(node: fx.Node) -> bool:
     return (
         node.target is operator.getitem
         and isinstance(source, fx.Node)
-        and isinstance(source.meta.get("val"), (tuple, list))
+        and isinstance(source.meta.get("val"), (tuple, list, dict))
     )
 
 
@@ -107,15 +112,10 @@ def computations(joint: fx.GraphModule) -> list[fx.Node]:
 def values_of(node: fx.Node) -> list[fx.Node]:
     """List what a computation hands on: itself, or the parts that are used of a tuple."""
     value = node.meta.get("val")
-    if isinstance(value, (tuple, list)):
-        return sorted((u for u in node.users if is_part(u)), key=_position)
+    if isinstance(value, (tuple, list, dict)):
+        order: list[Any] = list(value if isinstance(value, dict) else range(len(value)))
+        return sorted((u for u in node.users if is_part(u)), key=lambda part: order.index(part.args[1]))
     return [] if value is None else [node]
-
-
-def _position(part: fx.Node) -> int:
-    position = part.args[1]
-    assert isinstance(position, int)
-    return position
 
 
 def operation_of(node: fx.Node) -> fx.Node:
@@ -285,10 +285,10 @@ def may_choose_anew(ops: Iterable[str], device: torch.device) -> bool:
 
 def is_random(node: fx.Node, device: torch.device | None) -> bool:
     """Whether a second run may give other numbers, or hang."""
-    if isinstance(node.target, aot.HigherOrderOperator) or is_collective(str(node.target)):
+    if is_collective(str(node.target)) or node.target is draw_mask_of:
         return True
-    if node.target is draw_mask_of:
-        return True
+    if isinstance(node.target, aot.HigherOrderOperator):
+        return _is_random_inside(node, device)
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         if device is None or device.type != "cuda":
             return False
@@ -300,6 +300,29 @@ def is_random(node: fx.Node, device: torch.device | None) -> bool:
         return True
     probability = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
     return bool(probability != 0.0)
+
+
+def _is_random_inside(node: fx.Node, device: torch.device | None) -> bool:
+    """Whether a higher-order operator is not known to compute the same again, or calls what is random."""
+    name = name_of(node.target)
+    if name in CALLS_AN_OPERATOR:
+        return torch.Tag.nondeterministic_seeded in getattr(node.args[0], "tags", ())
+    if name not in _CALLS_SUBGRAPHS:
+        return name != TRITON
+    called = [inner for graph in subgraphs_of(node).values() for inner in computations(graph)]
+    return any(mutated_arguments(inner) or is_random(inner, device) for inner in called)
+
+
+def subgraphs_of(node: fx.Node) -> dict[fx.Node, fx.GraphModule]:
+    """Find the graphs that a higher-order operator gets as arguments, by the nodes that stand for them."""
+    attributes = {a: attribute_of(a) for a in node.all_input_nodes if a.op == "get_attr"}
+    return {a: value for a, value in attributes.items() if isinstance(value, fx.GraphModule)}
+
+
+def attribute_of(node: fx.Node) -> Any:
+    """Return the constant, or the graph, that a `get_attr` stands for; None where nothing owns its graph."""
+    owner = node.graph.owning_module
+    return None if owner is None else operator.attrgetter(str(node.target))(owner)
 
 
 def name_of(target: Any) -> str:

@@ -67,7 +67,7 @@ class _Writer:
 
     def _call(self, node: fx.Node) -> str:
         if is_part(node):
-            return f"{self._argument(node.args[0])}[{node.args[1]}]"
+            return f"{self._argument(node.args[0])}[{node.args[1]!r}]"
         given = calls.arguments(node) if node.op == "call_function" else node.args
         arguments = [self._argument(a) for a in given]
         arguments += [f"{name}={self._argument(a)}" for name, a in node.kwargs.items()]

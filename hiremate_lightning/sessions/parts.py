@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 from ..capturing.capture import Captured
@@ -21,6 +22,7 @@ class Parts:
         stages: Shows profiling, and adds up its seconds.
         cache_dir: Where to keep profiles between runs, None for nowhere.
         kernels: What compiles fused operations before they are profiled, None where nothing is fused.
+        announce: Told of operations that can't be measured.
 
     What belongs to a part goes with it: of sizes that have not come for long, what was traced is dropped.
 
@@ -28,10 +30,13 @@ class Parts:
         count: How many parts were captured so far.
     """
 
-    def __init__(self, stages: Stages, cache_dir: Path | None, kernels: Kernels | None) -> None:
+    def __init__(
+        self, stages: Stages, cache_dir: Path | None, kernels: Kernels | None, announce: Callable[[str], None]
+    ) -> None:
         self._stages = stages
         self._costs = CostCache(cache_dir)
         self._kernels = kernels
+        self._announce = announce
         self.count = 0
         self._parts: dict[int, weakref.ref[Part]] = {}
         self._numbers: weakref.WeakKeyDictionary[Part, int] = weakref.WeakKeyDictionary()
@@ -80,4 +85,5 @@ class Parts:
                 captured,
                 self._costs,
                 progress=lambda done, total: self._stages.reporter.progress("operations", done, total),
+                announce=self._announce,
             )

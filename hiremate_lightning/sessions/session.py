@@ -74,7 +74,7 @@ class Session:
         self.runs = self.updates = 0
         self._runs_of_update = 0  # forwards before the latest update
         self.stages = Stages(Reporter(options.verbose))
-        self.parts = Parts(self.stages, options.cache_dir, self.kernels)
+        self.parts = Parts(self.stages, options.cache_dir, self.kernels, self.say)
         self._memory = ResidentMemory(root, self.parts.waiting)
         self._watching = WatchPolicy()
         memory, stages = self._memory, self.stages

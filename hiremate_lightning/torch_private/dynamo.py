@@ -62,6 +62,7 @@ def capturing_for_plans(tell: Callable[[str], None] | None = None, sizes_vary: b
     * What `checkpoint(use_reentrant=True)` computes has no gradient where none of its inputs has one.
     * A tuple whose class has a `__len__` of its own is looked into as any other.
     * What changes a number in double precision on the CPU in place is captured: a counter, say. Dynamo drops it.
+    * What is in `torch.compiler.nested_compile_region` is captured as any other code.
     * A log's message does not end a graph if it is said only once, or not at all.
     * Code that Dynamo or AOTAutograd fail on runs as it is, and what it calls is captured on its own. The error is told
       or, where there is no one to tell, raised. Code that fails as it is traced may be wrong itself: then it raises
@@ -300,6 +301,8 @@ _SETTINGS: dict[str, Any] = {
     "allow_unspec_int_on_nn_module": True,
     "trace_autograd_ops": True,
 }
+if hasattr(dynamo_config, "inline_invoke_subgraph"):
+    _SETTINGS["inline_invoke_subgraph"] = True
 _WHY = "Explanation: "  # begins a line of a reason for a graph break
 _GOT, _LINE_END = ": got ", r"\n"  # in such a line, before an error as Python represents it, and in that
 _TOOLS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))

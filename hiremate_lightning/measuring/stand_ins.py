@@ -1,0 +1,154 @@
+"""Stand-ins: one operation of a captured graph, made to run alone on made-up inputs of its own shapes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..capturing.capture import Captured
+from ..rewriting.finishing import Finish
+from ..rewriting.joint import attribute_of, is_part
+from ..rewriting.kernels import as_eager
+from ..rewriting.replays import call_of, is_state, state_arguments
+from ..torch_private import tensor_state
+
+
+def _first_branch(_: Any, first: Callable[..., Any], __: Any, operands: Sequence[Any]) -> Any:
+    return first(*operands)
+
+
+def _second_branch(_: Any, __: Any, second: Callable[..., Any], operands: Sequence[Any]) -> Any:
+    return second(*operands)
+
+
+def _loop_twice(condition: Callable[..., Any], body: Callable[..., Any], carried: Any, others: Any, *_: Any) -> Any:
+    condition(*carried, *others)
+    carried = body(*carried, *others)
+    return body(*carried, *others)  # while what the first round gave exists
+
+
+# What to run of operators whose course depends on values: a loop need not end on made-up ones.
+_COURSES = {"cond": (_first_branch, _second_branch), "while_loop": (_loop_twice,)}
+
+
+def runners(captured: Captured, index: int) -> list[Callable[[], Any]]:
+    """Return what runs one operation on made-up inputs: one function for each course that it may take."""
+    courses = _COURSES.get(captured.graph.nodes[index].op, (None,))
+    return [runner(captured, index, course) for course in courses]
+
+
+def runner(
+    captured: Captured,
+    index: int,
+    course: Callable[..., Any] | None = None,
+    layouts: Mapping[fx.Node, torch.Tensor] | None = None,
+    device: torch.device | None = None,
+) -> Callable[[], Any]:
+    """Give what runs one operation of a captured graph on made-up inputs.
+
+    Args:
+        captured: The captured graph.
+        index: Of the operation.
+        course: What to call with the operation's arguments, by default what the operation calls.
+        layouts: Tensors that some of its inputs are like, where they are not as they were traced.
+        device: Where these are made, by default where the graph runs.
+    """
+    record, node = captured.graph.nodes[index], captured.fx_nodes[index]
+    made: dict[fx.Node, Any] = {}
+
+    def argument(source: fx.Node) -> Any:
+        if source not in made:
+            if layouts is not None and source in layouts:
+                made[source] = made_up(layouts[source], device or captured.device)
+            elif is_state(source):
+                take: Any = source.target
+                made[source] = take(*state_arguments(source, node, lambda read: laid_out(read, traced_strides(read))))
+            else:
+                made[source] = stand_in(source)
+        return made[source]
+
+    if record.replays is not None:
+        target, args, kwargs = call_of(record.op, node, [captured.fx_values[t] for t in record.inputs])
+    elif not callable(node.target):
+        raise TypeError("its target can't be called")
+    else:
+        target, changed = as_eager(node)
+        args, kwargs = (*node.args[: len(node.args) - len(changed)], *changed), dict(node.kwargs)
+    args, kwargs = fx.node.map_arg((args, kwargs), argument)
+    target = course or target
+    finish = captured.finishes.get(node)
+    if finish is None or finish.result not in (captured.fx_values[t] for t in record.outputs):
+        return lambda: target(*args, **kwargs)
+    for value in finish.reads:
+        argument(value)
+    return lambda: _finished(target(*args, **kwargs), finish, made)
+
+
+def _finished(result: Any, finish: Finish, made: Mapping[fx.Node, Any]) -> Any:
+    """Run what finishes one of an operation's results; gives all of them, finished."""
+    parts = [result] if isinstance(result, torch.Tensor) else list(result)
+    del result
+    position: Any = finish.value.args[1] if is_part(finish.value) else 0
+    last = finish.value
+    there = {**made, last: parts[position]}
+    parts[position] = None
+    for step, target, args in finish.calls():
+        args, kwargs = fx.node.map_arg((args, dict(step.kwargs)), there.__getitem__)
+        there[step] = target(*args, **kwargs)
+        del there[last], args  # as generated code does
+        last = step
+    parts[position] = there[last]
+    return parts
+
+
+# Seed and offset of the mask of dropout: the kernels return them on the host and read them there, whatever traces say.
+_PARTS_ON_HOST = {
+    "aten._scaled_dot_product_efficient_attention.default": (2, 3),
+    "aten._efficient_attention_forward.default": (2, 3),
+}
+
+
+def stand_in(source: fx.Node) -> Any:
+    """Make what a node gives: the same shapes, strides, dtypes and devices, in which kernels have their results."""
+    if source.op == "get_attr":
+        value = attribute_of(source)
+        return made_up(value) if isinstance(value, torch.Tensor) else value
+    value = source.meta.get("val")
+    if source.target is operator.getitem:
+        whole, part = source.args
+        if isinstance(whole, fx.Node) and part in _PARTS_ON_HOST.get(str(whole.target), ()):
+            return made_up(value, torch.device("cpu"))
+    return made_up(value)
+
+
+def made_up(value: Any, device: torch.device | None = None) -> Any:
+    """Make a value of the same kind, on its own device or another: numbers from 0 to 1, zeros for integers.
+
+    Probabilities are within their range so: a CUDA kernel that asserts this would take the whole process with it.
+    """
+    if isinstance(value, torch.Tensor):
+        size = [tensor_state.int_hint(s) for s in value.shape]
+        stride = [tensor_state.int_hint(s) for s in value.stride()]
+        made = torch.empty_strided(size, stride, dtype=value.dtype, device=device or value.device)
+        if value.dtype.is_floating_point and 0 not in stride:
+            return made.uniform_() if value.dtype.itemsize >= 2 else made.zero_()
+        return made.fill_(1) if value.dtype.is_floating_point or value.dtype == torch.bool else made.zero_()
+    if isinstance(value, (list, tuple)):
+        return type(value)(made_up(v, device) for v in value)
+    return tensor_state.int_hint(value) if isinstance(value, torch.SymInt) else value
+
+
+def traced_strides(node: fx.Node) -> tuple[int, ...]:
+    """Return the strides that a node's value was traced with."""
+    return tuple(tensor_state.int_hint(s) for s in node.meta["val"].stride())
+
+
+def laid_out(node: fx.Node, strides: tuple[int, ...]) -> torch.Tensor:
+    """Give a tensor without memory as a node's value, with other strides."""
+    value = node.meta["val"]
+    size = [tensor_state.int_hint(s) for s in value.shape]
+    return torch.empty_strided(size, strides, dtype=value.dtype, device="meta")
