@@ -212,7 +212,8 @@ def _measure_node(
         return None  # other processes would wait for each run of it, or take it for one of the step's own
     try:
         runs = runners(captured, index)
-        workspace = max(_workspace_bytes(run, captured.device, captured.fx_nodes[index]) for run in runs)
+        used = () if record.replays is not None else _used_results(captured.fx_nodes[index])
+        workspace = max(_workspace_bytes(run, captured.device, used) for run in runs)
         return Cost(max(_time_ms(run, captured.device, options) for run in runs), workspace)
     except Exception as error:  # any operator may refuse made-up inputs: the estimate takes its place
         reason = (str(error).strip() or "no text").splitlines()[0]
@@ -223,13 +224,15 @@ def _measure_node(
         return None
 
 
-def _workspace_bytes(run: Callable[[], Any], device: torch.device, node: fx.Node) -> int:
-    """Measure what an operation takes beside those of its results that are used."""
+def _used_results(node: fx.Node) -> Sequence[Any]:
+    """List the positions of those of several results that something reads; none where there is one."""
+    return [part.args[1] for part in values_of(node) if is_part(part)]
+
+
+def _workspace_bytes(run: Callable[[], Any], device: torch.device, used: Sequence[Any]) -> int:
+    """Measure what an operation takes beside its results, or beside those of several that are used."""
     result = run()
-    if isinstance(result, (tuple, list, dict)):
-        positions: list[Any] = [part.args[1] for part in values_of(node) if is_part(part)]
-        result = [result[position] for position in positions]
-    output_bytes = _storage_bytes(result, device)
+    output_bytes = _storage_bytes([result[position] for position in used] or result, device)
     del result
     return max(0, measure_peak(run, device) - output_bytes)
 
@@ -259,7 +262,7 @@ def as_laid_out(captured: Captured, profile: Profile, strides: Sequence[tuple[in
             try:
                 if captured.graph.has_work(index):
                     run = runner(captured, index, layouts=layouts)
-                    workspace[index] = max(workspace[index], _workspace_bytes(run, captured.device, node))
+                    workspace[index] = max(workspace[index], _workspace_bytes(run, captured.device, _used_results(node)))
                 else:
                     layouts[node] = runner(captured, index, layouts=layouts, device=torch.device("meta"))()
             except Exception as error:  # as in `_measure_node`: what was measured with the traced strides stays
