@@ -22,7 +22,7 @@ from ..rewriting.kernels import run_as_eager
 from ..running.execution import Part
 from ..running.program import stub_modules
 from ..running.straight_line import compiled
-from ..torch_private import aot, backward_pass
+from ..torch_private import aot, backward_pass, user_compiled
 from ..torch_private.each_size import EachSize, MayRunCaptured, sizes_among
 from ..torch_private.eager_tracing import traced_as_eager
 
@@ -52,6 +52,7 @@ def planning_backend(
             run, terms = compilation.compile(module, inputs, terms)
             return run, compilation.size_bytes
 
+        user_compiled.cut_out(module)
         if not has_gradients(inputs):
             return module.forward
         sizes = sizes_among(module, inputs)
@@ -87,6 +88,13 @@ class _Compilation:
 
         Gives what runs in its place, and the terms that it has.
         """
+        while True:
+            try:
+                return self._trace(module, inputs, terms)
+            except user_compiled.NotCompiledError as missing:
+                missing.compile()
+
+    def _trace(self, module: fx.GraphModule, inputs: Sequence[Any], terms: Terms) -> tuple[Callable[..., Any], Terms]:
         backward_pass.watch()
         self._parameters = frozenset(i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
         for device_type in {inputs[i].device.type for i in self._parameters}:

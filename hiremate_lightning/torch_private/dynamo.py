@@ -39,7 +39,7 @@ from torch._guards import Guard
 from torch.nn.modules import module as nn_module
 
 from ..garbage import collecting_what_it_leaves
-from . import byte_targets, folding
+from . import byte_targets, folding, user_compiled
 
 __all__ = ["CompileError"]
 
@@ -62,6 +62,8 @@ def capturing_for_plans(tell: Callable[[str], None] | None = None, sizes_vary: b
     * What `checkpoint(use_reentrant=True)` computes has no gradient where none of its inputs has one.
     * A tuple whose class has a `__len__` of its own is looked into as any other.
     * What changes a number in double precision on the CPU in place is captured: a counter, say. Dynamo drops it.
+    * What its author compiled within planned code is captured, or compiled, as its author asked for: see
+      `user_compiled`.
     * What is in `torch.compiler.nested_compile_region` is captured as any other code.
     * A log's message does not end a graph if it is said only once, or not at all.
     * Code that Dynamo or AOTAutograd fail on runs as it is, and what it calls is captured on its own. The error is told
@@ -69,7 +71,12 @@ def capturing_for_plans(tell: Callable[[str], None] | None = None, sizes_vary: b
       its own error as it runs, nothing is told, and it is captured the next time.
     """
     capture = _capture_with_symbols if sizes_vary else _capture_with_numbers
-    with replaced((convert_frame, "_compile", capture)), _told_of_failures(tell):
+
+    def capture_planned(code: types.CodeType, *arguments: Any, **options: Any) -> Any:
+        compile = _capture if user_compiled.is_authors(arguments[4]) else capture
+        return compile(code, *arguments, **options)
+
+    with replaced((convert_frame, "_compile", capture_planned)), _told_of_failures(tell):
         yield
 
 
@@ -291,6 +298,7 @@ _WHILE_CAPTURING = (
     (LoggingLoggerVariable, "call_method", _log_early),
     (RandomVariable, "call_method", _draw_outside),
     (logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),  # it logs a traceback for a wrong shape
+    *user_compiled.WHILE_CAPTURING,
     (dynamo_config, "run_gc_after_compile", False),  # it would take what the capture still holds for old
 )
 _SETTINGS: dict[str, Any] = {
