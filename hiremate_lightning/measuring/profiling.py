@@ -262,7 +262,9 @@ def as_laid_out(captured: Captured, profile: Profile, strides: Sequence[tuple[in
             try:
                 if captured.graph.has_work(index):
                     run = runner(captured, index, layouts=layouts)
-                    workspace[index] = max(workspace[index], _workspace_bytes(run, captured.device, _used_results(node)))
+                    workspace[index] = max(
+                        workspace[index], _workspace_bytes(run, captured.device, _used_results(node))
+                    )
                 else:
                     layouts[node] = runner(captured, index, layouts=layouts, device=torch.device("meta"))()
             except Exception as error:  # as in `_measure_node`: what was measured with the traced strides stays
