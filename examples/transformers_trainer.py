@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
-from hiremate_lightning import hiremate
+from hiremate_lightning.integrations.transformers_trainer import HiRemateTrainerCallback
 
 
 class Windows(Dataset[dict[str, torch.Tensor]]):
@@ -50,8 +50,6 @@ def main() -> None:
     config = GPT2Config(vocab_size=256, n_positions=128, n_embd=128, n_layer=args.layers, n_head=4, use_cache=False)
     model = GPT2LMHeadModel(config)
 
-    hiremate(model, args.budget)  # the one line; all else stays as it is
-
     with TemporaryDirectory() as folder:
         settings = TrainingArguments(
             output_dir=folder,
@@ -64,7 +62,8 @@ def main() -> None:
             report_to="none",
             disable_tqdm=True,
         )
-        Trainer(model=model, args=settings, train_dataset=Windows(128)).train()
+        planning = HiRemateTrainerCallback(args.budget)  # the one thing to add; all else stays as it is
+        Trainer(model=model, args=settings, train_dataset=Windows(128), callbacks=[planning]).train()
 
 
 if __name__ == "__main__":

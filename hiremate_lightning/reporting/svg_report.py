@@ -211,10 +211,11 @@ class Timeline:
         return round(top + PANEL * (1 - size_bytes / self.most_bytes), 1)
 
     def _time_axis(self, top: int) -> Iterable[str]:
-        for tick in ticks(self.end_ms):
-            x = LEFT + tick / self.end_ms * self.columns
+        scale, unit = (1000, "seconds") if self.end_ms >= 5000 else (1, "milliseconds")
+        for tick in ticks(self.end_ms / scale):
+            x = LEFT + tick * scale / self.end_ms * self.columns
             yield f'<text x="{x:.1f}" y="{top + 16}" text-anchor="middle">{tick:g}</text>'
-        yield f'<text x="{LEFT + self.columns / 2}" y="{top + 16 + LINE}" text-anchor="middle">milliseconds</text>'
+        yield f'<text x="{LEFT + self.columns / 2}" y="{top + 16 + LINE}" text-anchor="middle">{unit}</text>'
 
     def _legend(self, top: int) -> tuple[list[str], int]:
         """Lay the legend out in rows; give it with the height of the picture."""
