@@ -211,6 +211,56 @@ def test_what_outside_code_takes_between_backwards_counts_the_gradient_of_100_by
     assert peak_between(peak_bytes) - peak_between(0) == more_bytes
 
 
+def three_calls(*between_backwards, after_last=NOTHING, before_first=NOTHING):
+    """Three chains side by side, the gradients of each of which code outside takes, as FSDP2 does."""
+    calls = [Call(*chain(3)) for _ in range(3)]
+    calls = [replace(call, passed_on=call.graph.gradients) for call in calls]
+    calls[0] = replace(calls[0], before_forward=before_first, before_backward=between_backwards[1])
+    calls[1] = replace(calls[1], before_backward=between_backwards[0])
+    calls[2] = replace(calls[2], after_forward=after_last)
+    return merge(calls, [2, 1, 0])
+
+
+@pytest.mark.parametrize(("given_bytes", "live_bytes"), [(0, 1000), (300, 700), (1000, 0), (2000, 0)])
+@pytest.mark.parametrize("where", ["beginning", "turn", "between backwards"])
+def test_what_is_held_outside_is_given_back_before_any_later_backward(where, given_bytes, live_bytes):
+    """FSDP2 gathers the parameters of a unit before its backward, and frees them before the next unit's."""
+
+    def live_at_the_end(held_bytes, given_bytes):
+        held, given = Gap(held_bytes, held_bytes), Gap(-given_bytes, 0)
+        first = held if where == "between backwards" else NOTHING
+        others = {"beginning": {"before_first": held}, "turn": {"after_last": held}}.get(where, {})
+        step = three_calls(first, given, **others)
+        return simulate(step.graph, step.profile, lower(step.graph, keep_all(step.graph))).timeline[-1].live_bytes
+
+    assert live_at_the_end(1000, given_bytes) - live_at_the_end(0, 0) == live_bytes
+
+
+def test_what_the_turn_gives_back_was_held_since_the_beginning():
+    """FSDP2 frees the last buffer of its gathers as the root's forward ends."""
+
+    def live_at_the_end(held_bytes):
+        held, given = Gap(held_bytes, held_bytes), Gap(-held_bytes, 0)
+        step = three_calls(NOTHING, NOTHING, before_first=held, after_last=given)
+        return simulate(step.graph, step.profile, lower(step.graph, keep_all(step.graph))).timeline[-1].live_bytes
+
+    assert live_at_the_end(1000) == live_at_the_end(0)
+
+
+@pytest.mark.parametrize(("peak_bytes", "more_bytes"), [(0, 1000), (1000, 1000), (1050, 1050), (2000, 2000)])
+def test_code_outside_may_take_the_memory_of_gradients_that_die_in_it(peak_bytes, more_bytes):
+    """It hands on 100 bytes, and holds 1000 once a gradient of 100 bytes is gone: not all of that lives at once."""
+
+    def peak_between(gap):
+        step = three_calls(gap, NOTHING)
+        simulation = simulate(step.graph, step.profile, lower(step.graph, keep_all(step.graph)))
+        outside = (m for m in simulation.timeline if step.owners[m.node] is None)
+        return next(m.peak_bytes for m in outside if step.graph.nodes[m.node].phase is Phase.BACKWARD)
+
+    before_bytes = peak_between(NOTHING) - 100
+    assert peak_between(Gap(1000, peak_bytes)) - before_bytes == more_bytes
+
+
 def test_stale_gradients_count_in_the_forward_and_are_gone_in_the_backward():
     graph, profile = chain(3)
     without, stale = (merge([Call(graph, profile)], [0], stale_bytes=size) for size in (0, 10_000))

@@ -15,6 +15,7 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 from hiremate_lightning import (
@@ -120,24 +121,26 @@ def one_process():
 
 
 @pytest.mark.usefixtures("one_process")
-def test_a_model_that_fully_shard_took_is_refused():
+def test_shards_kept_on_the_cpu_are_refused():
+    """Whether fully_shard() is called before hiremate() or after it."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-    mesh = init_device_mesh("cpu", (1,))
-    with pytest.raises(ConfigurationError, match=r"FSDPNet.*fully_shard.*DistributedDataParallel"):
-        hiremate(fully_shard(Net(), mesh=mesh), "50%")
+    options = {"mesh": init_device_mesh("cpu", (1,)), "offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    with pytest.raises(ConfigurationError, match=r"FSDPNet.*CPUOffloadPolicy.*Leave offload_policy out"):
+        hiremate(fully_shard(Net(), **options), "50%")
     model = hiremate(Net(), "50%", verbose=False)
-    fully_shard(model.encoder, mesh=mesh)
-    with pytest.raises(ConfigurationError, match=r"submodule 'encoder'.*fully_shard"):
+    fully_shard(model.encoder, **options)
+    with pytest.raises(ConfigurationError, match=r"submodule 'encoder'.*CPUOffloadPolicy"):
         model(batch())
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (_fsdp, "FSDP shards its parameters.*DistributedDataParallel"),
-        (DeepSpeedEngine, "DeepSpeed schedules memory itself.*DistributedDataParallel"),
+        (_fsdp, r"FSDP1 flattens the parameters.*fully_shard\(\).*DistributedDataParallel"),
+        (DeepSpeedEngine, r"DeepSpeed schedules memory itself.*fully_shard\(\).*DistributedDataParallel"),
+        (lambda: checkpoint_wrapper(Net()), r"checkpoint_wrapper\(\) is around it.*Leave the wrapper out"),
         (_on_xla, "XLA decides on memory itself.*on the CPU"),
         (_compiled, "submodule 'encoder'.*compiled already"),
         (lambda: torch.compile(Net()), "compiled already"),

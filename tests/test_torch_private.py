@@ -15,7 +15,7 @@ from torch import nn
 
 from hiremate_lightning import torch_private
 from hiremate_lightning.running.straight_line import compiled
-from hiremate_lightning.torch_private import aot, dynamo, hooks, tensor_state
+from hiremate_lightning.torch_private import aot, dynamo, hooks, sharding, tensor_state
 
 from .exact import TORCH
 
@@ -312,3 +312,51 @@ def test_a_fraction_that_is_written_into_a_string_keeps_its_format(write, sizes_
     assert found == [forward(torch.ones(1), t) for t in values]
     assert forward.__code__ not in dynamo._given_up
     torch.compiler.reset()
+
+
+@pytest.fixture
+def one_process():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_unit_lends_whole_parameters_in_the_place_of_its_shards():
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    assert not sharding.has_units(model)
+    torch.distributed.fsdp.fully_shard(model[0], mesh=mesh)
+    assert sharding.has_units_below(model)
+    torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+    assert sharding.is_unit(model)
+    assert sharding.may_shard()
+    assert sharding.whole_parameters(model) == []
+
+    loss = model(torch.ones(1, 2)).sum()
+    given = {id(whole): shard for whole, shard in sharding.whole_parameters(model)}
+    assert id(model[1].weight) in given  # the root stays whole until the end of the backward
+    loss.backward()
+
+    assert {id(shard) for shard in given.values()} == {id(p) for p in model.parameters()}
+    assert [whole.untyped_storage().nbytes() for whole, _ in sharding.whole_parameters(model)] == [0] * 4
+    assert len(sharding.shards(model)) == 4
+    assert sharding.buffers_between_units(model) == []
+
+
+@pytest.mark.usefixtures("one_process")
+def test_gradients_that_wait_to_be_reduced_are_found():
+    policy = torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    model = torch.distributed.fsdp.fully_shard(nn.Linear(2, 3), mesh=mesh, mp_policy=policy)
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, 2)).sum().backward()
+    assert sorted(t.nbytes for t in sharding.buffers_between_units(model)) == [12, 24]
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_distributed_tensor_has_the_bytes_of_its_local_part():
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    local = torch.zeros(4)
+    spread = torch.distributed.tensor.DTensor.from_local(local, mesh, [torch.distributed.tensor.Shard(0)])
+    assert tensor_state.storage_sizes([spread]) == tensor_state.storage_sizes([local])

@@ -166,8 +166,8 @@ class _Description:
     ) -> Gap:
         """Tell what outside code holds and takes, above what lived without what died meanwhile.
 
-        It holds the growth until the next run and the place of what died, less the tangents. Between two forwards it
-        may give back what it held.
+        It holds the growth until the next run and the place of what died, less the tangents. It may give back what it
+        held.
 
         Args:
             run: The run whose forward has ended.
@@ -183,7 +183,7 @@ class _Description:
         died_bytes = sum(self._sizes(died).values()) + (0 if tangents is None else self._record.returned_bytes)
         held_bytes = gap.held_bytes + died_bytes + freed_bytes
         if tangents is not None:
-            held_bytes = max(0, held_bytes - sum(tangents.tangent_bytes))
+            held_bytes -= sum(tangents.tangent_bytes)
         peak_bytes = stages[-1].peak_bytes if stages else gap.peak_bytes + died_bytes
         return Gap(held_bytes, peak_bytes)
 

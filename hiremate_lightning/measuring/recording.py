@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from ..records.step import Output
 from ..running.accumulation import Leaves, addable, existing
 from ..running.execution import Part, missing_gradients
 from ..running.program import Program
-from ..torch_private import backward_pass, tensor_state
+from ..torch_private import backward_pass, sharding, tensor_state
 from .profiling import TimedRun
 
 CALLED = "called"  # mark of the call of the backward
@@ -125,6 +125,7 @@ class StepRecord:
         stale_bytes: Bytes that exist when it begins, and are freed before the backward is called.
         left_bytes: Bytes of outputs of the step before that are freed as the last forward returns.
         sees_frees: Whether the step before it was measured.
+        root: The model, None where none of it can be sharded.
 
     Attributes:
         resident_bytes: Bytes that existed when it began, stale ones included.
@@ -139,9 +140,16 @@ class StepRecord:
     """
 
     def __init__(
-        self, device: torch.device | None, resident_bytes: int, stale_bytes: int, left_bytes: int, sees_frees: bool
+        self,
+        device: torch.device | None,
+        resident_bytes: int,
+        stale_bytes: int,
+        left_bytes: int,
+        sees_frees: bool,
+        root: torch.nn.Module | None = None,
     ) -> None:
         self._sees_frees = sees_frees
+        self._sharded = root if root is not None and sharding.has_units(root) else None
         self._stale_bytes, self._left_bytes = stale_bytes, left_bytes
         self._watched: tuple[int, bool] | None = None  # what the step before left: bytes, and whether taken for stale
         self._left = set[str]()  # of this step's outputs, those that the next one has not seen released
@@ -239,12 +247,18 @@ class StepRecord:
                 elif not value.is_leaf and storage not in self.counted:
                     size_bytes = allocated_bytes(value.untyped_storage().nbytes(), value.device)
                     run.made_outside[storage] = tensor_state.watch_storage(value), size_bytes
-        self.parameters.update(id(value) for value in arguments if isinstance(value, torch.nn.Parameter))
-        run.passed_on = _passed_on(part, arguments)
+        given, lent = [id(value) for value in arguments if isinstance(value, torch.nn.Parameter)], self._lent()
+        self.parameters.update(given, (lent[p] for p in given if p in lent))
+        run.passed_on = _passed_on(part, arguments, lent)
         self._note_alive(f"F{run.index}")
         self.runs.append(run)
         self._mark(f"F{run.index}")
         return run
+
+    def _lent(self) -> dict[int, int]:
+        """Map the identity of each whole parameter that FSDP2 lends to that of its shard."""
+        pairs = [] if self._sharded is None else sharding.whole_parameters(self._sharded)
+        return {id(whole): id(shard) for whole, shard in pairs}
 
     def forward_done(self, run: Run, outputs: Sequence[Any]) -> None:
         """Note that a forward ended, and watch its outputs."""
@@ -421,12 +435,16 @@ def _living(run: Run) -> tuple[int, ...]:
     return tuple(t for t, (lives, _) in run.outputs.items() if lives())
 
 
-def _passed_on(part: Part, arguments: Sequence[Any]) -> tuple[int, ...]:
-    """List the gradients of inputs that some other code computed."""
+def _passed_on(part: Part, arguments: Sequence[Any], lent: Collection[int]) -> tuple[int, ...]:
+    """List the gradients that don't stay with an input: some other code computed that, or FSDP2 has lent it."""
     captured = part.captured
     tensor_of = {captured.fx_values[t]: t for t in captured.graph.gradients}
     pairs = zip(arguments, captured.backward_outputs, strict=False)
-    found = (tensor_of[g] for a, g in pairs if g in tensor_of and isinstance(a, torch.Tensor) and not a.is_leaf)
+    found = (
+        tensor_of[g]
+        for a, g in pairs
+        if g in tensor_of and isinstance(a, torch.Tensor) and (not a.is_leaf or id(a) in lent)
+    )
     return tuple(dict.fromkeys(found))
 
 

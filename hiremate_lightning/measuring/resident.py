@@ -17,7 +17,7 @@ from ..memory.allocator import allocated_bytes
 from ..records.graph import Graph
 from ..records.schedule import Schedule, keep_all, lower
 from ..running.execution import Saved
-from ..torch_private import tensor_state
+from ..torch_private import sharding, tensor_state
 from ..units import format_bytes
 from .recording import StepRecord, bytes_of
 
@@ -80,7 +80,7 @@ class ResidentMemory:
         parameters = list(root.parameters())
         self._trained = [weakref.ref(p) for p in parameters]
         self._inputs_on = torch.device("cpu")
-        self._samples = [weakref.ref(p) for p in parameters[:: max(1, len(parameters) // SAMPLES)]]
+        self._samples = _sample(parameters)
         self._most = (0, 0)  # optimizers' states and samples' gradients when a step began
         self._uncollected_steps = LITTERED_STEPS  # begun since garbage was collected
         self._stepped = False  # whether an optimizer has used the gradients
@@ -96,9 +96,13 @@ class ResidentMemory:
         return max(sizes, key=lambda device: sizes[device])
 
     def _parameters(self) -> list[torch.Tensor]:
-        """List the parameters, those included in whose place `torch.func.functional_call` has put other tensors."""
+        """List the parameters, those included in whose place `torch.func.functional_call` has put other tensors.
+
+        Of sharded ones that is the shard and what stands in its place while a unit runs, which is empty in between.
+        """
         trained = (p for p in (seen() for seen in self._trained) if p is not None)
-        return list(dict.fromkeys([*self.root.parameters(), *trained]))
+        sharded = (p for pair in sharding.whole_parameters(self.root) for p in pair)
+        return list(dict.fromkeys([*self.root.parameters(), *trained, *sharding.shards(self.root), *sharded]))
 
     def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """Give the gradients that there are, by parameter."""
@@ -127,6 +131,8 @@ class ResidentMemory:
 
     def has_grown(self) -> bool:
         """Whether there is state of an optimizer, or gradients, that there never was when a step began."""
+        if all(sample() is None for sample in self._samples):  # fully_shard() has put others in their place
+            self._samples = _sample(self._parameters())
         states = sum(len(optimizer.state) for optimizer in self._optimizers)
         gradients = sum(p.grad is not None for p in (seen() for seen in self._samples) if p is not None)
         most = (max(states, self._most[0]), max(gradients, self._most[1]))
@@ -237,7 +243,7 @@ class ResidentMemory:
         """List what is counted, by kind."""
         return {
             "parameters": self._parameters(),
-            "buffers": list(self.root.buffers()),
+            "buffers": [*self.root.buffers(), *sharding.buffers_between_units(self.root)],
             "gradients": gradients,
             "optimizer state": list(self._optimizer_state()),
             "batch": [*self.batch, *arguments],
@@ -278,6 +284,10 @@ def more_kept_plainly(graph: Graph, schedule: Schedule) -> int:
 def held_by(waiting: Iterable[Saved]) -> list[torch.Tensor]:
     """List the tensors that captured graphs hold whose backward is still to come."""
     return [value for kept in waiting for value in kept.values or () if isinstance(value, torch.Tensor)]
+
+
+def _sample(parameters: Sequence[torch.Tensor]) -> list[weakref.ref[torch.Tensor]]:
+    return [weakref.ref(p) for p in parameters[:: max(1, len(parameters) // SAMPLES)]]
 
 
 class LeftOutputs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 
-from .graph import Graph, Phase
+from .graph import OUTSIDE, Graph, Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def as_plain(graph: Graph, profile: Profile) -> tuple[Graph, Profile]:
         for n in graph.nodes
     )
     pairs = zip(graph.nodes, profile.workspace_bytes, strict=True)
-    workspaces = tuple(max(size, node.plain_bytes) for node, size in pairs)
+    workspaces = tuple(size if node.op == OUTSIDE else max(size, node.plain_bytes) for node, size in pairs)
     return replace(graph, nodes=nodes, storages=storages), replace(profile, workspace_bytes=workspaces)
 
 

@@ -9,7 +9,7 @@ call its own decisions back.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from .costs import Profile
@@ -74,7 +74,7 @@ class Call:
         after_forward: What runs outside between this forward, or `before_deaths`, and the next call, above what lives
             without those that died.
         before_backward: What runs outside between the previous backward and this one; nothing for the first backward.
-            It may give back what was held since `after_forward`.
+            It may give back what was held before.
         after_backward: What runs outside after the last backward; nothing for the others.
     """
 
@@ -329,14 +329,13 @@ class _Merger:
         turn = number[self.forward[-1]]
         beginning = self._append_beginning(number[self.stale_until], number.get(self.left_until))
         after_forward = [number[outside] for outside in self.after_forward]
-        self._give_back_between_forwards(after_forward)
+        self._give_back_between_forwards(beginning, after_forward)
         for index, outside in zip(backward_order, self.after_backwards, strict=True):
             self._give_back_inputs(index, [beginning, *after_forward[:index]], number[outside])
-        for index, call in enumerate(self.calls):
+        for call in self.calls:
             self._let_linger(call, turn, [number[reader] for reader in self.after_backwards])
-            if index in self.before_backward:
-                holder, giver = number[self.after_forward[index]], number[self.before_backward[index]]
-                self._give_back(-call.before_backward.held_bytes, holder, giver)
+        before_backward = {index: number[outside] for index, outside in self.before_backward.items()}
+        self._give_back_between_backwards(beginning, after_forward, before_backward)
         last, end = backward_order[0], self.calls[-1]
         gradients = [
             self.tensor_at[i] + t
@@ -378,8 +377,8 @@ class _Merger:
             if storage is not None:
                 self._hold_between("lingering", call.graph.sizes[storage], turn, readers[ended - 1])
 
-    def _give_back_between_forwards(self, outside: Sequence[int]) -> None:
-        """Let what outside code holds after a forward live until it is given back after a later one.
+    def _give_back_between_forwards(self, beginning: int, outside: Sequence[int]) -> None:
+        """Let what outside code holds after a forward, or before the first, live until a later one gives it back.
 
         Given back first are the stale bytes, which have a place of their own.
         """
@@ -387,8 +386,27 @@ class _Merger:
         for index, (call, giver) in enumerate(zip(self.calls, outside, strict=True)):
             owed_bytes = max(0, -call.after_forward.held_bytes)
             stale_bytes, owed_bytes = max(0, stale_bytes - owed_bytes), max(0, owed_bytes - stale_bytes)
-            for holder in reversed(outside[:index]):
+            for holder in (*reversed(outside[:index]), beginning):
                 owed_bytes -= self._give_back(owed_bytes, holder, giver)
+
+    def _give_back_between_backwards(self, beginning: int, outside: Sequence[int], before: Mapping[int, int]) -> None:
+        """Let what outside code holds live until it is given back before a backward.
+
+        That is first what it has held since the forward of the same call, as a loss in the middle of a model does,
+        and then what it has held for the shortest time: FSDP2 gathers a unit's parameters before the backward of the
+        unit, and frees them before the next unit's.
+
+        Args:
+            beginning: The outside before the first forward.
+            outside: That after each forward.
+            before: That before each backward but the first, by call, in the order in which they run.
+        """
+        earlier = [beginning, *outside]
+        for index, giver in before.items():
+            owed_bytes = -self.calls[index].before_backward.held_bytes
+            for holder in (outside[index], *reversed(earlier)):
+                owed_bytes -= self._give_back(owed_bytes, holder, giver)
+            earlier.append(giver)
 
     def _give_back_inputs(self, index: int, holders: Sequence[int], giver: int) -> None:
         """Let inputs of a call that code outside has made before it live until the call's backward has ended."""
@@ -413,6 +431,12 @@ class _Merger:
         self.nodes[producer] = replace(self.nodes[producer], outputs=(*self.nodes[producer].outputs, tensor))
         self.nodes[reader] = replace(self.nodes[reader], inputs=(*self.nodes[reader].inputs, tensor))
 
+    def _freed_bytes(self, read: Sequence[int]) -> int:
+        """Add up the gradients that die in outside code, whose memory it may take for what it holds."""
+        stay = {self.tensors[t].storage for t in self.held}
+        storages = {self.tensors[t].storage for t in read} - stay
+        return sum(self.storages[s].size_bytes for s in storages if s is not None)
+
     def _append_outside(self, gap: Gap, read: list[int], handed: list[int], phase: Phase) -> int:
         node, tensor, held_bytes = len(self.nodes), len(self.tensors), max(0, gap.held_bytes)
         kind = StorageKind.ACTIVATION if phase is Phase.FORWARD else StorageKind.GRADIENT
@@ -425,6 +449,7 @@ class _Merger:
         self.nodes.append(Node(OUTSIDE, OUTSIDE, phase, tuple(dict.fromkeys(read)), outputs, OUTSIDE, is_random=True))
         self.held.append(tensor)
         self.times.append(0.0)
-        self.workspaces.append(max(0, gap.peak_bytes - known_bytes))
+        reused_bytes = self._freed_bytes(read) if phase is Phase.BACKWARD and gap.held_bytes > 0 else 0
+        self.workspaces.append(max(gap.peak_bytes - known_bytes, -reused_bytes))
         self.owners.append(None)
         return node

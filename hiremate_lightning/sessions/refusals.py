@@ -8,15 +8,20 @@ import torch
 from torch import nn
 
 from ..errors import ConfigurationError
-from ..torch_private import hooks
+from ..torch_private import hooks, sharding
 from .slots import Slot
 
 # By names of classes: what is not installed, or not used, need not be imported.
 FOREIGN = {
-    "FullyShardedDataParallel": "FSDP shards its parameters while the plan runs. Use DistributedDataParallel.",
-    "FSDPModule": "fully_shard() shards its parameters while the plan runs. Use DistributedDataParallel.",
-    "DeepSpeedEngine": "DeepSpeed schedules memory itself. Use DistributedDataParallel.",
-    "PipelineEngine": "DeepSpeed schedules memory itself. Use DistributedDataParallel.",
+    "FullyShardedDataParallel": (
+        "FSDP1 flattens the parameters of each unit into one, which no plan can follow. Use fully_shard() (FSDP2) "
+        "or DistributedDataParallel."
+    ),
+    "CheckpointWrapper": (
+        "checkpoint_wrapper() is around it, and a plan replaces activation checkpointing. Leave the wrapper out."
+    ),
+    "DeepSpeedEngine": "DeepSpeed schedules memory itself. Use fully_shard() (FSDP2) or DistributedDataParallel.",
+    "PipelineEngine": "DeepSpeed schedules memory itself. Use fully_shard() (FSDP2) or DistributedDataParallel.",
 }
 
 
@@ -49,6 +54,11 @@ def reason_of_others(module: nn.Module) -> str | None:
     found = next((FOREIGN[c.__name__] for c in type(module).__mro__ if c.__name__ in FOREIGN), None)
     if found is None and any(p.device.type == "xla" for p in module.parameters(recurse=False)):
         return "XLA decides on memory itself. Train on CUDA devices or on the CPU."
+    if found is None and sharding.offloads(module):
+        return (
+            "fully_shard() keeps its parameters on the CPU (CPUOffloadPolicy), which a budget for the device does not "
+            "count. Leave offload_policy out."
+        )
     if found is None and _is_checkpointed(module):
         return (
             "its activation checkpointing is on, and a plan replaces it. Pass gradient_checkpointing=False to the "

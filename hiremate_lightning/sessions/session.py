@@ -492,9 +492,8 @@ class Session:
         self._memory.collect_garbage(LITTERED_STEPS)
         resident = self._began_with = self._memory.count_before_step(arguments)
         sees_frees = self._memory.sees_frees(resident)
-        record = StepRecord(
-            self._memory.device, resident.size_bytes, resident.stale_bytes, resident.left_bytes, sees_frees
-        )
+        sizes = (resident.size_bytes, resident.stale_bytes, resident.left_bytes)
+        record = StepRecord(self._memory.device, *sizes, sees_frees, self.root)
         self._memory.watch_releases(record, arguments)
         if not record.is_measured and not backward_pass.is_running():
             self.say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")

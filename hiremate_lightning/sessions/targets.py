@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigurationError, HiRemateWarning, did_you_mean
-from ..torch_private import backward_pass, dynamo, hooks, tensor_state
+from ..torch_private import backward_pass, dynamo, hooks, sharding, tensor_state
 from .entry_points import Compiler, call_forward, call_found
 from .overseeing import announced, check_captured, leaving_no_trace, listen_to_optimizers, requires_gradient
 from .refusals import reason_of_others, refuse, refuse_each
@@ -66,13 +66,15 @@ class Targets:
         self._trains_others = False  # parameters that the root doesn't have
         self._hook: Any = None
         self._waiting = WaitingSlots()
+        self._around: dict[str, nn.Module] = {}
 
     def attach(self) -> None:
         """Take over the calls of all candidates; once more for modules that were added since."""
         _attached.add(self)
         if self._hook is None:
             self._hook = listen_to_optimizers(self.session)
-        for name, module in self._candidates().items():
+        self._around = self._holders()
+        for name, module in (self._candidates() | self._around).items():
             is_free = name not in self._passed_by and not self._is_inside_adopted(name)
             if is_free and hooks.get_call(module) is None:
                 hooks.set_call(module, slot_for(self, name, module))
@@ -107,6 +109,17 @@ class Targets:
         """List the modules that may be planned: those named, or all."""
         return dict(self.root.named_modules()) if self._target is None else _named(self.root, self._target)
 
+    def _holders(self) -> dict[str, nn.Module]:
+        """List the modules around those named, where one of them may be sharded: their calls begin the step.
+
+        A unit gathers its own parameters before the first module in it is called.
+        """
+        if self._target is None or not sharding.may_shard():
+            return {}
+        paths, modules = [f"{name}." for name in self._candidates()], dict(self.root.named_modules())
+        outer = (name for name in modules if any(path.startswith(f"{name}." if name else "") for path in paths))
+        return {name: modules[name] for name in outer if f"{name}." not in paths}
+
     @property
     def inner(self) -> set[nn.Module]:
         """The modules that are planned as parts of adopted ones."""
@@ -117,6 +130,8 @@ class Targets:
 
     def call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a candidate: planned where it trains and is outermost, or is called by what can't be captured."""
+        if name in self._around:
+            return self._call_around(module, args, kwargs)
         if not self._trains(name, module, (args, kwargs)):
             result = hooks.plain_call(module, *args, **kwargs)
             if module is self.root:
@@ -124,6 +139,8 @@ class Targets:
             return result
         if self.is_inside:
             return self._call_inside(name, module, args, kwargs)
+        if name not in self.adopted and sharding.has_units_below(module):
+            self._passed_by.add(name)
         if name in self._passed_by:  # what it runs before the first planned part belongs to the step
             self.session.begin_call((args, kwargs))
             return self._call_passed_by(name, module, args, kwargs)
@@ -166,6 +183,13 @@ class Targets:
         elif not self._plan_parts_of(name, module, result):
             check_captured(self.session, name or type(module).__name__, result)
         return result
+
+    def _call_around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module around those named: where it is sharded the step begins, before it gathers its parameters."""
+        trains = torch.is_grad_enabled() and module.training and not backward_pass.is_running()
+        if trains and sharding.has_units(module):
+            self.session.begin_step((args, kwargs))
+        return hooks.plain_call(module, *args, **kwargs)
 
     def _call_passed_by(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module whose parts are planned in its place; where none could be, and none is left to try, refuse."""

@@ -99,7 +99,12 @@ _OWN_REFERENCES = _count_own_references()  # to the Python object of a storage t
 
 
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Give the dense tensors that a tensor is made of: itself, or the indices and values of a sparse one."""
+    """Return the dense tensors that a tensor is made of: itself, indices and values of a sparse one, or what this
+    process has of a DTensor, whose own storage has the size of the whole and no memory.
+    """
+    local = getattr(tensor, "_local_tensor", None)
+    if local is not None:
+        return dense_parts(getattr(local, "elem", local))  # an AsyncCollectiveTensor has what it waits for in `elem`
     if tensor.layout is torch.strided:
         return (tensor,)
     if tensor.layout is torch.sparse_coo:

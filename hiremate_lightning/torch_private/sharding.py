@@ -1,0 +1,80 @@
+"""What FSDP2 (`fully_shard`) keeps about the modules that it shards.
+
+Each unit lends its modules whole parameters, plain tensors, while it runs; between steps they have DTensors. A whole
+parameter is the same tensor at every use: its storage is resized to nothing in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether fully_shard() was called on a module, or on a list that it is in."""
+    return hasattr(type(module), "_get_fsdp_state")
+
+
+def has_units(root: nn.Module) -> bool:
+    """Whether fully_shard() was called on a module or on a part of it."""
+    return any(map(is_unit, root.modules()))
+
+
+def has_units_below(module: nn.Module) -> bool:
+    """Whether fully_shard() was called on a part of a module; hooks around that part end what can be captured."""
+    return any(is_unit(part) for part in module.modules() if part is not module)
+
+
+def may_shard() -> bool:
+    """Whether this process is one of several, so that a module may be sharded, now or later."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def offloads(module: nn.Module) -> bool:
+    """Whether a unit keeps its parameters on the CPU while another device trains."""
+    return any(group.offload_policy.__class__.__name__ == "CPUOffloadPolicy" for group in _groups_of(module))
+
+
+def whole_parameters(root: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """List the sharded parameters below a module that have been whole: each as the unit lends it, and its shard."""
+    found = ((getattr(p, "_unsharded_param", None), p.sharded_param) for p in _parameters(root))
+    return [(whole, shard) for whole, shard in found if whole is not None]
+
+
+def shards(root: nn.Module) -> list[torch.Tensor]:
+    """List the sharded parameters below a module as an optimizer has them, whatever the modules have now."""
+    return [p.sharded_param for p in _parameters(root)]
+
+
+def buffers_between_units(root: nn.Module) -> list[torch.Tensor]:
+    """List what FSDP2 holds beside parameters and their gradients.
+
+    That is the result of the latest all-gather in a forward, inputs of reduce-scatters under way, and gradients that
+    wait for one, in the type that they are reduced in.
+    """
+    found = [p.unsharded_accumulated_grad for p in _parameters(root)]
+    contexts = {id(group.comm_ctx): group.comm_ctx for group in _groups(root)}
+    for group in _groups(root):
+        found.append(group._partial_reduce_output)
+    for context in contexts.values():
+        gathered = getattr(context, "all_gather_state", None)  # both come with the first forward
+        found.append(None if gathered is None else gathered.all_gather_result.all_gather_output)
+        found.extend(state.reduce_scatter_input for state in getattr(context, "reduce_scatter_states", ()))
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _groups_of(module: nn.Module) -> list[Any]:
+    return list(module._get_fsdp_state()._fsdp_param_groups) if is_unit(module) else []  # type: ignore[operator]
+
+
+def _groups(root: nn.Module) -> list[Any]:
+    """List the groups of parameters that are communicated together, each once."""
+    found = (group for module in root.modules() for group in _groups_of(module))
+    return list({id(group): group for group in found}.values())
+
+
+def _parameters(root: nn.Module) -> Iterator[Any]:
+    return (parameter for group in _groups(root) for parameter in group.fsdp_params)

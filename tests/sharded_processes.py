@@ -1,0 +1,35 @@
+"""What each of two processes does for test_sharding.py, which starts this file with torchrun.
+
+Each case trains twice, plain and planned, from the same random states. What is right is decided by the tests.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hiremate_lightning.planning import shared_solving
+
+from .processes import leave
+from .sharding import CASES, HEAVY, train
+from .shared_memory import SharedMemory
+
+
+def main(folder: Path, wanted: list[str]) -> None:
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))  # who hangs fails
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    shared_solving.PATIENCE_S = 60.0  # a machine that is busy must not decide on the outcome
+    memory, found = SharedMemory(folder, rank, world), dict[str, Any]()
+    for case in (*CASES, *HEAVY):
+        if not wanted or case.name in wanted:
+            found[case.name] = tuple(train(case, rank, memory, planned) for planned in (False, True))
+    torch.save(found, folder / f"{rank}.pt")
+    leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

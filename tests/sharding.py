@@ -1,0 +1,279 @@
+"""Training scripts with FSDP2, with and without a plan, as each of two processes runs them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from hiremate_lightning import HiRemateWarning, hiremate
+from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.planning.plan import Plan
+from hiremate_lightning.sessions.targets import targets_of
+
+from .shared_memory import SharedMemory, communicate_through
+
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training script.
+
+    Attributes:
+        name: What is special about it.
+        model: Makes the model, from the random state.
+        rows: Rows of each batch.
+        length: Tokens of each row.
+        reshard: Whether blocks free their parameters after the forward.
+        bf16: Whether parameters are gathered in bfloat16, and gradients reduced in float32.
+        group_head: Whether norm and head are one unit.
+        mesh: Shape of the mesh: replicas and shards.
+        when: Whether hiremate() comes "before" or "after" fully_shard().
+        blocks: Whether the blocks are named as targets.
+        budget: Of the planned run.
+        micro: Backwards for each step of the optimizer, of which only the last one reduces gradients.
+        keeps: Whether the other backwards keep the parameters whole.
+        clips: Whether gradients are clipped.
+        trains: Part of the names of what is trained.
+        evaluates: Whether the model is evaluated, and its state read, between steps.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    rows: int = 8
+    length: int = 32
+    reshard: bool = True
+    bf16: bool = False
+    group_head: bool = False
+    mesh: tuple[int, ...] = (2,)
+    when: str = "after"
+    blocks: bool = False
+    budget: str = "60%"
+    micro: int = 1
+    keeps: bool = False
+    clips: bool = False
+    trains: str = ""
+    evaluates: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass
+class Left:
+    """What a training left on this rank.
+
+    Attributes:
+        losses: Of each backward.
+        gradients: Local gradients of each step.
+        weights: Local weights at the end.
+        peak_bytes: Of the last step, above its start.
+        plans: The plans that were made.
+        said: Warnings of hiremate.
+        resident_bytes: Of local weights and the optimizer's state.
+        evaluated: What the model returned in evaluations.
+        planned_at: The first step that began with a plan.
+    """
+
+    losses: list[Tensor] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    peak_bytes: int = 0
+    plans: list[Plan] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    resident_bytes: int = 0
+    evaluated: list[Tensor] = field(default_factory=list)
+    planned_at: int | None = None
+
+
+class Block(nn.Module):
+    """A block as GPT has it, or with gates and root mean squares as Llama has it."""
+
+    def __init__(self, width: int, gated: bool, dropout: float, wide: int) -> None:
+        super().__init__()
+        norm = nn.RMSNorm if gated else nn.LayerNorm
+        self.norm_1, self.norm_2 = norm(width), norm(width)
+        self.qkv, self.mix = nn.Linear(width, 3 * width, bias=not gated), nn.Linear(width, width, bias=not gated)
+        self.up, self.down = nn.Linear(width, wide * width), nn.Linear(wide * width, width)
+        self.gate = nn.Linear(width, wide * width) if gated else None
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(self.norm_1(x)).chunk(3, dim=-1)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.dropout(self.mix(mixed))
+        y = self.norm_2(x)
+        hidden = F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)
+        return x + self.dropout(self.down(hidden))
+
+
+class Broken(Block):
+    """A block whose graph breaks inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        torch._dynamo.graph_break()
+        return x + self.dropout(self.down(F.gelu(self.up(x))))
+
+
+class Language(nn.Module):
+    """A language model, whose blocks may run twice."""
+
+    def __init__(
+        self,
+        blocks: int = 2,
+        width: int = 32,
+        gated: bool = False,
+        tied: bool = False,
+        dropout: float = 0.1,
+        times: int = 1,
+        kind: type[Block] = Block,
+        words: int = 128,
+    ) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(256, width)
+        self.blocks = nn.ModuleList(kind(width, gated, 0.0 if gated else dropout, 4) for _ in range(blocks))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+        self.times = times
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+        for _ in range(self.times):
+            for block in self.blocks:
+                x = block(x)
+        return self.head(self.norm(x))
+
+
+gpt = partial(Language)
+llama = partial(Language, gated=True)
+CASES = [
+    Case("GPT", gpt),
+    Case("GPT planned before it is sharded", gpt, when="before"),
+    Case("GPT whose blocks are named", gpt, blocks=True),
+    Case("GPT whose blocks are named before it is sharded", gpt, blocks=True, when="before"),
+    Case("GPT in bfloat16 that stays whole", gpt, bf16=True, reshard=False),
+    Case("Llama", llama, evaluates=True),
+    Case("Llama in bfloat16, tied", partial(llama, tied=True), bf16=True),
+    Case("Llama that stays whole, norm and head as one unit", llama, reshard=False, group_head=True),
+    Case("gradients reduced once in two backwards", gpt, micro=2),
+    Case("parameters whole for two backwards, in bfloat16", gpt, micro=2, keeps=True, bf16=True),
+    Case("frozen embeddings", gpt, trains="blocks"),
+    Case("only norms trained", gpt, trains="norm"),
+    Case("blocks that run twice", partial(gpt, times=2), blocks=True),
+    Case("blocks whose graphs break", partial(gpt, kind=Broken)),
+    Case("replicas, gradients clipped", gpt, mesh=(2, 1), clips=True),
+]
+wide = partial(Case, rows=2, length=16, budget="95%")
+HEAVY = [
+    wide("weights outweigh activations", partial(gpt, width=128, blocks=3)),
+    wide("weights in bfloat16 outweigh activations", partial(llama, width=128, blocks=3), bf16=True),
+    wide("weights that stay whole outweigh activations", partial(gpt, width=128, blocks=3), reshard=False),
+]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Copy what this process has of a tensor."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def tokens(rank: int, index: int, case: Case) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * index + rank)
+    return torch.randint(128, (case.rows, case.length), generator=generator)
+
+
+def shard(model: nn.Module, case: Case, mesh: DeviceMesh, memory: SharedMemory) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if case.bf16 else MixedPrecisionPolicy()
+    tied = model.head.weight is model.words.weight
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=case.reshard)
+    if case.group_head and not tied:
+        fully_shard([model.norm, model.head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=case.reshard)
+    communicate_through(memory, model)
+
+
+def make_model(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    model = case.model()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(case.trains in name)
+    return model
+
+
+def train(case: Case, rank: int, memory: SharedMemory, planned: bool, steps: int = STEPS) -> Left:
+    """Train a model, with or without a plan."""
+    left = Left()
+    names = ("replicas", "shards") if len(case.mesh) == 2 else ("shards",)
+    mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=names)
+    model = make_model(case)
+    target = [f"blocks.{i}" for i in range(len(model.blocks))] if case.blocks else None
+    attach = partial(hiremate, model, case.budget, target=target, verbose=False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", HiRemateWarning)
+        if planned and case.when == "before":
+            attach()
+        shard(model, case, mesh, memory)
+        if planned and case.when == "after":
+            attach()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        for index in range(steps):
+            step(model, optimizer, case, rank, index, left, is_last=index + 1 == steps)
+            if planned and left.planned_at is None and targets_of(model).session.plan is not None:
+                left.planned_at = index
+            if case.evaluates:
+                evaluate(model, rank, case, left)
+    left.said = [str(warning.message) for warning in said if issubclass(warning.category, HiRemateWarning)]
+    left.weights = {name: local(p) for name, p in model.named_parameters()}
+    state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+    left.resident_bytes = sum(local(t).nbytes for t in (*model.parameters(), *state))
+    if planned:
+        left.plans = list(targets_of(model).session.plans.values())
+    return left
+
+
+def step(model: nn.Module, optimizer: Any, case: Case, rank: int, index: int, left: Left, is_last: bool) -> None:
+    for part in range(case.micro):
+        number, is_end = index * case.micro + part, part + 1 == case.micro
+        x = tokens(rank, number, case)
+        torch.manual_seed(1000 + 10 * number + rank)
+        if case.micro > 1:
+            model.set_requires_gradient_sync(is_end)
+            model.set_reshard_after_backward(is_end or not case.keeps)
+
+        def run(x: Tensor = x) -> None:
+            loss = F.cross_entropy(model(x).flatten(0, 1).float(), x.flatten()) / case.micro
+            loss.backward()
+            left.losses.append(loss.detach())
+
+        if is_last and is_end:
+            left.peak_bytes = measure_peak(run)
+        else:
+            run()
+    left.gradients.append({n: local(p.grad) for n, p in model.named_parameters() if p.grad is not None})
+    if case.clips:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def evaluate(model: nn.Module, rank: int, case: Case, left: Left) -> None:
+    """Call the model without gradients, and read its state."""
+    model.eval()
+    with torch.no_grad():
+        left.evaluated.append(model(tokens(rank, 99, case)))
+    model.train()
+    left.evaluated += [local(value) for value in model.state_dict().values()]

@@ -1,0 +1,87 @@
+"""FSDP2 in two processes: each trains as without a plan, and its peak is the predicted one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from .sharding import CASES, HEAVY, Case, Left
+
+ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.slow
+Ranks = list[dict[str, tuple[Left, Left]]]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """Run all cases in two processes, once; return what each of them left."""
+    folder = tmp_path_factory.mktemp("shards")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    result = subprocess.run(
+        [*launch, "-m", "tests.sharded_processes", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("case", [*CASES, *HEAVY], ids=str)
+def test_losses_gradients_and_weights_are_those_without_a_plan(ranks: Ranks, case: Case):
+    for left in ranks:
+        plain, planned = left[case.name]
+        assert all(map(torch.equal, planned.losses, plain.losses))
+        assert all(map(torch.equal, planned.evaluated, plain.evaluated))
+        assert len(planned.gradients) == len(plain.gradients)
+        for mine, theirs in zip((*planned.gradients, planned.weights), (*plain.gradients, plain.weights), strict=True):
+            assert mine.keys() == theirs.keys()
+            assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+
+
+@pytest.mark.parametrize("case", [*CASES, *HEAVY], ids=str)
+def test_units_are_planned_from_the_second_step_on_without_a_word(ranks: Ranks, case: Case):
+    for left in ranks:
+        _, planned = left[case.name]
+        assert planned.said == []
+        assert planned.planned_at == 1 if case.micro == 1 else 0
+        (plan,) = planned.plans
+        assert plan.schedule.recomputed(plan.graph)
+
+
+@pytest.mark.parametrize("case", [*CASES, *HEAVY], ids=str)
+def test_the_measured_peak_is_the_predicted_one(ranks: Ranks, case: Case):
+    """Where parameters stay whole between backwards, the first one's gathers are counted in the others too."""
+    for left in ranks:
+        plain, planned = left[case.name]
+        (plan,) = planned.plans
+        predicted = plan.planned_peak_bytes - plan.resident_bytes
+        assert planned.peak_bytes <= 1.001 * predicted
+        assert planned.peak_bytes >= (0.8 if case.keeps else 0.99) * predicted
+        assert plan.measured.peak_bytes is not None
+        assert plan.measured.peak_bytes <= plan.budget_bytes
+        assert planned.peak_bytes < plain.peak_bytes
+
+
+@pytest.mark.parametrize("case", [case for case in (*CASES, *HEAVY) if case.micro == 1], ids=str)
+def test_resident_bytes_are_those_of_the_local_shards(ranks: Ranks, case: Case):
+    """All that is not a shard, or an optimizer's state of one, is the batch."""
+    for left in ranks:
+        _, planned = left[case.name]
+        (plan,) = planned.plans
+        assert plan.resident_bytes == planned.resident_bytes + case.rows * case.length * 8
+
+
+def test_ranks_train_on_different_batches_and_shards(ranks: Ranks):
+    """What is compared above would be the same for two processes that know nothing of each other."""
+    first, second = (left["GPT"][0] for left in ranks)
+    assert not torch.equal(first.losses[0], second.losses[0])
+    assert not torch.equal(first.weights["head.weight"], second.weights["head.weight"])
