@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional as F
 
 from hiremate_lightning import HiRemateWarning, hiremate
@@ -46,6 +47,8 @@ class Case:
         clips: Whether gradients are clipped.
         trains: Part of the names of what is trained.
         evaluates: Whether the model is evaluated, and its state read, between steps.
+        parts: Whether the last dimension of the mesh is of parts of each block, with the same batch for all of them.
+        sequence: Whether the blocks get a part of each row.
     """
 
     name: str
@@ -64,6 +67,8 @@ class Case:
     clips: bool = False
     trains: str = ""
     evaluates: bool = False
+    parts: bool = False
+    sequence: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -103,14 +108,17 @@ class Block(nn.Module):
         super().__init__()
         norm = nn.RMSNorm if gated else nn.LayerNorm
         self.norm_1, self.norm_2 = norm(width), norm(width)
-        self.qkv, self.mix = nn.Linear(width, 3 * width, bias=not gated), nn.Linear(width, width, bias=not gated)
+        self.query, self.key, self.value, self.mix = (nn.Linear(width, width, bias=not gated) for _ in range(4))
+        self.head_width = width // 4
         self.up, self.down = nn.Linear(width, wide * width), nn.Linear(wide * width, width)
         self.gate = nn.Linear(width, wide * width) if gated else None
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        y = self.norm_1(x)
         query, key, value = (
-            t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(self.norm_1(x)).chunk(3, dim=-1)
+            project(y).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.dropout(self.mix(mixed))
@@ -147,14 +155,19 @@ class Language(nn.Module):
         self.blocks = nn.ModuleList(kind(width, gated, 0.0 if gated else dropout, 4) for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
         self.times = times
+        self.split: DeviceMesh | None = None  # over which blocks get parts of each row
         if tied:
             self.head.weight = self.words.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+        if self.split is not None:
+            x = DTensor.from_local(x, self.split, [Replicate()]).redistribute(placements=[Shard(1)]).to_local()
         for _ in range(self.times):
             for block in self.blocks:
                 x = block(x)
+        if self.split is not None:
+            x = DTensor.from_local(x, self.split, [Shard(1)]).full_tensor()
         return self.head(self.norm(x))
 
 
@@ -177,6 +190,13 @@ CASES = [
     Case("blocks whose graphs break", partial(gpt, kind=Broken)),
     Case("replicas, gradients clipped", gpt, mesh=(2, 1), clips=True),
 ]
+parts = partial(Case, parts=True, blocks=True)
+CASES += [
+    parts("parts of blocks", gpt),
+    parts("parts of blocks, and of rows between them", llama, sequence=True),
+    parts("one shard of parts of blocks", gpt, mesh=(1, 2)),
+    parts("shards of blocks in one part", gpt, mesh=(2, 1)),
+]
 wide = partial(Case, rows=2, length=16, budget="95%")
 HEAVY = [
     wide("weights outweigh activations", partial(gpt, width=128, blocks=3)),
@@ -191,11 +211,33 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def tokens(rank: int, index: int, case: Case) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * index + rank)
+    generator = torch.Generator().manual_seed(100 * index + batch_of(case, rank))
     return torch.randint(128, (case.rows, case.length), generator=generator)
 
 
+def batch_of(case: Case, rank: int) -> int:
+    """Return the number of the batch that a rank gets: the same for all parts of a block."""
+    return rank // case.mesh[-1] if case.parts else rank
+
+
+def part(model: nn.Module, case: Case, mesh: DeviceMesh) -> None:
+    """Give each process a part of each block."""
+    layout = Shard(1) if case.sequence else Replicate()
+    plan = dict.fromkeys(("query", "key", "value", "up", "gate"), ColwiseParallel(input_layouts=layout))
+    plan |= dict.fromkeys(("mix", "down"), RowwiseParallel(output_layouts=layout))
+    if case.sequence:
+        plan |= dict.fromkeys(("norm_1", "norm_2"), SequenceParallel())
+        model.split = mesh
+    for block in model.blocks:
+        parallelize_module(block, mesh, {name: how for name, how in plan.items() if getattr(block, name) is not None})
+
+
 def shard(model: nn.Module, case: Case, mesh: DeviceMesh, memory: SharedMemory) -> None:
+    if case.parts:
+        part(model, case, mesh["parts"])
+        if len(case.mesh) == 1:
+            return
+        mesh = mesh["shards"]
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if case.bf16 else MixedPrecisionPolicy()
     tied = model.head.weight is model.words.weight
     for block in model.blocks:
@@ -217,8 +259,8 @@ def make_model(case: Case) -> nn.Module:
 def train(case: Case, rank: int, memory: SharedMemory, planned: bool, steps: int = STEPS) -> Left:
     """Train a model, with or without a plan."""
     left = Left()
-    names = ("replicas", "shards") if len(case.mesh) == 2 else ("shards",)
-    mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=names)
+    names = ("shards", "parts") if case.parts else ("replicas", "shards")
+    mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=names[-len(case.mesh) :])
     model = make_model(case)
     target = [f"blocks.{i}" for i in range(len(model.blocks))] if case.blocks else None
     attach = partial(hiremate, model, case.budget, target=target, verbose=False)
@@ -249,7 +291,7 @@ def step(model: nn.Module, optimizer: Any, case: Case, rank: int, index: int, le
     for part in range(case.micro):
         number, is_end = index * case.micro + part, part + 1 == case.micro
         x = tokens(rank, number, case)
-        torch.manual_seed(1000 + 10 * number + rank)
+        torch.manual_seed(1000 + 10 * number + batch_of(case, rank))
         if case.micro > 1:
             model.set_requires_gradient_sync(is_end)
             model.set_reshard_after_backward(is_end or not case.keeps)

@@ -52,7 +52,7 @@ def test_units_are_planned_from_the_second_step_on_without_a_word(ranks: Ranks, 
     for left in ranks:
         _, planned = left[case.name]
         assert planned.said == []
-        assert planned.planned_at == 1 if case.micro == 1 else 0
+        assert planned.planned_at == (1 if case.micro == 1 else 0)
         (plan,) = planned.plans
         assert plan.schedule.recomputed(plan.graph)
 

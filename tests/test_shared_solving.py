@@ -1,21 +1,26 @@
-"""Rank 0 solves, the others take its plan where it is of use to them, and nobody waits for a rank that is not there."""
+"""Ranks agree on one problem, rank 0 solves it, and nobody waits long for a rank that is not there."""
 
 from __future__ import annotations
 
-import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from threading import Thread
 
 import pytest
 
-from hiremate_lightning.planning.shared_solving import SharedSolving, digest, shared
+from hiremate_lightning.out_of_memory import InfeasibleBudgetError
+from hiremate_lightning.planning.planner import PlanOptions, make_plan
+from hiremate_lightning.planning.shared_solving import SharedSolving, agreed, digest, shared
 from hiremate_lightning.planning.solvers import get_strategy
 from hiremate_lightning.planning.solvers.base import Problem, Solution, Status
+from hiremate_lightning.records.step import Call, Gap, merge
+from hiremate_lightning.units import Budget, format_bytes
 
 from .helpers import problem_of
 from .tiny import transformer
 
 BUDGET = 2_600_000
+LESS = BUDGET * 9 // 10
 
 
 class Store:
@@ -48,15 +53,30 @@ class Lost(Store):
     get = check = add = set
 
 
-class Solver:
-    """Counts what it is asked."""
+class Rank:
+    """One of two ranks, which counts what it solves itself."""
 
-    def __init__(self):
-        self.asked = 0
+    def __init__(self, rank: int, store: Store, patience_s: float = 60.0, solver: str = "portfolio"):
+        self.solved = 0
+        self._solver = solver
+        self.solve = SharedSolving(self._count, store, rank, 2, patience_s)
 
-    def __call__(self, problem: Problem) -> Solution:
-        self.asked += 1
-        return get_strategy("portfolio")(problem)
+    def _count(self, problem: Problem) -> Solution:
+        self.solved += 1
+        return get_strategy(self._solver)(problem)
+
+    def plan(self, problem: Problem) -> Solution:
+        return self.solve(agreed(problem, self.solve))
+
+
+def problem(budget_bytes: int = BUDGET) -> Problem:
+    return problem_of(transformer(4), budget_bytes)
+
+
+def together(*tasks):
+    """Run one function for each rank at the same time; return what each gave."""
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        return [future.result() for future in [pool.submit(task) for task in tasks]]
 
 
 @pytest.fixture
@@ -64,65 +84,94 @@ def store():
     return Store()
 
 
-def problem(budget_bytes: int = BUDGET) -> Problem:
-    return problem_of(transformer(4), budget_bytes)
+@pytest.fixture
+def ranks(store):
+    return Rank(0, store), Rank(1, store)
 
 
-def solve_on(rank: int, store: Store, *problems: Problem, patience_s: float = 0.0) -> tuple[list[Solution], int]:
-    """Solve on one rank; give the solutions, and how many of them it found itself."""
-    solver = Solver()
-    solve = SharedSolving(solver, store, rank, patience_s)
-    return [solve(p) for p in problems], solver.asked
+def plan_together(ranks, first: Problem, second: Problem) -> list[Solution]:
+    return together(lambda: ranks[0].plan(first), lambda: ranks[1].plan(second))
 
 
-def test_the_other_ranks_take_what_rank_zero_found(store):
-    (first,), _ = solve_on(0, store, problem())
+def test_the_other_ranks_take_what_rank_zero_found(ranks):
+    first, second = plan_together(ranks, problem(), problem())
 
-    (second,), solved = solve_on(1, store, problem())
-
-    assert solved == 0
+    assert [rank.solved for rank in ranks] == [1, 0]
     assert (second.recompute, second.peak_bytes) == (first.recompute, first.peak_bytes)
     assert second.status is Status.FEASIBLE
     assert second.bound_ms == 0.0  # proven for the costs of rank 0 only
+    assert second.stopped_by == "rank 0 solved"
 
 
-def test_its_time_is_that_of_the_costs_measured_here(store):
-    solve_on(0, store, problem())
+def test_its_time_is_that_of_the_costs_measured_here(ranks):
     graph, profile = transformer(4)
     slower = replace(profile, time_ms=tuple(2 * t for t in profile.time_ms))
 
-    (first,), _ = solve_on(1, store, problem())
-    (second,), _ = solve_on(2, store, problem_of((graph, slower), BUDGET))
+    first, second = plan_together(ranks, problem(), problem_of((graph, slower), BUDGET))
 
     assert second.recompute_ms == pytest.approx(2 * first.recompute_ms)
 
 
-def test_each_solve_of_a_step_is_answered_by_the_same_of_rank_zero(store):
-    firsts, _ = solve_on(0, store, problem(), problem(BUDGET * 9 // 10))
+def test_each_solve_of_a_step_is_answered_by_the_same_of_rank_zero(ranks):
+    firsts, seconds = zip(*(plan_together(ranks, problem(b), problem(b)) for b in (BUDGET, LESS)), strict=True)
 
-    seconds, solved = solve_on(1, store, problem(), problem(BUDGET * 9 // 10))
-
-    assert solved == 0
+    assert ranks[1].solved == 0
     assert [s.recompute for s in seconds] == [s.recompute for s in firsts]
     assert firsts[0].recompute != firsts[1].recompute
 
 
-def test_a_rank_with_a_smaller_budget_solves_alone_where_the_plan_does_not_fit(store):
-    (first,), _ = solve_on(0, store, problem())
+@pytest.mark.parametrize("budgets", [(BUDGET, LESS), (LESS, BUDGET)])
+def test_all_ranks_keep_to_the_smallest_budget(ranks, budgets):
+    first, second = plan_together(ranks, *map(problem, budgets))
 
-    (second,), solved = solve_on(1, store, problem(BUDGET * 9 // 10))
-
-    assert solved == 1
-    assert second.peak_bytes <= BUDGET * 9 // 10 < first.peak_bytes
+    assert first.recompute == second.recompute
+    assert first.peak_bytes <= LESS
 
 
-def test_a_rank_with_a_larger_budget_goes_along(store):
-    (first,), _ = solve_on(0, store, problem())
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_leave_room_for_the_most_that_code_outside_takes(ranks, rank):
+    def step(held_bytes):
+        return merge([Call(*transformer(4), after_forward=Gap(held_bytes, held_bytes))], [0])
 
-    (second,), solved = solve_on(1, store, problem(2 * BUDGET))
+    steps = [step(500_000 if index == rank else 1) for index in range(2)]
+    problems = [Problem(own.graph, own.profile, BUDGET) for own in steps]
+    first, second = plan_together(ranks, *problems)
 
-    assert solved == 0
-    assert second.recompute == first.recompute
+    assert first.recompute == second.recompute
+    assert second.stopped_by == "rank 0 solved"
+    assert first.peak_bytes == second.peak_bytes <= BUDGET
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_budget_too_small_for_one_rank_is_an_error_on_all(ranks, rank):
+    """Else the others would wait in a collective for the one that has stopped."""
+    step = merge([Call(*transformer(4))], [0])
+
+    def plan(index):
+        budget = Budget(size_bytes=1_000 if index == rank else 100 * BUDGET)
+        with pytest.raises(InfeasibleBudgetError) as caught:
+            make_plan(step, budget, budget.size_bytes, 0, PlanOptions(), solve=ranks[index].solve)
+        return str(caught.value)
+
+    texts = together(lambda: plan(0), lambda: plan(1))
+
+    words = f"Another process of this training has {format_bytes(100 * BUDGET - 1_000)} less"
+    assert [words in text for text in texts] == [rank == 1, rank == 0]
+    assert all("(1,000 bytes)" in text for text in texts)
+
+
+def test_ranks_that_solve_several_times_do_so_together(store):
+    """As where the memory model of a strategy is coarse: each takes a tighter budget, and the same answer."""
+    ranks = [Rank(rank, store, solver="rotor") for rank in range(2)]
+    step = merge([Call(*transformer(4))], [0])
+
+    def plan(index):
+        return make_plan(step, Budget(size_bytes=BUDGET), BUDGET, 0, PlanOptions(), solve=ranks[index].solve)
+
+    first, second = together(lambda: plan(0), lambda: plan(1))
+
+    assert ranks[1].solved == 0
+    assert first.solution.recompute == second.solution.recompute
 
 
 def test_sizes_measured_outside_of_the_operations_make_no_other_step():
@@ -134,63 +183,73 @@ def test_sizes_measured_outside_of_the_operations_make_no_other_step():
     assert digest(changed) == digest(graph) != digest(transformer(5)[0])
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_plans_alone_waits_no_longer_than_its_patience(store, rank):
+    alone, start = Rank(rank, store, patience_s=0.1), time.perf_counter()
+
+    found = alone.plan(problem())
+
+    assert found.is_feasible
+    assert alone.solved == 1
+    assert time.perf_counter() - start < 30  # with the solve
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_agree_again_after_one_of_them_planned_alone(store, rank):
+    Rank(rank, store, patience_s=0.0).plan(problem())
+    ranks = Rank(0, store), Rank(1, store)
+
+    first, second = plan_together(ranks, problem(), problem())
+
+    assert [r.solved for r in ranks] == [1, 0]
+    assert first.recompute == second.recompute
+
+
 def test_another_step_is_not_waited_for(store):
-    solve_on(0, store, problem_of(transformer(5), 2 * BUDGET))
+    other, own = Rank(0, store, patience_s=0.0), Rank(1, store, patience_s=0.0)
+    other.plan(problem_of(transformer(5), 2 * BUDGET))
 
-    _, solved = solve_on(1, store, problem())
+    own.plan(problem())
 
-    assert solved == 1
-
-
-def test_rank_zero_without_a_solution_leaves_the_others_alone(store):
-    (first,), _ = solve_on(0, store, problem(1))
-
-    _, solved = solve_on(1, store, problem(1))
-
-    assert not first.is_feasible
-    assert solved == 1
+    assert own.solved == 1
 
 
 def test_rank_zero_that_fails_lets_the_others_go_at_once(store):
     def fail(_):
         raise KeyError("no")
 
-    with pytest.raises(KeyError):
-        SharedSolving(fail, store, 0, 0.0)(problem())
+    first, second = SharedSolving(fail, store, 0, 2, 60.0), Rank(1, store)
 
-    _, solved = solve_on(1, store, problem())
+    def solve_first():
+        with pytest.raises(KeyError):
+            first(first.agree(problem()))
 
-    assert solved == 1
+    together(solve_first, lambda: second.plan(problem()))
+
+    assert second.solved == 1
 
 
 def test_decisions_that_are_no_schedule_here_are_not_run(store):
-    name = digest(problem().graph)
-    store.values = {f"{name}/1/begun": "", f"{name}/1/answer": json.dumps([BUDGET, "portfolio", [[]]])}
+    def wrong(_):
+        return Solution("portfolio", Status.OPTIMAL, ((0,) * 3,))
 
-    _, solved = solve_on(1, store, problem())
+    first, second = SharedSolving(wrong, store, 0, 2, 60.0), Rank(1, store)
 
-    assert solved == 1
+    together(lambda: first(first.agree(problem())), lambda: second.plan(problem()))
+
+    assert second.solved == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_store_that_is_gone_is_done_without(rank):
-    (found,), solved = solve_on(rank, Lost(), problem())
+    alone = Rank(rank, Lost())
 
-    assert solved == 1
-    assert found.is_feasible
-
-
-def test_rank_zero_is_waited_for(store):
-    late = Thread(target=solve_on, args=(0, store, problem()))
-    late.start()
-
-    _, solved = solve_on(1, store, problem(), patience_s=60.0)
-
-    late.join()
-    assert solved == 0
+    assert alone.plan(problem()).is_feasible
+    assert alone.solved == 1
 
 
 def test_a_process_on_its_own_solves_as_ever():
-    solver = Solver()
+    solver = get_strategy("none")
 
     assert shared(solver, None) is solver
+    assert agreed(own := problem(), solver) is own

@@ -130,7 +130,8 @@ class Captured:
         """Positions of the inputs that look like their gradients: dense tensors of one shape, type and device."""
         inputs, gradients = self.placeholders, self.backward_outputs
         shown = ((p, inputs[p].meta["val"], gradients[p].meta["val"]) for p in self.trained)
-        return frozenset(position for position, value, gradient in shown if tensor_state.are_alike(value, gradient))
+        tensors = ((p, pair) for p, *pair in shown if all(isinstance(value, torch.Tensor) for value in pair))
+        return frozenset(position for position, pair in tensors if tensor_state.are_alike(*pair))
 
     @property
     def placeholders(self) -> tuple[fx.Node, ...]:

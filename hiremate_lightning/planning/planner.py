@@ -20,6 +20,7 @@ from ..records.step import Decisions, Step
 from ..units import Budget, format_bytes
 from .plan import Plan, PlanningTime
 from .plan_files import PlanFiles
+from .shared_solving import agreed
 from .solvers import UNLIMITED, smallest_budget
 from .solvers.base import Problem, Solution, SolveOptions, Status, Strategy, get_strategy, replay
 from .solvers.worker import apart
@@ -108,23 +109,27 @@ def make_plan(
         InfeasibleBudgetError: If no schedule within the budget was found. It names the smallest budget found.
     """
     start = time.perf_counter()
-    problem = Problem(
+    strategy = solve or apart(options.solver)
+    own = Problem(
         step.graph,
         step.profile,
         max(0, budget_bytes - margin_bytes - resident_bytes),
         SolveOptions(time_limit_s=options.time_limit_s, progress=progress),
     )
-    profile = step.profile
+    problem = agreed(own, strategy)
+    profile = problem.profile
     if replay(problem, keep_all(step.graph)).peak_bytes <= problem.budget_bytes:
         solution = get_strategy("none")(problem)
     else:
         guarded = replace(problem, budget_bytes=problem.budget_bytes - _guard_bytes(problem.budget_bytes))
-        solution, profile = _solve(guarded, options, solve or apart(options.solver))
+        solution, profile = _solve(guarded, options, strategy)
     if not _fits(problem, solution):
         solution = _least_memory(problem, solution)
         if solution.peak_bytes > problem.budget_bytes and options.on_infeasible == "raise":
-            raise infeasible(problem, solution, budget, budget_bytes, resident_bytes, target)
-        solution, profile = _fastest_within_its_peak(problem, solution, options, solve or apart(options.solver))
+            less_bytes = own.budget_bytes - problem.budget_bytes
+            raise infeasible(problem, solution, budget, budget_bytes - less_bytes, resident_bytes, target, less_bytes)
+        solution, profile = _fastest_within_its_peak(problem, solution, options, strategy)
+    profile = step.profile if profile is problem.profile else profile
     planning = replace(planning, solve_s=planning.solve_s + time.perf_counter() - start)
     return Plan(target, step.graph, profile, solution, budget, budget_bytes, resident_bytes, planning)
 
@@ -291,10 +296,32 @@ def _place_of(simulation: Simulation, graph: Graph) -> str:
     return f"{node.op} in {f'module {node.module!r}' if node.module else 'the code of the planned module itself'}"
 
 
+def _whose(less_bytes: int) -> str:
+    if not less_bytes:
+        return ""
+    return f"Another process of this training has {format_bytes(less_bytes)} less than this one for its step. "
+
+
 def infeasible(
-    problem: Problem, smallest: Solution, budget: Budget, budget_bytes: int, resident_bytes: int, target: str
+    problem: Problem,
+    smallest: Solution,
+    budget: Budget,
+    budget_bytes: int,
+    resident_bytes: int,
+    target: str,
+    less_bytes: int = 0,
 ) -> InfeasibleBudgetError:
-    """Build the error that says which budget would do, and what stands in the way."""
+    """Build the error that says which budget would do, and what stands in the way.
+
+    Args:
+        problem: The step.
+        smallest: The solution of least memory.
+        budget: The budget as asked for.
+        budget_bytes: The same in bytes, resident bytes included.
+        resident_bytes: Bytes that exist before the step.
+        target: Path of the planned module, for reports.
+        less_bytes: By how much that is less than on this process alone, where another one has less.
+    """
     simulation = replay(problem, smallest.recompute)
     needed = resident_bytes + simulation.peak_bytes
     node = problem.graph.nodes[simulation.peak_moment.node]
@@ -307,6 +334,7 @@ def infeasible(
         f"The budget {budget} ({budget_bytes:,} bytes) is too small for {target or 'this model'}. "
         f"The smallest budget found is {format_bytes(needed)} ({needed:,} bytes{share}), "
         f"of which {format_bytes(resident_bytes)} are resident (parameters, gradients, optimizer state, batch). "
+        f"{_whose(less_bytes)}"
         f"Such a plan takes at most {simulation.overhead:.0%} more time. The peak is at {place}. "
         "Raise the budget, make the batch smaller, or pass on_infeasible='warn' to train with the least memory."
         f"{words_for_finders(problem.profile.device)}",

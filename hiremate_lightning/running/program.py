@@ -19,6 +19,7 @@ from ..capturing.capture import Captured
 from ..records.graph import Node, Phase
 from ..records.schedule import Compute, Operation, Schedule
 from ..rewriting.contributions import additions
+from ..rewriting.joint import is_collective
 from ..rewriting.kernels import as_eager, needs_traced_layout, with_strides
 from ..rewriting.overwriting import overwriting, traced_strides
 from ..rewriting.replays import DRAW_AGAIN, call_of, is_state, state_arguments
@@ -68,6 +69,7 @@ def build(captured: Captured, schedule: Schedule) -> Program:
     Returns:
         The programs, compiled to Python.
     """
+    _check_collectives(captured, schedule)
     saved = tuple(captured.fx_values[t] for t in schedule.saved)
     forward = _forward_module(captured, schedule, saved)
     takes = _takes(captured, schedule)
@@ -95,6 +97,15 @@ def build(captured: Captured, schedule: Schedule) -> Program:
         variant=variant,
     )
     return program
+
+
+def _check_collectives(captured: Captured, schedule: Schedule) -> None:
+    """Make sure that collectives run once each, in the order of the graph: ranks with other plans wait for them."""
+    nodes = captured.graph.nodes
+    ran = [o.node for o in (*schedule.forward, *schedule.backward) if isinstance(o, Compute)]
+    expected = (*captured.graph.forward, *captured.graph.backward)
+    found, wanted = ([n for n in order if is_collective(nodes[n].op)] for order in (ran, expected))
+    assert found == wanted, "a plan moves or repeats a collective"
 
 
 def _takes(captured: Captured, schedule: Schedule) -> dict[fx.Node, int]:

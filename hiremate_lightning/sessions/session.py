@@ -39,7 +39,7 @@ from ..rewriting.joint import updates_under_checkpoint
 from ..running.accumulation import Leaves
 from ..running.execution import Part
 from ..running.program import Program
-from ..torch_private import backward_pass, dynamo, tensor_state
+from ..torch_private import backward_pass, dynamo, runtime, tensor_state
 from ..units import Budget, format_bytes
 from .backend import planning_backend
 from .eager_paths import eager_paths
@@ -340,9 +340,11 @@ class Session:
         """Give the program of least memory of a part.
 
         Where not even the captured part alone fits, training stops before that. A share is checked once the step is
-        known: what else it takes, a second view of a picture or a loss that is a network, adds to the share.
+        known: what else it takes, a second view of a picture or a loss that is a network, adds to the share. Where there
+        are several processes, that stops all of them: one alone would leave the others waiting in a collective.
         """
-        is_checked = self.options.budget.share is None and self.options.plan.on_infeasible == "raise"
+        is_alone = runtime.process_group_store() is None
+        is_checked = is_alone and self.options.budget.share is None and self.options.plan.on_infeasible == "raise"
         budget, budget_of = self.options.budget, self._planned.budget_bytes if is_checked else None
         return self._first_steps.least(part, profile, self._resident, budget, budget_of, self.options.plan, self._name)
 

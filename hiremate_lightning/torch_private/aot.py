@@ -13,7 +13,12 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd import graph_capture, runtime_wrappers
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput, SavedForBackwardsAOTOutput
+from torch._functorch._aot_autograd.descriptors import (
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    SavedForBackwardsAOTOutput,
+    SubclassGetAttrAOTInput,
+)
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, MutationType, OutputType, PlainTensorMeta
 from torch._functorch.partitioners import _extract_fwd_bwd_outputs, _has_tag_is_backward, _is_tangent
 from torch._guards import TracingContext
@@ -245,6 +250,11 @@ def trace_with_sizes_of(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def input_position(placeholder: fx.Node) -> int | None:
-    """Give the position among the inputs of the captured function, None for what AOTAutograd added."""
+    """Return the position among the inputs of the captured function, None for what AOTAutograd added.
+
+    A tensor of a subclass, a DTensor for example, is an input for each tensor that it is made of.
+    """
     description = placeholder.meta.get("desc")
+    while isinstance(description, SubclassGetAttrAOTInput):
+        description = description.base
     return description.idx if isinstance(description, PlainAOTInput) else None

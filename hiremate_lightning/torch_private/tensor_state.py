@@ -99,8 +99,9 @@ _OWN_REFERENCES = _count_own_references()  # to the Python object of a storage t
 
 
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the dense tensors that a tensor is made of: itself, indices and values of a sparse one, or what this
-    process has of a DTensor, whose own storage has the size of the whole and no memory.
+    """Return the dense tensors that a tensor is made of: itself, or the indices and values of a sparse one.
+
+    Of a DTensor that is what this process has: its own storage has the size of the whole, and no memory.
     """
     local = getattr(tensor, "_local_tensor", None)
     if local is not None:
