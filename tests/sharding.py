@@ -193,7 +193,6 @@ CASES = [
 parts = partial(Case, parts=True, blocks=True)
 CASES += [
     parts("parts of blocks", gpt),
-    parts("parts of blocks, and of rows between them", llama, sequence=True),
     parts("one shard of parts of blocks", gpt, mesh=(1, 2)),
     parts("shards of blocks in one part", gpt, mesh=(2, 1)),
 ]

@@ -53,7 +53,7 @@ def shared(strategy: Strategy, group: tuple[Store, int, int] | None) -> Strategy
 
     Args:
         strategy: What solves.
-        group: The store that the ranks share, the rank of this process, and their number; None for a process on its own.
+        group: The store that the ranks share, this process's rank, and their number; None for a process on its own.
     """
     return strategy if group is None else SharedSolving(strategy, *group, PATIENCE_S)
 

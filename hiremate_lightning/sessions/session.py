@@ -340,8 +340,8 @@ class Session:
         """Give the program of least memory of a part.
 
         Where not even the captured part alone fits, training stops before that. A share is checked once the step is
-        known: what else it takes, a second view of a picture or a loss that is a network, adds to the share. Where there
-        are several processes, that stops all of them: one alone would leave the others waiting in a collective.
+        known: what else it takes, a second view of a picture or a loss that is a network, adds to the share. So are all
+        budgets where there are several processes: one that stops alone leaves the others waiting in a collective.
         """
         is_alone = runtime.process_group_store() is None
         is_checked = is_alone and self.options.budget.share is None and self.options.plan.on_infeasible == "raise"

@@ -19,8 +19,12 @@ def has_expandable_segments() -> bool:
 
 
 def process_group_store() -> tuple[Any, int, int] | None:
-    """Return the key-value store of the process group, this process's rank and their number; None outside of a group."""
+    """Return the process group's key-value store, this process's rank and their number; None outside of a group."""
     group = torch.distributed
     if not group.is_available() or not group.is_initialized() or group.get_world_size() == 1:
         return None
-    return group.PrefixStore("hiremate", group.distributed_c10d._get_default_store()), group.get_rank(), group.get_world_size()
+    return (
+        group.PrefixStore("hiremate", group.distributed_c10d._get_default_store()),
+        group.get_rank(),
+        group.get_world_size(),
+    )
