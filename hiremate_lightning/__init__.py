@@ -1,8 +1,15 @@
 """Train PyTorch models inside a byte budget, bit for bit as before, and as fast as that budget allows."""
 
+import random as _random
 from importlib import import_module as _import_module
 from pathlib import Path as _Path
 from typing import TYPE_CHECKING
+
+# rich draws a number as it is imported. The generator, and what a script draws from it next, are the user's.
+_state = _random.getstate()
+_import_module("rich.style")
+_random.setstate(_state)
+del _state
 
 _package = _Path(__file__).resolve().parent
 if not (_package / "callbacks").is_dir() and (_package.parent / "callbacks" / "__init__.py").is_file():
