@@ -89,7 +89,7 @@ def main() -> None:
     names = options.models.split(",") if options.models else sorted(
         path.name.removesuffix(".graph.json") for path in options.folder.glob("*.graph.json")
     )  # fmt: skip
-    sys.stdout.write(f"{provenance('mip', 'highspy')}; limit {options.limit:g} s\n\n")
+    sys.stdout.write(f"{provenance('mip', 'highsbox')}; limit {options.limit:g} s\n\n")
     sys.stdout.write("| model | heuristic % | smallest solved % | proven too small % | checkpoint per block % |\n")
     sys.stdout.write(f"|{'--|' * 5}\n")
     for name in names:

@@ -2,7 +2,7 @@
 
     python benchmarks/graphs.py FOLDER
     python benchmarks/solvers.py FOLDER [--models bert,t5] [--budgets 50,30] [--strategies portfolio,hilp] [--limit 30]
-                                        [--different]
+                                        [--different] [--backend CBC]
 
 Budgets are per cent of the peak of the unplanned step. Times are in per cent of the step without recomputation, the gap
 in points of that; seconds are wall-clock, of one run: until the first schedule, until the proven gap was below two
@@ -45,7 +45,7 @@ def make_different(problem: Problem) -> Problem:
     return Problem(graph, profile, Model(Problem(graph, profile, 0)).keep_all_bytes)
 
 
-def row(name: str, whole: Problem, percent: int, strategy: str, limit_s: float) -> str:
+def row(name: str, whole: Problem, percent: int, strategy: str, limits: SolveOptions) -> str:
     """Solve once and write a row of the table."""
     budget = whole.budget_bytes * percent // 100
     reached = dict[str, float]()
@@ -57,7 +57,7 @@ def row(name: str, whole: Problem, percent: int, strategy: str, limit_s: float) 
         if best_ms - bound_ms < 0.02 * whole.step_ms:
             reached.setdefault("close", time.monotonic() - start)
 
-    options = SolveOptions(time_limit_s=limit_s, progress=note)
+    options = replace(limits, progress=note)
     solution = get_strategy(strategy)(Problem(whole.graph, whole.profile, budget, options))
     nodes = f"{len(whole.graph.forward)}+{len(whole.graph.backward)}"
     overhead, gap = "-", "-"
@@ -79,13 +79,15 @@ def main() -> None:
     parser.add_argument("--strategies", default=",".join(strategy_names()))
     parser.add_argument("--limit", type=float, default=30.0)
     parser.add_argument("--different", action="store_true")
+    parser.add_argument("--backend", default="", help="HIGHS or CBC (default: the first that works)")
     options = parser.parse_args()
     names = options.models.split(",") if options.models else sorted(
         path.name.removesuffix(".graph.json") for path in options.folder.glob("*.graph.json")
     )  # fmt: skip
-    sys.stdout.write(f"{provenance('mip', 'highspy')}; limit {options.limit:g} s\n\n")
+    sys.stdout.write(f"{provenance('mip', 'highsbox')}; limit {options.limit:g} s\n\n")
     sys.stdout.write("| model | nodes | budget | strategy | overhead % | bound % | gap | status | stopped by ")
     sys.stdout.write(f"| first s | gap < 2 s | s |\n|{'--|' * 12}\n")
+    limits = SolveOptions(options.limit, backend=options.backend)
     for name in names:
         whole = make_different(load(options.folder, name)) if options.different else load(options.folder, name)
         smallest = smallest_budget(replace(whole, budget_bytes=0))
@@ -93,7 +95,7 @@ def main() -> None:
         sys.stdout.write(f"| {name} | | {share:.1f} % | least memory | | | | | | | | {smallest.solve_s:.1f} |\n")
         for percent in map(int, options.budgets.split(",")):
             for strategy in options.strategies.split(","):
-                sys.stdout.write(row(name, whole, percent, strategy, options.limit))
+                sys.stdout.write(row(name, whole, percent, strategy, limits))
                 sys.stdout.flush()
 
 

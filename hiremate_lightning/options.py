@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from .errors import ConfigurationError
 from .planning.planner import DEFAULT_SOLVER, PlanOptions
-from .planning.solvers.base import get_strategy
+from .planning.solvers.worker import check_strategy
 from .units import Budget, parse_budget
 
 
@@ -48,9 +48,8 @@ def make_options(
 
     Raises:
         BudgetError: If the budget can't be read.
-        ConfigurationError: If another argument is out of its range; the text names it.
+        ConfigurationError: If another argument is out of its range; the text names it. Or if no MIP solver works.
     """
-    get_strategy(solver)
     if on_infeasible not in ("raise", "warn"):
         raise ConfigurationError(f"on_infeasible must be 'raise' or 'warn', found {on_infeasible!r}")
     if not (isinstance(time_limit_s, int | float) and time_limit_s > 0):
@@ -62,8 +61,10 @@ def make_options(
     if verbose not in (True, False, "full"):
         raise ConfigurationError(f"verbose must be True, False or 'full', found {verbose!r}")
     folder = None if cache_dir is None else Path(cache_dir)
+    asked = parse_budget(budget)
+    check_strategy(solver)  # last: it starts a process
     return SessionOptions(
-        budget=parse_budget(budget),
+        budget=asked,
         plan=PlanOptions(solver, time_limit_s, on_infeasible, folder),
         max_plans=max_plans,
         cache_dir=folder,

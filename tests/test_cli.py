@@ -7,7 +7,6 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +18,7 @@ from hiremate_lightning.command_line.doctor import Verdict, satisfies
 from hiremate_lightning.command_line.factory import Workload, find_factory, parse_inputs
 from hiremate_lightning.errors import ConfigurationError
 from hiremate_lightning.planning.plan_files import PlanFiles
-from hiremate_lightning.planning.solvers import Problem, get_strategy
-from hiremate_lightning.planning.solvers.base import Status
+from hiremate_lightning.planning.solvers import Problem, Solution, Status, get_strategy, worker
 
 from .tiny import blocks_plan, transformer
 
@@ -390,12 +388,12 @@ class TestDoctor:
         with pytest.raises(RuntimeError, match="no plan was made in"):
             doctor.small_plan("cpu")
 
-    @pytest.mark.usefixtures("_no_small_plan")
-    def test_a_solver_that_is_wrong_is_told(self, monkeypatch):
-        wrong = SimpleNamespace(status=Status.OPTIMAL, objective=4.0)
-        monkeypatch.setattr(doctor, "solve", lambda *args, **options: wrong)
-        found = {f.name: f for f in doctor.examine()}
-        assert "a program whose optimum is 5 ended optimal at 4" in found["solver HIGHS"].words
+    def test_a_plan_that_was_not_solved_is_a_problem(self, monkeypatch):
+        """All that is left then is the least memory, which costs ten times the extra time."""
+        given_up = Solution("portfolio", Status.NOT_FOUND, stopped_by="a failure of the solver")
+        monkeypatch.setattr(worker, "_solve_apart", lambda problem, name, in_place: given_up)
+        with pytest.raises(RuntimeError, match=r"no plan was solved \(a failure of the solver\), only the least"):
+            doctor.small_plan("cpu")
 
     @pytest.mark.usefixtures("_no_small_plan")
     def test_packages_that_lack_or_are_too_old_are_named(self, monkeypatch):
@@ -419,17 +417,14 @@ class TestDoctor:
         assert "were checked on 0.1 only" in found["torch"].words
 
     @pytest.mark.usefixtures("_no_small_plan")
-    def test_one_solver_is_enough_and_none_is_a_problem(self, monkeypatch):
-        def broken(backend):
-            if backend in lost:
-                raise OSError("no library")
-            return "works"
-
-        monkeypatch.setattr(doctor, "_solve_small", broken)
-        lost = ["HIGHS"]
-        assert {f.name: f for f in doctor.examine()}["solver HIGHS"].verdict is Verdict.KNOW
-        lost = ["HIGHS", "CBC"]
-        assert {f.name: f for f in doctor.examine()}["solver HIGHS"].verdict is Verdict.BAD
+    @pytest.mark.parametrize(
+        ("lost", "code", "verdict"), [(("HIGHS",), 0, "note "), (("HIGHS", "CBC"), 1, "BAD  ")], ids=str
+    )
+    def test_one_solver_is_enough_and_none_is_a_problem(self, monkeypatch, capsys, lost, code, verdict):
+        monkeypatch.setattr(doctor, "backend_failure", lambda name: "no library" if name in lost else "")
+        assert main(["doctor"]) == code
+        expected = f"{verdict}solver HIGHS: no library; mend it with: pip install --force-reinstall highsbox\n"
+        assert expected in capsys.readouterr().out
 
     @pytest.mark.usefixtures("_no_small_plan")
     @pytest.mark.parametrize(

@@ -7,10 +7,8 @@ import time
 
 import pytest
 
-from hiremate_lightning.planning.solvers import SolveOptions, Status
-from hiremate_lightning.planning.solvers.mip_backend import Program, Result, backend_name, solve
-
-BACKENDS = ("HIGHS", "CBC")
+from hiremate_lightning.planning.solvers import SolveOptions, Status, mip_backend
+from hiremate_lightning.planning.solvers.mip_backend import BACKENDS, Program, Result, backend_name, failure, solve
 
 
 def knapsack() -> Program:
@@ -97,6 +95,18 @@ def test_a_program_without_variables_is_decided_by_its_rows():
     assert solve(program, SolveOptions(), 1.0) == Result(Status.OPTIMAL, (), 0.0, 0.0)
     program.row("at most -1", [], upper=-1.0)
     assert solve(program, SolveOptions(), 1.0).status is Status.INFEASIBLE
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend_that_works_has_no_failure(backend: str, capfd: pytest.CaptureFixture[str]):
+    assert failure.__wrapped__(backend) == ""
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_backend_that_solves_wrongly_does_not_work(monkeypatch: pytest.MonkeyPatch):
+    wrong = Result(Status.OPTIMAL, (1.0, 0.0, 1.0), 7.0, 7.0)
+    monkeypatch.setattr(mip_backend, "solve", lambda *args, **options: wrong)
+    assert failure.__wrapped__("HIGHS") == "a program whose optimum is 5 ended optimal at 7"
 
 
 def test_highs_is_the_default_and_what_is_asked_for_comes_first():

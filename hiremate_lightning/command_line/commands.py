@@ -25,8 +25,9 @@ from ..memory.free_memory import free_host_bytes
 from ..out_of_memory import InfeasibleBudgetError
 from ..planning.plan import Plan, PlanningTime
 from ..planning.planner import PlanOptions, make_plan, resolve, unplanned
-from ..planning.solvers import Curve, Problem, SolveOptions, get_strategy, smallest_budget
+from ..planning.solvers import Curve, Problem, SolveOptions, smallest_budget
 from ..planning.solvers.curve import curve as solve_curve
+from ..planning.solvers.worker import check_strategy
 from ..records.costs import step_time_ms
 from ..records.scaling import Line, Sample, Scaling
 from ..records.step import Step
@@ -56,7 +57,7 @@ class _Work:
     """
 
     def __init__(self, asked: argparse.Namespace) -> None:
-        get_strategy(asked.solver)
+        check_strategy(asked.solver)
         for name in ("time_limit", "tflops", "bandwidth", "points", "max_batch"):
             value = getattr(asked, name, None)
             if value is not None and not value > 0:

@@ -20,15 +20,15 @@ from .. import torch_private
 from ..api import get_plan, hiremate, remove_hiremate
 from ..errors import ConfigurationError
 from ..memory.free_memory import free_host_bytes
-from ..planning.solvers import SolveOptions, Status
-from ..planning.solvers.mip_backend import Program, solve
+from ..planning.solvers import Status
+from ..planning.solvers.mip_backend import BACKENDS
+from ..planning.solvers.worker import MENDING, backend_failure
 from ..sessions.refusals import refuse
 from ..torch_private import tensor_state
 from ..units import format_bytes, format_ratio
 from .factory import Workload, find_factory
 
 PACKAGE = "hiremate-lightning"
-BACKENDS = ("HIGHS", "CBC")
 STEPS = 4  # the first is recorded, the second planned; two more run the plan
 
 
@@ -113,12 +113,13 @@ def _requirements() -> Iterator[Finding]:
 def _requirement(name: str, wanted: str, extra: str) -> Finding:
     lacking = Verdict.KNOW if extra else Verdict.BAD
     for_extra = f", for the extra {extra}" if extra else ""
+    mending = "" if extra else f'; mend it with: pip install "{name}{wanted}"'
     try:
         found = version(name)
     except PackageNotFoundError:
-        return Finding(name, lacking, f"not installed{for_extra} (wanted {wanted or 'any version'})")
+        return Finding(name, lacking, f"not installed{for_extra} (wanted {wanted or 'any version'}){mending}")
     if not satisfies(found, wanted):
-        return Finding(name, lacking, f"{found}, but {wanted} is wanted{for_extra}")
+        return Finding(name, lacking, f"{found}, but {wanted} is wanted{for_extra}{mending}")
     return Finding(name, Verdict.GOOD, found)
 
 
@@ -165,22 +166,16 @@ def _known_bad_pairs() -> Iterator[Finding]:
 # ---------------------------------------------------------------- solvers and devices
 
 
-def _solvers() -> list[Finding]:
-    """Solve a small integer program with each; one of them is enough."""
-    found = [_attempt(f"solver {name}", partial(_solve_small, name)) for name in BACKENDS]
-    if any(finding.verdict is Verdict.GOOD for finding in found):
-        return [f if f.verdict is Verdict.GOOD else Finding(f.name, Verdict.KNOW, f.words) for f in found]
-    return found
-
-
-def _solve_small(backend: str) -> str:
-    program = Program()
-    terms = [(program.variable(cost), 1.0) for cost in (2.0, 3.0, 5.0)]
-    program.row("two_of_three", terms, lower=2)
-    result = solve(program, SolveOptions(backend=backend), time_limit_s=10)
-    if result.status is not Status.OPTIMAL or abs(result.objective - 5) > 1e-6:
-        raise RuntimeError(f"a program whose optimum is 5 ended {result.status.value} at {result.objective}")
-    return "solves a small integer program"
+def _solvers() -> Iterator[Finding]:
+    """Solve a small integer program with each MIP solver, in the process that solves; planning needs one of them."""
+    failures = {name: backend_failure(name) for name in BACKENDS}
+    lacking = Verdict.BAD if all(failures.values()) else Verdict.KNOW
+    for name, failure in failures.items():
+        if failure:
+            mending = f"; mend it with: {MENDING}" if name == BACKENDS[0] else ""
+            yield Finding(f"solver {name}", lacking, f"{failure}{mending}")
+        else:
+            yield Finding(f"solver {name}", Verdict.GOOD, "solves a small integer program")
 
 
 def _devices() -> Iterator[Finding]:
@@ -200,7 +195,7 @@ def small_plan(device: str) -> str:
     """Train a small model with and without a plan, and compare.
 
     Raises:
-        RuntimeError: If there is no plan, or gradients differ in any bit.
+        RuntimeError: If there is no plan, none that was solved, or gradients differ in any bit.
     """
     with torch.random.fork_rng(devices=[0] if device == "cuda" else []):
         torch.manual_seed(0)
@@ -221,6 +216,8 @@ def small_plan(device: str) -> str:
             remove_hiremate(planned)
     if plan is None:
         raise RuntimeError(f"no plan was made in {STEPS} steps")
+    if plan.solution.status is not Status.OPTIMAL and not plan.solution.bound_ms:
+        raise RuntimeError(f"no plan was solved ({plan.solution.stopped_by}), only the least memory found")
     gradients = [(p.grad, q.grad) for p, q in zip(plain.parameters(), planned.parameters(), strict=True)]
     if not all(one is not None and other is not None and torch.equal(one, other) for one, other in gradients):
         raise RuntimeError("gradients of the planned step are not those of the plain one")

@@ -38,7 +38,7 @@ class SolveOptions:
         gap: Relative gap of the total step time at which solving stops; differences below .005 are hardly measurable.
         threads: Threads of one MIP solve. HiGHS keeps one count for the life of a process; one is as fast on these
             models.
-        backend: MIP solver of python-mip: "HIGHS", "CBC", or "" for HiGHS where installed, else CBC.
+        backend: MIP solver of python-mip: "HIGHS", "CBC", or "" for the first of them that works.
         progress: Called as solving goes on, with the least recompute time found (infinite before there is one) and the
             proven bound on it, in milliseconds.
     """
@@ -109,13 +109,21 @@ class Solution:
 
 Strategy = Callable[[Problem], Solution]
 _STRATEGIES: dict[str, Strategy] = {}
+_NEED_PROGRAMS: set[str] = set()
 
 
-def strategy(name: str) -> Callable[[Strategy], Strategy]:
-    """Register a strategy under a name."""
+def strategy(name: str, needs_programs: bool = False) -> Callable[[Strategy], Strategy]:
+    """Register a strategy under a name.
+
+    Args:
+        name: Name to look it up by.
+        needs_programs: Whether it solves mixed-integer or linear programs.
+    """
 
     def register(function: Strategy) -> Strategy:
         _STRATEGIES[name] = function
+        if needs_programs:
+            _NEED_PROGRAMS.add(name)
         return function
 
     return register
@@ -124,6 +132,11 @@ def strategy(name: str) -> Callable[[Strategy], Strategy]:
 def strategy_names() -> tuple[str, ...]:
     """List the registered strategies."""
     return tuple(sorted(_STRATEGIES))
+
+
+def needs_programs(name: str) -> bool:
+    """Whether a strategy solves mixed-integer or linear programs."""
+    return name in _NEED_PROGRAMS
 
 
 def get_strategy(name: str) -> Strategy:

@@ -26,7 +26,7 @@ SLACK = 0.1  # of the budget that the relaxation leaves free, so that what it ro
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
-@strategy("checkmate")
+@strategy("checkmate", needs_programs=True)
 def checkmate(problem: Problem) -> Solution:
     """Solve the program with every position checked, or round its relaxation."""
     search = begin(problem)

@@ -131,7 +131,7 @@ def merge(search: Search, options: PartitionOptions) -> None:
     refine(search, restrict=restriction(found, values))
 
 
-@strategy("hilp")
+@strategy("hilp", needs_programs=True)
 def hilp(problem: Problem) -> Solution:
     """Choose among the options of clusters, then repair across their borders."""
     return solve_by(partial(merge, options=PartitionOptions()), problem, "hilp")

@@ -1,23 +1,26 @@
-"""Mixed-integer programs through python-mip: build by rows of numbers, solve with limits, give a typed result.
+"""Mixed-integer programs through python-mip: build by rows of numbers, solve with limits, return a typed result.
 
-HiGHS is used where it is installed, else CBC, which python-mip always brings. One thread: HiGHS keeps one thread count
-for the life of a process, and these models gain nothing from more. A solve that runs out of time is never called
-infeasible.
+The backend is the first of HiGHS and CBC that solves a small program in this process. That a package is installed
+proves nothing: highspy 1.16 is there and has none of the functions that python-mip 2.0 calls. One thread: HiGHS keeps
+one thread count for the life of a process, and these models gain nothing from more. A solve that runs out of time is
+never called infeasible.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import mip
 
 from .base import SolveOptions, Status
 
 log = logging.getLogger("hiremate_lightning")
+BACKENDS = ("HIGHS", "CBC")  # python-mip's names, the preferred one first
 
 
 @dataclass
@@ -37,7 +40,7 @@ class Program:
     rows: list[tuple[str, list[tuple[int, float]], float, float]] = field(default_factory=list)
 
     def variable(self, cost: float, lower: float = 0.0, upper: float = 1.0, integer: bool = True) -> int:
-        """Add a variable and give its number."""
+        """Add a variable; return its number."""
         self.costs.append(cost)
         self.bounds.append((lower, upper))
         self.is_integer.append(integer)
@@ -48,7 +51,7 @@ class Program:
         self.rows.append((name, terms, lower, upper))
 
     def with_fixed(self, values: Sequence[float], free: Container[int]) -> Program:
-        """Give the program with its integer variables fixed at values that fit, except those that stay free."""
+        """Return the program with its integer variables fixed at values that fit, except those that stay free."""
         bounds = [
             bound if number in free or not integer else (value, value)
             for number, (bound, integer, value) in enumerate(zip(self.bounds, self.is_integer, values, strict=True))
@@ -75,10 +78,45 @@ class Result:
 
 
 def backend_name(options: SolveOptions) -> str:
-    """Name the solver that runs: the one asked for, else HiGHS where it is installed, else CBC."""
-    if options.backend:
-        return options.backend
-    return "HIGHS" if importlib.util.find_spec("highspy") is not None else "CBC"
+    """Name the backend that runs: the one asked for, else the first that works in this process."""
+    return options.backend or next((name for name in BACKENDS if not failure(name)), BACKENDS[0])
+
+
+@cache
+def failure(backend: str) -> str:
+    """Solve a small program with a backend, once in this process.
+
+    Returns:
+        Why that failed, in one line; empty where it worked.
+    """
+    program = Program()
+    program.row("two_of_three", [(program.variable(cost), 1.0) for cost in (2.0, 3.0, 5.0)], lower=2.0)
+    with _logs_of_python_mip() as logged:
+        try:
+            result = solve(program, SolveOptions(backend=backend), time_limit_s=10.0)
+        except Exception as error:  # python-mip raises a NameError where the library of CBC is missing
+            log.debug("%s does not work: %s", backend, logged, exc_info=True)
+            return " ".join((logged or [f"{type(error).__name__}: {error}"])[-1].split())
+    if result.status is not Status.OPTIMAL or abs(result.objective - 5.0) > 1e-6:
+        return f"a program whose optimum is 5 ended {result.status.value} at {result.objective:g}"
+    return ""
+
+
+@contextmanager
+def _logs_of_python_mip() -> Iterator[list[str]]:
+    """Collect what python-mip logs, which would go to the console."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("mip")
+    before = logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield logged
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = before
 
 
 def solve(

@@ -71,7 +71,7 @@ OTHERS: tuple[Callable[[Search], None], ...] = (
 )
 
 
-@strategy("portfolio")
+@strategy("portfolio", needs_programs=True)
 def portfolio(problem: Problem) -> Solution:
     """Refine the phased model from the best start at hand; the best of all strategies by replay."""
     search = begin(problem)

@@ -131,7 +131,7 @@ def solve_by(improve: Callable[[Search], None], problem: Problem, name: str) -> 
     return search.answer(name)
 
 
-@strategy("phases")
+@strategy("phases", needs_programs=True)
 def phases(problem: Problem) -> Solution:
     """Solve the phased model of the whole graph, refined where its replay passes the budget."""
     return solve_by(refine, problem, "phases")

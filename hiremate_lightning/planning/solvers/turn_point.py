@@ -158,7 +158,7 @@ def try_evictions(search: Search, deadline: float) -> None:
         search.repair(policy, deadline)
 
 
-@strategy("turn_point")
+@strategy("turn_point", needs_programs=True)
 def turn_point(problem: Problem) -> Solution:
     """Solve the turn-point model for several limits; the best replayed policy wins."""
     search = begin(problem)

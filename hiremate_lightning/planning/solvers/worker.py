@@ -1,6 +1,6 @@
 """Solving in a process of its own, so that a leak or a crash of a MIP solver does not reach the training.
 
-The process imports neither torch nor the script that is being run. It is started once, serves one problem after
+The process imports neither torch nor the script that is being run. It is started once, answers one question after
 another, and ends with the process that asked. Strategies that are not of this package, and all of them where no process
 can be started, run in place.
 """
@@ -15,17 +15,23 @@ import subprocess
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from typing import IO, Any
+from functools import cache, partial
+from typing import IO, Any, TypeVar
 
-from .base import Problem, Solution, Status, Strategy, get_strategy
+from ...errors import ConfigurationError, HiRemateWarning
+from . import mip_backend
+from .base import Problem, Solution, Status, Strategy, get_strategy, needs_programs
 
 log = logging.getLogger("hiremate_lightning")
 GRACE_S = 60.0  # after its time limit a solve is given up
+MENDING = "pip install --force-reinstall highsbox"
+READY, PROGRESS, ANSWER, ERROR = range(4)  # kinds of messages from the process
 Progress = Callable[[float, float], None]
+Answer = TypeVar("Answer")
 
 
 class WorkerLostError(Exception):
@@ -33,11 +39,16 @@ class WorkerLostError(Exception):
 
 
 class Worker:
-    """A process that solves problems, one at a time."""
+    """A process that solves problems, one at a time.
+
+    Attributes:
+        is_ready: Whether it has started to listen.
+    """
 
     def __init__(self) -> None:
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self._owner = os.getpid()
+        self.is_ready = False  # until its first message
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
@@ -63,29 +74,43 @@ class Worker:
         Raises:
             WorkerLostError: If there is no answer.
         """
+        request = replace(problem, options=replace(problem.options, progress=None))
+        solution = self._ask((request, name), limit_s, problem.options.progress)
+        assert isinstance(solution, Solution)
+        return solution
+
+    def failure(self, backend: str) -> str:
+        """Find out why a backend fails there; empty where it works.
+
+        Raises:
+            WorkerLostError: If there is no answer.
+        """
+        return str(self._ask(backend, GRACE_S))
+
+    def _ask(self, question: Any, limit_s: float, progress: Progress | None = None) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        progress = problem.options.progress
-        request = replace(problem, options=replace(problem.options, progress=None))
         watchdog = threading.Timer(limit_s, self._process.kill)
         watchdog.daemon = True
         watchdog.start()
         try:
-            _send(self._process.stdin, (request, name))
+            _send(self._process.stdin, question)
             while True:
-                answer = pickle.load(self._process.stdout)
-                if isinstance(answer, Solution):
-                    return answer
-                if isinstance(answer, str):
-                    raise WorkerLostError(answer)
-                if progress is not None:
+                kind, *answer = pickle.load(self._process.stdout)
+                self.is_ready = True
+                if kind == ANSWER:
+                    return answer[0]
+                if kind == ERROR:
+                    log.debug("The process of the solver raised:\n%s", answer[1])
+                    raise WorkerLostError(answer[0])
+                if kind == PROGRESS and progress is not None:
                     progress(*answer)
         except (EOFError, OSError, pickle.UnpicklingError) as error:
             self.close()
             raise WorkerLostError(f"the process of the solver ended with {self._process.returncode}") from error
         except WorkerLostError:
             raise
-        except BaseException:  # Ctrl-C too: an answer still to come would be taken for that of the next problem
+        except BaseException:  # Ctrl-C too: an answer still to come would be taken for that of the next question
             self.close()
             raise
         finally:
@@ -104,6 +129,7 @@ class Worker:
 
 _lock = threading.Lock()
 _worker: Worker | None = None
+_can_start = True
 
 
 def warm_up() -> None:
@@ -112,8 +138,51 @@ def warm_up() -> None:
         _running()
 
 
+def check_strategy(name: str) -> None:
+    """Check that a strategy can run where it will run; warn once where that takes longer than it should.
+
+    Raises:
+        ConfigurationError: If there is no strategy of that name, or if it needs a MIP solver and none works.
+    """
+    get_strategy(name)
+    failures = backend_failures() if needs_programs(name) else ()
+    if len(failures) == len(mip_backend.BACKENDS):
+        highs, cbc = failures
+        raise ConfigurationError(
+            f"No MIP solver works here, and solver={name!r} needs one. HiGHS failed: {highs}. CBC failed: {cbc}. "
+            f"Mend it with: {MENDING}"
+        )
+    if failures:
+        warnings.warn(
+            f"HiGHS does not work here ({failures[0]}), so CBC solves. Plans stay as good. Solving takes 1.3 times as "
+            f"long in the median, and up to 7 times as long. Mend it with: {MENDING}",
+            HiRemateWarning,
+            stacklevel=2,
+        )
+
+
+@cache
+def backend_failures() -> tuple[str, ...]:
+    """Find why MIP solvers fail where problems are solved, in the order of `BACKENDS`, up to the first that works."""
+    reasons = []
+    for backend in mip_backend.BACKENDS:
+        reason = backend_failure(backend)
+        if not reason:
+            break
+        reasons.append(reason)
+    return tuple(reasons)
+
+
+def backend_failure(backend: str) -> str:
+    """Find out why a MIP solver fails where problems are solved; empty where it works."""
+    try:
+        return _apart(lambda worker: worker.failure(backend), lambda: mip_backend.failure(backend))
+    except WorkerLostError as error:
+        return str(error)
+
+
 def apart(name: str) -> Strategy:
-    """Give a strategy that solves in the process of its own.
+    """Return a strategy that solves in the process of its own.
 
     Raises:
         ConfigurationError: If there is no strategy of that name.
@@ -125,20 +194,53 @@ def apart(name: str) -> Strategy:
 
 
 def _solve_apart(problem: Problem, name: str, in_place: Strategy) -> Solution:
+    if not problem.options.backend and needs_programs(name):
+        chosen = mip_backend.BACKENDS[len(backend_failures()) :][:1]
+        problem = replace(problem, options=replace(problem.options, backend="".join(chosen)))
+    limit_s = problem.options.time_limit_s + GRACE_S
+    try:
+        return _apart(lambda worker: worker.solve(problem, name, limit_s), lambda: in_place(problem))
+    except WorkerLostError as error:
+        _announce(str(error))
+        return Solution(name, Status.NOT_FOUND, stopped_by=f"a failure of the solver ({error})")
+
+
+@cache
+def _announce(reason: str) -> None:
+    """Warn once for each reason."""
+    log.warning(
+        "The solver failed (%s). The plan takes the least memory found instead, and more time than the budget needs. "
+        "Logging at level DEBUG shows where it failed.",
+        reason,
+    )
+
+
+def _apart(ask: Callable[[Worker], Answer], in_place: Callable[[], Answer]) -> Answer:
+    """Ask the process, or find the answer in place where none can be started.
+
+    Raises:
+        WorkerLostError: If the process that listened has no answer.
+    """
+    global _can_start
     with _lock:
         worker = _running()
         if worker is None:
-            return in_place(problem)
+            return in_place()
         try:
-            return worker.solve(problem, name, problem.options.time_limit_s + GRACE_S)
+            return ask(worker)
         except WorkerLostError as error:
-            log.warning("Solving was given up: %s", error)
-            return Solution(name, Status.NOT_FOUND, stopped_by=str(error))
+            if worker.is_ready:
+                raise
+            log.info("The process for solving does not start (%s): solving in place", error)
+            _can_start = False
+            return in_place()
 
 
 def _running() -> Worker | None:
-    """Give the process, started anew where it has ended; None where none can be started."""
+    """Return the process, started anew where it has ended; None where none can be started."""
     global _worker
+    if not _can_start:
+        return None
     if _worker is None or not _worker.is_usable:
         try:
             _worker = Worker()
@@ -155,23 +257,32 @@ def _send(stream: IO[bytes], message: Any) -> None:
 
 
 def _serve() -> None:
-    """Answer requests from the standard input until it ends; what solvers print goes nowhere."""
+    """Answer questions from the standard input until it ends; what solvers print goes nowhere."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    _send(answers, (READY,))
     while True:
         try:
-            problem, name = pickle.load(sys.stdin.buffer)
+            question = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-
-        def tell(best_ms: float, bound_ms: float) -> None:
-            _send(answers, (best_ms, bound_ms))
-
-        options = replace(problem.options, progress=tell)
         try:
-            _send(answers, get_strategy(name)(replace(problem, options=options)))
-        except Exception:  # whatever it is, the one who asked shall read it
-            _send(answers, traceback.format_exc())
+            _send(answers, (ANSWER, _answer(question, answers)))
+        except Exception as error:  # whatever it is, the one who asked shall read it
+            line = " ".join(str(error).split())
+            _send(answers, (ERROR, f"{type(error).__name__}: {line}", traceback.format_exc()))
+
+
+def _answer(question: Any, answers: IO[bytes]) -> Solution | str:
+    """Solve a problem by a strategy, or find out why a backend fails."""
+    if isinstance(question, str):
+        return mip_backend.failure(question)
+    problem, name = question
+
+    def tell(best_ms: float, bound_ms: float) -> None:
+        _send(answers, (PROGRESS, best_ms, bound_ms))
+
+    return get_strategy(name)(replace(problem, options=replace(problem.options, progress=tell)))
 
 
 if __name__ == "__main__":
