@@ -11,7 +11,7 @@ help:
 	@echo "make docs       build the site of the documents into site/"
 
 demo:
-	@bash -c 'source .ci/setup.sh && exec "$$python" examples/gpt.py $(ARGS)'
+	@bash -c 'source .ci/setup.sh demo && exec "$$python" examples/gpt.py $(ARGS)'
 
 test:
 	@.ci/test.sh $(ARGS)
@@ -23,4 +23,4 @@ typecheck:
 	@.ci/typecheck.sh
 
 docs:
-	@bash -c 'source .ci/setup.sh && NO_MKDOCS_2_WARNING=1 exec "$$python" -m mkdocs build $(ARGS)'
+	@bash -c 'source .ci/setup.sh all && NO_MKDOCS_2_WARNING=1 exec "$$python" -m mkdocs build $(ARGS)'

@@ -1,5 +1,8 @@
 #!/usr/bin/env bash
-# Make the development environment .venv, or leave it alone if it is up to date. Other scripts source this file.
+# Make the environment .venv, or leave it alone if it is up to date. Other scripts source this file.
+#
+#     source .ci/setup.sh all      all that tests, checks, documents and examples need
+#     source .ci/setup.sh demo     the package alone, with what it needs
 #
 # torch goes first, alone and pinned: whatever is installed after it then finds it there, and asks for no other build.
 # The versions are those of constraints.txt. PYTHON=... chooses another interpreter for a new environment.
@@ -7,6 +10,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python
 stamp=.venv/.installed
+demo_stamp=.venv/.installed-demo
 
 find_python() {
     local name
@@ -20,6 +24,20 @@ find_python() {
     return 1
 }
 
+# Install, and name what is downloaded. Python compiles what it imports when it first does, which is a small part of it all.
+install() {
+    local said
+    said="$(mktemp)"
+    if ! "$python" -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt "$@" 2>&1 |
+        tee "$said" | sed -u -n -e 's/^ *Downloading \([^ ]*\) \(([0-9.]* [MG]B)\)/    downloading \1 \2/p' \
+        -e 's/^Installing collected.*/    unpacking/p'; then
+        cat "$said" >&2
+        rm -f "$said"
+        return 1
+    fi
+    rm -f "$said"
+}
+
 # timm brings torchvision along. Where that is built for another torch than the one here (its public builds need CUDA's), it fails to
 # import, and everything that looks for it fails too, Lightning among them. Nothing but tests of timm wants it.
 drop_unusable_torchvision() {
@@ -29,30 +47,45 @@ drop_unusable_torchvision() {
     fi
 }
 
-set_up() {
-    local wanted name install
-    # The place belongs to it too: an environment that was moved still points to where it was made.
-    wanted="$(cat pyproject.toml constraints.txt .ci/setup.sh | cksum) $PWD"
-    if [[ -x $python && -f $stamp && $(<"$stamp") == "$wanted" ]]; then
-        return
-    fi
-    rm -f "$stamp"
+make_environment() {
+    local name
     if [[ ! -x $python ]] || ! "$python" -m pip --version >/dev/null 2>&1; then
         name="$(find_python)"
-        echo "Setting up .venv with $("$name" --version), once; this takes a few minutes"
+        echo "Setting up .venv with $("$name" --version), once"
         rm -rf .venv
         "$name" -m venv .venv
     else
         echo "Updating .venv"
     fi
-    install=("$python" -m pip install -qq --disable-pip-version-check --constraint constraints.txt)
-    echo "  torch, pinned"
-    "${install[@]}" torch
-    echo "  hiremate-lightning and what it needs"
-    "${install[@]}" --editable ".[dev,models,examples,docs]"
-    drop_unusable_torchvision
-    echo "$wanted" >"$stamp"
+}
+
+is_stamped() {
+    [[ -x $python && -f $1 && $(<"$1") == "$wanted" ]]
+}
+
+set_up() {
+    # The place belongs to it too: an environment that was moved still points to where it was made.
+    local wanted
+    wanted="$(cat pyproject.toml constraints.txt .ci/setup.sh | cksum) $PWD"
+    if is_stamped "$stamp" || { [[ $1 == demo ]] && is_stamped "$demo_stamp"; }; then
+        return
+    fi
+    if ! is_stamped "$demo_stamp"; then
+        rm -f "$stamp" "$demo_stamp"
+        make_environment
+        echo "  torch, pinned"
+        install torch
+        echo "  hiremate-lightning and what it needs"
+        install --editable .
+        echo "$wanted" >"$demo_stamp"
+    fi
+    if [[ $1 == all ]]; then
+        echo "  what tests, checks and documents need"
+        install --editable ".[dev,models,examples,docs]"
+        drop_unusable_torchvision
+        echo "$wanted" >"$stamp"
+    fi
     echo "  done in $SECONDS s"
 }
 
-set_up
+set_up "$1"

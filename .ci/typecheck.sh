@@ -3,7 +3,7 @@
 #
 # mypy reads folders, not package-dir mappings: in the checkout it would miss hiremate_lightning.callbacks. So it reads a
 # copy in which the callbacks lie where an installed package has them.
-source "$(dirname "$0")/setup.sh"
+source "$(dirname "$0")/setup.sh" all
 root=$PWD
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT

@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# Install the package as a stranger does, in an environment of its own, and run the tests marked `install` there.
+#
+#     .ci/test-install.sh latest    the newest release of all that the package needs, without constraints.txt
+#     .ci/test-install.sh oldest    the oldest releases that pyproject.toml allows
+#
+# torch alone is neither: it is that of .venv, linked, because PyTorch's public builds bring gigabytes of CUDA along. So these two watch
+# over all other packages. HIREMATE_TORCH=2.14.1 installs that release in its place, and PYTHON=python3.13 takes another interpreter
+# for it. Further arguments go to pytest.
+set -euo pipefail
+which="${1:?latest or oldest}"
+shift
+if [[ -z ${HIREMATE_TORCH:-} ]]; then
+    unset PYTHON # what is linked is built for one interpreter
+fi
+source "$(dirname "$0")/setup.sh" demo
+place="$PWD/.venv-$which"
+own="$place/bin/python"
+
+link_torch() {
+    local from to
+    from="$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    to="$("$own" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    (shopt -s nullglob && ln -s "$from"/{torch,torchgen,functorch,triton,nvidia,cuda}{,[-_]*} "$to")
+}
+
+# The lower bounds of the package's own requirements and of the others named, as exact versions.
+lower_bounds() {
+    local name
+    sed -n '/^dependencies = \[/,/^\]/p' pyproject.toml | sed -n 's/^ *"\([a-z]*\)>=\([0-9.]*\).*/\1==\2/p' | grep -v '^torch=='
+    for name in "$@"; do
+        grep -o "\"$name>=[0-9.]*" pyproject.toml | tr -d '"' | sed 's/>=/==/'
+    done
+}
+
+echo "Installing the $which releases into ${place##*/}, with torch ${HIREMATE_TORCH:-of .venv}"
+rm -rf "$place"
+if [[ -n ${HIREMATE_TORCH:-} ]]; then
+    "$(find_python)" -m venv "$place"
+    "$own" -m pip install -qq --no-compile "torch==$HIREMATE_TORCH"
+else
+    "$python" -m venv "$place"
+    link_torch
+fi
+torch="torch==$("$own" -c 'from importlib.metadata import version; print(version("torch"))')"
+if [[ $which == latest ]]; then
+    versions=(transformers)
+else
+    mapfile -t versions < <(lower_bounds transformers)
+fi
+"$own" -m pip install -qq --no-compile --disable-pip-version-check "$torch" "${versions[@]}" pytest .
+"$own" -m pip check
+"$own" -m pip list --format freeze | grep -E '^(torch|lightning|accelerate|mip|highsbox|cbcbox|numpy|rich|transformers)==' | tr '\n' ' '
+echo
+
+# The tests run beside the installed package, not beside the checkout's.
+mkdir "$place/checkout"
+cp -R tests README.md pyproject.toml "$place/checkout"
+cd "$place/checkout"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+"$place/bin/hiremate" doctor
+# New releases warn of what will change one day. Our own warnings, of what does not work now, are errors.
+exec "$own" -m pytest -m install tests/test_install.py -o filterwarnings=default -W error::hiremate_lightning.HiRemateWarning "$@"
