@@ -118,7 +118,7 @@ def test_every_link_to_a_heading_finds_it(page: Path) -> None:
 def test_every_page_is_in_the_navigation() -> None:
     listed = re.findall(r": ([a-z_]+\.md)$", read(ROOT / "mkdocs.yml"), flags=re.MULTILINE)
 
-    assert sorted(listed) == [page.name for page in PAGES]
+    assert sorted(listed) == sorted([*(page.name for page in PAGES), NOTEBOOK.with_suffix(".md").name])
 
 
 def _links(page: Path) -> list[str]:
@@ -272,5 +272,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "WARNING" not in result.stderr
     made = read(tmp_path / "site" / "api" / "index.html")
     assert all(name in made for name in ("HiRemateCallback", "find_max_batch_size", "InfeasibleBudgetError"))
+    notebook = read(tmp_path / "site" / "rematerialization" / "index.html")
+    assert "16 gradients are equal, bit for bit" in notebook
+    assert "<svg " in notebook
+    assert 'href="../rematerialization/"' in read(tmp_path / "site" / "concepts" / "index.html")
     pages = {page.stem for page in PAGES} - {"index"}
     assert pages <= {path.name for path in (tmp_path / "site").iterdir()}

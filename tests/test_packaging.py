@@ -105,6 +105,16 @@ def test_commands_in_the_text_exist(name: str) -> None:
     assert used <= targets
 
 
+def test_what_the_readme_links_to_is_in_the_source_distribution() -> None:
+    manifest = (ROOT / "MANIFEST.in").read_text(encoding="utf-8")
+    folders = set(re.findall(r"^graft (\S+)", manifest, flags=re.MULTILINE)) | {"hiremate_lightning"}
+    files = {name for line in re.findall(r"^include (.*)", manifest, flags=re.MULTILINE) for name in line.split()}
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+
+    assert links
+    assert not [link for link in links if link.split("/")[0] not in folders | files | {"LICENSE"}]
+
+
 def _code_in(markdown: str) -> str:
     return "\n".join(re.findall(r"```.*?```|`[^`\n]+`|^    .*$", markdown, flags=re.DOTALL | re.MULTILINE))
 

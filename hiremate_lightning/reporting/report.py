@@ -32,7 +32,7 @@ from .terminal import FAINT, plan_table
 LOGGER = logging.getLogger("hiremate_lightning")
 LONG_S = 5.0  # a stage that takes longer is named where no progress can be drawn
 PAGE = "hiremate_plan.html"
-CALLS = 'plan.summary() shows more, hiremate_lightning.write_html(plan, "plan.html") all of it'
+CALLS = 'verbose="full" shows a table, hiremate_lightning.write_html(get_plan(model), "plan.html") writes a page'
 
 
 class Reporter:
@@ -171,10 +171,11 @@ class Reporter:
 
     def measured(self, plan: Plan) -> None:
         """Show what was measured of a plan beside what it predicted, and where to read more of the largest step."""
-        self.note(measured_line(plan))
+        lines = [measured_line(plan)]
         if not self.is_silent and plan.unplanned_peak_bytes >= self._largest_bytes:
             self._largest_bytes = plan.unplanned_peak_bytes + 1  # said once
-            self.note(f"{plan_title(plan)}, more: {self._page_of(plan)}")
+            lines.append(f"{plan_title(plan)}, more: {self._page_of(plan)}")
+        self.note(*lines)
 
     def _page_of(self, plan: Plan) -> str:
         """Write the page of a plan, and return its path; or the calls that show more."""
