@@ -276,6 +276,7 @@ def test_an_unknown_option_is_refused_with_the_valid_ones():
     [
         ({"options": {"budget": "10 bananas"}}, BudgetError, "'bananas' is not one of the units"),
         ({"options": {"solver": "oracle"}}, ConfigurationError, "Unknown solver 'oracle'"),
+        ({"options": {"bugdet": "1 GiB"}}, ConfigurationError, "has no option 'bugdet'. Did you mean 'budget'?"),
         ({"options": {"max_plans": 0}}, ConfigurationError, "max_plans must be at least 1"),
         ({"mode": "max-autotune"}, ConfigurationError, "has no modes, found mode='max-autotune'. Pass options="),
     ],
@@ -303,7 +304,7 @@ def test_a_function_around_a_planned_model_is_refused_with_what_to_write():
 def test_a_planned_model_that_is_compiled_is_refused_with_what_to_write(backend):
     model = hiremate(Halves(), "1 GiB", verbose=False)
 
-    with pytest.raises(Exception, match=r"ConfigurationError.*around a module that is planned.*without torch\.compile"):
+    with pytest.raises(ConfigurationError, match=r"^A torch\.compile is around a module that is planned.*without torch"):
         torch.compile(model, backend=backend)(torch.randn(ROWS, WIDTH))
 
 

@@ -151,6 +151,7 @@ def test_shards_kept_on_the_cpu_are_refused():
         (lambda: nn.DataParallel(Net()), "DataParallel copies modules at every step. Use DistributedDataParallel"),
         (lambda: torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), "TorchScript"),
         (lambda: "model", "Expected a torch.nn.Module"),
+        (lambda: Net, "Expected a torch.nn.Module to plan, found the class Net. Make one of it."),
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit.trace:FutureWarning")

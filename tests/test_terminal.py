@@ -133,6 +133,12 @@ def test_a_plan_over_its_budget_says_so_in_capitals():
     assert "3.69 MiB planned (1.00 MiB OVER the budget)" in render(plan_table(over))
 
 
+def test_an_advice_stands_in_the_table():
+    plan = blocks_plan(4)
+    tight = replace(plan, budget_bytes=plan.resident_bytes + 1)
+    assert "advice    1.91 MiB of the budget exist before the step" in render(plan_table(tight), 110)
+
+
 def test_estimated_times_are_called_estimates():
     plan = blocks_plan(2)
     estimated = replace(plan, profile=replace(plan.profile, device="estimate"))

@@ -29,7 +29,7 @@ import torch
 from torch import fx, nn
 
 from ..capturing.capture import Captured
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, did_you_mean
 from ..options import make_options
 from ..planning.plan import Plan
 from ..running.execution import Part
@@ -95,8 +95,9 @@ def _check_names(options: Mapping[str, Any]) -> dict[str, Any]:
     valid = list(inspect.signature(make_options).parameters)
     unknown = [name for name in options if name not in valid]
     if unknown:
+        names, hint = ", ".join(map(repr, unknown)), did_you_mean(unknown[0], valid)
         raise ConfigurationError(
-            f"The backend 'hiremate' has no option {', '.join(map(repr, unknown))}. Valid options: {', '.join(valid)}."
+            f"The backend 'hiremate' has no option {names}.{hint} Valid options: {', '.join(valid)}."
         )
     return {"budget": "auto", **options}
 

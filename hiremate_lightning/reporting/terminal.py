@@ -22,7 +22,7 @@ from ..planning.plan import Plan, budget_words, over_words, plan_title, planning
 from ..records.graph import Phase
 from ..records.simulation import Simulation
 from ..units import format_bytes, format_ratio, format_time
-from .breakdown import ModuleRow, add_uses, module_rows, place_words
+from .breakdown import ModuleRow, add_uses, advice_lines, module_rows, place_words
 
 MAX_WIDTH = 110  # columns; wider tables are harder to read along a row
 TIMELINE_ROWS = 8
@@ -116,6 +116,8 @@ def _facts(plan: Plan, glyphs: Glyphs) -> Table:
     grid.add_row("time", _time_text(plan, glyphs))
     grid.add_row("solver", Text(solver_words(plan)))
     grid.add_row("planning", Text(planning_words(plan)))
+    for line in advice_lines(plan):
+        grid.add_row("advice", Text(line))
     return grid
 
 

@@ -31,6 +31,10 @@ def refuse(root: nn.Module) -> None:
     Raises:
         ConfigurationError: If the model is compiled, checkpointed, sharded or replicated already, or is no module.
     """
+    if isinstance(root, type):
+        raise ConfigurationError(
+            f"Expected a torch.nn.Module to plan, found the class {root.__name__}. Make one of it."
+        )
     if not isinstance(root, nn.Module):
         raise ConfigurationError(f"Expected a torch.nn.Module to plan, found {type(root).__name__}.")
     refuse_each(root, lambda module: _reason_to_refuse(module) or reason_of_others(module))

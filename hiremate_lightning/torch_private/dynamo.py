@@ -369,9 +369,9 @@ def tell_of_failure(error: Exception) -> None:
 
 
 def reason_of(error: CompileError) -> str:
-    """Return why Dynamo failed: the error of the user's own code and its line, where there is one."""
+    """Return why Dynamo failed: the error of the user's own code and its line, or else Dynamo's own words."""
     if not isinstance(error, TorchRuntimeError):
-        return str(error)
+        return _with_explanation(_in_brief(error))
     found: BaseException = error
     while (inner := found.__cause__ or found.__context__) is not None and (
         isinstance(found, CompileError) or repr(inner) in str(found)
