@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import re
 import traceback
 import warnings
 from collections import Counter
@@ -549,7 +550,15 @@ def test_a_budget_that_cannot_be_met_beside_uncaptured_code_says_what_that_is():
         train()
     said = "".join(traceback.format_exception(caught.value))
     assert "What ends its graphs: " in said
-    assert "look_at" in said.partition("What ends its graphs: ")[2]
+    reason = said.partition("What ends its graphs: ")[2]
+    assert "look_at" in reason
+    assert re.search(r"\(at \S*test_targets\.py:\d+, in forward\)", reason)
+    assert "Code between captured graphs has no plan" in said
+
+    other = hiremate(Looking(), "20%", verbose=False, on_infeasible="warn")
+    with pytest.warns(HiRemateWarning, match=r"Nothing fits the budget.*look_at.*test_targets\.py:\d+"):
+        for _ in range(2):
+            other(torch.randn(4096, 32)).square().mean().backward()
 
 
 class BreaksInALoop(Net):

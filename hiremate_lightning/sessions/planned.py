@@ -56,6 +56,7 @@ class PlannedKinds:
         stages: Shows the stages of planning, and counts their time.
         watching: Decides which steps are measured.
         say: Warns.
+        say_over: Warns of a step above its budget, and names what may be the cause.
 
     Attributes:
         options: What was asked for; the budget may change.
@@ -74,6 +75,7 @@ class PlannedKinds:
         stages: Stages,
         watching: WatchPolicy,
         say: Callable[[str], None],
+        say_over: Callable[[str], None],
     ) -> None:
         self.options = options
         self.plans: dict[Kind, Plan] = {}
@@ -81,6 +83,7 @@ class PlannedKinds:
         self.first_steps = FirstSteps(stages)
         self.listeners: list[Callable[[Plan], None]] = []
         self._name, self._memory, self._parts, self._stages, self._say = name, memory, parts, stages, say
+        self._say_over = say_over
         self._watching = watching
         self._known: dict[Kind, Known] = {}
         self._limits = self._new_limits()
@@ -274,7 +277,7 @@ class PlannedKinds:
         if peak_bytes > CLEARLY_MORE * self._least_said.get(kind, 0):
             self._least_said[kind] = peak_bytes
             least, budget = format_bytes(peak_bytes), format_bytes(self.plans[kind].budget_bytes)
-            self._say(f"Nothing fits the budget of {budget}: the step runs at the least memory found, {least}.")
+            self._say_over(f"Nothing fits the budget of {budget}: the step runs at the least memory found, {least}.")
 
     def adapt(self, kind: Kind, resident: Resident) -> None:
         """Meet what exists before this step: the plan stays where it still fits, else the step is planned anew."""
@@ -346,7 +349,7 @@ class PlannedKinds:
             return
         text = f"The measured peak {format_bytes(peak_bytes)} is {format_bytes(excess)} above the budget"
         if known.corrections == CORRECTIONS:
-            self._say(
+            self._say_over(
                 f"{text}, after planning with a margin: something outside of the planned modules takes the memory."
             )
             return
@@ -356,7 +359,7 @@ class PlannedKinds:
             self._make_plan(kind)
         except InfeasibleBudgetError:
             self._known[kind] = replace(known, corrections=known.corrections + 1)
-            self._say(f"{text}, and no plan leaves that margin: the plan stays.")
+            self._say_over(f"{text}, and no plan leaves that margin: the plan stays.")
         else:
             log.info("%s: planned again, with that margin", text)
 

@@ -53,6 +53,7 @@ from .watching import Saw, Watch, WatchPolicy
 log = logging.getLogger("hiremate_lightning")
 
 SMALL = 0.02  # of what the budget leaves for a step: code of other sizes each time may take it without a plan
+REASONS = 5  # why graphs end that are listed, those first that end most
 CAPTURES = 8  # in as many steps, one after the other, are announced: it goes on like that
 
 
@@ -78,7 +79,9 @@ class Session:
         self._memory = ResidentMemory(root, self.parts.waiting)
         self._watching = WatchPolicy()
         memory, stages = self._memory, self.stages
-        self._planned = PlannedKinds(options, self._name, memory, self.parts, stages, self._watching, self.say)
+        self._planned = PlannedKinds(
+            options, self._name, memory, self.parts, stages, self._watching, self.say, self._say_over
+        )
         self._kinds, self._first_steps = self._planned.kinds, self._planned.first_steps
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
         self._plain_steps = PlainSteps()
@@ -485,8 +488,8 @@ class Session:
                 code = self._planned.same_code(record.signature)
                 self._plain_steps.learn(record.signature, self._finished_calls, code)
         except InfeasibleBudgetError as error:
-            if reasons := self.why_uncaptured():
-                explain(error, f"hiremate: What runs outside of captured code takes memory too.{reasons}")
+            if reasons := self._why_over():
+                explain(error, f"hiremate:{reasons}")
             raise
 
     def _begin_record(self, arguments: list[torch.Tensor]) -> StepRecord:
@@ -597,8 +600,22 @@ class Session:
 
     def why_uncaptured(self) -> str:
         """Say, as a sentence or not at all, what has ended torch.compile's graphs since this session began."""
-        reasons = dynamo.graph_breaks() - self._breaks
-        return f" What ends its graphs: {'; '.join(reasons)}." if reasons else ""
+        reasons = [reason for reason, _ in (dynamo.graph_breaks() - self._breaks).most_common()]
+        others = f"; and {len(reasons) - REASONS} more" if len(reasons) > REASONS else ""
+        return f" What ends its graphs: {'; '.join(reasons[:REASONS])}{others}." if reasons else ""
+
+    def _why_over(self) -> str:
+        """Return, as sentences or "", what graphs that end within the model have to do with a budget that is not met."""
+        reasons = self.why_uncaptured()
+        if not reasons:
+            return ""
+        return (
+            " Code between captured graphs has no plan, and what one graph hands to the next is kept. Code that "
+            f"torch.compile can capture needs less.{reasons}"
+        )
+
+    def _say_over(self, text: str) -> None:
+        self.say(text, self._why_over())
 
     def say(self, text: str, found: str = "") -> None:
         """Warn, once for each text, whatever was found."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import re
 import os
 import types
 import warnings
@@ -312,6 +313,7 @@ _SETTINGS: dict[str, Any] = {
 if hasattr(dynamo_config, "inline_invoke_subgraph"):
     _SETTINGS["inline_invoke_subgraph"] = True
 _WHY = "Explanation: "  # begins a line of a reason for a graph break
+_SITE = re.compile(r"^.*/site-packages/")
 _GOT, _LINE_END = ": got ", r"\n"  # in such a line, before an error as Python represents it, and in that
 _TOOLS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _GUARDS_LOG = logging.getLogger("torch._guards")
@@ -388,10 +390,16 @@ def is_of_tools(file: str) -> bool:
 
 
 def graph_breaks() -> Counter[str]:
-    """Count what has ended graphs in this process, by torch.compile's reasons in brief."""
-    found = Counter[str]()
-    for reason, count in counters["graph_break"].items():
-        found[_with_explanation(reason)] += count
+    """Count what has ended graphs in this process: torch.compile's reasons in brief, each with its place in the code."""
+    found, placed = Counter[str](), set[str]()
+    for ended in graph_break_reasons:
+        if ended.graph_break and ended.user_stack:
+            reason, frame = _with_explanation(ended.reason), ended.user_stack[-1]
+            placed.add(reason)
+            found[f"{reason} (at {_SITE.sub('', frame.filename)}:{frame.lineno}, in {frame.name})"] += 1
+    for text, count in counters["graph_break"].items():
+        if _with_explanation(text) not in placed:
+            found[_with_explanation(text)] += count
     return found
 
 
