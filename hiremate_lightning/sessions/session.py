@@ -605,7 +605,7 @@ class Session:
         return f" What ends its graphs: {'; '.join(reasons[:REASONS])}{others}." if reasons else ""
 
     def _why_over(self) -> str:
-        """Return, as sentences or "", what graphs that end within the model have to do with a budget that is not met."""
+        """Return, as sentences or "", why code that ends graphs may be what a budget is not met for."""
         reasons = self.why_uncaptured()
         if not reasons:
             return ""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import re
 import os
+import re
 import types
 import warnings
 import weakref
@@ -390,7 +390,7 @@ def is_of_tools(file: str) -> bool:
 
 
 def graph_breaks() -> Counter[str]:
-    """Count what has ended graphs in this process: torch.compile's reasons in brief, each with its place in the code."""
+    """Count what has ended graphs in this process: torch.compile's reasons in brief, with their places in the code."""
     found, placed = Counter[str](), set[str]()
     for ended in graph_break_reasons:
         if ended.graph_break and ended.user_stack:
