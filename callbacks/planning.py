@@ -20,9 +20,8 @@ from hiremate_lightning.sessions.step_target import StepTarget
 from hiremate_lightning.sessions.targets import Target, Targets
 
 UNSUPPORTED_STRATEGIES = {
-    "FSDPStrategy": "its parameters are sharded while the plan runs. Use strategy='ddp'.",
-    "ModelParallelStrategy": "its parameters are sharded while the plan runs. Use strategy='ddp'.",
-    "DeepSpeedStrategy": "DeepSpeed schedules memory itself. Use strategy='ddp'.",
+    "FSDPStrategy": "FSDP1 flattens the parameters of each unit. Use ModelParallelStrategy or strategy='ddp'.",
+    "DeepSpeedStrategy": "DeepSpeed schedules memory itself. Use ModelParallelStrategy or strategy='ddp'.",
     "SingleDeviceXLAStrategy": "XLA decides on memory itself. Train on CUDA or on the CPU.",
     "XLAStrategy": "XLA decides on memory itself. Train on CUDA or on the CPU.",
 }

@@ -6,6 +6,7 @@ Each case trains twice, plain and planned, from the same random states. What is 
 from __future__ import annotations
 
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ import torch
 from hiremate_lightning.planning import shared_solving
 
 from .processes import leave
+from .sharded_tools import TOOLS, too_small
 from .sharding import CASES, HEAVY, train
 from .shared_memory import SharedMemory
+
+TOO_SMALL = "too small for one rank"
 
 
 def main(folder: Path, wanted: list[str]) -> None:
@@ -27,6 +31,13 @@ def main(folder: Path, wanted: list[str]) -> None:
     for case in (*CASES, *HEAVY):
         if not wanted or case.name in wanted:
             found[case.name] = tuple(train(case, rank, memory, planned) for planned in (False, True))
+    for name, train_with in TOOLS.items():
+        if not wanted or name in wanted:
+            found[name] = tuple(train_with(rank, planned) for planned in (False, True))
+    if not wanted or TOO_SMALL in wanted:
+        start = time.perf_counter()
+        texts = [too_small(rank, budgets) for budgets in (("4 MiB", "500 KiB"), ("500 KiB", "4 MiB"))]
+        found[TOO_SMALL] = texts, time.perf_counter() - start
     torch.save(found, folder / f"{rank}.pt")
     leave()
 

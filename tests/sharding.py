@@ -73,6 +73,11 @@ class Case:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def splits(self) -> bool:
+        """Whether collectives run inside of blocks."""
+        return self.parts and self.mesh[-1] > 1
+
 
 @dataclass
 class Left:
@@ -193,6 +198,7 @@ CASES = [
 parts = partial(Case, parts=True, blocks=True)
 CASES += [
     parts("parts of blocks", gpt),
+    parts("parts of blocks, and of rows between them", llama, sequence=True),
     parts("one shard of parts of blocks", gpt, mesh=(1, 2)),
     parts("shards of blocks in one part", gpt, mesh=(2, 1)),
 ]

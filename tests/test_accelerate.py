@@ -185,7 +185,7 @@ def fake(kind: DistributedType, dynamo: DynamoBackend = DynamoBackend.NO) -> Sim
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (DistributedType.FSDP, "its parameters are sharded while the plan runs"),
+        (DistributedType.FSDP, "FSDP1 flattens the parameters of each unit. Set fsdp_version: 2"),
         (DistributedType.DEEPSPEED, "DeepSpeed schedules memory itself"),
         (DistributedType.MEGATRON_LM, "Megatron-LM splits and recomputes layers itself"),
         (DistributedType.XLA, "XLA decides on memory itself"),
@@ -197,6 +197,13 @@ def test_what_cannot_work_is_refused_by_name(kind, reason):
     with pytest.raises(ConfigurationError, match=f"{kind.value}.*{reason}"):
         prepare_hiremate(fake(kind), model, budget="70%")
     assert model._compiled_call_impl is None
+
+
+def test_checkpointing_by_the_plugin_of_fsdp_is_refused():
+    sharding = fake(DistributedType.FSDP)
+    sharding.is_fsdp2, sharding.state.fsdp_plugin = True, SimpleNamespace(activation_checkpointing=True)
+    with pytest.raises(ConfigurationError, match="Set fsdp_activation_checkpointing: false"):
+        prepare_hiremate(sharding, make(), budget="70%")
 
 
 def test_compiling_with_accelerate_is_refused():

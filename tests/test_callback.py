@@ -339,8 +339,7 @@ def test_two_callbacks_are_refused():
 @pytest.mark.parametrize(
     ("strategy", "reason"),
     [
-        ("FSDPStrategy", "its parameters are sharded while the plan runs. Use strategy='ddp'"),
-        ("ModelParallelStrategy", "its parameters are sharded while the plan runs. Use strategy='ddp'"),
+        ("FSDPStrategy", "FSDP1 flattens the parameters of each unit. Use ModelParallelStrategy or strategy='ddp'"),
         ("DeepSpeedStrategy", "DeepSpeed schedules memory itself"),
         ("SingleDeviceXLAStrategy", "XLA decides on memory itself"),
     ],

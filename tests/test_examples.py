@@ -17,6 +17,7 @@ SMALL = {
     "gpt": "--budget 60% --steps 8 --blocks 4 --width 64 --context 64 --batch 16",
     "unet": "--budget 60% --steps 8 --width 8 --side 96 --batch 4",
     "largest_batch": "--budget '12 MiB' --blocks 1 --width 32 --steps 3",
+    "fsdp2": "--steps 4 --blocks 2 --width 32 --context 64 --batch 8",
     "plain": "--steps 4 --batch 1024",
     "accelerate_lm": "--steps 5 --layers 1 --batch 4",
     "transformers_trainer": "--steps 5 --layers 1 --batch 4 --cpu",
@@ -75,6 +76,14 @@ def test_the_plain_example_trains_and_tells_its_plan(tmp_path: Path) -> None:
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     assert re.search(r"^planned peak +[0-9.]+ MiB$", printed, flags=re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_sharded_example_is_equal_in_less_memory(tmp_path: Path) -> None:
+    printed = run_example("fsdp2", 0, tmp_path)
+
+    assert "yes, bit for bit" in printed
+    assert re.search(r"^peak of a step +[0-9.]+ [MK]iB without a plan, [0-9.]+ [MK]iB with one$", printed, re.MULTILINE)
 
 
 @pytest.mark.slow

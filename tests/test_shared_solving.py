@@ -205,6 +205,16 @@ def test_ranks_agree_again_after_one_of_them_planned_alone(store, rank):
     assert first.recompute == second.recompute
 
 
+def test_a_rank_that_plans_a_step_again_waits_less(ranks, store):
+    own = SharedSolving(get_strategy("none"), store, 0, 2, 60.0, patience_again_s=0.0)
+    together(lambda: own.agree(problem()), lambda: ranks[1].plan(problem()))
+    start = time.perf_counter()
+
+    assert own.agree(again := problem()) is again
+
+    assert time.perf_counter() - start < 10
+
+
 def test_another_step_is_not_waited_for(store):
     other, own = Rank(0, store, patience_s=0.0), Rank(1, store, patience_s=0.0)
     other.plan(problem_of(transformer(5), 2 * BUDGET))

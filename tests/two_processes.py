@@ -107,7 +107,7 @@ def timed(run_it: Callable[[], Outcome]) -> tuple[Outcome, float]:
 def main(folder: Path) -> None:
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=120))  # who hangs fails
     rank = torch.distributed.get_rank()
-    shared_solving.PATIENCE_S = 60.0  # a machine that is busy must not decide on the outcome
+    shared_solving.PATIENCE_S = shared_solving.PATIENCE_AGAIN_S = 60.0  # a busy machine must not decide on the outcome
     found: dict[Any, Any] = {}
     for script in SCRIPTS:
         plain = replace(script, place=None)
@@ -124,7 +124,7 @@ def main(folder: Path) -> None:
         parts.measure = lambda *args, **options: (time.sleep(SLOW_S), measure(*args, **options))[1]
     found["slow"] = timed(lambda: run(script, rank))
     parts.measure = measure
-    shared_solving.PATIENCE_S = 1.0  # nobody will come
+    shared_solving.PATIENCE_S = shared_solving.PATIENCE_AGAIN_S = 1.0  # nobody will come
     found["one plan"] = timed(lambda: run(replace(script, place=("before", None)[rank]), rank))
     torch.save(found, folder / f"{rank}.pt")
     leave()

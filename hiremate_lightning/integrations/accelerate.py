@@ -25,8 +25,8 @@ from ..sessions.targets import Target, targets_of
 ENVIRONMENT_BUDGET = "HIREMATE_BUDGET"
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 REASONS = {
-    "FSDP": "its parameters are sharded while the plan runs. Launch with --multi_gpu (DDP) instead.",
-    "DEEPSPEED": "DeepSpeed schedules memory itself. Launch with --multi_gpu (DDP) instead.",
+    "FSDP": "FSDP1 flattens the parameters of each unit. Set fsdp_version: 2, or launch with --multi_gpu (DDP).",
+    "DEEPSPEED": "DeepSpeed schedules memory itself. Launch with FSDP and fsdp_version: 2, or with --multi_gpu (DDP).",
     "MEGATRON_LM": "Megatron-LM splits and recomputes layers itself. Launch with --multi_gpu (DDP) instead.",
     "XLA": "XLA decides on memory itself. Train on CUDA devices or on the CPU.",
 }
@@ -112,7 +112,15 @@ def _chosen_budget() -> str:
 
 def _refuse(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
-    if kind not in SUPPORTED:
+    is_sharded = kind == DistributedType.FSDP and getattr(
+        accelerator, "is_fsdp2", False
+    )  # old releases have FSDP1 alone
+    if is_sharded and accelerator.state.fsdp_plugin.activation_checkpointing:
+        raise ConfigurationError(
+            "prepare_hiremate can't plan what Accelerate's FSDP plugin checkpoints: a plan replaces activation "
+            "checkpointing. Set fsdp_activation_checkpointing: false."
+        )
+    if kind not in SUPPORTED and not is_sharded:
         reason = REASONS.get(kind.value, "it was never tried. Launch one process, or with --multi_gpu (DDP).")
         raise ConfigurationError(f"prepare_hiremate can't plan under {kind.value}: {reason}")
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:

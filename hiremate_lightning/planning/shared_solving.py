@@ -28,7 +28,8 @@ from ..records.graph import Graph
 from .solvers.base import Problem, Solution, Status, Strategy, replay
 
 log = logging.getLogger("hiremate_lightning")
-PATIENCE_S = 5.0  # for rank 0 to begin with the same step: ranks of one training plan at the same moment
+PATIENCE_S = 5.0  # for all ranks to plan a step for the first time: they do so at the same moment
+PATIENCE_AGAIN_S = 0.5  # to plan it again: one alone may, where it measures more than the others, which wait meanwhile
 POLL_S = 0.02
 
 
@@ -55,7 +56,7 @@ def shared(strategy: Strategy, group: tuple[Store, int, int] | None) -> Strategy
         strategy: What solves.
         group: The store that the ranks share, this process's rank, and their number; None for a process on its own.
     """
-    return strategy if group is None else SharedSolving(strategy, *group, PATIENCE_S)
+    return strategy if group is None else SharedSolving(strategy, *group, PATIENCE_S, PATIENCE_AGAIN_S)
 
 
 def agreed(problem: Problem, strategy: Strategy) -> Problem:
@@ -72,14 +73,24 @@ class SharedSolving:
         rank: Number of this process.
         world: How many processes there are.
         patience_s: Seconds to wait until all ranks plan the same step.
+        patience_again_s: Seconds to wait until they plan it once more.
     """
 
-    def __init__(self, strategy: Strategy, store: Store, rank: int, world: int, patience_s: float) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        store: Store,
+        rank: int,
+        world: int,
+        patience_s: float,
+        patience_again_s: float | None = None,
+    ) -> None:
         self._strategy = strategy
         self._store = store
         self._rank = rank
         self._world = world
         self._patience_s = patience_s
+        self._patience_again_s = patience_s if patience_again_s is None else patience_again_s
         self._agreed: tuple[str, Problem] | None = None  # the key of the latest agreement, and what was agreed on
 
     def agree(self, problem: Problem) -> Problem:
@@ -89,7 +100,8 @@ class SharedSolving:
             key = self._next_key(problem.graph)
             self._store.set(f"{key}/needs{self._rank}", _written(own))
             keys = [f"{key}/needs{rank}" for rank in range(self._world)]
-            if not self._are_there(keys, self._patience_s):
+            limit_s, self._patience_s = self._patience_s, self._patience_again_s
+            if not self._are_there(keys, limit_s):
                 self._store.set(f"{key}/closed", "")
                 return problem
             found = [_read(self._store.get(key)) for key in keys]

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import ConfigurationError
+from ..torch_private import sharding
 from .entry_points import Compiler, call_found, call_training_step
 from .overseeing import check_captured, leaving_no_trace, listen_to_optimizers
 from .refusals import refuse
@@ -66,6 +68,11 @@ class StepTarget:
         if self.session.begin_call((args, kwargs)):
             with self.session.calling_plain():
                 return self.session.ran_plain(self._plain(*args, **kwargs))
+        if not self.session.captured_count and sharding.has_units(self.root):
+            raise ConfigurationError(
+                "target='training_step' can't be planned where fully_shard() shards a part of it: hooks around each "
+                "unit end what can be captured. Leave target out to plan the units."
+            )
         before = self.session.runs
         name = f"{type(self.root).__name__}.{self.METHOD}"
         with leaving_no_trace(), self.session.calling(name, (args, kwargs)), self._log_untraced():

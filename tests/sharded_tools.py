@@ -1,0 +1,175 @@
+"""Training scripts of Accelerate, Lightning and ZeRO for test_sharding.py, with and without a plan."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from hiremate_lightning import InfeasibleBudgetError, get_plan, hiremate
+from hiremate_lightning.callbacks import HiRemateCallback
+from hiremate_lightning.integrations.accelerate import prepare_hiremate
+
+from .sharding import STEPS, Case, Left, gpt, local, tokens
+
+CASE = Case("tools", gpt)
+BUDGET: dict[str, Any] = {"budget": "60%", "verbose": False}
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+
+
+def made() -> nn.Module:
+    torch.manual_seed(0)
+    return gpt()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def noted(rank: int, step: Callable[[Tensor], Tensor], parameters: Iterable[tuple[str, Tensor]]) -> Left:
+    """Run steps, and note their losses and the weights at the end."""
+    left = Left()
+    for index in range(STEPS):
+        torch.manual_seed(1000 + 10 * index + rank)
+        left.losses.append(step(tokens(rank, index, CASE)).detach())
+    left.weights = {name: local(value) for name, value in parameters}
+    return left
+
+
+def accelerate(rank: int, planned: bool) -> Left:
+    """Train with Accelerate and fsdp_version 2; on CPUs its state is set by hand: it would take DDP, without a word."""
+    AcceleratorState._reset_state()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+        reshard_after_forward=True,
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator.state._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+    model = made()
+    prepare = partial(prepare_hiremate, accelerator, **BUDGET) if planned else accelerator.prepare
+    model, optimizer = prepare(model, adamw(model))
+
+    def step(batch: Tensor) -> Tensor:
+        loss = loss_of(model, batch)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    left = noted(rank, step, model.named_parameters())
+    plan = get_plan(accelerator.unwrap_model(model)) if planned else None
+    left.plans = [] if plan is None else [plan]
+    AcceleratorState._reset_state()
+    return left
+
+
+class Sharded(pl.LightningModule):
+    """A model that Lightning lets shard itself."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.left, self._rank = Left(), rank
+
+    def configure_model(self) -> None:
+        if hasattr(self, "net"):
+            return
+        self.net = made()
+        mesh = self.device_mesh["data_parallel"]
+        for block in self.net.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        torch.manual_seed(1000 + 10 * index + self._rank)
+        loss = loss_of(self.net, batch)
+        self.left.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self)
+
+
+def lightning(rank: int, planned: bool) -> Left:
+    """Train with Lightning's ModelParallelStrategy."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    callback, model = HiRemateCallback(**BUDGET), Sharded(rank)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        callbacks=[callback] if planned else [],
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = torch.cat([tokens(0, index, CASE) for index in range(2 * STEPS)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=CASE.rows))
+    model.left.weights = {name: local(value) for name, value in model.named_parameters()}
+    model.left.plans = [] if callback.plan is None else [callback.plan]
+    return model.left
+
+
+def zero(rank: int, planned: bool) -> Left:
+    """Train with DistributedDataParallel and an optimizer whose state is sharded (ZeRO-1)."""
+    model = DistributedDataParallel(made())
+    if planned:
+        hiremate(model, **BUDGET)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-2)
+
+    def step(batch: Tensor) -> Tensor:
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    left = noted(rank, step, model.named_parameters())
+    state = [v for s in optimizer.optim.state.values() for v in s.values() if isinstance(v, Tensor)]
+    left.resident_bytes = sum(t.nbytes for t in (*model.parameters(), *state))
+    plan = get_plan(model) if planned else None
+    left.plans = [] if plan is None else [plan]
+    return left
+
+
+TOOLS = {"Accelerate": accelerate, "Lightning": lightning, "ZeRO-1": zero}
+
+
+def too_small(rank: int, budgets: tuple[str, str]) -> str:
+    """Train where the budget of one rank is too small; return the error."""
+    model = made()
+    for block in model.blocks:
+        fully_shard(block)
+    hiremate(fully_shard(model), budgets[rank], verbose=False)
+    optimizer = adamw(model)
+    try:
+        for index in range(STEPS):
+            loss_of(model, tokens(rank, index, CASE)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except InfeasibleBudgetError as error:
+        return str(error)
+    return "trained"
