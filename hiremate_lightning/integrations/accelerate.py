@@ -112,9 +112,7 @@ def _chosen_budget() -> str:
 
 def _refuse(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
-    is_sharded = kind == DistributedType.FSDP and getattr(
-        accelerator, "is_fsdp2", False
-    )  # old releases have FSDP1 alone
+    is_sharded = kind == DistributedType.FSDP and getattr(accelerator, "is_fsdp2", False)
     if is_sharded and accelerator.state.fsdp_plugin.activation_checkpointing:
         raise ConfigurationError(
             "prepare_hiremate can't plan what Accelerate's FSDP plugin checkpoints: a plan replaces activation "
