@@ -331,8 +331,9 @@ class TestShow:
         assert "note        Times are estimates" in output
 
     def test_a_report_is_shown(self, models, tmp_path, capsys):
-        page = tmp_path / "plan.html"
-        assert plan(models, "--html", str(page)) == 0
+        page, picture = tmp_path / "plan.html", tmp_path / "plan.svg"
+        assert plan(models, "--html", str(page), "--svg", str(picture)) == 0
+        assert picture.read_text(encoding="utf-8").startswith("<svg ")
         capsys.readouterr()
         assert main(["show", str(page)]) == 0
         assert capsys.readouterr().out.startswith("model       Net\n")
