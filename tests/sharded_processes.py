@@ -17,10 +17,8 @@ from hiremate_lightning.planning import shared_solving
 
 from .processes import leave
 from .sharded_tools import TOOLS, too_small
-from .sharding import CASES, HEAVY, train
+from .sharding import CASES, HEAVY, TOO_SMALL, train
 from .shared_memory import SharedMemory
-
-TOO_SMALL = "too small for one rank"
 
 
 def main(folder: Path, wanted: list[str]) -> None:

@@ -24,6 +24,7 @@ from hiremate_lightning.sessions.targets import targets_of
 from .shared_memory import SharedMemory, communicate_through
 
 STEPS = 5
+TOO_SMALL = "too small for one rank"  # name of what two ranks with different budgets left
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from .sharded_processes import TOO_SMALL
-from .sharding import CASES, HEAVY, Case
+from .sharding import CASES, HEAVY, TOO_SMALL, Case
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow
