@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from rival_tables import ABSENT, EAGER, FAILED, INFEASIBLE, Row, Timing
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hiremate_lightning import InfeasibleBudgetError, get_plan, hiremate
 from hiremate_lightning.memory.metering import MemoryMeter
@@ -41,9 +42,14 @@ BLOCKS = {  # paths of what users put torch.utils.checkpoint around, where it is
     "regnet": r"net\.s\d+\.b\d+",
     "resnet50": r"net\.layer\d+\.\d+",
     "resnet101": r"net\.layer\d+\.\d+",
+    "stable_diffusion_unet": r"down\.\d+\.\d+|middle|up\.\d+\.\d+",
+    "resnet50_224": r"net\.layer\d+\.\d+",
     "unet": r"net\.(first|down\.\d+|merge\.\d+)",
 }
 IN_LISTS = r"net\.((encoder|decoder|transformer|model|bert)\.)*(layers?|blocks?|h)\.\d+"
+SAVE = CheckpointPolicy.MUST_SAVE
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
+ATTENTION = "aten::_scaled_dot_product_"
 STRATEGY_SHARE = 50  # per cent, for comparing strategies of ours
 
 
@@ -160,13 +166,19 @@ def prepare(trainer: Trainer, setup: Setup) -> None:
     if method == EAGER:
         return
     if method in ("checkpoint", "checkpoint2"):
-        checkpoint_blocks(module, BLOCKS.get(setup.model, IN_LISTS), 1 if method == "checkpoint" else 2)
+        checkpoint_blocks(module, setup.model, 1 if method == "checkpoint" else 2)
+    elif method == "selective":
+        checkpoint_blocks(module, setup.model, context_fn=selective_contexts)
     elif method == "library":
         own_checkpointing(module.net if isinstance(module.net, nn.Module) else module)
     elif method.startswith(("budget-", "inductor")):
         family, _, share = method.partition("-")
         torch._functorch.config.activation_memory_budget = float(share or 1)
         module.compile(backend="inductor" if family == "inductor" else "aot_eager")
+    elif method.startswith("blocks"):
+        torch._functorch.config.activation_memory_budget = float(method.removeprefix("blocks").removeprefix("-") or 1)
+        for block in blocks_of(module, setup.model):
+            block.compile()
     elif method.startswith("strategy-"):
         solver = method.removeprefix("strategy-")
         plan_with(trainer, setup, f"{STRATEGY_SHARE}%", solver=solver)
@@ -178,13 +190,33 @@ def prepare(trainer: Trainer, setup: Setup) -> None:
         raise AbsentMethodError(f"there is no method {method!r}")
 
 
-def checkpoint_blocks(module: nn.Module, pattern: str, every: int) -> None:
-    """Put torch.utils.checkpoint around every so-manyth block."""
+def blocks_of(module: nn.Module, model: str) -> list[nn.Module]:
+    """Find what users put torch.utils.checkpoint around, or compile one by one."""
+    pattern = BLOCKS.get(model, IN_LISTS)
     blocks = [child for path, child in module.named_modules() if re.fullmatch(pattern, path)]
     if not blocks:
         raise AbsentMethodError("no blocks are known of this model")
-    for block in blocks[::every]:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    return blocks
+
+
+def checkpoint_blocks(module: nn.Module, model: str, every: int = 1, **options: Any) -> None:
+    """Put torch.utils.checkpoint around every so-manyth block."""
+    for block in blocks_of(module, model)[::every]:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
+
+
+def selective_contexts() -> Any:
+    """Keep the outputs of attention and of every second matrix product, as torchtitan does; recompute all else."""
+    counts: Counter[bool] = Counter()
+
+    def decide(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        name = op.name()
+        if name in PRODUCTS:
+            counts[context.is_recompute] += 1
+            return SAVE if counts[context.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+        return SAVE if name.startswith(ATTENTION) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(decide)
 
 
 def own_checkpointing(net: nn.Module) -> None:

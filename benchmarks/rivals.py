@@ -7,9 +7,11 @@
 Methods, beside eager:
 
     checkpoint, checkpoint2   torch.utils.checkpoint around each block, around every second block
+    selective                 the same, but the outputs of attention and every second matrix product are kept
     library                   what the model's library has: transformers, diffusers, timm
     budget-0.5                torch.compile's aot_eager with activation_memory_budget 0.5
     inductor, inductor-0.5    torch.compile's Inductor, and the same with activation_memory_budget 0.5
+    blocks, blocks-0.5        Inductor for each block alone, as torchtitan compiles, and the same with that budget
     ours-100                  planned with nothing to recompute: what the execution itself costs
     ours-50, ours-least       planned at 50 % of eager's peak, and at the smallest budget that is found
     fused-50                  the same with compile="inductor"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,3 +43,40 @@ def test_the_tests_for_a_gpu_pass_on_a_simulated_one(part):
     )
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-3000:]
     assert " passed" in run.stdout
+
+
+EXPECTED = {
+    "environment": ("machine", "driver", "device", "device to device, read and written", "doctor: small plan on cuda"),
+    "truth": ("test_gpu.py::test_intervals_start_with_what_lives", "gpt, float32", "unet, autocast to bfloat16"),
+    "headline": (
+        *("eager", "checkpoint", "selective", "budget-0.5", "ours-100", "ours-40", "ours-at-selective"),
+        *("ours-50, its operations", "worst plan", "bar"),
+    ),
+    "others": ("gpt2_medium, checkpoint", "gpt2_medium, ours-50", "stable_diffusion_unet, ours-50"),
+    "budget": (
+        "expandable_segments:False, planned at 1.00 of the budget",
+        "expandable_segments:False, plain at the same limit",
+    ),
+    "batch": ("plain", "planned, search", "planned"),
+    "host": ("gpt, eager", "gpt, ours-100", "gpt, ours-50"),
+    "allocator": ("tensors of 1 MiB", "cudnn.benchmark=True", "batch norm, with cuDNN and without", "worst plan"),
+}
+MOST_FILES, MOST_BYTES = 8, 16 * 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.models
+def test_the_check_of_a_gpu_rehearses_each_of_its_parts(tmp_path):
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "benchmarks/gpu_check.py", "--simulated", "--minutes", "10", "--out", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    records = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert {r["status"] for r in records} <= {"ok", "infeasible"}, (tmp_path / "report.md").read_text()
+    for part, names in EXPECTED.items():
+        assert set(names) <= {r["name"] for r in records if r["part"] == part}, part
+    files = list(tmp_path.iterdir())
+    assert len(files) <= MOST_FILES
+    assert all(path.stat().st_size <= MOST_BYTES for path in files)
+    assert run.stdout == (tmp_path / "report.md").read_text()

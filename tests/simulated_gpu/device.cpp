@@ -37,6 +37,8 @@ struct Block {
   char* segment;
 };
 
+using Event = std::tuple<bool, size_t, size_t>;  // whether it is given out, its address, its size
+
 class CachingAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t n) override {
@@ -58,6 +60,15 @@ class CachingAllocator final : public c10::Allocator {
     reserved_peak_ = reserved_;
   }
   void set_capacity(size_t n) { capacity_ = n; }
+  void record_events(bool on) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    recording_ = on;
+    if (on) events_.clear();
+  }
+  std::vector<Event> events() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return events_;
+  }
   void empty_cache() {
     std::lock_guard<std::mutex> lock(mutex_);
     give_back_segments();
@@ -87,6 +98,7 @@ class CachingAllocator final : public c10::Allocator {
     }
     block.used = true;
     allocated_ += block.size;
+    if (recording_) events_.emplace_back(true, reinterpret_cast<size_t>(block.begin), block.size);
     peak_ = std::max(peak_, allocated_);
     return block.begin;
   }
@@ -106,6 +118,7 @@ class CachingAllocator final : public c10::Allocator {
     auto it = blocks_.find(begin);
     it->second.used = false;
     allocated_ -= it->second.size;
+    if (recording_) events_.emplace_back(false, reinterpret_cast<size_t>(begin), it->second.size);
     std::memset(begin, 0xCD, std::min<size_t>(it->second.size, 4096));  // what reads freed memory shall show it
     auto next = std::next(it);
     if (next != blocks_.end() && !next->second.used && next->second.segment == it->second.segment) {
@@ -138,6 +151,8 @@ class CachingAllocator final : public c10::Allocator {
   std::map<char*, Block> blocks_;
   size_t allocated_ = 0, peak_ = 0, reserved_ = 0, reserved_peak_ = 0, times_out_of_memory_ = 0;
   size_t capacity_ = 8192 * kMiB;
+  bool recording_ = false;
+  std::vector<Event> events_;
 };
 
 CachingAllocator& allocator() {
@@ -548,5 +563,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset_peak", [] { allocator().reset_peak(); });
   m.def("empty_cache", [] { allocator().empty_cache(); });
   m.def("set_capacity", [](size_t n) { allocator().set_capacity(n); });
+  m.def("record_events", [](bool on) { allocator().record_events(on); });
+  m.def("events", [] { return allocator().events(); });
   m.def("default_generator", [] { return default_generator(); });
 }

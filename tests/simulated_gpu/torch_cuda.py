@@ -80,6 +80,11 @@ def install(device: ModuleType) -> None:
         names += ("reserved_bytes.all.current", "reserved_bytes.all.peak", "num_ooms")
         return dict(zip(names, device.statistics(), strict=True))
 
+    def snapshot() -> dict[str, Any]:
+        actions = {True: "alloc", False: "free_completed"}
+        events = [{"action": actions[given], "addr": at, "size": size} for given, at, size in device.events()]
+        return {"device_traces": [events], "segments": []}
+
     set_fraction(1.0)
     properties = SimpleNamespace(name="simulated", total_memory=TOTAL_BYTES, major=9, minor=0, multi_processor_count=8)
     constants = {
@@ -116,6 +121,8 @@ def install(device: ModuleType) -> None:
         "empty_cache": device.empty_cache,
         "get_per_process_memory_fraction": lambda device_=None: fraction[0],
         "set_per_process_memory_fraction": set_fraction,
+        "_record_memory_history": lambda enabled=None, **_: device.record_events(enabled is not None),
+        "_snapshot": snapshot,
         "default_generators": (device.default_generator(),),
         "Event": Event,
         "Stream": Stream,

@@ -1,0 +1,5 @@
+"""Run one part."""
+
+from .runner import main
+
+main()
