@@ -16,7 +16,8 @@ from .runner import Context, Send
 
 MODEL = "llama-8b"
 MOST_LAYERS = 16  # planning takes as long as the layers are many
-MOST_BATCH = 4
+MOST_BATCH = 2  # steps of half a second: each method takes a dozen
+UNKNOWN_SIZE = (8, 1)  # layers and sequences where it was not found
 LEFT_FREE = 0.12  # of the device, for what the allocator can't use
 SHARES = (60, 50, 40)
 RIVALS = ("checkpoint", "selective")
@@ -28,10 +29,8 @@ FUSED_SHARES = (100, 50)
 
 def run(context: Context) -> None:
     """Find what fits, then measure the methods in the order of what they tell."""
-    (size,) = context.isolated("size", find_size, device=context.device, is_toy=context.is_toy)
-    if "layers" not in size:
-        return
-    layers, batch = size["layers"], size["batch"]
+    records = context.isolated("size", find_size, 40.0, is_toy=context.is_toy)
+    layers, batch = next(((r["layers"], r["batch"]) for r in records if "layers" in r), UNKNOWN_SIZE)
     given: dict[str, Any] = {"device": context.device, "is_toy": context.is_toy, "layers": layers, "batch": batch}
     given["scratch"] = context.scratch
     found: dict[str, dict[str, Any]] = {}
@@ -111,7 +110,7 @@ def run_planned(send: Send, budgets: list[tuple[str, int]], raw_of: str, folder:
     run_ours(send, task_of(**given), [Budget(*budget) for budget in budgets], folder, raw_of)
 
 
-def find_size(send: Send, device: str, is_toy: bool) -> None:
+def find_size(send: Send, is_toy: bool) -> None:
     """Find how many layers and sequences eager training has memory for, from steps of small models."""
     if is_toy:
         send("size", layers=2, batch=4)

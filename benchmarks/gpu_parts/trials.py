@@ -24,9 +24,9 @@ from . import raw
 from .runner import Send, status_of, tail
 
 INFEASIBLE = "infeasible"
-LEAST_STEPS, MOST_STEPS = 4, 40
+LEAST_STEPS, MOST_STEPS = 3, 40
 RIVAL_STEPS = 2  # until all is compiled and allocated
-OUR_STEPS = 4  # the first runs at the least memory, the next ones are planned, measured and timed
+OUR_STEPS = 3  # the first runs at the least memory, the next ones are planned, measured and timed
 SOLVE_S = 4.0  # for one plan
 ADDED = "added_mib"  # what a step adds at its peak: the budgets of others are made from it
 
@@ -88,10 +88,13 @@ def measure(trainer: Trainer, task: Task) -> dict[str, Any]:
     synchronize(trainer.device)
     first_s = time.perf_counter() - start
     for _ in range(OUR_STEPS if is_planned(task.setup) else RIVAL_STEPS):
+        start = time.perf_counter()
         trainer.step()
+        synchronize(trainer.device)
+        step_s = time.perf_counter() - start
     resident = trainer.resident_bytes()
     added, reserved = trainer.peak()
-    timing = trainer.timed(max(LEAST_STEPS, min(MOST_STEPS, math.ceil(task.timed_s / trainer.timed(1).wall_s))))
+    timing = trainer.timed(max(LEAST_STEPS, min(MOST_STEPS, math.ceil(task.timed_s / step_s))))
     values = {
         "peak_mib": (resident + added) / 2**20,
         ADDED: added / 2**20,
