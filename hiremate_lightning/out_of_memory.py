@@ -17,13 +17,17 @@ class InfeasibleBudgetError(HiRemateError, torch.OutOfMemoryError):
         budget_bytes: The budget asked for, in bytes.
         smallest_bytes: The smallest budget for which a schedule was found, in bytes.
         module: Path of the module whose operations set that minimum, "" if unknown.
+        less_bytes: How much less another process of the training has for the same step.
     """
 
-    def __init__(self, message: str, *, budget_bytes: int, smallest_bytes: int, module: str = "") -> None:
+    def __init__(
+        self, message: str, *, budget_bytes: int, smallest_bytes: int, module: str = "", less_bytes: int = 0
+    ) -> None:
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.smallest_bytes = smallest_bytes
         self.module = module
+        self.less_bytes = less_bytes
 
 
 def words_for_finders(device: str) -> str:

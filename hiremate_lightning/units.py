@@ -120,13 +120,20 @@ def _unreadable(value: object, reason: str, hint: str = "") -> BudgetError:
     return BudgetError(f"Cannot read the budget{shown}: {reason}. Expected {FORMS}.{hint}")
 
 
-def format_bytes(size_bytes: int | float) -> str:
-    """Write bytes for people, in binary units, with three significant digits."""
+def format_bytes(size_bytes: int | float, up: bool = False) -> str:
+    """Write bytes for people, in binary units, with three significant digits.
+
+    Args:
+        size_bytes: Bytes.
+        up: Whether to round up, so that as a budget the text is no less.
+    """
     sign, size = ("-" if size_bytes < 0 else ""), abs(size_bytes)
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= unit:
             number = size / unit
-            return f"{sign}{number:.{max(0, 2 - int(math.log10(number)))}f} {name}"
+            digits = max(0, 2 - int(math.log10(number)))
+            number = math.ceil(number * 10**digits) / 10**digits if up else number
+            return f"{sign}{number:.{digits}f} {name}"
     return f"{sign}{size:.0f} B"
 
 

@@ -172,9 +172,19 @@ def test_a_batch_size_that_does_not_fit_is_backed_off_from():
 
 def test_an_infeasible_budget_is_an_error_that_names_one_that_works():
     accelerator = Accelerator(cpu=True)
-    model = prepare_hiremate(accelerator, make(), budget="100 kB", time_limit_s=0.5, verbose=False)
-    with pytest.raises(InfeasibleBudgetError, match="smallest budget found"):
-        model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+
+    def train(budget: int | str) -> None:
+        made = make()
+        options = {"budget": budget, "time_limit_s": 0.5, "verbose": False}
+        model, optimizer = prepare_hiremate(accelerator, made, torch.optim.AdamW(made.parameters()), **options)
+        for _ in range(4):
+            model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(InfeasibleBudgetError, match="smallest budget found") as caught:
+        train("100 kB")
+    train(f"{caught.value.smallest_bytes} B")
 
 
 def fake(kind: DistributedType, dynamo: DynamoBackend = DynamoBackend.NO) -> SimpleNamespace:

@@ -290,7 +290,7 @@ def test_settings_that_cannot_be_used_are_refused(settings: dict, kind: type[HiR
 
 def test_a_budget_that_nothing_fits_is_refused_with_the_smallest():
     with pytest.raises(InfeasibleBudgetError, match=r"The budget 1.00 KiB .* is too small for Sequential"):
-        compiled(chain(1), budget="1 KiB")(torch.randn(ROWS, WIDTH))
+        train(compiled(model := chain(1), budget="1 KiB"), model)
 
 
 def test_a_function_around_a_planned_model_is_refused_with_what_to_write():

@@ -29,6 +29,7 @@ from hiremate_lightning import (
     hiremate,
     remove_hiremate,
 )
+from hiremate_lightning.sessions import session as session_module
 from hiremate_lightning.sessions import slots
 from hiremate_lightning.sessions.targets import targets_of
 from hiremate_lightning.torch_private import hooks
@@ -225,10 +226,13 @@ def test_a_compile_around_a_planned_model_is_refused_in_our_words():
         model(batch())
 
 
-def test_an_infeasible_budget_names_the_smallest_and_changes_nothing():
+def test_an_infeasible_budget_is_named_after_a_step_that_showed_what_is_enough():
     model = Net()
-    weights = [p.clone() for p in model.parameters()]
     hiremate(model, "1 MiB", verbose=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.randn(4096, 32)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
     with pytest.raises(InfeasibleBudgetError) as caught:
         model(torch.randn(4096, 32))
     error = caught.value
@@ -239,6 +243,15 @@ def test_an_infeasible_budget_names_the_smallest_and_changes_nothing():
     assert f"{error.smallest_bytes:,} bytes" in str(error)
     assert error.smallest_bytes > error.budget_bytes == 2**20
     assert error.module in str(error)
+
+
+def test_a_first_step_for_which_there_is_no_memory_is_refused_before_it_runs(monkeypatch):
+    monkeypatch.setattr(session_module, "free_bytes", lambda device: 2**20)
+    model = Net()
+    weights = [p.clone() for p in model.parameters()]
+    hiremate(model, "1 MiB", verbose=False)
+    with pytest.raises(InfeasibleBudgetError, match="It needs at least"):
+        model(torch.randn(4096, 32))
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
     assert all(p.grad is None for p in model.parameters())
 

@@ -57,6 +57,11 @@ class Resident:
         """Those of optimizers' state."""
         return dict(self.kinds).get("optimizer state", 0)
 
+    @property
+    def batch_bytes(self) -> int:
+        """Those of the batch."""
+        return dict(self.kinds).get("batch", 0)
+
 
 class ResidentMemory:
     """Counts what exists before the steps of a model.
@@ -68,13 +73,16 @@ class ResidentMemory:
     Attributes:
         root: The model.
         batch: Tensors of the batch of the step under way, where its caller told.
+        optimizer_steps: How many steps of optimizers have used gradients of the model.
     """
 
     def __init__(self, root: nn.Module, waiting: Callable[[], Sequence[Saved]] = tuple) -> None:
         self.root = root
         self._find_waiting = waiting
         self.batch: list[torch.Tensor] = []
+        self.optimizer_steps = 0
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._have_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._updating: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._left = LeftOutputs()
         parameters = list(root.parameters())
@@ -117,8 +125,28 @@ class ResidentMemory:
         if not self._updates(optimizer):
             return False
         self.watch(optimizer)
+        self._have_stepped.add(optimizer)
+        self.optimizer_steps += 1
         self._stepped = True
         return True
+
+    @property
+    def has_optimizers(self) -> bool:
+        """Whether any optimizer is known."""
+        return bool(self._optimizers)
+
+    @property
+    def all_stepped(self) -> bool:
+        """Whether optimizers of all trained parameters have stepped."""
+        groups = (group for optimizer in self._have_stepped for group in optimizer.param_groups)
+        updated = {id(p) for group in groups for p in group["params"]}
+        return all(id(p) in updated for p in self._parameters() if p.requires_grad)
+
+    @property
+    def has_state_of_each(self) -> bool:
+        """Whether optimizers that have stepped keep something for each parameter, or nothing; L-BFGS does neither."""
+        used = (o for o in self._have_stepped if o.state)
+        return all(p in o.state for o in used for group in o.param_groups for p in group["params"])
 
     def _updates(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer has parameters of the model; looked up once for so many groups of them."""

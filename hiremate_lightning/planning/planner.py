@@ -5,8 +5,9 @@ No plan leaves this module unless its simulated peak is within the budget, which
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from .plan_files import PlanFiles
 from .shared_solving import agreed
 from .solvers import UNLIMITED, smallest_budget
 from .solvers.base import Problem, Solution, SolveOptions, Status, Strategy, get_strategy, replay
+from .solvers.least_memory import SEARCH_S
 from .solvers.worker import apart
 
 DEFAULT_SOLVER = "portfolio"
@@ -32,6 +34,9 @@ GUARD_PARTS = 200  # and at most this part of the budget
 ANY_GAP = 1e6  # where any schedule that fits will do
 SAVES_AS_MUCH = 0.02  # saved shares of the peak up to this difference are taken for the same
 AUTO_MARGIN = 0.08  # share of the free bytes that "auto" leaves for fragmentation and for what runs outside
+NAMING_SHARE = 0.5  # of the time for a search: a run that is given a named budget back finds it again, be it slower
+SMALLEST, AT_LEAST = "The smallest budget found is", "It needs at least"
+ADVICE = "Raise the budget, or make the batch smaller."
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +126,14 @@ def make_plan(
     if replay(problem, keep_all(step.graph)).peak_bytes <= problem.budget_bytes:
         solution = get_strategy("none")(problem)
     else:
-        guarded = replace(problem, budget_bytes=problem.budget_bytes - _guard_bytes(problem.budget_bytes))
+        guarded = replace(problem, budget_bytes=problem.budget_bytes - guard_bytes(problem.budget_bytes))
         solution, profile = _solve(guarded, options, strategy)
     if not _fits(problem, solution):
         solution = _least_memory(problem, solution)
         if solution.peak_bytes > problem.budget_bytes and options.on_infeasible == "raise":
             less_bytes = own.budget_bytes - problem.budget_bytes
-            raise infeasible(problem, solution, budget, budget_bytes - less_bytes, resident_bytes, target, less_bytes)
+            need = replace(least_need(problem, resident_bytes), less_bytes=less_bytes)
+            raise infeasible([need], budget, budget_bytes - less_bytes, target)
         solution, profile = _fastest_within_its_peak(problem, solution, options, strategy)
     profile = step.profile if profile is problem.profile else profile
     planning = replace(planning, solve_s=planning.solve_s + time.perf_counter() - start)
@@ -181,13 +187,14 @@ def fastest_that_fits(step: Step, budget_bytes: int, candidates: Iterable[Decisi
         budget_bytes: Bytes that it may add to what is resident.
         candidates: Decisions, made for the same step at other sizes.
     """
-    problem = Problem(step.graph, step.profile, budget_bytes - _guard_bytes(budget_bytes))
+    problem = Problem(step.graph, step.profile, budget_bytes - guard_bytes(budget_bytes))
     times = step.profile.time_ms
     fastest_first = sorted(dict.fromkeys(candidates), key=lambda d: sum(times[node] for before in d for node in before))
     return next((d for d in fastest_first if replay(problem, d).peak_bytes <= problem.budget_bytes), None)
 
 
-def _guard_bytes(budget_bytes: int) -> int:
+def guard_bytes(budget_bytes: int) -> int:
+    """Return the bytes of a budget that are left free for scalars outside of the planned modules."""
     return min(GUARD_BYTES, budget_bytes // GUARD_PARTS)
 
 
@@ -221,13 +228,13 @@ def first_solution(
     target: str,
     progress: Callable[[float, float], None] | None = None,
     known: Iterable[FirstSolution] = (),
+    free_bytes: Callable[[], int] = lambda: 0,
 ) -> Solution:
-    """Find how to run a captured part for the first time, or stop early where not even that part fits.
+    """Find how to run a captured part for the first time, or stop where it can't run.
 
     It is the schedule of least memory that is found at once, or was found for the same part at another size; a solve is
-    spent only where that passes the budget, and ends with the first schedule that fits. What runs outside is not known
-    yet. It raises the peak of every schedule; a budget that is a share of the unplanned peak rises with it, so for one
-    the outside is given the benefit of the doubt: four times the bytes of the outputs.
+    spent only where that passes the budget, and ends with the first schedule that fits. Where none fits the budget, the
+    part runs all the same if the device has the memory: only a step that has run shows which budget is enough.
 
     Args:
         step: The part.
@@ -238,6 +245,7 @@ def first_solution(
         target: Path of the planned module, for reports.
         progress: Told of what is found while solving, see `SolveOptions`.
         known: What was found for other parts.
+        free_bytes: Returns the bytes that the part may add beyond the budget.
 
     Raises:
         InfeasibleBudgetError: If no schedule of the captured part was found that fits.
@@ -257,10 +265,8 @@ def first_solution(
     solved = _solve_until_it_fits(problem, apart(options.solver))
     if _fits(problem, solved):
         return solved
-    outputs = sum(step.graph.sizes[s] for t in step.graph.outputs if (s := step.graph.tensors[t].storage) is not None)
-    doubt = int(4 * outputs * (budget.share or 0))
-    if replay(problem, smallest.recompute).peak_bytes > problem.budget_bytes + doubt:
-        raise infeasible(problem, smallest, budget, budget_bytes, resident_bytes, target)
+    if replay(problem, smallest.recompute).peak_bytes > free_bytes():
+        raise infeasible([Need(problem, smallest, resident_bytes)], budget, budget_bytes, target, AT_LEAST)
     return smallest
 
 
@@ -302,43 +308,80 @@ def _whose(less_bytes: int) -> str:
     return f"Another process of this training has {format_bytes(less_bytes)} less than this one for its step. "
 
 
+@dataclass(frozen=True, slots=True)
+class Need:
+    """The least memory that was found for a step.
+
+    Attributes:
+        problem: The step.
+        smallest: How it runs then.
+        resident_bytes: Bytes that exist before it.
+        waiting_bytes: Of these, what graphs hold that wait for a later backward, and the same in plain training.
+        is_guarded: Whether to add bytes for scalars that come and go outside of the planned modules.
+        less_bytes: How much less another process of the training has for the same step, within the same budget.
+    """
+
+    problem: Problem
+    smallest: Solution
+    resident_bytes: int
+    waiting_bytes: tuple[int, int] = (0, 0)
+    is_guarded: bool = False
+    less_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes allocated at its peak, resident bytes included."""
+        added_bytes = replay(self.problem, self.smallest.recompute).peak_bytes
+        guard = guard_bytes(added_bytes) if self.is_guarded else 0
+        return self.resident_bytes + added_bytes + self.less_bytes + guard
+
+    @property
+    def share(self) -> float:
+        """The share of what the unplanned step adds that is enough, rounded up to a tenth of a per cent."""
+        waiting_bytes, plain_waiting_bytes = self.waiting_bytes
+        added_bytes = self.peak_bytes - self.resident_bytes + waiting_bytes
+        return math.ceil(1000 * (added_bytes + 1) / (unplanned(self.problem).peak_bytes + plain_waiting_bytes)) / 1000
+
+
+def least_need(problem: Problem, resident_bytes: int) -> Need:
+    """Find the least memory of a step for an error to name.
+
+    The search takes a part of its time only: another run, slower by chance, finds the same within all of it.
+    """
+    limit_s = NAMING_SHARE * min(problem.options.time_limit_s, SEARCH_S)
+    hurried = replace(problem, budget_bytes=0, options=replace(problem.options, time_limit_s=limit_s))
+    return Need(problem, smallest_budget(hurried), resident_bytes)
+
+
 def infeasible(
-    problem: Problem,
-    smallest: Solution,
-    budget: Budget,
-    budget_bytes: int,
-    resident_bytes: int,
-    target: str,
-    less_bytes: int = 0,
+    needs: Sequence[Need], budget: Budget, budget_bytes: int, target: str, words: str = SMALLEST, advice: str = ADVICE
 ) -> InfeasibleBudgetError:
     """Build the error that says which budget would do, and what stands in the way.
 
     Args:
-        problem: The step.
-        smallest: The solution of least memory.
+        needs: What each step needs that is to fit.
         budget: The budget as asked for.
         budget_bytes: The same in bytes, resident bytes included.
-        resident_bytes: Bytes that exist before the step.
         target: Path of the planned module, for reports.
-        less_bytes: By how much that is less than on this process alone, where another one has less.
+        words: How to begin the sentence that names the bytes.
+        advice: What to do.
     """
-    simulation = replay(problem, smallest.recompute)
-    needed = resident_bytes + simulation.peak_bytes
-    node = problem.graph.nodes[simulation.peak_moment.node]
-    place = _place_of(simulation, problem.graph)
+    need = max(needs, key=lambda need: need.peak_bytes)
+    simulation, needed = replay(need.problem, need.smallest.recompute), need.peak_bytes
+    node = need.problem.graph.nodes[simulation.peak_moment.node]
     share = ""
     if budget.share is not None:
-        unplanned_bytes = unplanned(problem).peak_bytes
-        share = f", {100 * simulation.peak_bytes / unplanned_bytes:.1f}% of what the unplanned step adds"
+        share = f", {100 * max(need.share for need in needs):.1f}% of what the unplanned step adds"
     return InfeasibleBudgetError(
         f"The budget {budget} ({budget_bytes:,} bytes) is too small for {target or 'this model'}. "
-        f"The smallest budget found is {format_bytes(needed)} ({needed:,} bytes{share}), "
-        f"of which {format_bytes(resident_bytes)} are resident (parameters, gradients, optimizer state, batch). "
-        f"{_whose(less_bytes)}"
-        f"Such a plan takes at most {simulation.overhead:.0%} more time. The peak is at {place}. "
-        "Raise the budget, make the batch smaller, or pass on_infeasible='warn' to train with the least memory."
-        f"{words_for_finders(problem.profile.device)}",
+        f"{words} {format_bytes(needed, up=True)} ({needed:,} bytes{share}), "
+        f"of which {format_bytes(need.resident_bytes)} are resident (parameters, gradients, optimizer state, batch). "
+        f"{_whose(need.less_bytes)}"
+        f"Such a plan takes at most {simulation.overhead:.0%} more time. "
+        f"The peak is at {_place_of(simulation, need.problem.graph)}. {advice}"
+        f"{words_for_finders(need.problem.profile.device)}",
         budget_bytes=budget_bytes,
         smallest_bytes=needed,
         module=node.module,
+        less_bytes=need.less_bytes,
     )

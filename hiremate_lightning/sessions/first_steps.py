@@ -239,8 +239,9 @@ class FirstSteps:
         budget_of: BudgetOf | None,
         options: PlanOptions,
         name: str,
+        free_bytes: Callable[[], int],
     ) -> Program:
-        """Give the program of least memory of a part.
+        """Return the program of least memory of a part.
 
         Args:
             part: The part.
@@ -250,9 +251,10 @@ class FirstSteps:
             budget_of: Gives the budget of a step, resident bytes included; None where it is not to be checked.
             options: How to plan.
             name: What is planned, for reports.
+            free_bytes: Returns the bytes that the part may add beyond the budget.
 
         Raises:
-            InfeasibleBudgetError: If not even the part alone fits.
+            InfeasibleBudgetError: If the part alone fits neither the budget nor what is free.
         """
         program = self._least.get(part)
         if program is None:
@@ -263,7 +265,9 @@ class FirstSteps:
                 budget_bytes = 0 if budget_of is None else budget_of(step, before)
                 progress = self._stages.reporter.solving(step_time_ms(captured.graph, profile))
                 resident_bytes = before.size_bytes
-                least = first_solution(step, budget, budget_bytes, resident_bytes, options, name, progress, self._found)
+                least = first_solution(
+                    step, budget, budget_bytes, resident_bytes, options, name, progress, self._found, free_bytes
+                )
                 self._found.append(FirstSolution(step, least))
                 program = self._least[part] = _build(captured, step.split(least.recompute)[0])
         return program

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from ..garbage import collecting_what_it_leaves
 from ..measuring.describing import describe
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident, ResidentMemory, more_kept_plainly
@@ -37,6 +38,7 @@ from .kinds import CERTAIN, Kind, Kinds, Known
 from .limits import Limits
 from .parts import Parts
 from .plain_steps import PlainPeak
+from .shortage import Shortage
 from .watching import Expected, WatchPolicy
 
 log = logging.getLogger("hiremate_lightning")
@@ -64,6 +66,7 @@ class PlannedKinds:
         kinds: The kinds of steps, and the step under way.
         first_steps: What steps run that have no plan of their own.
         listeners: Called with each plan when it is made, and again when it has been measured.
+        shortage: Steps that do not fit the budget, while it is found out which budget they fit.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class PlannedKinds:
         self._watching = watching
         self._known: dict[Kind, Known] = {}
         self._limits = self._new_limits()
+        self.shortage = Shortage()
         self._first_said = False  # that the first step of another kind may take more than its budget
         self._least_said: dict[Kind, int] = {}  # peaks that were announced, of steps in which nothing fits
         self._unfit: set[Kind] = set()  # whose plans were made with gradients dying that do not
@@ -118,12 +122,44 @@ class PlannedKinds:
         self.options, self._limits = replace(self.options, budget=budget), self._new_limits()
         try:
             decided = {kind: self._decide(kind) for kind in self._known}
+        except InfeasibleBudgetError as error:
+            enough = self._error_of_all()
+            self.options, self._limits = before
+            raise enough or error from None
         except BaseException:  # Ctrl-C too
             self.options, self._limits = before
             raise
         self._least_said.clear()
         for kind, plan in decided.items():
             self._take(kind, plan)
+
+    def meet(self, finished: StepRecord | None, resident: Resident) -> None:
+        """Plan the step that has ended, if any, and let plans meet what exists before the one that begins.
+
+        Raises:
+            InfeasibleBudgetError: If nothing fits the budget and all was seen that may need more; it names what is
+                enough for all steps seen.
+        """
+        self.shortage.begin_step(resident, self._memory)
+        try:
+            if finished is not None:
+                with collecting_what_it_leaves():
+                    self.learn(finished, resident)
+            for kind in self.kinds.all_likely():
+                self.adapt(kind, resident)
+        except InfeasibleBudgetError as error:
+            log.info("%s goes on, to find out what all of its steps need: %s", self._name, error)
+            self.shortage.hold(error)
+        if self.shortage.is_held and self.shortage.is_to_be_said:
+            self.shortage.is_held = False
+            error_of_all = self._error_of_all()
+            if error_of_all is not None:
+                raise error_of_all
+            for kind in self._known:  # what needed more has gone
+                self._make_plan(kind)
+
+    def _error_of_all(self) -> InfeasibleBudgetError | None:
+        return self.shortage.error(self._known, self.options, self.budget_bytes, self._name)
 
     def must_return(self, part: Part, positions: Collection[int]) -> None:
         """Learn that gradients were handed to autograd beside those that exist, where a plan may count on adding."""
@@ -140,7 +176,7 @@ class PlannedKinds:
     def gets_a_plan(self, kind: Kind) -> bool:
         """Whether to plan a kind of step: it has come again, or some of it had to run at the least memory."""
         is_worth_it = self.kinds.sights[kind] > 1 or kind not in self.kinds.by_plans
-        return is_worth_it and (self._captured_before(kind) is not None or self._may_plan_more())
+        return is_worth_it and (self._captured_before(kind) is not None or self.may_plan_more())
 
     def _captured_before(self, kind: Kind) -> Known | None:
         """Find the same step at the same sizes: Dynamo captures a size anew once it has symbols for it."""
@@ -150,7 +186,7 @@ class PlannedKinds:
             return None
         return next((k for k in self._known.values() if are_same([c.graph for c in k.captured], graphs)), None)
 
-    def _may_plan_more(self) -> bool:
+    def may_plan_more(self) -> bool:
         """Whether there are fewer plans than allowed; if not, that is announced."""
         count = len({id(known.solve) for known in self._known.values()})
         if count < self.options.max_plans:
@@ -185,6 +221,9 @@ class PlannedKinds:
                 if run.index not in record.backwards
             ),
         )
+        self.shortage.see(kind, resident, record.is_measured)
+        if self.shortage.is_held:
+            return
         try:
             self._make_plan(kind)
         except InfeasibleBudgetError as error:
@@ -283,6 +322,9 @@ class PlannedKinds:
         """Meet what exists before this step: the plan stays where it still fits, else the step is planned anew."""
         known, plan = self._known[kind], self.plans[kind]
         if resident == known.resident and kind not in self._unfit:
+            return
+        self.shortage.see(kind, resident)
+        if self.shortage.is_held:
             return
         limits, is_least = self._limits[kind], plan.planned_peak_bytes > plan.budget_bytes
         if kind in self._unfit:

@@ -24,10 +24,10 @@ from torch import nn
 
 from ..capturing.capture import Captured
 from ..errors import CaptureError, HiRemateWarning
-from ..garbage import collecting_what_it_leaves
 from ..measuring.profiling import TimedRun
 from ..measuring.recording import Run, StepRecord
 from ..measuring.resident import LITTERED_STEPS, WATCHED_STEPS, Resident, ResidentMemory
+from ..memory.free_memory import free_bytes
 from ..options import SessionOptions
 from ..out_of_memory import InfeasibleBudgetError, explain
 from ..planning.plan import Plan, describe_peak
@@ -340,16 +340,23 @@ class Session:
         return self._first_steps.take_over(part, profile, tuple(self._kinds.ran), given)
 
     def _least(self, part: Part, profile: Profile) -> Program:
-        """Give the program of least memory of a part.
+        """Return the program of least memory of a part.
 
-        Where not even the captured part alone fits, training stops before that. A share is checked once the step is
-        known: what else it takes, a second view of a picture or a loss that is a network, adds to the share. So are all
-        budgets where there are several processes: one that stops alone leaves the others waiting in a collective.
+        Where not even the captured part alone fits, training stops before it runs, or, if there is memory to run it
+        once, after: what else the step takes, a second view of a picture or a loss that is a network, is known then.
+        Where there are several processes it runs in any case: one that stops alone leaves the others waiting in a
+        collective.
         """
-        is_alone = runtime.process_group_store() is None
-        is_checked = is_alone and self.options.budget.share is None and self.options.plan.on_infeasible == "raise"
-        budget, budget_of = self.options.budget, self._planned.budget_bytes if is_checked else None
-        return self._first_steps.least(part, profile, self._resident, budget, budget_of, self.options.plan, self._name)
+        options, is_alone = self.options, runtime.process_group_store() is None
+        is_checked = is_alone and options.budget.share is None and options.plan.on_infeasible == "raise"
+        budget_of = self._planned.budget_bytes if is_checked else None
+        return self._first_steps.least(
+            part, profile, self._resident, options.budget, budget_of, options.plan, self._name, self._spare_bytes
+        )
+
+    def _spare_bytes(self) -> int:
+        """Return the bytes that a first step may take beyond the budget: none where no plan may follow."""
+        return free_bytes(self._memory.device) if self._planned.may_plan_more() else 0
 
     def _resident(self) -> Resident:
         """Give what existed when the step began; where that was not counted, what exists now."""
@@ -430,10 +437,7 @@ class Session:
         if self._watches_resident():
             resident = self._began_with = self._memory.count_before_step(arguments)
             self._first_steps.count(resident)
-            if self._finished is not None:
-                self._plan_finished(resident)
-            for kind in self._kinds.all_likely():
-                self._planned.adapt(kind, resident)
+            self._meet(resident)
         self._calls.clear()
         self._plain_bytes = self._bound_plain([shapes_of(arguments)])
         if self._plain_bytes is not None:
@@ -475,22 +479,24 @@ class Session:
                 "From now on such predictions have a margin."
             )
 
-    def _plan_finished(self, resident: Resident) -> None:
-        """Plan the step that has ended; say what could not be captured where nothing fits the budget."""
-        assert self._finished is not None
-        record, self._finished = self._finished, None
+    def _meet(self, resident: Resident) -> None:
+        """Plan the step that has ended, and let plans meet what exists now.
+
+        Raises:
+            InfeasibleBudgetError: If nothing fits the budget; it says what could not be captured.
+        """
+        finished, self._finished = self._finished, None
         try:
-            with collecting_what_it_leaves():
-                self._planned.learn(record, resident)
-            if record.signature not in self.plans:
-                self._watching.missed(record.signature)
-            else:
-                code = self._planned.same_code(record.signature)
-                self._plain_steps.learn(record.signature, self._finished_calls, code)
+            self._planned.meet(finished, resident)
         except InfeasibleBudgetError as error:
             if reasons := self._why_over():
                 explain(error, f"hiremate:{reasons}")
             raise
+        if finished is not None and finished.signature not in self.plans:
+            self._watching.missed(finished.signature)
+        elif finished is not None:
+            code = self._planned.same_code(finished.signature)
+            self._plain_steps.learn(finished.signature, self._finished_calls, code)
 
     def _begin_record(self, arguments: list[torch.Tensor]) -> StepRecord:
         """Begin to measure a step."""
@@ -507,7 +513,8 @@ class Session:
     def _watches_resident(self) -> bool:
         """Whether to count resident bytes now: they settle within a few steps, and counting takes time."""
         is_due = self._steps < WATCHED_STEPS or self._steps % 64 == 0 or self._memory.has_grown()
-        return is_due or self._finished is not None or self._planned.any_is_unfit()
+        is_held = self._planned.shortage.is_held
+        return is_due or is_held or self._finished is not None or self._planned.any_is_unfit()
 
     def end_step(self, at_once: bool = True) -> None:
         """End the step under way, and its measurement; what was learned is used when the next one begins.
