@@ -175,7 +175,7 @@ def test_a_part_that_fits_neither_the_budget_nor_the_device_is_refused():
     smallest = smallest_of(step)
     assert first_of(step, Budget(size_bytes=smallest), smallest).peak_bytes == smallest
     assert first_of(step, Budget(size_bytes=smallest - 1), smallest - 1, free_bytes=smallest).peak_bytes == smallest
-    with pytest.raises(InfeasibleBudgetError, match="too small for Net.* It needs at least"):
+    with pytest.raises(InfeasibleBudgetError, match=r"too small for Net.* It needs at least"):
         first_of(step, Budget(size_bytes=smallest - 1), smallest - 1, free_bytes=smallest - 1)
 
 

@@ -311,8 +311,7 @@ class SizeFinder:
                 return size
 
     def _sample(self, size: int) -> None:
-        # One rank that stops inside a step would leave the others waiting in it. No size comes after 1: it runs once, to
-        # find out what it needs.
+        # One rank that stops inside a step would leave the others waiting in it. Size 1 runs to find out what it needs.
         on_infeasible = "warn" if _is_distributed() or size == 1 else "raise"
         with self._runner.session(self._budget_bytes, on_infeasible) as session:
             self._runner.step(size, session)
