@@ -95,10 +95,11 @@ def main() -> bool:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", default="50%", help="bytes, or a share of what a step adds (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=30, help="steps of each run (default: %(default)s)")
-    parser.add_argument("--blocks", type=int, default=10)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--losses", action="store_true", help="show the loss of each step of both runs, bit by bit")
     sizes = parser.parse_args()
     text = StandardLibrary(sizes.context + 1)
     return train_twice(
@@ -106,6 +107,7 @@ def main() -> bool:
         make_data=lambda: DataLoader(text, sizes.batch, shuffle=True),
         steps=sizes.steps,
         budget=sizes.budget,
+        show_losses=sizes.losses,
     )
 
 

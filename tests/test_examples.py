@@ -63,9 +63,12 @@ def run_example(name: str, number: int, cwd: Path) -> str:
 def test_an_example_proves_that_both_runs_are_the_same(name: str, tmp_path: Path) -> None:
     printed = run_example(name, 0, tmp_path)
 
-    assert "8 of 8 equal" in printed
-    assert "within the budget" in printed
+    assert "8 of 8 losses equal" in printed
+    assert "5 of 5 measured steps" in printed
     assert "The proof holds." in printed
+    assert "bits, plain" not in printed, "the losses are shown on request"
+    assert 'hiremate(model, budget="60%", optimizer=optimizer)' in printed or name == "unet"
+    assert (tmp_path / "hiremate_plan.html").exists()
 
 
 @pytest.mark.slow

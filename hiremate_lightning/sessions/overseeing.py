@@ -41,9 +41,10 @@ class _OptimizerListener:
         session = self._session()
         if session is not None:
             session.optimizer_stepped(optimizer)
-            is_passed_by = self._runs.get(optimizer) == session.runs and session not in announced
-            if is_passed_by and _has_gradients_of(session.root, optimizer):
-                session.say(f"{type(session.root).__name__} {UNPLANNED}")
+            if self._runs.get(optimizer) == session.runs and _has_gradients_of(session.root, optimizer):
+                session.was_passed_by()
+                if session not in announced:
+                    session.say(f"{type(session.root).__name__} {UNPLANNED}")
             self._runs[optimizer] = session.runs
 
 

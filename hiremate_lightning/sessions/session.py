@@ -96,6 +96,7 @@ class Session:
         self._capturing_steps = 0  # one after the other, in each of which something was captured
         self._in_backward = False
         self._has_begun = False
+        self._is_passed_by = False  # by steps that ran since the latest one
         self._is_broken = False  # to be abandoned when the next one begins
         self._record: StepRecord | None = None
         self._timed: TimedRun | None = None
@@ -168,6 +169,10 @@ class Session:
             self.updates, self._runs_of_update = self.updates + 1, self.runs
         if is_own and not backward_pass.is_running() and self._record is not None and self._record.backwards:
             self._record.close()
+
+    def was_passed_by(self) -> None:
+        """Learn that a step ran without its plan: its gradients were made unseen, so are not seen freed in the next."""
+        self._is_passed_by = True
 
     def abandon_step(self) -> None:
         """Forget the step under way, after an exception."""
@@ -423,6 +428,9 @@ class Session:
             self._begin_step(_tensors_among(arguments))
 
     def _begin_step(self, arguments: list[torch.Tensor]) -> None:
+        if self._is_passed_by:
+            self._memory.step_ended(None)
+            self._is_passed_by = False
         if any(since == self._steps for since, _ in self._left.values()):
             self._planned.leave(sum(left_bytes for _, left_bytes in self._left.values()))
             self._finished = None
