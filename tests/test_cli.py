@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -19,6 +20,7 @@ from hiremate_lightning.command_line.factory import Workload, find_factory, pars
 from hiremate_lightning.errors import ConfigurationError
 from hiremate_lightning.planning.plan_files import PlanFiles
 from hiremate_lightning.planning.solvers import Problem, Solution, Status, get_strategy, worker
+from hiremate_lightning.units import format_bytes
 
 from .tiny import blocks_plan, transformer
 
@@ -134,6 +136,10 @@ class TestPlan:
         error = capsys.readouterr().err
         assert error.startswith("hiremate: The budget 1.00 MiB (1,048,576 bytes) is too small for Net.")
         assert error.count("\n") == 1
+        assert "on_infeasible" not in error, "the command has no such option"
+        for named in re.search(r"smallest budget found is (.* [KM]iB) \((.*) bytes", error).groups():
+            size = named if named.endswith("iB") else f"{named}B"
+            assert plan(models, "--input", "51200x32", budget=size) == 0, size
 
     def test_debug_shows_where_an_error_comes_from(self, models):
         with pytest.raises(RuntimeError, match="no weights"):
@@ -279,6 +285,15 @@ class TestCurve:
         assert "+0.0%" in output
         assert output.isascii()
 
+    def test_its_peaks_are_budgets_and_its_plain_peak_is_that_of_a_plan(self, models, capsys):
+        assert main(["curve", f"{models}:with_inputs", "--points", "2", "--time-limit", "2"]) == 0
+        peaks = re.findall(r"^ *([\d.]+ [KM]iB) ", capsys.readouterr().out, flags=re.MULTILINE)
+        assert len(peaks) >= 2
+        for peak in peaks:
+            assert plan(models, "--json", "-", budget=peak, name="with_inputs") == 0
+            numbers = json.loads(capsys.readouterr().out)
+        assert format_bytes(numbers["unplanned_peak_bytes"], up=True) == peaks[-1]
+
 
 class TestFit:
     def fit(self, models, *more, budget="2MiB"):
@@ -316,7 +331,10 @@ class TestFit:
         path = tmp_path / "wide_model.py"
         path.write_text("import torch\ndef wide():\n    return torch.nn.Linear(1000, 1000), torch.zeros(4, 1000)\n")
         assert main(["fit", f"{path}:wide", "--budget", "2MiB"]) == 1
-        assert "Not even batch size 1 fits 2.00 MiB: it needs " in capsys.readouterr().err
+        error = capsys.readouterr().err
+        said = re.search(r"fits 2.00 MiB with at most 30% more time: that needs (.* MiB) \((.*) bytes", error)
+        for named in (said[1], f"{said[2]}B"):
+            assert main(["fit", f"{path}:wide", "--budget", named]) == 0, named
 
 
 class TestShow:

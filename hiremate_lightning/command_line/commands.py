@@ -202,6 +202,7 @@ def curve(asked: argparse.Namespace) -> int:
         least, most = smallest_budget(replace(problem, budget_bytes=0)).peak_bytes, problem.budget_bytes
         budgets = [least + (most - least) * i // asked.points for i in range(asked.points)]
         points = _points(solve_curve(problem, budgets, asked.solver), captured.resident_bytes)
+        points.append(_Point(captured.resident_bytes + most, problem.step_ms, 0.0, 0.0, "plain training"))
     notes = work.notes(captured)
     numbers = {
         "target": captured.name,
@@ -237,7 +238,7 @@ def _curve_table(points: Sequence[_Point]) -> Table:
         table.add_column(header, justify="left" if header == "found by" else "right")
     for point in points:
         table.add_row(
-            format_bytes(point.peak_bytes),
+            format_bytes(point.peak_bytes, up=True),
             format_time(point.step_ms),
             format_ratio(point.overhead),
             format_ratio(point.bound_overhead),
@@ -264,7 +265,7 @@ def fit(asked: argparse.Namespace) -> int:
     with work.reporter.stage("solving"):
         found = search(forecast, asked.max_batch, accepted, Objective.LARGEST, FIT_PLANS)
         if not found.size:
-            raise _nothing_fits(forecast)
+            raise _nothing_fits(forecast, accepted)
         forecast.trial(found.size)
     result = BatchSizeResult(
         size=found.size,
@@ -301,13 +302,11 @@ def _forecast(work: _Work, seen: Sequence[tuple[OfflineStep, Step]], limit_bytes
     return Forecast(scaling, resident, limit_bytes, PlanOptions(work.asked.solver, limit_s, on_infeasible="warn"))
 
 
-def _nothing_fits(forecast: Forecast) -> InfeasibleBudgetError:
-    needed, limit = forecast.least_bytes(1), forecast.limit_bytes
-    reason = f"it needs {format_bytes(needed)} ({needed:,} bytes)"
-    if needed <= limit:
-        reason = "it takes more extra time than --max-overhead accepts"
+def _nothing_fits(forecast: Forecast, accepted: float) -> InfeasibleBudgetError:
+    needed, limit = forecast.enough_bytes(1, accepted), forecast.limit_bytes
     return InfeasibleBudgetError(
-        f"Not even batch size 1 fits {format_bytes(limit)}: {reason}. Raise the budget or --max-overhead.",
+        f"Not even batch size 1 fits {format_bytes(limit)} with at most {accepted:.0%} more time: that needs "
+        f"{format_bytes(needed, up=True)} ({needed:,} bytes). Raise the budget or --max-overhead.",
         budget_bytes=limit,
         smallest_bytes=needed,
     )

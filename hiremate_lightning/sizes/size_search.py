@@ -22,6 +22,7 @@ from ..records.step import Step
 from ..units import Budget
 
 TOLERANCE = 0.04  # relative width at which a search for the overhead's limit stops
+HALVINGS = 6  # of the budgets between the least memory and no plan, to name one that is enough
 GRID = 6  # sizes between the largest without a plan and the largest that fits, tried for throughput
 SAME_RATE = 0.001  # relative difference of rates below which the larger size is taken
 
@@ -128,6 +129,20 @@ class Forecast:
             )
             self.trials[size] = trial_of(size, plan, self._fixed_ms)
         return self.trials[size]
+
+    def enough_bytes(self, size: int, max_overhead: float) -> int:
+        """Return a budget under which a plan fits at a size and takes no more overhead, near the least such one."""
+        low, high = self.least_bytes(size) - 1, self.unplanned_bytes(size)
+        step, resident_bytes = self._step(size), self._resident.whole(size)
+        tried = low + 1
+        for _ in range(HALVINGS):
+            plan = make_plan(step, Budget(size_bytes=tried), tried, resident_bytes, self._options, target=str(size))
+            if plan.planned_peak_bytes <= tried and plan.predicted_overhead <= max_overhead:
+                high = tried
+            else:
+                low = tried
+            tried = (low + high) // 2
+        return high
 
     def accepts(self, size: int, max_overhead: float) -> bool:
         """Whether a plan fits at a size, and takes no more overhead than that."""
