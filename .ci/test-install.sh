@@ -48,7 +48,7 @@ if [[ $which == latest ]]; then
 else
     mapfile -t versions < <(lower_bounds transformers)
 fi
-"$own" -m pip install -qq --no-compile --disable-pip-version-check "$torch" "${versions[@]}" pytest .
+"$own" -m pip install -qq --no-compile --disable-pip-version-check "$torch" "${versions[@]}" pytest pytest-xdist .
 "$own" -m pip check
 "$own" -m pip list --format freeze | grep -E '^(torch|lightning|accelerate|mip|highsbox|cbcbox|numpy|rich|transformers)==' | tr '\n' ' '
 echo
@@ -60,4 +60,4 @@ cd "$place/checkout"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 "$place/bin/hiremate" doctor
 # New releases warn of what will change one day. Our own warnings, of what does not work now, are errors.
-exec "$own" -m pytest -m install tests/test_install.py -o filterwarnings=default -W error::hiremate_lightning.HiRemateWarning "$@"
+exec "$own" -m pytest -n 2 -m install tests/test_install.py -o filterwarnings=default -W error::hiremate_lightning.HiRemateWarning "$@"
