@@ -1,20 +1,28 @@
 # Each target first sets up what it needs in .venv, which is quick when nothing has changed; see .ci/setup.sh.
 # ARGS=... is passed on: make test ARGS="-k layers"
 
-.PHONY: help demo test lint typecheck docs
+.PHONY: help demo test test-latest test-oldest lint typecheck docs
 
 help:
-	@echo "make demo       train a GPT twice, plain and under a byte budget, and compare"
-	@echo "make test       run the tests"
-	@echo "make lint       check style"
-	@echo "make typecheck  check types"
-	@echo "make docs       build the site of the documents into site/"
+	@echo "make demo         train a GPT twice, plain and under a byte budget, and compare"
+	@echo "make test         run the tests"
+	@echo "make test-latest  install with the newest releases of what the package needs, and test that"
+	@echo "make test-oldest  the same with the oldest releases that pyproject.toml allows"
+	@echo "make lint         check style"
+	@echo "make typecheck    check types"
+	@echo "make docs         build the site of the documents into site/"
 
 demo:
 	@bash -c 'source .ci/setup.sh demo && exec "$$python" examples/gpt.py $(ARGS)'
 
 test:
 	@.ci/test.sh $(ARGS)
+
+test-latest:
+	@.ci/test-latest.sh $(ARGS)
+
+test-oldest:
+	@.ci/test-oldest.sh $(ARGS)
 
 lint:
 	@.ci/lint.sh

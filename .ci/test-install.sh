@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Install the package as a stranger does, in an environment of its own, and run the tests marked `install` there.
 #
-#     .ci/test-install.sh latest    the newest release of all that the package needs, without constraints.txt
-#     .ci/test-install.sh oldest    the oldest releases that pyproject.toml allows
+#     .ci/test-install.sh latest    with the newest release of all that the package needs, without constraints.txt
+#     .ci/test-install.sh oldest    with the oldest releases that pyproject.toml allows
 #
 # torch alone is neither: it is that of .venv, linked, because PyTorch's public builds bring gigabytes of CUDA along. So these two watch
 # over all other packages. HIREMATE_TORCH=2.14.1 installs that release in its place, and PYTHON=python3.13 takes another interpreter
@@ -18,10 +18,12 @@ place="$PWD/.venv-$which"
 own="$place/bin/python"
 
 link_torch() {
-    local from to
+    local from to path
     from="$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
     to="$("$own" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
-    (shopt -s nullglob && ln -s "$from"/{torch,torchgen,functorch,triton,nvidia,cuda}{,[-_]*} "$to")
+    for path in "$from"/{torch,torchgen,functorch,triton,nvidia,cuda} "$from"/{torch,triton,nvidia_*,cuda_*}-*.dist-info; do
+        [[ ! -e $path ]] || ln -s "$path" "$to"
+    done
 }
 
 # The lower bounds of the package's own requirements and of the others named, as exact versions.
@@ -48,7 +50,9 @@ if [[ $which == latest ]]; then
 else
     mapfile -t versions < <(lower_bounds transformers)
 fi
-"$own" -m pip install -qq --no-compile --disable-pip-version-check "$torch" "${versions[@]}" pytest pytest-xdist .
+mkdir "$place/source" # setuptools leaves files beside what it builds
+cp -R hiremate_lightning callbacks pyproject.toml README.md LICENSE "$place/source"
+"$own" -m pip install -qq --no-compile --disable-pip-version-check "$torch" "${versions[@]}" pytest pytest-xdist "$place/source"
 "$own" -m pip check
 "$own" -m pip list --format freeze | grep -E '^(torch|lightning|accelerate|mip|highsbox|cbcbox|numpy|rich|transformers)==' | tr '\n' ' '
 echo

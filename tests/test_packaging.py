@@ -16,6 +16,7 @@ import hiremate_lightning
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hiremate_lightning"
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+SCRIPTS = ("setup", "lint", "typecheck", "test", "test-install", "test-latest", "test-oldest")
 CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8")
 
 
@@ -97,9 +98,9 @@ def test_torch_and_torchvision_are_pinned_as_a_pair() -> None:
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
 def test_commands_in_the_text_exist(name: str) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
 
-    used = set(re.findall(r"\bmake ([a-z]+)\b(?! *=)", _code_in((ROOT / name).read_text(encoding="utf-8"))))
+    used = set(re.findall(r"\bmake ([a-z-]+)\b(?! *=)", _code_in((ROOT / name).read_text(encoding="utf-8"))))
 
     assert used
     assert used <= targets
@@ -119,7 +120,7 @@ def _code_in(markdown: str) -> str:
     return "\n".join(re.findall(r"```.*?```|`[^`\n]+`|^    .*$", markdown, flags=re.DOTALL | re.MULTILINE))
 
 
-@pytest.mark.parametrize("script", ["run", "setup.sh", "lint.sh", "typecheck.sh", "test.sh"])
+@pytest.mark.parametrize("script", ["run", *(f"{name}.sh" for name in SCRIPTS)])
 def test_scripts_run_as_they_are(script: str) -> None:
     path = ROOT / ".ci" / script
 
