@@ -26,13 +26,10 @@ link_torch() {
     done
 }
 
-# The lower bounds of the package's own requirements and of the others named, as exact versions.
+# The lower bounds of the package's own requirements, as exact versions. transformers is none of them, and its Trainer asks for a newer
+# Accelerate than it names.
 lower_bounds() {
-    local name
     sed -n '/^dependencies = \[/,/^\]/p' pyproject.toml | sed -n 's/^ *"\([a-z]*\)>=\([0-9.]*\).*/\1==\2/p' | grep -v '^torch=='
-    for name in "$@"; do
-        grep -o "\"$name>=[0-9.]*" pyproject.toml | tr -d '"' | sed 's/>=/==/'
-    done
 }
 
 echo "Installing the $which releases into ${place##*/}, with torch ${HIREMATE_TORCH:-of .venv}"
@@ -48,7 +45,7 @@ torch="torch==$("$own" -c 'from importlib.metadata import version; print(version
 if [[ $which == latest ]]; then
     versions=(transformers)
 else
-    mapfile -t versions < <(lower_bounds transformers)
+    mapfile -t versions < <(lower_bounds)
 fi
 mkdir "$place/source" # setuptools leaves files beside what it builds
 cp -R hiremate_lightning callbacks pyproject.toml README.md LICENSE "$place/source"
