@@ -1,9 +1,11 @@
 """Train random small networks plainly and under random budgets, and compare bit for bit.
 
-    python benchmarks/fuzz.py [--count 500] [--seed 0] [--longest 9] [--jobs 1]
+    python benchmarks/fuzz.py [--count 500] [--seed 0] [--longest 9] [--jobs 1] [--loops]
 
 Each network is drawn from its number, so a failure is repeated by `--seed NUMBER --count 1`. A network that plain
-PyTorch refuses to train is drawn anew, from the next number. Prints a Markdown table, and the recipe of each failure.
+PyTorch refuses to train is drawn anew, from the next number. With `--loops` it is training loops that are drawn: two
+small networks, forwards and backwards in random order (kinds of steps in cycles or by chance, graphs that wait or are
+retained, micro-batches), and how many of their steps were measured or timed is counted too. Prints a Markdown table, and the recipe of each failure.
 Networks are trained in processes of their own, some in each: what torch.compile remembers makes it slower and slower.
 """
 
@@ -17,6 +19,7 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from provenance import provenance
 
 from hiremate_lightning import CaptureError
+from tests.fuzz_loops import SLACK_BYTES, compare_loop, draw_loop
 from tests.fuzz_models import MiscompiledError, Outcome, RejectedError, compare, draw
 
 REJECTED = "rejected by plain PyTorch"
@@ -56,9 +60,10 @@ class Trial:
     Attributes:
         result: In one of the words of the table.
         finding: A line about a failure, "" for none.
-        operations: Number of operations of the network.
-        graphs: Number of captured graphs, 0 where none ran.
+        operations: Number of operations of the network, or of steps of a loop.
+        graphs: Number of captured graphs, 0 where none ran, or of kinds of steps that have plans.
         saved: By how much its peak was lowered, as a share.
+        watched: Steps of a loop that were measured or timed.
     """
 
     result: str
@@ -66,6 +71,28 @@ class Trial:
     operations: int = 0
     graphs: int = 0
     saved: float = 0.0
+    watched: int = 0
+
+
+def run_loop(seed: int, longest: int) -> Trial:
+    """Try the loop of a number, whose longest operation plays no part."""
+    torch.set_num_threads(1)
+    torch._logging.set_logs(dynamo=logging.ERROR)
+    recipe = draw_loop(seed)
+    try:
+        outcome = compare_loop(recipe)
+    except Exception as error:  # whatever it is, it is a finding
+        return Trial("CRASHED", f"{seed}: {type(error).__name__}: {str(error).splitlines()[0]}; {recipe}")
+    finding = f"{seed}: {outcome.differences} differ, peaks {outcome.peaks} of {outcome.budget_bytes}; {recipe}"
+    saved = 1 - max(outcome.peaks) / max(outcome.plain_peaks)
+    counts = {"operations": outcome.steps, "graphs": outcome.kinds, "saved": saved, "watched": outcome.watched}
+    if outcome.differences:
+        return Trial("WRONG", finding, **counts)
+    if outcome.is_over_budget:
+        return Trial("OVER BUDGET", finding, **counts)
+    if max(outcome.peaks) > outcome.budget_bytes + SLACK_BYTES:
+        return Trial("exact; over budget, announced", "", **counts)
+    return Trial("exact; within budget", "", **counts)
 
 
 def run(seed: int, longest: int) -> Trial:
@@ -99,14 +126,14 @@ def run(seed: int, longest: int) -> Trial:
     )
 
 
-def try_all(seed: int, count: int, longest: int, jobs: int) -> list[Trial]:
-    """Try the networks of consecutive numbers until so many were not rejected."""
+def try_all(seed: int, count: int, longest: int, jobs: int, attempt: Callable[..., Trial] = run) -> list[Trial]:
+    """Try the networks, or loops, of consecutive numbers until so many were not rejected."""
     trials: list[Trial] = []
     context = multiprocessing.get_context("spawn")
     with context.Pool(jobs, maxtasksperchild=NETWORKS_PER_PROCESS) as pool:
         while missing := count - sum(trial.result != REJECTED for trial in trials):
             first = seed + len(trials)
-            for trial in pool.imap(partial(run, longest=longest), range(first, first + missing)):
+            for trial in pool.imap(partial(attempt, longest=longest), range(first, first + missing)):
                 trials.append(trial)
                 if trial.finding:
                     print(trial.finding, file=sys.stderr, flush=True)
@@ -123,18 +150,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="number of the first one")
     parser.add_argument("--longest", type=int, default=9, help="most operations of a network")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--loops", action="store_true", help="draw training loops")
     options = parser.parse_args()
     start = time.perf_counter()
-    trials = try_all(options.seed, options.count, options.longest, options.jobs)
+    trials = try_all(options.seed, options.count, options.longest, options.jobs, run_loop if options.loops else run)
     print(f"{provenance()}; 1 thread, {options.jobs} at a time\n")
     print("| result | networks |\n|--|--|")
     for result, count in sorted(Counter(trial.result for trial in trials).items()):
         print(f"| {result} | {count} |")
     operations, several = sum(t.operations for t in trials), sum(t.graphs > 1 for t in trials)
-    print(
-        f"\n{operations} operations; {several} networks in several graphs; numbers {options.seed} to "
-        f"{options.seed + len(trials) - 1};"
-    )
+    numbers = f"numbers {options.seed} to {options.seed + len(trials) - 1};"
+    if options.loops:
+        watched = sum(t.watched for t in trials)
+        print(f"\n{operations} steps, {watched} of them watched; {several} loops of several planned kinds; {numbers}")
+    else:
+        print(f"\n{operations} operations; {several} networks in several graphs; {numbers}")
     print(f"peaks lowered by up to {max(t.saved for t in trials):.0%}; {time.perf_counter() - start:.0f} s")
     for trial in trials:
         if trial.finding:

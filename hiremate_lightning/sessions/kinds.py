@@ -287,6 +287,12 @@ class Kinds:
         self.forget()
         return kind, is_own
 
+    def end_plain(self, kind: Kind | None) -> None:
+        """End a step that ran without its plan; its kind is None where that is not known."""
+        if kind is not None:
+            self._order.note(kind, self._size_bytes)
+        self.forget()
+
     def forget(self) -> None:
         """Forget the step under way."""
         self.ran, self._chosen = [], set()

@@ -11,7 +11,7 @@ much shows the first plain step, which must be small enough that it fits in any 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,6 +73,14 @@ class PlainSteps:
         if added_bytes is not None:
             self._foreseen[kind] = added_bytes
 
+    def called_like(self, calls: Sequence[Shapes], kinds: Iterable[Kind]) -> list[Kind]:
+        """List those of some kinds whose first calls were given exactly what these are given."""
+        return [kind for kind in kinds if self._calls.get(kind, ())[: len(calls)] == tuple(calls)]
+
+    def with_margin(self, added_bytes: int) -> float:
+        """Return what a plain step takes, of which the captured graph takes so many bytes."""
+        return added_bytes * self._ratio
+
     def bound_bytes(self, calls: Sequence[Shapes], peaks: Mapping[Kind, PlainPeak], likely: Kind) -> float | None:
         """Bound what the step under way adds to the resident bytes at its peak, if it runs plain and that fits.
 
@@ -85,7 +93,7 @@ class PlainSteps:
             Bytes, as of the captured graph with nothing recomputed; None where a plain step may not fit, or where
             there is a plan for exactly these sizes.
         """
-        if any(self._calls.get(kind, ())[: len(calls)] == tuple(calls) for kind in peaks):
+        if self.called_like(calls, peaks):
             return None
         samples = self._samples(calls, peaks)
         sizes, expected = _sizes(calls), samples.get(self._code.get(likely, likely), [])

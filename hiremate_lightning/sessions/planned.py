@@ -458,6 +458,20 @@ class PlannedKinds:
             for kind, plan in self.plans.items()
         }
 
+    def gains_nothing(self, kind: Kind, plain_bytes: float) -> bool:
+        """Whether a plan that was measured and timed recomputes nothing, where its step fits without it.
+
+        Args:
+            kind: The kind of step.
+            plain_bytes: What it adds without its plan.
+        """
+        plan, known = self.plans[kind], self._known[kind]
+        waits = known.without_backward_bytes or known.resident.plain_waiting_bytes
+        if plan.solution.recompute_ms or plan.measured.step_ms is None or waits:
+            return False
+        is_whole = self.options.budget.share == 1  # of what plain training adds
+        return is_whole or plan.resident_bytes + plain_bytes + known.margin_bytes <= plan.budget_bytes
+
     def same_code(self, step: Kind | Known) -> Kind:
         """Return the first known kind of step that runs the code of a known step, at whatever sizes."""
         own = step if isinstance(step, Known) else self._known[step]

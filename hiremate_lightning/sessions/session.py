@@ -48,6 +48,7 @@ from .kinds import Kind
 from .parts import Parts
 from .plain_steps import PlainSteps, Shapes, shapes_of
 from .planned import PlannedKinds
+from .releasing import Releases
 from .watching import Saw, Watch, WatchPolicy
 
 log = logging.getLogger("hiremate_lightning")
@@ -85,6 +86,8 @@ class Session:
         self._kinds, self._first_steps = self._planned.kinds, self._planned.first_steps
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
         self._plain_steps = PlainSteps()
+        self._releases = Releases()
+        self._released: Kind | None = None  # that the step under way is of, which runs plain though it has a plan
         self._calls: list[Shapes] = []  # of the step under way
         self._finished_calls: tuple[Shapes, ...] = ()
         self._has_said_plain = False
@@ -142,6 +145,11 @@ class Session:
         return self._plain_bytes is not None
 
     @property
+    def is_released(self) -> bool:
+        """Whether the step under way runs as the user wrote it, though its kind has a plan: that gains nothing."""
+        return self._released is not None
+
+    @property
     def parameters_of_step(self) -> frozenset[int] | None:
         """Identities of the parameters that captured graphs have got in the step under way; None where not recorded."""
         return None if self._record is None else frozenset(self._record.parameters)
@@ -181,10 +189,11 @@ class Session:
             self._record.close()
         self._record, self._finished, self._timed = None, None, None
         self._in_backward, self._began_with, self._memory.batch = False, None, []
-        self._plain_bytes = None
+        self._plain_bytes = self._released = None
         self._calls.clear()
         self._kinds.forget()
         self._watching.forget_step()
+        self._releases.forget_step()
         self._first_steps.end_step()
         self._has_begun = self._is_broken = False
 
@@ -416,6 +425,9 @@ class Session:
     def _bound_plain(self, calls: Sequence[Shapes]) -> float | None:
         """Bound what a step adds that runs plain; None where it is to be captured."""
         likely = self._kinds.likely()
+        if self._released is not None:
+            is_same = self._released in self._plain_steps.called_like(calls, self.plans)
+            return self.plans[self._released].unplanned.peak_bytes if is_same else None
         if likely is None or self.kernels is not None:  # fused kernels give other bits than PyTorch's own
             return None
         return self._plain_steps.bound_bytes(calls, self._planned.plain_peaks(), likely)
@@ -437,6 +449,7 @@ class Session:
         self._steps += 1
         self._has_begun = True
         self._watching.settle()
+        self._note_release()
         self._memory.step_begins(arguments)
         size_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in arguments)
         self._kinds.begin(size_bytes)
@@ -447,9 +460,13 @@ class Session:
             self._first_steps.count(resident)
             self._meet(resident)
         self._calls.clear()
+        settled = self._settled_kind(arguments)
+        self._released = settled if settled is not None and self._releases.runs_plain(settled) else None
         self._plain_bytes = self._bound_plain([shapes_of(arguments)])
         if self._plain_bytes is not None:
             self._begin_plain_step(arguments, self._plain_bytes)
+            if self._released is not None:
+                self._releases.step_begins(self._released, is_plain=True, is_watched=self._record is not None)
             return
         all_likely = self._kinds.all_likely()
         self._kinds.expected = max(all_likely, key=lambda kind: self.plans[kind].unplanned_peak_bytes, default=None)
@@ -459,10 +476,31 @@ class Session:
         has_profile = self._kinds.likely() is not None
         if watch is Watch.TIME or (watch is Watch.MEASURE and not has_profile and self._memory.device.type == "cpu"):
             self._timed = TimedRun(self._memory.device)  # a GPU's events would count how long it waits for the host
+        if settled is not None:
+            self._releases.step_begins(settled, is_plain=False, is_watched=watch is not Watch.NOTHING)
+
+    def _settled_kind(self, arguments: list[torch.Tensor]) -> Kind | None:
+        """Return the kind of the step that begins, where nothing else is called like it and its plan gains nothing."""
+        likely, alike = self._kinds.likely(), self._plain_steps.called_like([shapes_of(arguments)], self.plans)
+        if likely is None or alike != [likely] or self.kernels is not None:
+            return None
+        plain_bytes = self._plain_steps.with_margin(self.plans[likely].unplanned.peak_bytes)
+        return likely if self._planned.gains_nothing(likely, plain_bytes) else None
+
+    def _note_release(self) -> None:
+        """Tell where a kind of step is given back to eager PyTorch from now on."""
+        released = self._releases.next_begins()
+        if released is not None:
+            text = (
+                f"A plan of {self._name} recomputes nothing and takes {released[1]:.2f} times as long as the code "
+                "without it: such steps run without it from now on."
+            )
+            log.info(text)
+            self.stages.reporter.note(text)
 
     def _begin_plain_step(self, arguments: list[torch.Tensor], bound_bytes: float) -> None:
         self._kinds.expected = None
-        if not self._has_said_plain:
+        if not self._has_said_plain and self._released is None:
             self._has_said_plain = True
             self.stages.reporter.note("Steps of other input sizes that fit the budget as they are run without a plan.")
         if self._plain_steps.is_to_be_measured(bound_bytes):
@@ -470,9 +508,10 @@ class Session:
 
     def _end_plain_step(self, at_once: bool) -> None:
         record, bound_bytes = self._record, self._plain_bytes
+        released, self._released = self._released, None
         self._record, self._plain_bytes = None, None
         self._in_backward, self._began_with = False, None
-        self._kinds.forget()
+        self._kinds.end_plain(released)
         self._memory.step_ended(record)
         if record is None or bound_bytes is None:
             return
@@ -480,7 +519,10 @@ class Session:
         peak_bytes = record.peak_bytes
         self._plain_steps.measured(bound_bytes, None if peak_bytes is None else peak_bytes - record.resident_bytes)
         plan = self.plan
+        if released is not None and self.options.budget.share == 1:
+            return  # the budget is what plain training takes
         if peak_bytes is not None and plan is not None and peak_bytes > plan.budget_bytes:
+            self._releases.keep(released)
             self.say(
                 "A step of a new input size ran without recomputation, since it was predicted to fit, and took "
                 f"{format_bytes(peak_bytes)}, above the budget of {format_bytes(plan.budget_bytes)}. "

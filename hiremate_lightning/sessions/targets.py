@@ -142,7 +142,8 @@ class Targets:
         if name not in self.adopted and sharding.has_units_below(module):
             self._passed_by.add(name)
         if name in self._passed_by:  # what it runs before the first planned part belongs to the step
-            self.session.begin_call((args, kwargs))
+            if self.session.begin_call((args, kwargs)) and self.session.is_released:
+                return self._call_plain(module, args, kwargs)
             return self._call_passed_by(name, module, args, kwargs)
         if name not in self.adopted:
             if module in self._waiting and backward_pass.is_running():
