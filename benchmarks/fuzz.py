@@ -5,8 +5,9 @@
 Each network is drawn from its number, so a failure is repeated by `--seed NUMBER --count 1`. A network that plain
 PyTorch refuses to train is drawn anew, from the next number. With `--loops` it is training loops that are drawn: two
 small networks, forwards and backwards in random order (kinds of steps in cycles or by chance, graphs that wait or are
-retained, micro-batches), and how many of their steps were measured or timed is counted too. Prints a Markdown table, and the recipe of each failure.
-Networks are trained in processes of their own, some in each: what torch.compile remembers makes it slower and slower.
+retained, micro-batches), and how many of their steps were measured or timed is counted too. Prints a Markdown table,
+and the recipe of each failure. Networks are trained in processes of their own, some in each: what torch.compile
+remembers makes it slower and slower.
 """
 
 from __future__ import annotations
