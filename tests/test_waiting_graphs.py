@@ -141,3 +141,21 @@ def test_a_share_is_of_what_an_iteration_of_plain_training_adds():
         iterate(model, regularized, peaks)
     resident = 2 * sum(p.nbytes for p in model.parameters())
     assert 0.7 < (peaks[1] - resident) / (peaks[0] - resident) <= 0.81, peaks
+
+
+def test_running_statistics_change_uncounted_as_in_plain_training_while_an_eager_graph_waits():
+    """PyTorch's batch norm saves its statistics for its backward, and updates them without counting that."""
+    results = []
+    for is_planned in (False, True):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+        if is_planned:
+            hiremate(model, "1 GiB", verbose=False)
+        waiting = model[1](model[0].weight @ torch.ones(WIDTH, WIDTH))  # an eager call of the same norm
+        plain = F.batch_norm(draw(2, ROWS, WIDTH).requires_grad_(), model[1].running_mean, model[1].running_var)
+        before = model[1].running_mean._version
+        model(draw(1, ROWS, WIDTH)).square().mean().backward()
+        assert model[1].running_mean._version == before
+        (plain.sum() + waiting.sum()).backward()
+        results.append([p.grad for p in model.parameters()])
+    assert not differing(*results)

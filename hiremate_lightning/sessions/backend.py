@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn import functional as F
 
 from ..capturing.capture import Captured, capture
 from ..rewriting import assignments, casts, losses, pooling, views
@@ -22,7 +23,7 @@ from ..rewriting.kernels import run_as_eager
 from ..running.execution import Part
 from ..running.program import stub_modules
 from ..running.straight_line import compiled
-from ..torch_private import aot, backward_pass, user_compiled
+from ..torch_private import aot, backward_pass, tensor_state, user_compiled
 from ..torch_private.each_size import EachSize, MayRunCaptured, sizes_among
 from ..torch_private.eager_tracing import traced_as_eager
 
@@ -64,6 +65,19 @@ def planning_backend(
 def has_gradients(inputs: Sequence[Any]) -> bool:
     """Whether captured code may get gradients; other code runs as it is, at all sizes: there is nothing to plan."""
     return torch.is_grad_enabled() and any(isinstance(i, torch.Tensor) and i.requires_grad for i in inputs)
+
+
+def _running_statistics(module: fx.GraphModule) -> list[int]:
+    """List the positions of the inputs that are running statistics of norms.
+
+    PyTorch's own kernels update these without counting it as a change: what eager code has saved of them for a
+    backward that waits is still taken for what it was.
+    """
+    norms = {node for node in module.graph.nodes if node.target in (F.batch_norm, F.instance_norm)}
+    named = (node.kwargs.get(name) for node in norms for name in ("running_mean", "running_var"))
+    found = {*(value for node in norms for value in node.args[1:3]), *named}
+    inputs = enumerate(module.graph.find_nodes(op="placeholder"))
+    return [position for position, value in inputs if value in found and norms.issuperset(value.users)]
 
 
 class _Compilation:
@@ -111,9 +125,16 @@ class _Compilation:
                 given.settle(error.terms)
                 with given.traced(module):
                     run = backend(module, given.expand_traced(inputs))
-        if not given.terms:
-            return run, given.terms
-        return lambda *arguments: run(*given.expand(arguments)), given.terms
+        expanded = run if not given.terms else lambda *arguments: run(*given.expand(arguments))
+        statistics = _running_statistics(module)
+        if not statistics:
+            return expanded, given.terms
+
+        def run_uncounted(*arguments: Any) -> Any:
+            with tensor_state.changes_uncounted([arguments[position] for position in statistics]):
+                return expanded(*arguments)
+
+        return run_uncounted, given.terms
 
     def _partition(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
         joint.graph.eliminate_dead_code()

@@ -13,6 +13,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentError
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves as leaves
@@ -64,6 +65,11 @@ def is_batched(value: Any) -> bool:
 def is_transforming() -> bool:
     """Whether a transform of torch.func (grad, vmap) or forward-mode differentiation is under way."""
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
+def changes_uncounted(tensors: Sequence[torch.Tensor]) -> Any:
+    """Let autograd count no changes of tensors made within a block."""
+    return _unsafe_preserve_version_counter(tuple(tensors))
 
 
 def is_symbolic(value: Any) -> bool:
