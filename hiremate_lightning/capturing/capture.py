@@ -173,6 +173,7 @@ class _Builder:
     tensor_of: dict[fx.Node, int] = field(default_factory=dict)
     finishes: dict[fx.Node, Finish] = field(default_factory=dict)
     storage_of: dict[int, int] = field(default_factory=dict)  # identity of a fake storage -> index
+    checkpoints: dict[int, int] = field(default_factory=dict)  # number of a call of checkpoint -> its first node
 
     def build(self) -> Captured:
         outputs, gradients, *descriptions = aot.joint_outputs(self.joint, self.num_forward)
@@ -302,10 +303,16 @@ class _Builder:
                 source=_source(node),
                 plain_bytes=plain_bytes(node),
                 plain_inputs=tuple(self.tensor_of[v] for v in pooling.plain_inputs(node)),
+                checkpoint=self._checkpoint(node, index) if phase is Phase.FORWARD else None,
+                is_saved=aot.is_saved_by_policy(node),
             )
         )
         self.fx_nodes.append(node)
         return index
+
+    def _checkpoint(self, node: fx.Node, index: int) -> int | None:
+        number = aot.checkpoint_of(node)
+        return None if number is None else self.checkpoints.setdefault(number, index)
 
     def _add_result(self, value: fx.Node, finish: Finish | None, producer: int, kind: StorageKind) -> int:
         """Add what an operation hands on; where it is finished, in its place what others read."""

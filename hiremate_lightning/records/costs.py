@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 
-from .graph import OUTSIDE, Graph, Phase
+from .graph import OUTSIDE, Graph, Node, Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,17 @@ def profile_from_json(text: str) -> Profile:
 def as_plain(graph: Graph, profile: Profile) -> tuple[Graph, Profile]:
     """Give a step as plain PyTorch runs it, where that is known to hold, to read or to need more."""
     storages = tuple(replace(s, size_bytes=s.size_bytes * s.plain_times, plain_times=1) for s in graph.storages)
-    nodes = tuple(
-        replace(n, inputs=tuple(dict.fromkeys((*n.inputs, *n.plain_inputs)))) if n.plain_inputs else n
-        for n in graph.nodes
-    )
+    nodes = tuple(map(_node_as_plain, graph.nodes))
     pairs = zip(graph.nodes, profile.workspace_bytes, strict=True)
     workspaces = tuple(size if node.op == OUTSIDE else max(size, node.plain_bytes) for node, size in pairs)
     return replace(graph, nodes=nodes, storages=storages), replace(profile, workspace_bytes=workspaces)
+
+
+def _node_as_plain(node: Node) -> Node:
+    """Give a node that reads what plain PyTorch reads, and may run again where the user's code runs it again."""
+    if node.plain_inputs:
+        node = replace(node, inputs=tuple(dict.fromkeys((*node.inputs, *node.plain_inputs))))
+    return node if node.checkpoint is None else replace(node, is_random=False, reads_mutated=False)
 
 
 @dataclass(frozen=True, slots=True)

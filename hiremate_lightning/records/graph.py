@@ -102,6 +102,8 @@ class Node:
             nothing else is to read that any more.
         plain_bytes: Workspace that plain PyTorch needs for the same, 0 where that is taken to be no more.
         plain_inputs: Tensors that plain PyTorch reads too.
+        checkpoint: For a node that the user's code calls in `torch.utils.checkpoint`, the first node of the same call.
+        is_saved: Whether that call keeps its outputs all the same, as a policy of selective checkpointing says.
     """
 
     name: str
@@ -120,6 +122,8 @@ class Node:
     takes: int | None = None
     plain_bytes: int = 0
     plain_inputs: tuple[int, ...] = ()
+    checkpoint: int | None = None
+    is_saved: bool = False
 
     @property
     def is_repeatable(self) -> bool:

@@ -123,6 +123,50 @@ def keep_all(graph: Graph) -> tuple[tuple[int, ...], ...]:
     return ((),) * (len(graph.backward) + 1)
 
 
+def as_written(graph: Graph) -> tuple[tuple[int, ...], ...]:
+    """Give the decisions of the user's own code: what it calls in `torch.utils.checkpoint` is run again, all else kept.
+
+    A call is run again, up to the last value that is needed of it, before the first operation of the backward that
+    reads such a value. What other code reads of it in the forward was handed on, and is there.
+    """
+    calls: dict[int, list[int]] = {}
+    for index in graph.forward:
+        node = graph.nodes[index]
+        if node.checkpoint is not None and not node.is_mutating:
+            calls.setdefault(node.checkpoint, []).append(index)
+    if not calls:
+        return keep_all(graph)
+    call_of = {t: call for call, members in calls.items() for n in members for t in graph.nodes[n].outputs}
+    missing = {t for t in call_of if graph.tensors[t].storage is not None}.difference(graph.outputs, graph.held)
+    missing.difference_update(t for node in graph.nodes if node.is_saved for t in node.outputs)
+    for index in graph.forward:
+        node = graph.nodes[index]
+        missing.difference_update(t for t in node.inputs if call_of.get(t) != node.checkpoint)
+    read = [graph.nodes[index].inputs for index in graph.backward] + [graph.gradients]
+    wanted = {t for inputs in read for t in inputs} & missing
+    rows = []
+    for inputs in read:
+        row: list[int] = []
+        for tensor in inputs:
+            if tensor in missing:
+                members = calls[call_of[tensor]]
+                row += _run_again(graph, members, wanted, missing)
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+def _run_again(graph: Graph, members: Sequence[int], wanted: set[int], missing: set[int]) -> list[int]:
+    """List which of these nodes must run for values that are wanted and missing; they are there afterwards."""
+    needed, order = wanted & missing, list[int]()
+    for index in reversed(members):
+        node = graph.nodes[index]
+        if not needed.isdisjoint(node.outputs):
+            order.append(index)
+            needed.update(t for t in node.inputs if t in missing)
+    missing.difference_update(t for index in order for t in graph.nodes[index].outputs)
+    return order[::-1]
+
+
 def recompute_lazily(graph: Graph, kept: Iterable[int]) -> tuple[tuple[int, ...], ...]:
     """Give the decisions that keep some storages through the turn and recompute all else just before its first use.
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ..errors import ScheduleError
 from .costs import Profile, as_plain
 from .graph import Graph
-from .schedule import Compute, Operation, Schedule, keep_all, lower
+from .schedule import Compute, Operation, Schedule, as_written, lower
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
 def simulate_plain(graph: Graph, profile: Profile) -> Simulation:
     """Simulate a step with everything kept, as plain PyTorch runs it."""
     plain, costs = as_plain(graph, profile)
-    return simulate(plain, costs, lower(plain, keep_all(plain)))
+    return simulate(plain, costs, lower(plain, as_written(plain)))
 
 
 def _replay(

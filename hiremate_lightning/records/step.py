@@ -256,6 +256,7 @@ class _Merger:
                     replays=None if node.replays is None else node.replays + nodes,
                     takes=None if node.takes is None else node.takes + tensors,
                     plain_inputs=tuple(t + tensors for t in node.plain_inputs),
+                    checkpoint=None if node.checkpoint is None else node.checkpoint + nodes,
                 )
             )
             self.owners.append((index, position))

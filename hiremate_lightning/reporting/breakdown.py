@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ..planning.plan import Plan, planned_lines
 from ..records.costs import as_plain
 from ..records.graph import OUTSIDE, Graph, Node
-from ..records.schedule import Schedule, keep_all, lower
+from ..records.schedule import Schedule, as_written, lower
 from ..records.simulation import simulate
 from ..records.step import STALE_GRADIENTS
 from ..units import format_bytes, format_time
@@ -77,7 +77,7 @@ def uses_by_module(plan: Plan) -> dict[str, ModuleUse]:
     graph = plan.graph
     kept = _kept_storages(graph, plan.schedule)
     plain, _ = as_plain(graph, plan.profile)
-    kept_plainly = _kept_storages(plain, lower(plain, keep_all(plain)))
+    kept_plainly = _kept_storages(plain, lower(plain, as_written(plain)))
     again = plan.schedule.recomputed(graph)
     repeated = {_original(graph, node) for node in again}
     uses: dict[str, ModuleUse] = {}

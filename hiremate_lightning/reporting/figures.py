@@ -13,7 +13,7 @@ from ..planning.plan import Plan
 from ..planning.solvers.curve import Curve
 from ..records.costs import as_plain, step_time_ms
 from ..records.graph import Graph, Phase
-from ..records.schedule import Schedule, keep_all, lower
+from ..records.schedule import Schedule, as_written, lower
 from ..records.simulation import Simulation
 from ..units import format_ratio
 from .lifetimes import Band, Lifetime, band_bytes, lifetimes
@@ -86,7 +86,7 @@ class Run:
 def plain_run(plan: Plan) -> Run:
     """Give the step with everything kept."""
     graph, profile = as_plain(plan.graph, plan.profile)
-    return Run(plan, graph, "plain", lower(graph, keep_all(graph)), plan.unplanned, profile.workspace_bytes)
+    return Run(plan, graph, "plain", lower(graph, as_written(graph)), plan.unplanned, profile.workspace_bytes)
 
 
 def planned_run(plan: Plan) -> Run:

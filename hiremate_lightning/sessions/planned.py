@@ -25,7 +25,8 @@ from ..planning.solvers.base import Strategy
 from ..planning.solvers.curve import Remembering
 from ..records.costs import step_time_ms
 from ..records.scaling import are_same
-from ..records.schedule import lower
+from ..records.schedule import keep_all, lower
+from ..records.simulation import simulate
 from ..records.step import Step
 from ..reporting.report import Stages
 from ..rewriting.joint import may_choose_anew
@@ -91,6 +92,7 @@ class PlannedKinds:
         self._known: dict[Kind, Known] = {}
         self._limits = self._new_limits()
         self.shortage = Shortage()
+        self._checkpointing_said = False
         self._first_said = False  # that the first step of another kind may take more than its budget
         self._least_said: dict[Kind, int] = {}  # peaks that were announced, of steps in which nothing fits
         self._unfit: set[Kind] = set()  # whose plans were made with gradients dying that do not
@@ -309,7 +311,20 @@ class PlannedKinds:
         if plan.planned_peak_bytes > plan.budget_bytes:
             self._limits[kind].nothing_fits(known.resident, plan.planned_peak_bytes)
             self._say_least(kind, plan.planned_peak_bytes)
+        self._say_checkpointing(plan)
         self._tell(plan)
+
+    def _say_checkpointing(self, plan: Plan) -> None:
+        """Say, once, that a plan takes the place of what the user's code runs again by itself."""
+        if self._checkpointing_said or all(node.checkpoint is None for node in plan.graph.nodes):
+            return
+        self._checkpointing_said = True
+        kept = simulate(plan.graph, plan.profile, lower(plan.graph, keep_all(plan.graph)))
+        own, without = format_bytes(plan.unplanned.peak_bytes), format_bytes(kept.peak_bytes)
+        self._say(
+            f"{self._name} calls torch.utils.checkpoint, in whose place the plan decides what runs again. A step adds "
+            f"{own} with checkpoint, and would add {without} without: shares of a budget are of the former."
+        )
 
     def _say_least(self, kind: Kind, peak_bytes: int) -> None:
         """Say what a step takes in which nothing fits, planned or measured, clearly more than was said."""

@@ -25,6 +25,7 @@ from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointPolicy
 
 from .dynamo import replaced
 
@@ -76,6 +77,17 @@ def is_of_function_backward(node: fx.Node) -> bool:
 def is_checkpointed(node: fx.Node) -> bool:
     """Whether code inside of `torch.utils.checkpoint` made this node."""
     return "ac_graph_id" in node.meta
+
+
+def checkpoint_of(node: fx.Node) -> int | None:
+    """Number the call of `torch.utils.checkpoint` that made a node, None where none did."""
+    number: int | None = node.meta.get("ac_graph_id")
+    return number
+
+
+def is_saved_by_policy(node: fx.Node) -> bool:
+    """Whether selective checkpointing keeps what a node gives."""
+    return node.meta.get("recompute") in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 def describe_saved(index: int) -> Any:
