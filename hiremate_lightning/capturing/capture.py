@@ -129,7 +129,7 @@ class Captured:
     def alike(self) -> frozenset[int]:
         """Positions of the inputs that look like their gradients: dense tensors of one shape, type and device."""
         inputs, gradients = self.placeholders, self.backward_outputs
-        shown = ((p, inputs[p].meta["val"], gradients[p].meta["val"]) for p in self.trained)
+        shown = ((p, inputs[p].meta.get("val"), gradients[p].meta.get("val")) for p in self.trained)
         tensors = ((p, pair) for p, *pair in shown if all(isinstance(value, torch.Tensor) for value in pair))
         return frozenset(position for position, pair in tensors if tensor_state.are_alike(*pair))
 
