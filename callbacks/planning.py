@@ -51,6 +51,8 @@ class HiRemateCallback(Callback):
         solver: Name of the strategy, see `solvers`.
         compile: "inductor" to fuse operations into kernels that Inductor makes, None for PyTorch's own; see
             docs/compiled.md.
+        verify: "first" to prove captured code against eager PyTorch at its first run, a number of steps to prove it at
+            as many runs, "off" to believe it; see docs/limits.md.
         verbose: Whether to report, on rank zero: a line when a plan is made, one when it was measured, one that says
             where its page is; "full" for the whole table of the plan.
 
@@ -76,6 +78,7 @@ class HiRemateCallback(Callback):
         cache_dir: str | Path | None = None,
         solver: str = DEFAULT_SOLVER,
         compile: str | None = None,
+        verify: str | int = "first",
         verbose: bool | Literal["full"] = True,
     ) -> None:
         self._options = make_options(
@@ -86,6 +89,7 @@ class HiRemateCallback(Callback):
             cache_dir=cache_dir,
             solver=solver,
             compile=compile,
+            verify=verify,
             verbose=verbose,
         )
         self._target = target

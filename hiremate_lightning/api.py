@@ -31,6 +31,7 @@ def hiremate(
     cache_dir: str | Path | None = None,
     solver: str = DEFAULT_SOLVER,
     compile: str | None = None,
+    verify: str | int = "first",
     verbose: bool | Literal["full"] = True,
 ) -> nn.Module:
     """Train a model within a budget of bytes, with the same numbers.
@@ -53,6 +54,8 @@ def hiremate(
         cache_dir: Folder for measured costs and plans, reused by later runs; None for no files.
         solver: Name of the strategy, see `solvers`.
         compile: "inductor" to fuse operations into kernels that Inductor makes; None for PyTorch's own.
+        verify: "first" to prove captured code against eager PyTorch at its first run, a number of steps to prove it at
+            as many runs, "off" to believe it; see docs/limits.md.
         verbose: Whether to report: a line when a plan is made, one when it was measured, one that says how to see
             more; "full" for the whole table of the plan.
 
@@ -85,6 +88,7 @@ def hiremate(
         solver=solver,
         verbose=verbose,
         compile=compile,
+        verify=verify,
     )
     root = _inside(model)
     known = targets_of(root) if isinstance(root, nn.Module) else None

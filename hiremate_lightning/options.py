@@ -23,6 +23,7 @@ class SessionOptions:
         cache_dir: Where to keep profiles between runs, None for nowhere.
         verbose: Whether to report; "full" for the whole table.
         compile: "inductor" to fuse operations into kernels that Inductor makes, None for PyTorch's own.
+        verify: Number of first runs at which captured code is proved against eager PyTorch.
     """
 
     budget: Budget
@@ -31,6 +32,7 @@ class SessionOptions:
     cache_dir: Path | None = None
     verbose: bool | Literal["full"] = True
     compile: str | None = None
+    verify: int = 1
 
 
 def make_options(
@@ -42,6 +44,7 @@ def make_options(
     cache_dir: str | Path | None = None,
     solver: str = DEFAULT_SOLVER,
     compile: str | None = None,
+    verify: str | int = "first",
     verbose: bool | Literal["full"] = True,
 ) -> SessionOptions:
     """Check the arguments that all ways to plan share.
@@ -70,6 +73,23 @@ def make_options(
         cache_dir=folder,
         verbose=verbose,
         compile=compile,
+        verify=_parse_verify(verify),
+    )
+
+
+def _parse_verify(verify: str | int) -> int:
+    """Read at how many first runs captured code is proved.
+
+    Raises:
+        ConfigurationError: If it is neither "first" nor "off" nor a number of steps.
+    """
+    if verify in ("first", "off") and isinstance(verify, str):
+        return int(verify == "first")
+    if isinstance(verify, int) and not isinstance(verify, bool) and verify >= 1:
+        return verify
+    raise ConfigurationError(
+        f"verify must be 'first', 'off' or a number of steps of at least 1, found {verify!r}. 'first' proves captured "
+        "code against eager PyTorch at its first run."
     )
 
 
@@ -97,4 +117,5 @@ def _arguments(options: SessionOptions) -> dict[str, Any]:
         "cache_dir": options.cache_dir,
         "solver": options.plan.solver,
         "compile": options.compile,
+        "verify": options.verify,
     }

@@ -208,7 +208,8 @@ class _Graph:
         # Where sizes are symbols, it is traced when it runs.
         self._trains = has_gradients(inputs) and any(isinstance(value, torch.SymInt) for value in inputs)
         with session.stages.stage("capture_s", "tracing"):
-            backend = planning_backend(self._take_in, session.kernels, session.may_run_captured)
+            prove = session.prover.prove if session.options.verify else None
+            backend = planning_backend(self._take_in, session.kernels, session.may_run_captured, prove)
             self._run = backend(module, inputs)
 
     def _take_in(self, captured: Captured) -> Part:

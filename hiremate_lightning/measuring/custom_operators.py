@@ -18,7 +18,7 @@ from torch import fx
 from ..capturing.capture import Captured
 from ..rewriting.joint import CALLS_AN_OPERATOR, TRITON, name_of
 from ..torch_private import aot, tensor_state
-from .profiling import undisturbed
+from .apart import undisturbed
 from .stand_ins import runner
 
 log = logging.getLogger("hiremate_lightning")

@@ -11,16 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median, median_low
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx
 
@@ -33,6 +30,7 @@ from ..records.graph import Graph, Phase
 from ..rewriting.joint import is_collective, is_part, values_of
 from ..running.program import Program
 from ..torch_private import runtime, tensor_state
+from .apart import undisturbed
 from .stand_ins import laid_out, runner, runners, traced_strides
 
 log = logging.getLogger("hiremate_lightning")
@@ -172,34 +170,6 @@ def measure(
     return Profile(
         tuple(c.time_ms for c in known), tuple(c.workspace_bytes for c in known), describe_device(captured.device)
     )
-
-
-@contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Leave random state, gradient mode, autocast, and a measurement of the step under way as they are found."""
-    unmeasured = MemoryMeter(device) if MemoryMeter.is_available(device) else nullcontext()  # it pauses the step's
-    devices = [device] if device.type == "cuda" else []
-    with (
-        torch.cuda.device(device) if devices else nullcontext(),  # events are of the current device
-        unmeasured,
-        tensor_state.real_mode(),
-        torch.random.fork_rng(devices=devices),
-        _same_draws_on_host(),
-        torch.no_grad(),
-        torch.autocast(device.type, enabled=False),
-    ):
-        yield
-
-
-@contextmanager
-def _same_draws_on_host() -> Iterator[None]:
-    """Leave the random state of Python and NumPy as it is found: custom operators may draw from these."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  what users may draw from
-    try:
-        yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)  # noqa: NPY002
 
 
 def _measure_node(

@@ -50,6 +50,7 @@ class PlanningTime:
     profile_s: float = 0.0
     solve_s: float = 0.0
     compile_s: float = 0.0
+    prove_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Plan:
         resident_bytes: Bytes that exist before the step and throughout: parameters, buffers, optimizer state, batch.
         planning: How long planning took.
         measured: What was measured while running it.
+        proved: How many of the captured graphs are proved against eager PyTorch, in words; "" where that is not known.
         resident_parts: Resident bytes by what they are ("parameters and buffers", for example), where that was counted.
     """
 
@@ -79,6 +81,7 @@ class Plan:
     planning: PlanningTime = PlanningTime()
     measured: Measurement = Measurement()
     resident_parts: tuple[tuple[str, int], ...] = ()
+    proved: str = ""
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -247,8 +250,8 @@ def solver_words(plan: Plan) -> str:
 def planning_words(plan: Plan) -> str:
     """Say how long planning took, stage by stage."""
     planning = plan.planning
-    seconds = (planning.capture_s, planning.compile_s, planning.profile_s, planning.solve_s)
-    stages = zip(("tracing", "compiling", "profiling", "solving"), seconds, strict=True)
+    seconds = (planning.capture_s, planning.prove_s, planning.compile_s, planning.profile_s, planning.solve_s)
+    stages = zip(("tracing", "proving", "compiling", "profiling", "solving"), seconds, strict=True)
     parts = ", ".join(f"{name} {format_time(1000 * taken)}" for name, taken in stages if taken)
     return f"{format_time(1000 * sum(seconds))}{': ' if parts else ''}{parts}"
 

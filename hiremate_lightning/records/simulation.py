@@ -167,6 +167,24 @@ def simulate_plain(graph: Graph, profile: Profile) -> Simulation:
     return simulate(plain, costs, lower(plain, as_written(plain)))
 
 
+def forward_peak_bytes(graph: Graph, profile: Profile) -> int:
+    """Compute the peak of the forward of plain PyTorch without gradients: each value is freed after its last use."""
+    plain, costs = as_plain(graph, profile)
+    memory, last_use = _Memory(plain), dict[int, int]()
+    memory.define(plain.inputs, ())
+    for index in plain.forward:
+        last_use |= dict.fromkeys((*plain.nodes[index].inputs, *plain.nodes[index].outputs), index)
+    peak_bytes, kept = 0, {*plain.inputs, *plain.outputs}
+    for index in plain.forward:
+        node = plain.nodes[index]
+        memory.define(node.outputs, node.inputs)
+        peak_bytes = max(peak_bytes, memory.live_bytes + costs.workspace_bytes[index])
+        for tensor in dict.fromkeys((*node.inputs, *node.outputs)):
+            if last_use[tensor] == index and tensor not in kept:
+                memory.free(tensor)
+    return peak_bytes
+
+
 def _replay(
     memory: _Memory, profile: Profile, operations: tuple[Operation, ...], runs: list[int], timeline: list[Moment]
 ) -> None:

@@ -128,6 +128,7 @@ class _Page:
             ("Extra time", f"<b>{format_ratio(plan.predicted_overhead)}</b>{estimate}"),
             ("Solver", escape(solver_words(plan))),
             ("Planned in", escape(planning_words(plan))),
+            *((("Proved", escape(plan.proved)),) if plan.proved else ()),
         )
         return "".join(f'<div class="card"><span>{name}</span><p>{words}</p></div>' for name, words in cards)
 

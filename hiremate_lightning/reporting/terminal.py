@@ -116,6 +116,8 @@ def _facts(plan: Plan, glyphs: Glyphs) -> Table:
     grid.add_row("time", _time_text(plan, glyphs))
     grid.add_row("solver", Text(solver_words(plan)))
     grid.add_row("planning", Text(planning_words(plan)))
+    if plan.proved:
+        grid.add_row("proved", Text(plan.proved))
     for line in advice_lines(plan):
         grid.add_row("advice", Text(line))
     return grid

@@ -74,11 +74,14 @@ class Part:
     Attributes:
         captured: The captured graph.
         own: Positions of outputs that are returned as tensors of their own, where the graph may give views.
+        trial: The program that runs in place of the one that the conductor chooses, and without it: to see what it
+            gives. None where the part runs as a part of a step.
     """
 
     def __init__(self, captured: Captured, conductor: Conductor) -> None:
         self.captured = captured
         self.own: tuple[int, ...] = ()
+        self.trial: Program | None = None
         self._conductor = weakref.ref(conductor)
         self._saved: weakref.WeakSet[Saved] = weakref.WeakSet()  # of forwards whose graphs live
         self._count = len(captured.forward_outputs)
@@ -86,9 +89,8 @@ class Part:
 
     def forward(self, arguments: list[Any]) -> list[Any]:
         """Run the forward: inputs in, outputs and the token out."""
-        conductor = self._conductor()
-        assert conductor is not None, "a model is alive while it is called"
-        program, run = conductor.start(self, arguments)
+        conductor = self._listener()
+        program, run = (self.trial, None) if self.trial else self._start(arguments)
         leaves = find_leaves(self.captured, arguments)  # the program empties the list
         with self._explained():
             results = list(program.forward(arguments))
@@ -103,14 +105,24 @@ class Part:
         self._saved.add(kept)
         if self._takes_absent:
             aot.let_gradients_be_absent(token)
-        conductor.forward_done(run, outputs)
+        if conductor is not None:
+            conductor.forward_done(run, outputs)
         return [*outputs, token]
+
+    def _listener(self) -> Conductor | None:
+        """Return the conductor, None where it is gone or nothing of a step runs."""
+        return None if self.trial else self._conductor()
+
+    def _start(self, arguments: Sequence[Any]) -> tuple[Program, Any]:
+        conductor = self._conductor()
+        assert conductor is not None, "a model is alive while it is called"
+        return conductor.start(self, arguments)
 
     def backward(self, arguments: list[Any]) -> Sequence[Any]:
         """Run the backward: the token and tangents in, gradients out."""
         saved, tangents = _what_was_saved(arguments), arguments[1:]
         arguments.clear()
-        keep, conductor = backward_pass.will_run_again(), self._conductor()
+        keep, conductor = backward_pass.will_run_again(), self._listener()
         if conductor is not None:
             conductor.backward_starts(saved.run, tangents, saved.leaves, saved.watch() if keep else None)
         totals = self._find_totals(saved.leaves)
@@ -147,7 +159,7 @@ class Part:
         added = (
             addable(self.captured, {position: leaves[position] for position in found}) if found else frozenset[int]()
         )
-        conductor = self._conductor()
+        conductor = self._listener()
         if conductor is not None and len(added) < len(found):
             conductor.must_return(self, found.keys() - added)
         return {position: found[position] for position in sorted(added)}
@@ -158,7 +170,7 @@ class Part:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            conductor = self._conductor()
+            conductor = self._listener()
             if conductor is not None:
                 conductor.ran_out(error)
             raise

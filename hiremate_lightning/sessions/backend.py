@@ -15,6 +15,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from ..capturing.capture import Captured, capture
+from ..errors import CaptureError
 from ..rewriting import assignments, casts, losses, pooling, views
 from ..rewriting.contributions import Contributions, OtherTermsError, Terms, sums_alone
 from ..rewriting.fused_kernel import Kernels
@@ -24,14 +25,17 @@ from ..running.execution import Part
 from ..running.program import stub_modules
 from ..running.straight_line import compiled
 from ..torch_private import aot, backward_pass, tensor_state, user_compiled
+from ..torch_private.changes import lost_changes
 from ..torch_private.each_size import EachSize, MayRunCaptured, sizes_among
 from ..torch_private.eager_tracing import traced_as_eager
+from .proving import Proof
 
 
 def planning_backend(
     make_part: Callable[[Captured], Part],
     kernels: Kernels | None = None,
     may_run_captured: MayRunCaptured = lambda code, size_bytes: False,
+    prove: Callable[[Proof, Sequence[Any]], None] | None = None,
 ) -> Any:
     """Build a backend that hands each captured graph to a session.
 
@@ -39,6 +43,7 @@ def planning_backend(
         make_part: Called once for each joint graph; the part that it returns runs in the graph's place.
         kernels: Where the kernels of fused operations are kept; None to fuse nothing.
         may_run_captured: Whether code whose sizes don't repeat may run without a plan, see `EachSize`.
+        prove: Proves code before it runs, see `Proof`; None to believe what is captured.
 
     Returns:
         A backend for `torch.compile(..., backend=...)`.
@@ -51,11 +56,18 @@ def planning_backend(
             nonlocal terms
             compilation = _Compilation(make_part, kernels)
             run, terms = compilation.compile(module, inputs, terms)
+            if prove is not None:
+                run = Proof(module, run, compilation.part, prove)
             return run, compilation.size_bytes
 
         user_compiled.cut_out(module)
         if not has_gradients(inputs):
             return module.forward
+        if prove is not None and (lost := lost_changes(module)):
+            raise CaptureError(
+                f"Its captured code does not change {', '.join(lost)} in place as the code itself does, by a fault of "
+                "torch.compile."
+            )
         sizes = sizes_among(module, inputs)
         return EachSize(module, sizes, trace, may_run_captured).run if sizes else trace(module, inputs)[0]
 
@@ -91,6 +103,11 @@ class _Compilation:
         self._contributions = Contributions((), {})
         self._captured: Captured | None = None
         self._part: Part | None = None
+
+    @property
+    def part(self) -> Part | None:
+        """What runs in the place of what was traced, None where nothing of it has a gradient."""
+        return self._part
 
     @property
     def size_bytes(self) -> int:

@@ -62,6 +62,13 @@ class Begun:
     program: Program
     is_planned: bool
 
+    @property
+    def left_bytes(self) -> int:
+        """Bytes of its outputs and of what it saves for its backward."""
+        graph = self.captured.graph
+        storages = {graph.tensors[t].storage for t in (*graph.outputs, *self.program.schedule.saved)} - {None}
+        return sum(graph.sizes[s] for s in storages if s is not None and not graph.storages[s].kind.is_resident)
+
 
 @dataclass(frozen=True, slots=True)
 class Followed:
@@ -123,6 +130,11 @@ class FirstSteps:
     def begin(self, forward: Begun) -> None:
         """Learn of a forward that runs, after its program was chosen."""
         self._begun.append(forward)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes that the forwards of the step under way have left: outputs, and what is saved for backwards."""
+        return sum(forward.left_bytes for forward in self._begun)
 
     def end_step(self) -> bool:
         """Learn that the step under way has ended; say whether all of it was by plans."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ..capturing.capture import Captured
@@ -274,6 +275,15 @@ class Kinds:
         program = None if kind is None else self.programs[kind].get(place)
         self.is_without_backward = kind is not None and program is None
         return program
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Forget afterwards what is chosen meanwhile."""
+        found = list(self.ran), set(self._chosen), self.is_without_backward
+        try:
+            yield
+        finally:
+            self.ran, self._chosen, self.is_without_backward = found
 
     def end(self) -> tuple[Kind, bool]:
         """End the step; give its kind, and whether only programs of that kind, or of kinds alike, ran in it."""

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..capturing.capture import Captured
+from ..measuring.apart import undisturbed
 from ..measuring.custom_operators import without_unsteady
-from ..measuring.profiling import CostCache, measure, undisturbed
+from ..measuring.profiling import CostCache, measure
 from ..records.costs import Profile
 from ..reporting.report import Stages
 from ..rewriting.fused_kernel import Kernels

@@ -54,6 +54,7 @@ class PlannedKinds:
     Args:
         options: What was asked for.
         name: Of the model.
+        proved: Says how many captured graphs are proved.
         memory: What exists before a step.
         parts: The captured graphs.
         stages: Shows the stages of planning, and counts their time.
@@ -68,6 +69,8 @@ class PlannedKinds:
         first_steps: What steps run that have no plan of their own.
         listeners: Called with each plan when it is made, and again when it has been measured.
         shortage: Steps that do not fit the budget, while it is found out which budget they fit.
+        name: Of the model.
+        proved: Says how many captured graphs are proved.
     """
 
     def __init__(
@@ -86,7 +89,8 @@ class PlannedKinds:
         self.kinds = Kinds()
         self.first_steps = FirstSteps(stages)
         self.listeners: list[Callable[[Plan], None]] = []
-        self._name, self._memory, self._parts, self._stages, self._say = name, memory, parts, stages, say
+        self.proved: Callable[[], str] = str
+        self.name, self._memory, self._parts, self._stages, self._say = name, memory, parts, stages, say
         self._say_over = say_over
         self._watching = watching
         self._known: dict[Kind, Known] = {}
@@ -150,7 +154,7 @@ class PlannedKinds:
             for kind in self.kinds.all_likely():
                 self.adapt(kind, resident)
         except InfeasibleBudgetError as error:
-            log.info("%s goes on, to find out what all of its steps need: %s", self._name, error)
+            log.info("%s goes on, to find out what all of its steps need: %s", self.name, error)
             self.shortage.hold(error)
         if self.shortage.is_held and self.shortage.is_to_be_said:
             self.shortage.is_held = False
@@ -161,7 +165,7 @@ class PlannedKinds:
                 self._make_plan(kind)
 
     def _error_of_all(self) -> InfeasibleBudgetError | None:
-        return self.shortage.error(self._known, self.options, self.budget_bytes, self._name)
+        return self.shortage.error(self._known, self.options, self.budget_bytes, self.name)
 
     def must_return(self, part: Part, positions: Collection[int]) -> None:
         """Learn that gradients were handed to autograd beside those that exist, where a plan may count on adding."""
@@ -230,7 +234,7 @@ class PlannedKinds:
             self._make_plan(kind)
         except InfeasibleBudgetError as error:
             if self._may_be_small_by_chance(kind):
-                log.info("%s waits for larger steps: %s", self._name, error)
+                log.info("%s waits for larger steps: %s", self.name, error)
                 del self._known[kind]
                 return
             if not self._left_bytes:
@@ -282,13 +286,13 @@ class PlannedKinds:
                 self._limit_bytes(kind, step),
                 resident_bytes,
                 self.options.plan,
-                target=self._name,
+                target=self.name,
                 planning=self._stages.take(),
                 margin_bytes=known.margin_bytes,
                 solve=known.solve,
                 progress=self._stages.reporter.solving(step_time_ms(step.graph, step.profile)),
             )
-        return replace(plan, resident_parts=known.resident.kinds)
+        return replace(plan, resident_parts=known.resident.kinds, proved=self.proved())
 
     def _take(self, kind: Kind, plan: Plan) -> None:
         """Let the programs of a plan take over, and announce it."""
@@ -322,7 +326,7 @@ class PlannedKinds:
         kept = simulate(plan.graph, plan.profile, lower(plan.graph, keep_all(plan.graph)))
         own, without = format_bytes(plan.unplanned.peak_bytes), format_bytes(kept.peak_bytes)
         self._say(
-            f"{self._name} calls torch.utils.checkpoint, in whose place the plan decides what runs again. A step adds "
+            f"{self.name} calls torch.utils.checkpoint, in whose place the plan decides what runs again. A step adds "
             f"{own} with checkpoint, and would add {without} without: shares of a budget are of the former."
         )
 
@@ -362,7 +366,7 @@ class PlannedKinds:
             adapted = adapted.with_measured(peak_bytes=None)
         peak_bytes = adapted.planned_peak_bytes + known.margin_bytes
         if not limits.stays(resident, peak_bytes, is_least):
-            log.info("%s is planned anew: resident bytes are now %s", self._name, format_bytes(resident.size_bytes))
+            log.info("%s is planned anew: resident bytes are now %s", self.name, format_bytes(resident.size_bytes))
             self._make_plan(kind)
             return
         self.plans[kind] = adapted
@@ -370,7 +374,7 @@ class PlannedKinds:
         if adapted.planned_peak_bytes > budget_bytes:
             self._say_least(kind, adapted.planned_peak_bytes)
         if plan.solution.recompute_ms > 0 and limits.have_risen(resident, peak_bytes):
-            log.info("%s is planned anew: the budget is now %s", self._name, format_bytes(budget_bytes))
+            log.info("%s is planned anew: the budget is now %s", self.name, format_bytes(budget_bytes))
             limits.planned(peak_bytes)  # tried once
             with suppress(InfeasibleBudgetError):  # then the plan stays
                 self._make_plan(kind)

@@ -48,6 +48,7 @@ from .kinds import Kind
 from .parts import Parts
 from .plain_steps import PlainSteps, Shapes, shapes_of
 from .planned import PlannedKinds
+from .proving import Proof, Prover
 from .releasing import Releases
 from .watching import Saw, Watch, WatchPolicy
 
@@ -64,10 +65,12 @@ class Session:
     Attributes:
         root: The module whose parameters and buffers are resident.
         runs: Number of forwards of captured graphs so far.
+        ran_as_written: Whether some captured code ran as the user wrote it, since its proof failed.
         updates: Number of updates of the weights so far; optimizers that step after the same forwards make one.
         kernels: Where fused operations are kept, None where nothing is fused.
         stages: Shows the stages of planning, and counts their time.
         parts: The captured graphs.
+        prover: Proves them as they first run.
     """
 
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:
@@ -104,6 +107,17 @@ class Session:
         self._record: StepRecord | None = None
         self._timed: TimedRun | None = None
         self._tracing = ExitStack()
+        self.ran_as_written = False
+        self.prover = Prover(
+            self._planned,
+            self.parts,
+            self.stages,
+            self.say,
+            self._foresee,
+            self._resident,
+            self._tracing,
+            self._ran_as_written,
+        )
         self._said: set[str] = set()
         self._breaks = dynamo.graph_breaks()
         self._failed_guards = Counter[str]()  # before the last of so many steps in which something is captured anew
@@ -211,7 +225,11 @@ class Session:
         def may_run_captured(code: object, size_bytes: int) -> bool:
             return session().may_run_captured(code, size_bytes)
 
-        return planning_backend(lambda captured: session().take_in(captured), self.kernels, may_run_captured)
+        def prove(proof: Proof, arguments: Sequence[Any]) -> None:
+            session().prover.prove(proof, arguments)
+
+        given = self.kernels, may_run_captured, prove if self.options.verify else None
+        return planning_backend(lambda captured: session().take_in(captured), *given)
 
     def may_run_captured(self, code: object, size_bytes: int) -> bool:
         """Whether code whose sizes don't repeat may run as captured: where it is small, beside planned code.
@@ -273,6 +291,8 @@ class Session:
         try:
             with dynamo.capturing_for_plans(tell, sizes_vary=self.parts.count > 0), eager_paths():
                 yield
+            if self.ran_as_written and not self._kinds.ran and not is_inside:
+                self.abandon_step()  # none of its backwards would end it
         except dynamo.CompileError as error:
             if not is_inside:
                 self.abandon_step()
@@ -295,9 +315,8 @@ class Session:
         self.runs += 1
         self._tracing.close()
         number, profile = self.parts.prepare(part)
-        planned = self._kinds.choose(number) or self._kept(part) or self._taken_over(part, profile)
-        program = planned or self._least(part, profile)
-        self._first_steps.begin(Begun(part.captured, profile, program, planned is not None))
+        program, planned = self._choose(part, number, profile)
+        self._first_steps.begin(Begun(part.captured, profile, program, planned))
         if self._timed is not None:
             program = self._timed.wrap(program)
         run = None if self._record is None else self._record.begin(part, number, program, arguments)
@@ -339,6 +358,17 @@ class Session:
         """Note on an error what was planned and what is allocated."""
         explain(error, f"hiremate: {describe_peak(self._name, self.plan)}{self._memory.describe()}")
 
+    def _choose(self, part: Part, number: int, profile: Profile) -> tuple[Program, bool]:
+        """Choose the program of a part that begins; say too whether that is by a plan, be it of another step."""
+        planned = self._kinds.choose(number) or self._kept(part) or self._taken_over(part, profile)
+        return planned or self._least(part, profile), planned is not None
+
+    def _foresee(self, part: Part) -> Program:
+        """Find the program that a part would run by now; the step under way does not notice."""
+        number, profile = self.parts.prepare(part)
+        with self._kinds.trying():
+            return self._choose(part, number, profile)[0]
+
     def _kept(self, part: Part) -> Program | None:
         """Return the program that computes nothing again, for a forward without a backward in its step.
 
@@ -371,6 +401,11 @@ class Session:
     def _spare_bytes(self) -> int:
         """Return the bytes that a first step may take beyond the budget: none where no plan may follow."""
         return free_bytes(self._memory.device) if self._planned.may_plan_more() else 0
+
+    def _ran_as_written(self) -> None:
+        """Note that captured code ran as the user wrote it, since its proof failed."""
+        self.runs += 1
+        self.ran_as_written = True
 
     def _resident(self) -> Resident:
         """Give what existed when the step began; where that was not counted, what exists now."""

@@ -43,6 +43,20 @@ def unviewed(tensor: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten._unsafe_view(tensor, tensor.shape)  # type: ignore[no-any-return]
 
 
+def apart(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same class on the same memory, of which autograd knows nothing; a parameter's is plain."""
+    kind = type(tensor)
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = tensor.detach()
+        is_other = type(plain) is torch.Tensor and kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        return plain.as_subclass(kind) if is_other and not issubclass(kind, torch.nn.Parameter) else plain
+
+
+def has_parts(value: Any) -> bool:
+    """Whether a value is a tensor made of several tensors, as a sharded one is."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__")
+
+
 def versions_of(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     """Count the in-place changes of each tensor; -1 for None, and for one of inference mode, which has no count."""
     try:

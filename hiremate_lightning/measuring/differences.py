@@ -1,0 +1,104 @@
+"""Where two outcomes of the same code differ, and whether it is by more than rounding.
+
+Two ways to compute the same numbers may round otherwise: other kernels, sums in another order. `docs/limits.md` lists
+where that is known. A difference counts as rounding where it is at most `ROUNDINGS` units in the last place of the
+largest value of the tensor; for a gradient, of the largest of all gradients of the code, since many gradients are what
+remains where large terms cancel each other. Half precision gets fewer units: there a kernel rounds once, at its end,
+and a mask that is scaled wrongly, by 1 / 0.9 say, is off by only 14 units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .trials import Outcome
+
+ROUNDINGS, HALF_ROUNDINGS = 512, 4
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value that two runs do not agree on.
+
+    Attributes:
+        words: Which one, and by how much.
+        is_rounding: Whether it is by rounding alone.
+    """
+
+    words: str
+    is_rounding: bool = False
+
+
+def differences(expected: Outcome, found: Outcome) -> tuple[list[Difference], list[Difference]]:
+    """List the values in which two outcomes differ in any bit, then the gradients; NaN equals NaN."""
+    largest = max((_largest(g) for g in expected.gradients.values()), default=0.0)
+    return _among(expected.values, found.values, 0.0), _among(expected.gradients, found.gradients, largest)
+
+
+def _among(expected: Mapping[str, Any], found: Mapping[str, Any], scale: float) -> list[Difference]:
+    names = dict.fromkeys((*expected, *found))
+    pairs = ((name, expected.get(name), found.get(name)) for name in names)
+    compared = (_compare(name, one, other, scale) for name, one, other in pairs)
+    return [difference for difference in compared if difference is not None]
+
+
+def _compare(name: str, expected: Any, found: Any, scale: float) -> Difference | None:
+    if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
+        is_same = expected is found or (type(expected) is type(found) and expected == found)
+        return None if is_same else Difference(f"{name} is {_brief(found)} where eager PyTorch has {_brief(expected)}")
+    if (expected.shape, expected.dtype, expected.layout) != (found.shape, found.dtype, found.layout):
+        return Difference(f"{name} is {_brief(found)} where eager PyTorch has {_brief(expected)}")
+    if expected.layout is not torch.strided:
+        expected, found = expected.to_dense(), found.to_dense()
+    if expected.is_quantized or not _differ(expected, found):
+        return None
+    return _difference(name, expected, found, scale)
+
+
+def _differ(expected: torch.Tensor, found: torch.Tensor) -> bool:
+    """Whether any bit differs beside those of NaN."""
+    if not (expected.dtype.is_floating_point or expected.dtype.is_complex):
+        return not torch.equal(expected, found)
+    one, other = _as_real(expected), _as_real(found)
+    same = (one == other) & (torch.signbit(one) == torch.signbit(other)) | (one.isnan() & other.isnan())
+    return not bool(same.all())
+
+
+def _difference(name: str, expected: torch.Tensor, found: torch.Tensor, scale: float) -> Difference:
+    one, other = _as_real(expected).double(), _as_real(found).double()
+    apart = (one - other).abs()
+    apart = torch.where(one == other, 0.0, apart).nan_to_num(nan=torch.inf)
+    apart = torch.where(one.isnan() & other.isnan(), 0.0, apart)
+    where = int(apart.argmax())
+    most, values = float(apart.flatten()[where]), (float(t.flatten()[where]) for t in (other, one))
+    found_value, expected_value = values
+    is_rounding = expected.dtype.is_floating_point or expected.dtype.is_complex
+    if is_rounding:
+        half = expected.dtype in (torch.float16, torch.bfloat16)
+        units = torch.finfo(expected.dtype).eps * (HALF_ROUNDINGS if half else ROUNDINGS)
+        is_rounding = most <= units * max(_largest(expected), scale)
+    words = f"{name} has {found_value:.9g} where eager PyTorch has {expected_value:.9g}"
+    return Difference(f"{words}, {int((apart > 0).sum())} of {apart.numel()} values differ", is_rounding)
+
+
+def _largest(value: Any) -> float:
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.numel():
+        return 0.0
+    finite = _as_real(value).double().abs()
+    return float(torch.where(finite.isfinite(), finite, 0.0).max())
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.resolve_conj().resolve_neg()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _brief(value: Any) -> str:
+    """Describe a value in few words."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
+    return "not there" if value is None else repr(value)[:60]

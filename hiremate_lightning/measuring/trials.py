@@ -1,0 +1,149 @@
+"""Run code once to see what it gives, and leave inputs, random numbers and gradients as they were found.
+
+An `Outcome` holds what two runs of the same code must agree on: the outputs, the inputs that the code has changed, the
+states of the generators, and, where asked for, the gradients of the inputs. What lies on another device is kept on the
+host, so that one outcome takes no memory while the other is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..torch_private import tensor_state
+from ..torch_private.restoring import Restoring
+
+SEED = 0  # of the gradients that a trial begins its backward with
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run of code gave.
+
+    Attributes:
+        values: Outputs, changed inputs and states of generators, by what they are.
+        gradients: Gradients of the inputs, by what they are; None for one that does not come.
+    """
+
+    values: dict[str, Any]
+    gradients: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Inputs to run code with.
+
+    Attributes:
+        arguments: The inputs.
+        names: What each of them is called.
+        constants: Other tensors that the code may write to.
+        with_gradients: Whether to compute gradients of the inputs that require them.
+        copies: Whether inputs that other code has computed are copies: autograd refuses to change a leaf in place.
+    """
+
+    arguments: Sequence[Any]
+    names: Sequence[str]
+    constants: Sequence[torch.Tensor] = ()
+    with_gradients: bool = False
+    copies: bool = False
+
+    def run(self, function: Callable[..., Any], keeps_nothing: bool = False) -> Outcome:
+        """Run code on the inputs, and leave them and the generators as they were found.
+
+        The tensors that the code gets are no parameters: neither hooks nor `.grad` nor optimizers see them.
+
+        Args:
+            function: The code.
+            keeps_nothing: Whether autograd drops what it would keep for a backward: the operators are those of
+                training, and values die as they are read.
+        """
+        leaves = {i: self._leaf(a) for i, a in enumerate(self.arguments) if isinstance(a, torch.Tensor)}
+        given = [self._given(i, leaves.get(i, a)) for i, a in enumerate(self.arguments)]
+        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        devices = sorted({t.device for t in tensors if t.device.type == "cuda"}, key=str)
+        restoring = Restoring([*tensors, *self.constants])
+        with torch.random.fork_rng(devices=devices), _cleared_casts({t.device.type for t in tensors}):
+            try:
+                with restoring, torch.enable_grad(), _dropping() if keeps_nothing else nullcontext():
+                    results = function(*given)
+                    outputs = list(results) if isinstance(results, (tuple, list)) else [results]
+                    gradients = self._gradients(leaves, [*outputs, *tensors])
+                with torch.no_grad():
+                    values = {f"output {i}": _kept(value, tensors) for i, value in enumerate(outputs)}
+                    for name, value in zip(self.names, given, strict=True):
+                        if isinstance(value, torch.Tensor) and restoring.changed(value):
+                            values[f"the new value of {name}"] = _kept(value, tensors)
+                    values |= _states(devices)
+            finally:
+                restoring.restore()
+        return Outcome(values, gradients)
+
+    def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor_state.apart(tensor).requires_grad_(tensor.requires_grad)
+
+    def _given(self, position: int, value: Any) -> Any:
+        is_copied = self.copies and isinstance(value, torch.Tensor) and not self.arguments[position].is_leaf
+        return value.clone() if is_copied else value
+
+    def _gradients(self, leaves: dict[int, torch.Tensor], results: Sequence[Any]) -> dict[str, Any]:
+        """Compute gradients of the leaves, for drawn gradients of all results that autograd has computed."""
+        if not self.with_gradients:
+            return {}
+        own = {position: leaf for position, leaf in leaves.items() if leaf.requires_grad}
+        roots = [r for r in results if isinstance(r, torch.Tensor) and r.grad_fn is not None]
+        tangents = [_drawn_like(root) for root in roots]
+        with _no_autocast({leaf.device.type for leaf in own.values()}):
+            found = torch.autograd.grad(roots, list(own.values()), tangents, allow_unused=True) if roots else ()
+        named = {f"the gradient of {self.names[i]}": g for i, g in zip(own, found, strict=bool(roots))}
+        return {name: None if gradient is None else _kept(gradient, ()) for name, gradient in named.items()}
+
+
+def _dropping() -> torch.autograd.graph.saved_tensors_hooks:
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
+
+
+def _drawn_like(result: torch.Tensor) -> torch.Tensor:
+    """Draw the gradient of a result: the same one for each run, and no number from the user's generators."""
+    generator = torch.Generator(result.device).manual_seed(SEED)
+    return torch.empty_like(result.detach()).normal_(generator=generator)
+
+
+def _kept(value: Any, inputs: Sequence[torch.Tensor]) -> Any:
+    """Keep a value on the host, apart from the memory of inputs, which is put back."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach()
+    if value.device.type != "cpu":
+        return value.cpu()
+    if value.layout is not torch.strided:
+        return value
+    storage = tensor_state.storage_id(value)
+    shares = any(t.layout is torch.strided and tensor_state.storage_id(t) == storage for t in inputs)
+    return value.clone() if shares else value
+
+
+def _states(devices: Sequence[torch.device]) -> dict[str, Any]:
+    states = {"the random state of cpu": torch.get_rng_state()}
+    return states | {f"the random state of {device}": torch.cuda.get_rng_state(device) for device in devices}
+
+
+@contextmanager
+def _no_autocast(device_types: set[str]) -> Iterator[None]:
+    """Leave autocast, as training does before it calls the backward."""
+    active = [kind for kind in sorted(device_types) if torch.is_autocast_enabled(kind)]
+    with torch.autocast(active[0], enabled=False) if active else nullcontext():
+        yield
+
+
+@contextmanager
+def _cleared_casts(device_types: set[str]) -> Iterator[None]:
+    """Forget the casts that autocast remembers of the inputs of a trial: they would live to the end of the forward."""
+    try:
+        yield
+    finally:
+        if any(torch.is_autocast_enabled(kind) for kind in device_types):
+            torch.clear_autocast_cache()

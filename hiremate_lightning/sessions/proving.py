@@ -1,0 +1,303 @@
+"""Proof of captured code at its first run, before its numbers are used.
+
+What a capture loses, nobody sees: its graph is all that there is. So each captured code runs once more beside the very
+code that Dynamo has read, called by PyTorch's own operators: forward, and backward where the memory of a plain backward
+fits what is free. Both run on the same inputs, which stay as they were, and must give the same bits. Code that gives
+others runs as the user wrote it from then on. So does code at which PyTorch's machinery fails when it first runs.
+
+Differences by rounding are known, see `docs/limits.md`: they are listed, and the code runs as planned.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..errors import HiRemateError
+from ..measuring.apart import unmeasured
+from ..measuring.differences import Difference, differences
+from ..measuring.resident import Resident
+from ..measuring.trials import Outcome, Trial
+from ..memory.free_memory import free_bytes
+from ..planning.planner import unplanned
+from ..records.graph import Graph
+from ..records.simulation import forward_peak_bytes, simulate
+from ..records.step import Call, Step, merge
+from ..reporting.report import Stages
+from ..rewriting.joint import is_collective
+from ..running.execution import Part
+from ..running.program import Program
+from ..torch_private import backward_pass, tensor_state
+from .parts import Parts
+from .planned import PlannedKinds
+
+log = logging.getLogger("hiremate_lightning")
+
+TRIES = 4  # runs, for gradients whose memory is not there at the first one
+_NOT_PARTS = re.compile(r"_(?:modules|parameters|buffers)_")
+_UNKNOWN, _PROVED, _ROUNDED, _REFUSED = "unknown", "proved", "rounded", "refused"
+
+
+class Proof:
+    """Captured code: it runs as captured, or as the user wrote it where that gives other numbers.
+
+    Args:
+        written: The code as Dynamo has read it.
+        captured: Runs it as captured.
+        part: The part that runs inside of that, None where it has no gradients.
+        prove: Called before a run, as long as there is something to prove.
+
+    Attributes:
+        forward: What is known of outputs, changed inputs and generators.
+        backward: What is known of gradients.
+        runs: How often it has run while there was something to prove.
+    """
+
+    def __init__(
+        self,
+        written: fx.GraphModule,
+        captured: Callable[..., Any],
+        part: Part | None,
+        prove: Callable[[Proof, Sequence[Any]], None],
+    ) -> None:
+        self.written: fx.GraphModule | None = written
+        self.captured, self.part = captured, part
+        self.forward, self.backward = _UNKNOWN, _PROVED if part is None else _UNKNOWN
+        self.runs = 0
+        self._run, self._prove = captured, prove
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run the code."""
+        if self.written is not None:
+            self._prove(self, arguments)
+            self.runs += 1
+        return self._run(*arguments)
+
+    def refuse(self, ran: Callable[[], None]) -> None:
+        """Run the code as it was written, from now on, and call a function each time."""
+        written = self.written
+        assert written is not None, "code is refused while it is proved"
+
+        def run(*arguments: Any) -> Any:
+            ran()
+            return written(*arguments)
+
+        self._run, self.forward, self.backward = run, _REFUSED, _REFUSED
+
+    def end(self) -> None:
+        """Learn that there is nothing more to prove, and let go of what that took."""
+        self.written = None
+
+
+class Prover:
+    """Proves the captured code of one session.
+
+    Args:
+        planned: The session's plans.
+        parts: Its captured graphs.
+        stages: Shows the proof as a stage of planning, and counts its time.
+        say: Warns.
+        foresee: Finds the program by which a part is about to run.
+        resident: Counts what exists before the step under way.
+        traced: Called before a proof: the capture has ended.
+        ran: Called when code runs as it was written since it was refused.
+    """
+
+    def __init__(
+        self,
+        planned: PlannedKinds,
+        parts: Parts,
+        stages: Stages,
+        say: Callable[[str], None],
+        foresee: Callable[[Part], Program],
+        resident: Callable[[], Resident],
+        traced: ExitStack,
+        ran: Callable[[], None],
+    ) -> None:
+        self._planned, self._parts, self._stages, self._say = planned, parts, stages, say
+        self._foresee, self._resident, self._traced, self._ran = foresee, resident, traced, ran
+        self._proofs: weakref.WeakSet[Proof] = weakref.WeakSet()
+        planned.proved = self.words
+
+    def words(self) -> str:
+        """What is proved so far, "" where nothing was to be proved."""
+        proofs = list(self._proofs)
+        trained = [proof for proof in proofs if proof.part is not None]
+        if not proofs:
+            return ""
+        found = [_count([p.forward for p in proofs], "forward", " graph" + "s" * (len(proofs) > 1))]
+        found += [_count([p.backward for p in trained], "gradients")] if trained else []
+        return ", ".join(found)
+
+    def prove(self, proof: Proof, arguments: Sequence[Any]) -> None:
+        """Prove captured code that is about to run, as far as it was not and the memory is there.
+
+        Args:
+            proof: The code.
+            arguments: What it is about to run with; they stay as they are.
+        """
+        self._proofs.add(proof)
+        if backward_pass.is_running():
+            return
+        is_sharded = any(tensor_state.has_parts(argument) for argument in arguments)
+        if is_sharded or (proof.part is not None and _is_collective(proof.part.captured.joint.graph)):
+            proof.end()  # other processes would wait for what it sends once more
+            return
+        self._traced.close()
+        device = _device_of(proof, arguments)
+        program = None if proof.part is None else self._foresee(proof.part)
+        with self._stages.stage("prove_s", "proving"), unmeasured(device):
+            with_gradients = self._fits(proof.part, program, device, plainly=True)
+            if with_gradients or self._fits(proof.part, program, device, plainly=False):
+                with trying(proof.part, program):
+                    self._try(proof, arguments, with_gradients)
+        self._conclude(proof)
+
+    def _conclude(self, proof: Proof) -> None:
+        """End the proof where all is known, or where it was tried often enough."""
+        asked, runs = self._planned.options.verify, proof.runs + 1
+        is_known = _UNKNOWN not in (proof.forward, proof.backward)
+        if _REFUSED in (proof.forward, proof.backward) or (is_known and runs >= asked) or runs >= max(TRIES, asked):
+            proof.end()
+
+    def _try(self, proof: Proof, arguments: Sequence[Any], with_gradients: bool) -> None:
+        """Run the code as written, then as captured, and compare."""
+        written = proof.written
+        assert written is not None, "code is tried while it is proved"
+        trial = Trial(arguments, _names_of(written), _constants_of(written), with_gradients)
+        try:
+            trial, expected = _first_outcome(trial, written)
+        except Exception as error:  # whatever the user's code may raise: it will raise it when it runs
+            log.info("Code could not be proved, since it fails as it was written: %s", error)
+            return
+        try:
+            found = trial.run(proof.captured)
+        except (HiRemateError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever PyTorch's machinery fails at
+            self._refuse(proof, f"torch.compile's capture of it fails when it runs: {type(error).__name__}: {error}")
+            return
+        self._judge(proof, expected, found, with_gradients)
+
+    def _judge(self, proof: Proof, expected: Outcome, found: Outcome, with_gradients: bool) -> None:
+        of_values, of_gradients = differences(expected, found)
+        wrong = [difference for difference in (*of_values, *of_gradients) if not difference.is_rounding]
+        if wrong:
+            self._refuse(proof, f"as captured it gives other numbers: {wrong[0].words}")
+            return
+        for difference in (*of_values, *of_gradients):
+            log.info("Captured code of %s differs by rounding: %s", self._planned.name, difference.words)
+        proof.forward = _verdict(of_values)
+        if with_gradients:
+            proof.backward = _verdict(of_gradients)
+
+    def _refuse(self, proof: Proof, why: str) -> None:
+        proof.refuse(self._ran)
+        self._say(
+            f"Code of {self._planned.name} runs as it was written, without a plan, since {why}. Its memory and time "
+            "are those of plain PyTorch. This is a fault of torch.compile or of hiremate_lightning; please report it."
+        )
+
+    def _fits(self, part: Part | None, program: Program | None, device: torch.device, plainly: bool) -> bool:
+        """Whether the memory of a proof is there: what is free, or what the step takes in any case.
+
+        Args:
+            part: What is to be proved; where it has no gradients it takes what it takes.
+            program: What it runs by.
+            device: Where its memory counts.
+            plainly: Whether gradients are computed, with all that plain PyTorch keeps for them.
+        """
+        if part is None or program is None:
+            return not plainly
+        captured, (_, profile) = part.captured, self._parts.prepare(part)
+        graph = captured.graph
+        step = merge([Call(graph, profile)], [0])
+        own = simulate(graph, profile, program.schedule)
+        forward_bytes = max((moment.peak_bytes for moment in own.timeline[: own.turn]), default=0)
+        kept_bytes = 2 * sum(graph.sizes[s] for s in _storages(graph, captured.mutated))
+        if device.type == "cpu":  # what eager PyTorch gave is kept while the captured code runs
+            kept = (*graph.outputs, *graph.gradients) if plainly else graph.outputs
+            kept_bytes += sum(graph.sizes[s] for s in _storages(graph, kept))
+        plain_bytes = unplanned(step).peak_bytes if plainly else forward_peak_bytes(graph, profile)
+        needed_bytes = max(plain_bytes, kept_bytes + (own.peak_bytes if plainly else forward_bytes))
+        return needed_bytes <= max(self._free_bytes(step, device), own.peak_bytes)
+
+    def _free_bytes(self, step: Step, device: torch.device) -> int:
+        """Return the bytes that the budget, and the device, leave beside what is there."""
+        resident = self._resident()
+        budget_bytes = self._planned.budget_bytes(step, resident)
+        plan = self._planned.latest
+        if plan is not None:
+            budget_bytes = max(budget_bytes, plan.budget_bytes)
+        live_bytes = resident.size_bytes + self._planned.first_steps.live_bytes
+        if device.type == "cuda":
+            live_bytes = max(live_bytes, torch.cuda.memory_allocated(device))
+        return min(budget_bytes - live_bytes, free_bytes(device))
+
+
+def _first_outcome(trial: Trial, written: fx.GraphModule) -> tuple[Trial, Outcome]:
+    """Run code as written; where it changes an input in place that needs a gradient, on copies of these."""
+    try:
+        return trial, trial.run(written, keeps_nothing=not trial.with_gradients)
+    except RuntimeError as error:
+        if "leaf" not in str(error):
+            raise
+    trial = replace(trial, copies=True)
+    return trial, trial.run(written, keeps_nothing=not trial.with_gradients)
+
+
+@contextmanager
+def trying(part: Part | None, program: Program | None) -> Iterator[None]:
+    """Let a part run by a program without its conductor, as nothing of a step, for a while."""
+    if part is None:
+        yield
+        return
+    part.trial = program
+    try:
+        yield
+    finally:
+        part.trial = None
+
+
+def _verdict(found: Sequence[Difference]) -> str:
+    return _ROUNDED if found else _PROVED
+
+
+def _count(verdicts: Sequence[str], name: str, unit: str = "") -> str:
+    """Write how many of the verdicts are good: "forward 3 of 3 graphs (1 up to rounding)"."""
+    rounded, proved = verdicts.count(_ROUNDED), verdicts.count(_PROVED)
+    remark = f" ({rounded} up to rounding)" if rounded else ""
+    return f"{name} {proved + rounded} of {len(verdicts)}{unit}{remark}"
+
+
+def _storages(graph: Graph, tensors: Iterable[int]) -> set[int]:
+    return {s for t in tensors if (s := graph.tensors[t].storage) is not None}
+
+
+def _device_of(proof: Proof, arguments: Sequence[Any]) -> torch.device:
+    if proof.part is not None:
+        return proof.part.captured.device
+    devices = [a.device for a in arguments if isinstance(a, torch.Tensor)]
+    return next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
+
+
+def _is_collective(graph: fx.Graph) -> bool:
+    return any(is_collective(str(node.target)) for node in graph.nodes)
+
+
+def _names_of(written: fx.GraphModule) -> list[str]:
+    """Name the inputs of captured code: "L_self_modules_layer_buffers_count_" is layer.count."""
+    found = (str(node.target) for node in written.graph.find_nodes(op="placeholder"))
+    return [_NOT_PARTS.sub(".", name.removeprefix("L_").removeprefix("self")).strip("._") for name in found]
+
+
+def _constants_of(written: fx.GraphModule) -> list[torch.Tensor]:
+    return [*written.parameters(), *written.buffers()]

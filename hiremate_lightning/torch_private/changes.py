@@ -1,0 +1,51 @@
+"""Changes in place that Dynamo has seen, and whether its graph still makes them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import aot, tensor_state
+
+log = logging.getLogger("hiremate_lightning")
+
+
+def lost_changes(written: fx.GraphModule) -> list[str]:
+    """List the inputs of captured code that the user's code changes in place more often than the captured code does.
+
+    Dynamo runs each operation on stand-ins without memory as it reads it, and these count their changes. Later it drops
+    what it takes for unread. So its graph is run on new stand-ins, which must count as many.
+    """
+    inputs = list(written.graph.find_nodes(op="placeholder"))
+    counts = [_changes_of(node.meta.get("example_value")) for node in inputs]
+    if not any(counts):
+        return []
+    try:
+        again = _count_again(written, inputs)
+    except Exception as error:  # whatever needs a number, or a gradient
+        log.debug("Changes in place could not be counted again: %s", error)
+        return []
+    is_simple = not any(isinstance(node.target, aot.HigherOrderOperator) for node in written.graph.nodes)
+    pairs = zip(inputs, counts, again, strict=True)
+    return [str(node.target) for node, before, now in pairs if before and (not now or (is_simple and now < before))]
+
+
+def _changes_of(value: Any) -> int:
+    return tensor_state.versions_of([value])[0] if isinstance(value, torch.Tensor) else 0
+
+
+def _count_again(written: fx.GraphModule, inputs: list[fx.Node]) -> list[int]:
+    shown = [node.meta.get("example_value") for node in inputs]
+    with tensor_state.fake_mode_of(shown), torch.no_grad():
+        new = [
+            torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            if isinstance(value, torch.Tensor)
+            else value
+            for value in shown
+        ]
+        before = [_changes_of(value) for value in new]
+        fx.Interpreter(written).run(*new)
+    return [_changes_of(value) - count for value, count in zip(new, before, strict=True)]

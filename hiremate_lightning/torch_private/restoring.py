@@ -1,0 +1,72 @@
+"""Run code on tensors as they are, and put back what it has written to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import tensor_state
+
+_WRITTEN_UNDECLARED = ("running_mean", "running_var")  # by kernels of batch norms, whose schemas don't tell
+
+
+class Restoring(TorchDispatchMode):
+    """Copies the memory of tensors before an operator writes to it.
+
+    Args:
+        tensors: The tensors to watch. What else lies on their memory is watched with them.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.supports_higher_order_operators = True
+        self._watched = {tensor_state.storage_id(t): t for t in tensors if t.layout is torch.strided}
+        self._copies: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, after a copy of the watched memory that it writes to."""
+        kwargs = kwargs or {}
+        for tensor in _written(operator, args, kwargs):
+            self._copy(tensor)
+        return operator(*args, **kwargs)
+
+    def changed(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of a tensor holds other bytes than before."""
+        storage = tensor_state.storage_id(tensor) if tensor.layout is torch.strided else None
+        return storage in self._copies and not torch.equal(self._copies[storage], _bytes_of(tensor))
+
+    def restore(self) -> None:
+        """Put back all bytes as they were; no version counter sees it."""
+        for storage, copy in self._copies.items():
+            _bytes_of(self._watched[storage]).copy_(copy)
+        self._copies.clear()
+
+    def _copy(self, tensor: torch.Tensor) -> None:
+        storage = tensor_state.storage_id(tensor) if tensor.layout is torch.strided else None
+        if storage in self._watched and storage not in self._copies:
+            self._copies[storage] = _bytes_of(self._watched[storage]).clone()
+
+
+def _written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """List the tensors that an operator may write to: by its schema, or all that a kernel of the user's takes."""
+    if isinstance(operator, HigherOrderOperator):
+        given = tensor_state.leaves((args, kwargs)) if "triton" in operator.name() else []
+        return [value for value in given if isinstance(value, torch.Tensor)]
+    found: list[Any] = []
+    for position, argument in enumerate(operator._schema.arguments):
+        is_declared = argument.alias_info is not None and argument.alias_info.is_write
+        if is_declared or argument.name in _WRITTEN_UNDECLARED:
+            found.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    return [value for value in tensor_state.leaves(found) if isinstance(value, torch.Tensor)]
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """View all memory that a tensor lies on as bytes."""
+    with torch.no_grad():
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
