@@ -8,7 +8,7 @@ from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.sessions.plain_steps import ROUNDING, TRIES, UNMEASURED_RATIO, PlainPeak, PlainSteps
+from hiremate_lightning.sessions.plain_steps import ROUNDING, TRIES, UNMEASURED_RATIO, Call, PlainPeak, PlainSteps
 from hiremate_lightning.sessions.targets import targets_of
 
 from .exact import simple_loop, train_both
@@ -17,8 +17,8 @@ WIDTH = 32
 KIND, OTHER, THIRD = (0,), (1,), (2,)
 
 
-def call(*sizes: int) -> tuple:
-    return ((torch.float32, sizes),)
+def call(*sizes: int, name: str = "", dtype: torch.dtype = torch.float32) -> Call:
+    return Call(name, (dtype,), (sizes,))
 
 
 def known(*kinds: tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]], room: int = 10**9):
@@ -67,7 +67,8 @@ def test_a_step_that_may_not_fit_does_not_run_plain():
 def test_calls_of_another_form_tell_nothing():
     steps, peaks = known((KIND, (4, 100), 1000, KIND))
     assert steps.bound_bytes([call(4)], peaks, KIND) is None
-    assert steps.bound_bytes([((torch.float64, (4, 60)),)], peaks, KIND) is None
+    assert steps.bound_bytes([call(4, 60, dtype=torch.float64)], peaks, KIND) is None
+    assert steps.bound_bytes([call(4, 60, name="other")], peaks, KIND) is None
     assert steps.bound_bytes([call(4, 60), call(4, 60)], peaks, KIND) is None
 
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .kinds import Kind
 
-Shapes = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # of the tensors that one call of a planned module is given
 UNMEASURED_RATIO = 1.5  # of eager's peak to that of the captured graph, before it was measured; 1.2 is usual
 TRIES = 4  # steps to measure in a row: on a CPU the first one does not see all that is freed
 CLEARLY_LARGER = 1.1  # than all that were measured: such a step is measured too
@@ -44,23 +44,38 @@ class _Sample:
     added_bytes: float
 
 
-def shapes_of(tensors: Sequence[torch.Tensor]) -> Shapes:
-    """Return the types and shapes of the tensors of a call."""
-    return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one call of a planned module is given.
+
+    Attributes:
+        name: The path of the module, or what stands for it.
+        dtypes: The types of its tensors.
+        shapes: Their shapes.
+    """
+
+    name: str
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(name: str, tensors: Sequence[torch.Tensor]) -> Call:
+        """Describe a call with some tensors."""
+        return Call(name, tuple(t.dtype for t in tensors), tuple(tuple(t.shape) for t in tensors))
 
 
 class PlainSteps:
     """Predicts what a plain step takes at sizes that were not planned, and corrects that by what is measured."""
 
     def __init__(self) -> None:
-        self._calls: dict[Kind, tuple[Shapes, ...]] = {}
+        self._calls: dict[Kind, tuple[Call, ...]] = {}
         self._code: dict[Kind, Kind] = {}
         self._foreseen: dict[Kind, int] = {}
         self._ratio = UNMEASURED_RATIO
         self._measured_bytes = 0.0  # the largest bound that was compared with a measured peak
         self._tries = 0
 
-    def learn(self, kind: Kind, calls: Sequence[Shapes], code: Kind, added_bytes: int | None = None) -> None:
+    def learn(self, kind: Kind, calls: Sequence[Call], code: Kind, added_bytes: int | None = None) -> None:
         """Learn what a kind of step was called with.
 
         Args:
@@ -73,7 +88,7 @@ class PlainSteps:
         if added_bytes is not None:
             self._foreseen[kind] = added_bytes
 
-    def called_like(self, calls: Sequence[Shapes], kinds: Iterable[Kind]) -> list[Kind]:
+    def called_like(self, calls: Sequence[Call], kinds: Iterable[Kind]) -> list[Kind]:
         """List those of some kinds whose first calls were given exactly what these are given."""
         return [kind for kind in kinds if self._calls.get(kind, ())[: len(calls)] == tuple(calls)]
 
@@ -81,7 +96,7 @@ class PlainSteps:
         """Return what a plain step takes, of which the captured graph takes so many bytes."""
         return added_bytes * self._ratio
 
-    def bound_bytes(self, calls: Sequence[Shapes], peaks: Mapping[Kind, PlainPeak], likely: Kind) -> float | None:
+    def bound_bytes(self, calls: Sequence[Call], peaks: Mapping[Kind, PlainPeak], likely: Kind) -> float | None:
         """Bound what the step under way adds to the resident bytes at its peak, if it runs plain and that fits.
 
         Args:
@@ -110,7 +125,7 @@ class PlainSteps:
         fits = bound * self._ratio * ROUNDING <= max(peak.room_bytes for peak in peaks.values())
         return bound if fits else None
 
-    def _samples(self, calls: Sequence[Shapes], peaks: Mapping[Kind, PlainPeak]) -> dict[Kind, list[_Sample]]:
+    def _samples(self, calls: Sequence[Call], peaks: Mapping[Kind, PlainPeak]) -> dict[Kind, list[_Sample]]:
         """Return the known steps whose calls look the same but for sizes, by their code."""
         form, found = _form(calls), dict[Kind, list[_Sample]]()
         known = self._foreseen | {kind: peak.added_bytes for kind, peak in peaks.items()}
@@ -140,12 +155,12 @@ class PlainSteps:
             self._tries = 0
 
 
-def _form(calls: Sequence[Shapes]) -> tuple[tuple[tuple[torch.dtype, int], ...], ...]:
-    return tuple(tuple((dtype, len(shape)) for dtype, shape in call) for call in calls)
+def _form(calls: Sequence[Call]) -> tuple[tuple[Any, ...], ...]:
+    return tuple((call.name, call.dtypes, tuple(map(len, call.shapes))) for call in calls)
 
 
-def _sizes(calls: Sequence[Shapes]) -> tuple[int, ...]:
-    return tuple(size for call in calls for _, shape in call for size in shape)
+def _sizes(calls: Sequence[Call]) -> tuple[int, ...]:
+    return tuple(size for call in calls for shape in call.shapes for size in shape)
 
 
 def _bound(sizes: tuple[int, ...], samples: Sequence[_Sample]) -> float | None:

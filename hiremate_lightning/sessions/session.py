@@ -46,7 +46,7 @@ from .eager_paths import eager_paths
 from .first_steps import Begun, Given
 from .kinds import Kind
 from .parts import Parts
-from .plain_steps import PlainSteps, Shapes, shapes_of
+from .plain_steps import Call, PlainSteps
 from .planned import PlannedKinds
 from .proving import Proof, Prover
 from .releasing import Releases
@@ -91,8 +91,8 @@ class Session:
         self._plain_steps = PlainSteps()
         self._releases = Releases()
         self._released: Kind | None = None  # that the step under way is of, which runs plain though it has a plan
-        self._calls: list[Shapes] = []  # of the step under way
-        self._finished_calls: tuple[Shapes, ...] = ()
+        self._calls: list[Call] = []  # of the step under way
+        self._finished_calls: tuple[Call, ...] = ()
         self._has_said_plain = False
         self._plain_bytes: float | None = None  # what the step under way adds at most where it runs plain
         self._began_with: Resident | None = None  # when the step began, where that was counted
@@ -413,16 +413,20 @@ class Session:
 
     # ---------------------------------------------------------------- steps
 
-    def begin_call(self, arguments: Any) -> bool:
+    def begin_call(self, name: str, arguments: Any) -> bool:
         """Begin a call of a planned module; return whether it is to run as the user wrote it.
 
         Inside of a backward, where a call is made again, it runs as it ran before.
         """
-        if not backward_pass.is_running():
-            self.begin_step(arguments)
-            self._calls.append(shapes_of(_tensors_among(arguments)))
-            if self.is_plain and len(self._calls) > 1:
-                self._plain_bytes = self._bound_plain(self._calls)
+        if backward_pass.is_running():
+            return self.is_plain
+        tensors = _tensors_among(arguments)
+        self._end_what_is_over()
+        if not self._has_begun:
+            self._begin_step(tensors, Call.of(name, tensors))
+        else:
+            self._calls.append(Call.of(name, tensors))
+            self._plain_bytes = self._bound_plain() if self.is_plain else None
         return self.is_plain
 
     @contextmanager
@@ -457,24 +461,27 @@ class Session:
         if self._record is not None:
             self._record.plain_backward_starts()
 
-    def _bound_plain(self, calls: Sequence[Shapes]) -> float | None:
-        """Bound what a step adds that runs plain; None where it is to be captured."""
+    def _bound_plain(self) -> float | None:
+        """Bound what the step under way adds if it runs plain; None where it is to be captured."""
         likely = self._kinds.likely()
         if self._released is not None:
-            is_same = self._released in self._plain_steps.called_like(calls, self.plans)
+            is_same = self._released in self._plain_steps.called_like(self._calls, self.plans)
             return self.plans[self._released].unplanned.peak_bytes if is_same else None
         if likely is None or self.kernels is not None:  # fused kernels give other bits than PyTorch's own
             return None
-        return self._plain_steps.bound_bytes(calls, self._planned.plain_peaks(), likely)
+        return self._plain_steps.bound_bytes(self._calls, self._planned.plain_peaks(), likely)
 
     def begin_step(self, arguments: Any) -> None:
         """Begin a step where a backward has ended the one before, or none is under way."""
-        if self._in_backward or self._is_broken:
-            self.end_step(at_once=False)
+        self._end_what_is_over()
         if not self._has_begun:
             self._begin_step(_tensors_among(arguments))
 
-    def _begin_step(self, arguments: list[torch.Tensor]) -> None:
+    def _end_what_is_over(self) -> None:
+        if self._in_backward or self._is_broken:
+            self.end_step(at_once=False)
+
+    def _begin_step(self, arguments: list[torch.Tensor], *calls: Call) -> None:
         if self._is_passed_by:
             self._memory.step_ended(None)
             self._is_passed_by = False
@@ -494,10 +501,10 @@ class Session:
             resident = self._began_with = self._memory.count_before_step(arguments)
             self._first_steps.count(resident)
             self._meet(resident)
-        self._calls.clear()
-        settled = self._settled_kind(arguments)
+        self._calls = list(calls)
+        settled = self._settled_kind()
         self._released = settled if settled is not None and self._releases.runs_plain(settled) else None
-        self._plain_bytes = self._bound_plain([shapes_of(arguments)])
+        self._plain_bytes = self._bound_plain()
         if self._plain_bytes is not None:
             self._begin_plain_step(arguments, self._plain_bytes)
             if self._released is not None:
@@ -514,9 +521,9 @@ class Session:
         if settled is not None:
             self._releases.step_begins(settled, is_plain=False, is_watched=watch is not Watch.NOTHING)
 
-    def _settled_kind(self, arguments: list[torch.Tensor]) -> Kind | None:
+    def _settled_kind(self) -> Kind | None:
         """Return the kind of the step that begins, where nothing else is called like it and its plan gains nothing."""
-        likely, alike = self._kinds.likely(), self._plain_steps.called_like([shapes_of(arguments)], self.plans)
+        likely, alike = self._kinds.likely(), self._plain_steps.called_like(self._calls, self.plans)
         if likely is None or alike != [likely] or self.kernels is not None:
             return None
         plain_bytes = self._plain_steps.with_margin(self.plans[likely].unplanned.peak_bytes)
