@@ -82,7 +82,7 @@ def test_code_that_a_plan_only_slows_down_runs_as_it_is_with_the_same_numbers(bu
         if is_planned:
             hiremate(model, budget, verbose=False)
             session = targets_of(model).session
-            session._releases = Releases(clock)
+            session._unplanned.releases = Releases(clock)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with quiet():
             for index in range(DECIDED + 16):

@@ -25,7 +25,7 @@ from hiremate_lightning.planning.solvers.decisions import decisions
 from hiremate_lightning.planning.solvers.model import Model
 from hiremate_lightning.planning.solvers.turn_point import segment_policies
 from hiremate_lightning.reporting.breakdown import advice_lines
-from hiremate_lightning.sessions import first_steps, session
+from hiremate_lightning.sessions import announcements, first_steps, session
 from hiremate_lightning.sessions import planned as planning
 from hiremate_lightning.sessions.targets import targets_of
 from hiremate_lightning.torch_private import dynamo
@@ -154,7 +154,8 @@ class Weighted(Net):
 
 
 @pytest.mark.parametrize(
-    ("use", "captured"), [(lambda y, w: y + w * y.square(), 2), (lambda y, w: y.clamp(-w, w), session.CAPTURES + 1)]
+    ("use", "captured"),
+    [(lambda y, w: y + w * y.square(), 2), (lambda y, w: y.clamp(-w, w), announcements.CAPTURES + 1)],
 )
 def test_a_number_that_changes_is_captured_once_more_or_that_is_told(use, captured):
     plain, planned = Weighted(use), Weighted(use)
@@ -162,7 +163,7 @@ def test_a_number_that_changes_is_captured_once_more_or_that_is_told(use, captur
     hiremate(planned, "90%", verbose=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", HiRemateWarning)
-        for index in range(session.CAPTURES + 1):
+        for index in range(announcements.CAPTURES + 1):
             for model in (plain, planned):
                 torch.manual_seed(index)
                 model.weight = 1 + index / 10
@@ -182,12 +183,12 @@ def test_a_list_that_grows_is_named_where_it_makes_each_step_captured_anew(appen
     model.body[0].register_forward_hook(lambda module, inputs, output: append(seen, output))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", HiRemateWarning)
-        for index in range(session.CAPTURES + 1):
+        for index in range(announcements.CAPTURES + 1):
             step(model, index)
     told = [str(w.message).partition("is for this alone: ")[2] for w in caught if "captured anew" in str(w.message)]
     assert len(told) == is_told
-    assert all(f"== {session.CAPTURES - 2}" in text and "seen.append" in text for text in told)
-    assert len(seen) == session.CAPTURES + 1
+    assert all(f"== {announcements.CAPTURES - 2}" in text and "seen.append" in text for text in told)
+    assert len(seen) == announcements.CAPTURES + 1
 
 
 @pytest.mark.parametrize("steps_before", [1, 6])

@@ -12,9 +12,7 @@ so far in the step, so several kinds of steps (a GAN's two, another input shape)
 from __future__ import annotations
 
 import logging
-import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,40 +21,37 @@ import torch
 from torch import nn
 
 from ..capturing.capture import Captured
-from ..errors import CaptureError, HiRemateWarning
+from ..errors import CaptureError
 from ..measuring.profiling import TimedRun
 from ..measuring.recording import Run, StepRecord
 from ..measuring.resident import LITTERED_STEPS, WATCHED_STEPS, Resident, ResidentMemory
-from ..memory.free_memory import free_bytes
 from ..options import SessionOptions
 from ..out_of_memory import InfeasibleBudgetError, explain
 from ..planning.plan import Plan, describe_peak
 from ..planning.solvers import worker
-from ..records.costs import Profile
 from ..reporting.report import Reporter, Stages
 from ..rewriting.fused_kernel import Kernels
 from ..rewriting.joint import updates_under_checkpoint
 from ..running.accumulation import Leaves
 from ..running.execution import Part
 from ..running.program import Program
-from ..torch_private import backward_pass, dynamo, runtime, tensor_state
-from ..units import Budget, format_bytes
+from ..torch_private import backward_pass, dynamo, tensor_state
+from ..units import Budget
+from .announcements import Announcements
 from .backend import planning_backend
+from .choosing import ProgramChoice
 from .eager_paths import eager_paths
-from .first_steps import Begun, Given
+from .first_steps import Begun
 from .kinds import Kind
 from .parts import Parts
-from .plain_steps import Call, PlainSteps
+from .plain_steps import Call
 from .planned import PlannedKinds
 from .proving import Proof, Prover
-from .releasing import Releases
+from .small_parts import SmallParts
+from .unplanned import UnplannedSteps
 from .watching import Saw, Watch, WatchPolicy
 
 log = logging.getLogger("hiremate_lightning")
-
-SMALL = 0.02  # of what the budget leaves for a step: code of other sizes each time may take it without a plan
-REASONS = 5  # why graphs end that are listed, those first that end most
-CAPTURES = 8  # in as many steps, one after the other, are announced: it goes on like that
 
 
 class Session:
@@ -75,6 +70,8 @@ class Session:
 
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:
         self.root = root
+        self._announcements = Announcements()
+        self.say, self.why_uncaptured = self._announcements.say, self._announcements.why_uncaptured
         self.kernels = Kernels(self.say) if options.compile else None
         self.runs = self.updates = 0
         self._runs_of_update = 0  # forwards before the latest update
@@ -84,22 +81,17 @@ class Session:
         self._watching = WatchPolicy()
         memory, stages = self._memory, self.stages
         self._planned = PlannedKinds(
-            options, self._name, memory, self.parts, stages, self._watching, self.say, self._say_over
+            options, self._name, memory, self.parts, stages, self._watching, self.say, self._announcements.say_over
         )
         self._kinds, self._first_steps = self._planned.kinds, self._planned.first_steps
+        self._choice = ProgramChoice(self._name, self._planned, self.parts, memory, self._resident)
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
-        self._plain_steps = PlainSteps()
-        self._releases = Releases()
-        self._released: Kind | None = None  # that the step under way is of, which runs plain though it has a plan
-        self._calls: list[Call] = []  # of the step under way
-        self._finished_calls: tuple[Call, ...] = ()
-        self._has_said_plain = False
-        self._plain_bytes: float | None = None  # what the step under way adds at most where it runs plain
+        self._unplanned = UnplannedSteps(
+            self._name, self._planned, stages.reporter, self.say, is_allowed=self.kernels is None
+        )
         self._began_with: Resident | None = None  # when the step began, where that was counted
         self._steps = 0
-        self._left: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
-        self._captured = 0  # graphs when the latest step ended
-        self._capturing_steps = 0  # one after the other, in each of which something was captured
+        self._small_parts = SmallParts()
         self._in_backward = False
         self._has_begun = False
         self._is_passed_by = False  # by steps that ran since the latest one
@@ -113,14 +105,11 @@ class Session:
             self.parts,
             self.stages,
             self.say,
-            self._foresee,
+            self._choice.foresee,
             self._resident,
             self._tracing,
             self._ran_as_written,
         )
-        self._said: set[str] = set()
-        self._breaks = dynamo.graph_breaks()
-        self._failed_guards = Counter[str]()  # before the last of so many steps in which something is captured anew
 
     # ---------------------------------------------------------------- what others ask and tell
 
@@ -156,12 +145,12 @@ class Session:
     @property
     def is_plain(self) -> bool:
         """Whether the step under way runs as the user wrote it, since that fits the budget at its sizes."""
-        return self._plain_bytes is not None
+        return self._unplanned.bound_bytes is not None
 
     @property
     def is_released(self) -> bool:
         """Whether the step under way runs as the user wrote it, though its kind has a plan: that gains nothing."""
-        return self._released is not None
+        return self._unplanned.released is not None
 
     @property
     def parameters_of_step(self) -> frozenset[int] | None:
@@ -203,11 +192,9 @@ class Session:
             self._record.close()
         self._record, self._finished, self._timed = None, None, None
         self._in_backward, self._began_with, self._memory.batch = False, None, []
-        self._plain_bytes = self._released = None
-        self._calls.clear()
+        self._unplanned.forget_step()
         self._kinds.forget()
         self._watching.forget_step()
-        self._releases.forget_step()
         self._first_steps.end_step()
         self._has_begun = self._is_broken = False
 
@@ -234,27 +221,18 @@ class Session:
     def may_run_captured(self, code: object, size_bytes: int) -> bool:
         """Whether code whose sizes don't repeat may run as captured: where it is small, beside planned code.
 
-        It may from the step after the one in which it asks first, when plans leave room for it.
-        That is four times its bytes: sizes may grow, and eager PyTorch hold copies that a graph does not show.
-
         Args:
             code: What asks.
             size_bytes: Of all its values at the largest size so far.
         """
         if not self._kinds.ran:
             return False
-        since, left_bytes = self._left.get(code, (0, 0))
-        if 2 * size_bytes <= left_bytes:
-            return since < self._steps
-        others_bytes = sum(left for _, left in self._left.values()) - left_bytes
-        plan, left_bytes = self.plan, 4 * size_bytes
-        if plan is not None and others_bytes + left_bytes <= SMALL * (plan.budget_bytes - plan.resident_bytes):
-            self._left[code] = self._steps, left_bytes
+        if self._small_parts.let_in(code, size_bytes, self._steps, self.plan):
             self.say(
                 f"Small parts of {self._name} have other sizes in each step: from now on they run without a plan, "
                 "which would take longer to make than it saves."
             )
-        return False
+        return self._small_parts.may_run(code, size_bytes, self._steps)
 
     def take_in(self, captured: Captured) -> Part:
         """Make a part of a captured graph."""
@@ -315,7 +293,7 @@ class Session:
         self.runs += 1
         self._tracing.close()
         number, profile = self.parts.prepare(part)
-        program, planned = self._choose(part, number, profile)
+        program, planned = self._choice.choose(part, number, profile)
         self._first_steps.begin(Begun(part.captured, profile, program, planned))
         if self._timed is not None:
             program = self._timed.wrap(program)
@@ -358,50 +336,6 @@ class Session:
         """Note on an error what was planned and what is allocated."""
         explain(error, f"hiremate: {describe_peak(self._name, self.plan)}{self._memory.describe()}")
 
-    def _choose(self, part: Part, number: int, profile: Profile) -> tuple[Program, bool]:
-        """Choose the program of a part that begins; say too whether that is by a plan, be it of another step."""
-        planned = self._kinds.choose(number) or self._kept(part) or self._taken_over(part, profile)
-        return planned or self._least(part, profile), planned is not None
-
-    def _foresee(self, part: Part) -> Program:
-        """Find the program that a part would run by now; the step under way does not notice."""
-        number, profile = self.parts.prepare(part)
-        with self._kinds.trying():
-            return self._choose(part, number, profile)[0]
-
-    def _kept(self, part: Part) -> Program | None:
-        """Return the program that computes nothing again, for a forward without a backward in its step.
-
-        That is where plain training would fit too, all that such forwards save counted; else None.
-        """
-        if not self._kinds.is_without_backward or not self._planned.has_room_for_waiting():
-            return None
-        return self._first_steps.kept(part)
-
-    def _taken_over(self, part: Part, profile: Profile) -> Program | None:
-        """Give the program of a part by a plan for other sizes, None where there is none that fits."""
-        given = Given(self._resident, self._planned.foreseen, self._planned.budget_bytes)
-        return self._first_steps.take_over(part, profile, tuple(self._kinds.ran), given)
-
-    def _least(self, part: Part, profile: Profile) -> Program:
-        """Return the program of least memory of a part.
-
-        Where not even the captured part alone fits, training stops before it runs, or, if there is memory to run it
-        once, after: what else the step takes, a second view of a picture or a loss that is a network, is known then.
-        Where there are several processes it runs in any case: one that stops alone leaves the others waiting in a
-        collective.
-        """
-        options, is_alone = self.options, runtime.process_group_store() is None
-        is_checked = is_alone and options.budget.share is None and options.plan.on_infeasible == "raise"
-        budget_of = self._planned.budget_bytes if is_checked else None
-        return self._first_steps.least(
-            part, profile, self._resident, options.budget, budget_of, options.plan, self._name, self._spare_bytes
-        )
-
-    def _spare_bytes(self) -> int:
-        """Return the bytes that a first step may take beyond the budget: none where no plan may follow."""
-        return free_bytes(self._memory.device) if self._planned.may_plan_more() else 0
-
     def _ran_as_written(self) -> None:
         """Note that captured code ran as the user wrote it, since its proof failed."""
         self.runs += 1
@@ -425,8 +359,7 @@ class Session:
         if not self._has_begun:
             self._begin_step(tensors, Call.of(name, tensors))
         else:
-            self._calls.append(Call.of(name, tensors))
-            self._plain_bytes = self._bound_plain() if self.is_plain else None
+            self._unplanned.called(Call.of(name, tensors))
         return self.is_plain
 
     @contextmanager
@@ -461,16 +394,6 @@ class Session:
         if self._record is not None:
             self._record.plain_backward_starts()
 
-    def _bound_plain(self) -> float | None:
-        """Bound what the step under way adds if it runs plain; None where it is to be captured."""
-        likely = self._kinds.likely()
-        if self._released is not None:
-            is_same = self._released in self._plain_steps.called_like(self._calls, self.plans)
-            return self.plans[self._released].unplanned.peak_bytes if is_same else None
-        if likely is None or self.kernels is not None:  # fused kernels give other bits than PyTorch's own
-            return None
-        return self._plain_steps.bound_bytes(self._calls, self._planned.plain_peaks(), likely)
-
     def begin_step(self, arguments: Any) -> None:
         """Begin a step where a backward has ended the one before, or none is under way."""
         self._end_what_is_over()
@@ -485,13 +408,12 @@ class Session:
         if self._is_passed_by:
             self._memory.step_ended(None)
             self._is_passed_by = False
-        if any(since == self._steps for since, _ in self._left.values()):
-            self._planned.leave(sum(left_bytes for _, left_bytes in self._left.values()))
+        if self._small_parts.came_in(self._steps):
+            self._planned.leave(self._small_parts.size_bytes)
             self._finished = None
         self._steps += 1
         self._has_begun = True
         self._watching.settle()
-        self._note_release()
         self._memory.step_begins(arguments)
         size_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in arguments)
         self._kinds.begin(size_bytes)
@@ -501,14 +423,13 @@ class Session:
             resident = self._began_with = self._memory.count_before_step(arguments)
             self._first_steps.count(resident)
             self._meet(resident)
-        self._calls = list(calls)
-        settled = self._settled_kind()
-        self._released = settled if settled is not None and self._releases.runs_plain(settled) else None
-        self._plain_bytes = self._bound_plain()
-        if self._plain_bytes is not None:
-            self._begin_plain_step(arguments, self._plain_bytes)
-            if self._released is not None:
-                self._releases.step_begins(self._released, is_plain=True, is_watched=self._record is not None)
+        settled, releases = self._unplanned.step_begins(*calls), self._unplanned.releases
+        if self.is_plain:
+            self._kinds.expected = None
+            if self._unplanned.is_to_be_measured:
+                self._record = self._begin_record(arguments)
+            if settled is not None:
+                releases.step_begins(settled, is_plain=True, is_watched=self._record is not None)
             return
         all_likely = self._kinds.all_likely()
         self._kinds.expected = max(all_likely, key=lambda kind: self.plans[kind].unplanned_peak_bytes, default=None)
@@ -519,57 +440,16 @@ class Session:
         if watch is Watch.TIME or (watch is Watch.MEASURE and not has_profile and self._memory.device.type == "cpu"):
             self._timed = TimedRun(self._memory.device)  # a GPU's events would count how long it waits for the host
         if settled is not None:
-            self._releases.step_begins(settled, is_plain=False, is_watched=watch is not Watch.NOTHING)
-
-    def _settled_kind(self) -> Kind | None:
-        """Return the kind of the step that begins, where nothing else is called like it and its plan gains nothing."""
-        likely, alike = self._kinds.likely(), self._plain_steps.called_like(self._calls, self.plans)
-        if likely is None or alike != [likely] or self.kernels is not None:
-            return None
-        plain_bytes = self._plain_steps.with_margin(self.plans[likely].unplanned.peak_bytes)
-        return likely if self._planned.gains_nothing(likely, plain_bytes) else None
-
-    def _note_release(self) -> None:
-        """Tell where a kind of step is given back to eager PyTorch from now on."""
-        released = self._releases.next_begins()
-        if released is not None:
-            text = (
-                f"A plan of {self._name} recomputes nothing and takes {released[1]:.2f} times as long as the code "
-                "without it: such steps run without it from now on."
-            )
-            log.info(text)
-            self.stages.reporter.note(text)
-
-    def _begin_plain_step(self, arguments: list[torch.Tensor], bound_bytes: float) -> None:
-        self._kinds.expected = None
-        if not self._has_said_plain and self._released is None:
-            self._has_said_plain = True
-            self.stages.reporter.note("Steps of other input sizes that fit the budget as they are run without a plan.")
-        if self._plain_steps.is_to_be_measured(bound_bytes):
-            self._record = self._begin_record(arguments)
+            releases.step_begins(settled, is_plain=False, is_watched=watch is not Watch.NOTHING)
 
     def _end_plain_step(self, at_once: bool) -> None:
-        record, bound_bytes = self._record, self._plain_bytes
-        released, self._released = self._released, None
-        self._record, self._plain_bytes = None, None
-        self._in_backward, self._began_with = False, None
+        record, released = self._record, self._unplanned.released
+        self._record, self._in_backward, self._began_with = None, False, None
         self._kinds.end_plain(released)
         self._memory.step_ended(record)
-        if record is None or bound_bytes is None:
-            return
-        record.close(at_once)
-        peak_bytes = record.peak_bytes
-        self._plain_steps.measured(bound_bytes, None if peak_bytes is None else peak_bytes - record.resident_bytes)
-        plan = self.plan
-        if released is not None and self.options.budget.share == 1:
-            return  # the budget is what plain training takes
-        if peak_bytes is not None and plan is not None and peak_bytes > plan.budget_bytes:
-            self._releases.keep(released)
-            self.say(
-                "A step of a new input size ran without recomputation, since it was predicted to fit, and took "
-                f"{format_bytes(peak_bytes)}, above the budget of {format_bytes(plan.budget_bytes)}. "
-                "From now on such predictions have a margin."
-            )
+        if record is not None:
+            record.close(at_once)
+        self._unplanned.step_ended(record)
 
     def _meet(self, resident: Resident) -> None:
         """Plan the step that has ended, and let plans meet what exists now.
@@ -581,14 +461,13 @@ class Session:
         try:
             self._planned.meet(finished, resident)
         except InfeasibleBudgetError as error:
-            if reasons := self._why_over():
+            if reasons := self._announcements.why_over():
                 explain(error, f"hiremate:{reasons}")
             raise
         if finished is not None and finished.signature not in self.plans:
             self._watching.missed(finished.signature)
         elif finished is not None:
-            code = self._planned.same_code(finished.signature)
-            self._plain_steps.learn(finished.signature, self._finished_calls, code)
+            self._unplanned.was_planned(finished.signature)
 
     def _begin_record(self, arguments: list[torch.Tensor]) -> StepRecord:
         """Begin to measure a step."""
@@ -625,10 +504,9 @@ class Session:
             return
         if not self._kinds.ran and self._record is None:
             return
-        is_usual = self.parts.count == self._captured
-        self._note_captures()
+        is_usual = self._announcements.step_ended(self.parts.count)
         kind, is_own = self._kinds.end()  # else programs of another kind ran in it, and its plan was not seen
-        self._learn_foreseen(kind)
+        self._unplanned.was_foreseen(kind, self._first_steps)
         if self._first_steps.end_step():
             self._kinds.by_plans.add(kind)
         expected = self._kinds.expected
@@ -664,7 +542,7 @@ class Session:
             if record.backwards:
                 record.timed = timed
                 self._finished = record if self._planned.gets_a_plan(kind) else None
-                self._finished_calls = tuple(self._calls)
+                self._unplanned.finished()
                 self._watching.found(kind)
             return Saw.NOTHING
         if resident is None or not record.is_measured:
@@ -673,54 +551,6 @@ class Session:
             return Saw.NO_FREES
         self._planned.peak_measured(kind, record.peak_bytes, self._memory.as_seen(resident))
         return Saw.PEAK
-
-    def _learn_foreseen(self, kind: Kind) -> None:
-        """Learn what the step that ends would have taken plain, where it ran by the plan of another size."""
-        if self._first_steps.foreseen is not None:
-            known, added_bytes = self._first_steps.foreseen
-            self._plain_steps.learn(kind, self._calls, self._planned.same_code(known), added_bytes)
-
-    def _note_captures(self) -> None:
-        """Tell where each step is captured anew: that may take longer than the step itself, and does not end."""
-        self._capturing_steps = self._capturing_steps + 1 if self.parts.count > self._captured else 0
-        self._captured = self.parts.count
-        if self._capturing_steps == CAPTURES - 1:
-            self._failed_guards = dynamo.failed_guards()
-        if self._capturing_steps == CAPTURES:
-            failed = [*(dynamo.failed_guards() - self._failed_guards)]
-            found = f" What had been captured is for this alone: {failed[-1]}" if failed else ""
-            self.say(
-                f"Something was captured anew in each of {CAPTURES} steps, one after the other, which takes time: "
-                "input shapes change, numbers that code computes with, or the length of a list that it appends to. Pad "
-                "to a few shapes; hand changing numbers over as tensors; append in a function with "
-                "@torch.compiler.disable; or name what keeps its shapes with target=, a detector's backbone say.",
-                found,
-            )
-
-    def why_uncaptured(self) -> str:
-        """Say, as a sentence or not at all, what has ended torch.compile's graphs since this session began."""
-        reasons = [reason for reason, _ in (dynamo.graph_breaks() - self._breaks).most_common()]
-        others = f"; and {len(reasons) - REASONS} more" if len(reasons) > REASONS else ""
-        return f" What ends its graphs: {'; '.join(reasons[:REASONS])}{others}." if reasons else ""
-
-    def _why_over(self) -> str:
-        """Return, as sentences or "", why code that ends graphs may be what a budget is not met for."""
-        reasons = self.why_uncaptured()
-        if not reasons:
-            return ""
-        return (
-            " Code between captured graphs has no plan, and what one graph hands to the next is kept. Code that "
-            f"torch.compile can capture needs less.{reasons}"
-        )
-
-    def _say_over(self, text: str) -> None:
-        self.say(text, self._why_over())
-
-    def say(self, text: str, found: str = "") -> None:
-        """Warn, once for each text, whatever was found."""
-        if text not in self._said:
-            self._said.add(text)
-            warnings.warn(text + found, HiRemateWarning, stacklevel=2)
 
 
 def _tensors_among(values: Any) -> list[torch.Tensor]:
