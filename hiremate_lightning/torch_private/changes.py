@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ def lost_changes(written: fx.GraphModule) -> list[str]:
     """List the inputs of captured code that the user's code changes in place more often than the captured code does.
 
     Dynamo runs each operation on stand-ins without memory as it reads it, and these count their changes. Later it drops
-    what it takes for unread. So its graph is run on new stand-ins, which must count as many.
+    what it takes for unread. So its graph is run on new stand-ins, which must count as many. Inputs that share memory
+    count each other's changes for Dynamo, and the new ones do not: their counts are added up.
     """
     inputs = list(written.graph.find_nodes(op="placeholder"))
     counts = [_changes_of(node.meta.get("example_value")) for node in inputs]
@@ -29,8 +31,17 @@ def lost_changes(written: fx.GraphModule) -> list[str]:
         log.debug("Changes in place could not be counted again: %s", error)
         return []
     is_simple = not any(isinstance(node.target, aot.HigherOrderOperator) for node in written.graph.nodes)
-    pairs = zip(inputs, counts, again, strict=True)
+    storages = [_storage_of(node.meta.get("example_value")) for node in inputs]
+    of_storage = Counter[int | None]()
+    for storage, count in zip(storages, again, strict=True):
+        of_storage[storage] += count
+    pairs = zip(inputs, counts, (of_storage[storage] for storage in storages), strict=True)
     return [str(node.target) for node, before, now in pairs if before and (not now or (is_simple and now < before))]
+
+
+def _storage_of(value: Any) -> int | None:
+    is_dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return tensor_state.storage_id(value) if is_dense else None
 
 
 def _changes_of(value: Any) -> int:
