@@ -24,6 +24,7 @@ from torch._dynamo.eval_frame import innermost_backend
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.variables.functions import UserFunctionVariable, WrapperUserFunctionVariable
+from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 from .user_kernels import Call, NotCompiledError, Operation, context_of, end_graph_at, ended
@@ -75,12 +76,22 @@ def _is_compiled(function: Any) -> bool:
 
 def _wrapper_of(function: Any, arguments: list[Any]) -> Any:
     """Find what torch.compile made of a method in its class, None where that was not compiled."""
-    owner = arguments[0] if arguments else None
-    if not isinstance(owner, UserDefinedObjectVariable) or not isinstance(function, UserFunctionVariable):
+    owner = _type_of(arguments[0]) if arguments and isinstance(function, UserFunctionVariable) else None
+    if owner is None:
         return None
-    found = inspect.getattr_static(owner.python_type(), function.get_name(), None)
+    found = inspect.getattr_static(owner, function.get_name(), None)
     is_its = _is_compiled(found) and found._torchdynamo_orig_callable is function.get_function()
     return found if is_its else None
+
+
+def _type_of(argument: Any) -> type | None:
+    """Return the class of an argument if a user wrote it, and do not read what Dynamo has not read yet.
+
+    Dynamo guards an argument where it reads it first, and names that line where the guard fails.
+    """
+    if type(argument) is LazyVariableTracker and not argument.is_realized():
+        return argument.peek_type()
+    return argument.python_type() if isinstance(argument, UserDefinedObjectVariable) else None
 
 
 def _marked(tracer: Any, function: Any, inline: Callable[[], Any]) -> Any:
