@@ -89,7 +89,9 @@ def test_the_numbers_are_written_by_name(plan: Plan):
         "strategy": "hilp",
         "status": "optimal",
         "stopped_by": "",
-        "planning": {"capture_s": 0.5, "profile_s": 0.25, "solve_s": 1.2, "compile_s": 0.0},
+        "planning": {"capture_s": 0.5, "profile_s": 0.25, "solve_s": 1.2, "compile_s": 0.0, "prove_s": 0.0},
+        "proved": "",
+        "kept_compiled": [],
     }
 
 

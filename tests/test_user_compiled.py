@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import html
 import shutil
+import warnings
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hiremate_lightning import get_plan, hiremate, remove_hiremate
+from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.reporting.breakdown import plan_lines
+from hiremate_lightning.reporting.html_report import write_html
+from hiremate_lightning.reporting.terminal import plan_table
 from hiremate_lightning.torch_private import dynamo, user_compiled
 
 from .exact import simple_loop, square_error, train_both
@@ -86,6 +92,13 @@ class _Drawing(_Block):
         return self.function(x + self.bias)
 
 
+NAMES = {
+    "_Block": "activation",
+    "_Method": "_Method.activate",
+    "_Forward": "_Normalized.forward",
+    "_Attribute": "<lambda>",
+    "_Drawing": "<lambda>",
+}
 BLOCKS = {block.__name__: block for block in (_Block, _Method, _Forward, _Attribute, _Drawing)}
 
 
@@ -93,12 +106,20 @@ def _loop(dtype=torch.float32, steps=4, loss_of=square_error):
     return simple_loop(lambda step: torch.randn(ROWS, SIZE, dtype=dtype), steps=steps, loss_of=loss_of)
 
 
+def drawn(plan):
+    """Draw the table of a plan."""
+    console = Console(width=110)
+    with console.capture() as capture:
+        console.print(plan_table(plan))
+    return capture.get()
+
+
 def _compiled_of(plan):
     return [node for node in plan.graph.nodes if node.op in OPERATORS]
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_each_call_is_one_operation_with_its_own_kernels(name):
+def test_each_call_is_one_operation_with_its_own_kernels(name, tmp_path):
     dtype = {"_Method": torch.bfloat16, "_Forward": torch.float64}.get(name, torch.float32)
     count, budget = (3, "70%") if name == "_Block" else (2, "90%")
     plan = train_both(lambda: nn.Sequential(*(BLOCKS[name]() for _ in range(count))).to(dtype), _loop(dtype), budget)
@@ -110,6 +131,11 @@ def test_each_call_is_one_operation_with_its_own_kernels(name):
     assert forward == {name != "_Drawing"}
     again = {plan.graph.nodes[n].op for n in plan.schedule.recomputed(plan.graph)}
     assert name != "_Block" or "hiremate.run_compiled.default" in again
+    assert len(plan.kept_compiled) == 1
+    assert plan.kept_compiled[0].startswith(f"{count} calls of {NAMES[name]} (test_user_compiled.py:")
+    assert f"  kept compiled: {plan.kept_compiled[0]}" in plan_lines(plan)
+    assert plan.kept_compiled[0] in html.unescape(write_html(plan, tmp_path / "plan.html", curve_limit_s=0).read_text())
+    assert plan.kept_compiled[0] in drawn(plan)
 
 
 def test_a_share_is_of_the_step_that_the_author_has():
@@ -149,6 +175,26 @@ def test_calls_without_gradients_run_the_kernels_too():
     square_error(hiremate(model, "100%", verbose=False)(x)).backward()
     with torch.no_grad():
         assert torch.equal(model(x), expected)
+
+
+class _Whole(_Block):
+    """Its own forward is compiled in the class, with the layers that it calls."""
+
+    @torch.compile
+    def forward(self, x):
+        return x + self.down(self.activate(self.up(x)))
+
+
+@pytest.mark.parametrize("make", [_Whole, lambda: nn.Sequential(_Whole(), _Whole())], ids=["root", "blocks"])
+def test_a_whole_forward_is_one_operation_and_that_is_said_once(make):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = hiremate(make(), "100%", verbose=False)
+        _loop()(model)
+    said = [str(w.message) for w in caught if issubclass(w.category, HiRemateWarning)]
+    assert [text.startswith("Nothing inside of _Whole.forward is planned") for text in said] == [True]
+    count = len(model) if isinstance(model, nn.Sequential) else 1
+    assert get_plan(model).kept_compiled[0].startswith(f"{count} call{'s' * (count > 1)} of _Whole.forward (")
 
 
 class _Writing(_Block):

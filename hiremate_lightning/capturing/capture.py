@@ -54,7 +54,7 @@ from ..rewriting.replays import (
     can_draw_mask,
     draw_mask_of,
 )
-from ..torch_private import aot, dynamo, tensor_state
+from ..torch_private import aot, dynamo, tensor_state, user_kernels
 
 aten = torch.ops.aten
 
@@ -305,6 +305,7 @@ class _Builder:
                 plain_inputs=tuple(self.tensor_of[v] for v in pooling.plain_inputs(node)),
                 checkpoint=self._checkpoint(node, index) if phase is Phase.FORWARD else None,
                 is_saved=aot.is_saved_by_policy(node),
+                compiled=user_kernels.function_of(node),
             )
         )
         self.fx_nodes.append(node)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -128,6 +129,15 @@ class Plan:
         step_ms = step_time_ms(self.graph, self.profile)
         return self.solution.bound_ms / step_ms if step_ms else 0.0
 
+    @property
+    def kept_compiled(self) -> tuple[str, ...]:
+        """The calls of functions that their author compiled, in words: "2 calls of silu_mul (model.py:31)"."""
+        calls = Counter((node.compiled, Path(node.source).name) for node in self.graph.nodes if node.compiled)
+        return tuple(
+            f"{count} call{'s' * (count > 1)} of {name}{f' ({place})' if place else ''}"
+            for (name, place), count in calls.items()
+        )
+
     def with_measured(self, **changes: Any) -> Plan:
         """Return the plan with fields of its measurement replaced."""
         return replace(self, measured=replace(self.measured, **changes))
@@ -150,6 +160,8 @@ class Plan:
             "status": self.solution.status.value,
             "stopped_by": self.solution.stopped_by,
             "planning": asdict(self.planning),
+            "proved": self.proved,
+            "kept_compiled": list(self.kept_compiled),
         }
 
     def to_json(self) -> str:

@@ -104,6 +104,7 @@ class Node:
         plain_inputs: Tensors that plain PyTorch reads too.
         checkpoint: For a node that the user's code calls in `torch.utils.checkpoint`, the first node of the same call.
         is_saved: Whether that call keeps its outputs all the same, as a policy of selective checkpointing says.
+        compiled: Name of the function that it calls, where its author compiled that; "" for all others.
     """
 
     name: str
@@ -124,6 +125,7 @@ class Node:
     plain_inputs: tuple[int, ...] = ()
     checkpoint: int | None = None
     is_saved: bool = False
+    compiled: str = ""
 
     @property
     def is_repeatable(self) -> bool:

@@ -309,7 +309,10 @@ def plan_lines(plan: Plan) -> list[str]:
     Returns:
         ASCII lines: peak and time, then solver and planning, then one for each module that is not left as it is.
     """
-    lines = [*planned_lines(plan), *(f"  {line}" for line in advice_lines(plan))]
+    lines = planned_lines(plan)
+    if plan.kept_compiled:
+        lines.append(f"  kept compiled: {', '.join(plan.kept_compiled)}")
+    lines += [f"  {line}" for line in advice_lines(plan)]
     for row in module_rows(plan):
         if not row.depth and (row.use.dropped_bytes or row.use.recomputed):
             lines.append(f"  {row.label}{f' x{row.count}' if row.count > 1 else ''}: {use_words(row.use)}")

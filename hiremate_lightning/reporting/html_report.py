@@ -128,9 +128,10 @@ class _Page:
             ("Extra time", f"<b>{format_ratio(plan.predicted_overhead)}</b>{estimate}"),
             ("Solver", escape(solver_words(plan))),
             ("Planned in", escape(planning_words(plan))),
-            *((("Proved", escape(plan.proved)),) if plan.proved else ()),
+            ("Proved", escape(plan.proved)),
+            ("Kept compiled", escape(", ".join(plan.kept_compiled))),
         )
-        return "".join(f'<div class="card"><span>{name}</span><p>{words}</p></div>' for name, words in cards)
+        return "".join(f'<div class="card"><span>{name}</span><p>{words}</p></div>' for name, words in cards if words)
 
     def _comparison(self) -> str:
         plan, measured = self.plan, self.plan.measured

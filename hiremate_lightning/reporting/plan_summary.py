@@ -63,6 +63,10 @@ def summary_rows(numbers: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("planning", f"{format_time(1000 * sum(numbers['planning'].values()))}"),
     ]
+    if numbers.get("proved"):
+        rows.append(("proved", numbers["proved"]))
+    if numbers.get("kept_compiled"):
+        rows.append(("kept compiled", ", ".join(numbers["kept_compiled"])))
     rows += [("note", note) for note in numbers.get("notes", ())]
     return rows
 

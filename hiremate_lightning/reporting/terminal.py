@@ -118,6 +118,8 @@ def _facts(plan: Plan, glyphs: Glyphs) -> Table:
     grid.add_row("planning", Text(planning_words(plan)))
     if plan.proved:
         grid.add_row("proved", Text(plan.proved))
+    if plan.kept_compiled:
+        grid.add_row("kept compiled", Text(", ".join(plan.kept_compiled)))
     for line in advice_lines(plan):
         grid.add_row("advice", Text(line))
     return grid

@@ -6,6 +6,7 @@ graph. What is left to do here is to cut that graph for execution. Code without 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,12 +31,15 @@ from ..torch_private.each_size import EachSize, MayRunCaptured, sizes_among
 from ..torch_private.eager_tracing import traced_as_eager
 from .proving import Proof
 
+log = logging.getLogger("hiremate_lightning")
+
 
 def planning_backend(
     make_part: Callable[[Captured], Part],
     kernels: Kernels | None = None,
     may_run_captured: MayRunCaptured = lambda code, size_bytes: False,
     prove: Callable[[Proof, Sequence[Any]], None] | None = None,
+    say: Callable[[str], None] = log.warning,
 ) -> Any:
     """Build a backend that hands each captured graph to a session.
 
@@ -44,6 +48,7 @@ def planning_backend(
         kernels: Where the kernels of fused operations are kept; None to fuse nothing.
         may_run_captured: Whether code whose sizes don't repeat may run without a plan, see `EachSize`.
         prove: Proves code before it runs, see `Proof`; None to believe what is captured.
+        say: Warns.
 
     Returns:
         A backend for `torch.compile(..., backend=...)`.
@@ -60,7 +65,9 @@ def planning_backend(
                 run = Proof(module, run, compilation.part, prove)
             return run, compilation.size_bytes
 
-        user_compiled.cut_out(module)
+        for operation in user_compiled.cut_out(module):
+            if operation.calls_modules:
+                say(user_compiled.opaque_words(operation.name))
         if not has_gradients(inputs):
             return module.forward
         if prove is not None and (lost := lost_changes(module)):

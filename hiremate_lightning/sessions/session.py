@@ -215,7 +215,10 @@ class Session:
         def prove(proof: Proof, arguments: Sequence[Any]) -> None:
             session().prover.prove(proof, arguments)
 
-        given = self.kernels, may_run_captured, prove if self.options.verify else None
+        def say(text: str) -> None:
+            session().say(text)
+
+        given = self.kernels, may_run_captured, prove if self.options.verify else None, say
         return planning_backend(lambda captured: session().take_in(captured), *given)
 
     def may_run_captured(self, code: object, size_bytes: int) -> bool:

@@ -29,7 +29,7 @@ from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 from .user_kernels import Call, NotCompiledError, Operation, context_of, end_graph_at, ended
 
-__all__ = ["NotCompiledError", "cut_out", "is_authors"]
+__all__ = ["NotCompiledError", "cut_out", "is_authors", "opaque_words"]
 
 _MARK = "hiremate_user_compiled"
 _inline = WrapperUserFunctionVariable.call_function
@@ -175,7 +175,7 @@ def _cut(module: fx.GraphModule, call: Call, nodes: list[fx.Node]) -> Operation 
         values[node] = graph.node_copy(node, values.__getitem__)
         values[node].meta = {}
     graph.output(tuple(values[node] for node in given))
-    operation = Operation(call, fx.GraphModule(module, graph))
+    operation = Operation(call, fx.GraphModule(module, graph), len(_modules_of(nodes)) > 1)
     with module.graph.inserting_after(nodes[-1]):
         whole = module.graph.call_function(operation, tuple(read))
     origin = {name: value for name, value in nodes[-1].meta.items() if name != _MARK}
@@ -189,3 +189,17 @@ def _cut(module: fx.GraphModule, call: Call, nodes: list[fx.Node]) -> Operation 
     for node in reversed(nodes):
         module.graph.erase_node(node)
     return operation
+
+
+def _modules_of(nodes: list[fx.Node]) -> set[str]:
+    """Find the modules that call some operations, by their place in Dynamo's stack."""
+    return {next(reversed(node.meta.get("nn_module_stack") or {"": None})) for node in nodes}
+
+
+def opaque_words(name: str) -> str:
+    """Say that a function is compiled which calls modules, and what that costs."""
+    return (
+        f"Nothing inside of {name} is planned: its author compiled it, with the modules that it calls, and it stays "
+        "compiled. Each of its calls is one operation, whose results are kept or computed again as a whole. To plan "
+        "what is inside, leave @torch.compile off it, or compile only functions that it calls."
+    )

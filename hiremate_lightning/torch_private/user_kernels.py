@@ -48,11 +48,21 @@ class Call:
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     remembers: bool
 
+    @property
+    def name(self) -> str:
+        """The function's name in the user's code, with its class."""
+        return str(self.function.__qualname__).rpartition("<locals>.")[2]
+
 
 def context_of(function: Any) -> Any:
     """Find what torch.compile was asked for where it made a function: options, and the backend as a callback."""
     names = function.__code__.co_freevars
     return function.__closure__[names.index("self")].cell_contents
+
+
+def function_of(node: fx.Node) -> str:
+    """Find the name of the compiled function whose forward an operation runs, "" where it runs none."""
+    return _kernels[str(node.args[1])].function if node.target is torch.ops.hiremate.run_compiled.default else ""
 
 
 def end_graph_at(function: Any) -> None:
@@ -79,11 +89,16 @@ class Operation:
     Args:
         call: Where it was.
         module: What it computes.
+        calls_modules: Whether modules are called in it, beside the one that calls it.
+
+    Attributes:
+        name: Of the function.
+        calls_modules: As above.
     """
 
-    def __init__(self, call: Call, module: fx.GraphModule) -> None:
-        self.name = call.function.__name__
-        self.__name__ = f"compiled_{self.name}"
+    def __init__(self, call: Call, module: fx.GraphModule, calls_modules: bool = False) -> None:
+        self.name, self.calls_modules = call.name, calls_modules
+        self.__name__ = f"compiled_{call.function.__name__}"
         self._call, self._module = call, module
         self._compiled: dict[_Shown, Kernels | None] = {}
 
@@ -170,6 +185,7 @@ class Kernels:
 
     Attributes:
         name: Of the function, and of what it computes.
+        function: Its name in the user's code, with its class.
         forward: Takes inputs in a list, returns outputs and what the backward reads.
         backward: Takes what it reads and gradients in a list, returns gradients; None where there is none.
         results: What the forward's operator returns.
@@ -183,6 +199,7 @@ class Kernels:
     """
 
     name: str
+    function: str
     forward: Callable[[list[Any]], Any]
     backward: Callable[[list[Any]], Any] | None
     results: tuple[_Layout, ...]
@@ -354,6 +371,7 @@ class _Maker:
             raise _MoreThanKernelsError
         kernels = Kernels(
             name=f"{self._call.function.__name__}_{self._digest()}",
+            function=self._call.name,
             forward=forward,
             backward=None,
             results=tuple(_layout(given[position]) for position in returned),
