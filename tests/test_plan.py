@@ -91,6 +91,7 @@ def test_the_numbers_are_written_by_name(plan: Plan):
         "stopped_by": "",
         "planning": {"capture_s": 0.5, "profile_s": 0.25, "solve_s": 1.2, "compile_s": 0.0, "prove_s": 0.0},
         "proved": "",
+        "rounded": [],
         "kept_compiled": [],
     }
 

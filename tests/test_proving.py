@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -11,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hiremate_lightning import ConfigurationError, HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.options import make_options
+from hiremate_lightning.reporting.html_report import write_html
 from hiremate_lightning.reporting.terminal import plan_table
 from hiremate_lightning.rewriting import assignments, casts, finishing, kernels, losses, pooling, views
 from hiremate_lightning.rewriting.finishing import Finish
@@ -112,12 +116,36 @@ def test_a_proof_says_how_many_graphs_it_holds_for_in_the_plan():
     plan = get_plan(module)
     assert plan.proved == "forward 2 of 2 graphs, gradients 2 of 2"
     assert plan.planning.prove_s > 0
-    from rich.console import Console
-
     console = Console(width=110)
     with console.capture() as capture:
         console.print(plan_table(plan))
     assert "forward 2 of 2 graphs, gradients 2 of 2" in capture.get()
+
+
+def test_differences_by_rounding_are_named_in_the_plan_with_value_and_size(monkeypatch, tmp_path):
+    make = backend.Proof
+
+    def nearly(run):
+        return lambda *arguments: tuple(value * (1 + 2**-20) for value in run(*arguments))
+
+    monkeypatch.setattr(backend, "Proof", lambda written, run, *given: make(written, nearly(run), *given))
+    module = hiremate(Written(lambda self, x: torch.sin(x)), "1 GiB", verbose=False)
+    for index in range(2):
+        module(rows(index)).sum().backward()
+    plan = get_plan(module)
+    assert plan.proved == "forward 1 of 1 graph (1 up to rounding), gradients 1 of 1 (1 up to rounding)"
+    assert len(plan.rounded) == 3  # an output, and the gradients of weight and bias
+    for words in plan.rounded:
+        assert re.search(
+            r" has \S+ where eager PyTorch has \S+, \d+ of \d+ values differ, by at most \S+: \S+ units", words
+        )
+    console = Console(width=110)
+    with console.capture() as capture:
+        console.print(plan_table(plan))
+    assert capture.get().count("units in the last place") == 3
+    page = html.unescape(write_html(plan, tmp_path / "plan.html", curve_limit_s=0).read_text())
+    assert "Differences by rounding" in page
+    assert all(page.count(words) >= 2 for words in plan.rounded)  # in the table, and as JSON
 
 
 def test_a_proof_leaves_gradients_hooks_and_generators_alone():

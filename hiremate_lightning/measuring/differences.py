@@ -76,13 +76,16 @@ def _difference(name: str, expected: torch.Tensor, found: torch.Tensor, scale: f
     where = int(apart.argmax())
     most, values = float(apart.flatten()[where]), (float(t.flatten()[where]) for t in (other, one))
     found_value, expected_value = values
-    is_rounding = expected.dtype.is_floating_point or expected.dtype.is_complex
-    if is_rounding:
-        half = expected.dtype in (torch.float16, torch.bfloat16)
-        units = torch.finfo(expected.dtype).eps * (HALF_ROUNDINGS if half else ROUNDINGS)
-        is_rounding = most <= units * max(_largest(expected), scale)
     words = f"{name} has {found_value:.9g} where eager PyTorch has {expected_value:.9g}"
-    return Difference(f"{words}, {int((apart > 0).sum())} of {apart.numel()} values differ", is_rounding)
+    words += f", {int((apart > 0).sum())} of {apart.numel()} values differ"
+    if not (expected.dtype.is_floating_point or expected.dtype.is_complex):
+        return Difference(words)
+    unit = torch.finfo(expected.dtype).eps * max(_largest(expected), scale)
+    half = expected.dtype in (torch.float16, torch.bfloat16)
+    if most > unit * (HALF_ROUNDINGS if half else ROUNDINGS):
+        return Difference(words)
+    units = most / unit if unit else 0.0
+    return Difference(f"{words}, by at most {most:.2g}: {units:.2g} units in the last place of the largest", True)
 
 
 def _largest(value: Any) -> float:

@@ -69,6 +69,7 @@ class Plan:
         planning: How long planning took.
         measured: What was measured while running it.
         proved: How many of the captured graphs are proved against eager PyTorch, in words; "" where that is not known.
+        rounded: The values in which captured code differs from eager PyTorch by rounding, in words.
         resident_parts: Resident bytes by what they are ("parameters and buffers", for example), where that was counted.
     """
 
@@ -83,6 +84,7 @@ class Plan:
     measured: Measurement = Measurement()
     resident_parts: tuple[tuple[str, int], ...] = ()
     proved: str = ""
+    rounded: tuple[str, ...] = ()
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -161,6 +163,7 @@ class Plan:
             "stopped_by": self.solution.stopped_by,
             "planning": asdict(self.planning),
             "proved": self.proved,
+            "rounded": list(self.rounded),
             "kept_compiled": list(self.kept_compiled),
         }
 

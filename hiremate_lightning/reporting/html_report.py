@@ -29,6 +29,10 @@ MAX_BLOCKS = 12  # listed of those that are live at the peak
 CURVE_LIMIT_S = 10.0
 WIDTH = 1120  # pixels of a picture
 NONE = "\u2013"
+ROUNDED_WORDS = (
+    "Captured code ran beside eager PyTorch on the same inputs. These values were not the same bits, but no further "
+    "apart than rounding takes them; the code runs as planned."
+)
 
 
 def write_html(
@@ -77,6 +81,9 @@ class _Page:
             _section("What each module keeps", self._modules(), self._modules_words()),
             _section("What fills the peak", self._peak(), f"Peak of the planned step: {place_words(self.plan)}."),
         ]
+        if self.plan.rounded:
+            rows = [(escape(words),) for words in self.plan.rounded]
+            parts.append(_section("Differences by rounding", _table(("value",), rows, numbers=()), ROUNDED_WORDS))
         if self.frontier is not None:
             picture = frontier_svg(self.plan, frontier_of(self.plan, self.frontier), WIDTH)
             figure = f'<div class="wide" id="frontier">{picture}</div>'

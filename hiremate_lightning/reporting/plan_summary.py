@@ -65,6 +65,7 @@ def summary_rows(numbers: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if numbers.get("proved"):
         rows.append(("proved", numbers["proved"]))
+    rows += [("rounding", words) for words in numbers.get("rounded", ())]
     if numbers.get("kept_compiled"):
         rows.append(("kept compiled", ", ".join(numbers["kept_compiled"])))
     rows += [("note", note) for note in numbers.get("notes", ())]

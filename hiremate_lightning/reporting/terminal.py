@@ -26,6 +26,7 @@ from .breakdown import ModuleRow, add_uses, advice_lines, module_rows, place_wor
 
 MAX_WIDTH = 110  # columns; wider tables are harder to read along a row
 TIMELINE_ROWS = 8
+ROUNDED = 3  # differences by rounding that are listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,10 @@ def _facts(plan: Plan, glyphs: Glyphs) -> Table:
     grid.add_row("planning", Text(planning_words(plan)))
     if plan.proved:
         grid.add_row("proved", Text(plan.proved))
+    for words in plan.rounded[:ROUNDED]:
+        grid.add_row("rounding", Text(words))
+    if len(plan.rounded) > ROUNDED:
+        grid.add_row("", Text(f"and {len(plan.rounded) - ROUNDED} more, which the page lists"))
     if plan.kept_compiled:
         grid.add_row("kept compiled", Text(", ".join(plan.kept_compiled)))
     for line in advice_lines(plan):

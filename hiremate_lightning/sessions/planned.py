@@ -54,7 +54,6 @@ class PlannedKinds:
     Args:
         options: What was asked for.
         name: Of the model.
-        proved: Says how many captured graphs are proved.
         memory: What exists before a step.
         parts: The captured graphs.
         stages: Shows the stages of planning, and counts their time.
@@ -71,6 +70,7 @@ class PlannedKinds:
         shortage: Steps that do not fit the budget, while it is found out which budget they fit.
         name: Of the model.
         proved: Says how many captured graphs are proved.
+        rounded: Lists the values of these that differ by rounding.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class PlannedKinds:
         self.first_steps = FirstSteps(stages)
         self.listeners: list[Callable[[Plan], None]] = []
         self.proved: Callable[[], str] = str
+        self.rounded: Callable[[], tuple[str, ...]] = tuple
         self.name, self._memory, self._parts, self._stages, self._say = name, memory, parts, stages, say
         self._say_over = say_over
         self._watching = watching
@@ -292,7 +293,7 @@ class PlannedKinds:
                 solve=known.solve,
                 progress=self._stages.reporter.solving(step_time_ms(step.graph, step.profile)),
             )
-        return replace(plan, resident_parts=known.resident.kinds, proved=self.proved())
+        return replace(plan, resident_parts=known.resident.kinds, proved=self.proved(), rounded=self.rounded())
 
     def _take(self, kind: Kind, plan: Plan) -> None:
         """Let the programs of a plan take over, and announce it."""

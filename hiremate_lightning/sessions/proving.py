@@ -59,6 +59,7 @@ class Proof:
         forward: What is known of outputs, changed inputs and generators.
         backward: What is known of gradients.
         runs: How often it has run while there was something to prove.
+        rounded: The values that differ by rounding, in words.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Proof:
         self.captured, self.part = captured, part
         self.forward, self.backward = _UNKNOWN, _PROVED if part is None else _UNKNOWN
         self.runs = 0
+        self.rounded: tuple[str, ...] = ()
         self._run, self._prove = captured, prove
 
     def __call__(self, *arguments: Any) -> Any:
@@ -125,7 +127,7 @@ class Prover:
         self._planned, self._parts, self._stages, self._say = planned, parts, stages, say
         self._foresee, self._resident, self._traced, self._ran = foresee, resident, traced, ran
         self._proofs: weakref.WeakSet[Proof] = weakref.WeakSet()
-        planned.proved = self.words
+        planned.proved, planned.rounded = self.words, self.rounded
 
     def words(self) -> str:
         """What is proved so far, "" where nothing was to be proved."""
@@ -136,6 +138,10 @@ class Prover:
         found = [_count([p.forward for p in proofs], "forward", " graph" + "s" * (len(proofs) > 1))]
         found += [_count([p.backward for p in trained], "gradients")] if trained else []
         return ", ".join(found)
+
+    def rounded(self) -> tuple[str, ...]:
+        """The values that differ from eager PyTorch's by rounding, in words."""
+        return tuple(sorted({words for proof in self._proofs for words in proof.rounded}))
 
     def prove(self, proof: Proof, arguments: Sequence[Any]) -> None:
         """Prove captured code that is about to run, as far as it was not and the memory is there.
@@ -193,8 +199,9 @@ class Prover:
         if wrong:
             self._refuse(proof, f"as captured it gives other numbers: {wrong[0].words}")
             return
-        for difference in (*of_values, *of_gradients):
-            log.info("Captured code of %s differs by rounding: %s", self._planned.name, difference.words)
+        proof.rounded = tuple(difference.words for difference in (*of_values, *of_gradients))
+        for words in proof.rounded:
+            log.info("Captured code of %s differs by rounding: %s", self._planned.name, words)
         proof.forward = _verdict(of_values)
         if with_gradients:
             proof.backward = _verdict(of_gradients)
