@@ -12,6 +12,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.torch_private import checkpoints
 from hiremate_lightning.units import parse_budget
 
 from .exact import simple_loop, square_error, train_both
@@ -58,6 +60,18 @@ class _Unequal(_Block):
         return checkpoint(lambda y: self.inner(checkpoint(self.inner, y, use_reentrant=False)), x, use_reentrant=False)
 
 
+class _Counting(_Block):
+    """Plain PyTorch updates its buffer twice in a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def inner(self, x):
+        self.count.add_(1)
+        return super().inner(x)
+
+
 KINDS = {block.__name__: block for block in (_Block, _Reentrant, _Selective)}
 
 
@@ -100,3 +114,26 @@ def test_both_numbers_are_said():
     (text,) = (str(warning.message) for warning in said if SAID in str(warning.message))
     own, without = (parse_budget(size).size_bytes for size in re.findall(r"add[s ]*([\d.]+ [KM]iB)", text))
     assert own < 0.7 * without
+
+
+@pytest.mark.filterwarnings("ignore:Sequential calls torch.utils.checkpoint around code that updates buffers")
+@pytest.mark.parametrize("block", [_Block, _Unequal, _Counting])
+def test_gradients_behind_a_dropout_are_proved(block):
+    model, x = _net(block), torch.randn(ROWS, SIZE)
+    hiremate(model, "1 GiB", verbose=False)
+    square_error(model(x)).backward()
+    assert targets_of(model).session.prover.words() == "forward 1 of 1 graph, gradients 1 of 1"
+
+
+@pytest.mark.parametrize("block", [*KINDS.values(), _Unequal, _Counting])
+def test_captured_code_checkpoints_as_the_code_itself_does(block):
+    def train(compiled):
+        torch.manual_seed(0)
+        model, x = _net(block), torch.randn(ROWS, SIZE)
+        square_error((torch.compile(model, backend=backend) if compiled else model)(x)).backward()
+        return [*(p.grad for p in model.parameters()), *model.buffers(), torch.get_rng_state()]
+
+    def backend(module, inputs):
+        return checkpoints.as_written(module)
+
+    assert all(torch.equal(a, b) for a, b in zip(train(True), train(False), strict=True))

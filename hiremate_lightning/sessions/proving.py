@@ -35,7 +35,7 @@ from ..reporting.report import Stages
 from ..rewriting.joint import is_collective
 from ..running.execution import Part
 from ..running.program import Program
-from ..torch_private import backward_pass, tensor_state
+from ..torch_private import backward_pass, checkpoints, tensor_state
 from .parts import Parts
 from .planned import PlannedKinds
 
@@ -87,10 +87,11 @@ class Proof:
         """Run the code as it was written, from now on, and call a function each time."""
         written = self.written
         assert written is not None, "code is refused while it is proved"
+        run_written = checkpoints.as_written(written)
 
         def run(*arguments: Any) -> Any:
             ran()
-            return written(*arguments)
+            return run_written(*arguments)
 
         self._run, self.forward, self.backward = run, _REFUSED, _REFUSED
 
@@ -180,7 +181,7 @@ class Prover:
         assert written is not None, "code is tried while it is proved"
         trial = Trial(arguments, _names_of(written), _constants_of(written), with_gradients)
         try:
-            trial, expected = _first_outcome(trial, written)
+            trial, expected = _first_outcome(trial, checkpoints.without(written))
         except Exception as error:  # whatever the user's code may raise: it will raise it when it runs
             log.info("Code could not be proved, since it fails as it was written: %s", error)
             return

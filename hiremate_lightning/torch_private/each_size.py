@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ..garbage import collecting_what_it_leaves
-from . import dynamo, tensor_state
+from . import checkpoints, dynamo, tensor_state
 
 KEPT = 128  # traces of one graph, the latest used ones: each takes megabytes of the host's memory
 UNREPEATED = 4  # sizes in a row that have not come before: after more of them, it is asked whether to go on tracing
@@ -62,6 +62,7 @@ class EachSize:
     ) -> None:
         count = len(module.graph.find_nodes(op="placeholder"))
         self._module = module
+        self._written = checkpoints.as_written(module)
         self._sizes = tuple(sizes)
         self._others = tuple(position for position in range(count) if position not in self._sizes)
         self._trace = trace
@@ -76,7 +77,7 @@ class EachSize:
         sizes = tuple(arguments[position] for position in self._sizes)
         others = [arguments[position] for position in self._others]
         if self._runs_captured(others):
-            return self._module(*arguments)
+            return self._written(*arguments)
         key = sizes, self._particulars(others)
         run = self._traced.get(key)
         if run is None:
@@ -106,7 +107,7 @@ class EachSize:
                 self._largest_bytes = max(inputs_bytes, _bytes_of(others)), max(all_bytes, size_bytes)
             except Exception as error:  # whatever AOTAutograd fails on
                 dynamo.tell_of_failure(error)
-                run, is_general = module, True
+                run, is_general = checkpoints.as_written(module), True
         self._is_particular = self._is_particular or not is_general
         self._traced[sizes, self._particulars(others)] = run
         if len(self._traced) > KEPT:
