@@ -71,13 +71,13 @@ def hiremate(
     """
     if isinstance(budget, nn.Module):
         raise ConfigurationError(
-            f"The model comes first, then the budget: expected hiremate(model, {model!r}), found a "
+            f"The model comes first, then the budget: expected hiremate(model, {_named(model)}), found a "
             f"{type(budget).__name__} as the budget."
         )
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise ConfigurationError(
             f"optimizer must be a torch.optim.Optimizer, such as torch.optim.AdamW(model.parameters()), "
-            f"found {optimizer!r}. Leave it out where there is none yet: it is found at its first step."
+            f"found {_named(optimizer)}. Leave it out where there are several, or none yet: all are found as they step."
         )
     options = make_options(
         budget,
@@ -111,6 +111,12 @@ def hiremate(
         session.watch_optimizer(optimizer)
     Targets(root, session, target).attach()
     return model
+
+
+def _named(value: object) -> str:
+    """Name a wrong argument in one line: short ones as they are, others by their type."""
+    text = repr(value)
+    return text if len(text) <= 60 else type(value).__name__
 
 
 def _inside(model: nn.Module) -> nn.Module:

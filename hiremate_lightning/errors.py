@@ -37,5 +37,7 @@ class ScheduleError(HiRemateError, RuntimeError):
 
 def did_you_mean(found: str, known: Iterable[str]) -> str:
     """Return a question that names the known names nearest to a wrong one, with a space before it; "" for none."""
-    nearest = difflib.get_close_matches(found, list(known), n=3, cutoff=0.6)
+    names = list(known)
+    nearest = [name for name in names if name.lower() == found.lower()]
+    nearest = nearest or difflib.get_close_matches(found, names, n=3, cutoff=0.6)
     return f" Did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""

@@ -28,7 +28,7 @@ FORMS = (
     'bytes ("12 GiB", "800 MB", or an int such as 12_884_901_888), '
     'a share of what the step adds at its peak ("60%", or a float in (0, 1]), or "auto"'
 )
-_NUMBER = re.compile(r"\s*([0-9][0-9_,]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*")
+_NUMBER = re.compile(r"\s*((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*)\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,9 @@ def _parse_text(text: str) -> Budget:
         return Budget()
     match = _NUMBER.fullmatch(text)
     if match is None:
-        raise _unreadable(text, "it is not a number with a unit")
+        point = text.replace(",", ".", 1)
+        hint = f' Did you mean "{point.strip()}"?' if _NUMBER.fullmatch(point) else ""
+        raise _unreadable(text, "it is not a number with a unit", hint)
     number = float(match[1].replace(",", "").replace("_", ""))
     unit = match[2].upper()
     if unit == "%":
@@ -87,10 +89,11 @@ def _parse_text(text: str) -> Budget:
             raise _unreadable(text, "a percentage must be above 0 and at most 100")
         return Budget(share=number / 100)
     if not unit:
-        raise _unreadable(text, "it has no unit", hint=f' Did you mean "{text.strip()} GiB"?')
+        raise _unreadable(text, "it has no unit", f' Did you mean "{text.strip()} GiB"?')
     if unit not in BYTES_PER_UNIT:
         units = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB or %"
-        raise _unreadable(text, f"{match[2]!r} is not one of the units {units}")
+        hint = f' Did you mean "{match[1]} {unit}iB"?' if f"{unit}IB" in BYTES_PER_UNIT else ""
+        raise _unreadable(text, f"{match[2]!r} is not one of the units {units}", hint)
     return _check_bytes(math.floor(number * BYTES_PER_UNIT[unit]), text)
 
 
@@ -104,7 +107,7 @@ def _parse_float(value: float) -> Budget:
 
 def _parse_int(value: int) -> Budget:
     if 0 < value < 2**20:
-        raise _unreadable(value, f"{value} bytes is less than 1 MiB", hint=f' Did you mean "{value} GiB"?')
+        raise _unreadable(value, f"{value} bytes is less than 1 MiB", f' Did you mean "{value} GiB"?')
     return _check_bytes(value, value)
 
 

@@ -226,6 +226,11 @@ def test_not_exactly_one_module_is_refused():
         prepare_hiremate(Accelerator(cpu=True), make(), make(), budget="70%")
 
 
+def test_a_model_in_the_place_of_the_accelerator_is_told_apart():
+    with pytest.raises(ConfigurationError, match=r"The accelerator comes first: .*, found a Sequential"):
+        prepare_hiremate(nn.Sequential(), Accelerator(cpu=True), budget="70%")  # type: ignore[arg-type]
+
+
 def test_an_accelerator_that_cannot_prepare_leaves_the_model_alone(monkeypatch):
     accelerator, model = Accelerator(cpu=True), make()
 

@@ -160,8 +160,8 @@ def test_inputs_that_are_listed_twice_are_an_error(models, capsys):
         (["{}:Net", "--input", "5x5:tiny", "--budget", "50%"], 2, "torch has no type 'tiny', in '5x5:tiny'"),
         (["{}:Net", "--input", "5x32", "--budget", "12"], 2, "Cannot read the budget '12': it has no unit"),
         (["{}:needs_more", "--budget", "50%"], 2, "can't be called without arguments (missing a required argument"),
-        (["{}:number", "--budget", "50%"], 2, "gives int. Expected a module, (module, inputs)"),
-        (["{}:LARGE", "--budget", "50%"], 2, "gives int. Expected a module, (module, inputs)"),
+        (["{}:number", "--budget", "50%"], 2, "gives int. Expected a torch.nn.Module, (module, inputs)"),
+        (["{}:LARGE", "--budget", "50%"], 2, "gives int. Expected a torch.nn.Module, (module, inputs)"),
         (["{}:nothing", "--budget", "50%"], 2, "has no 'nothing'. Name a function, a class or a module object in it."),
         (["{}:Nett", "--budget", "50%"], 2, "has no 'Nett'. Did you mean 'Net'"),
         (
@@ -170,6 +170,11 @@ def test_inputs_that_are_listed_twice_are_an_error(models, capsys):
             "torch has no type 'flaot32', in '5x5:flaot32'. Did",
         ),
         (["{}:with_inputs", "--budget", "50%", "--optimizer", "Adan"], 2, "no optimizer 'Adan'. Did you mean 'Adam'"),
+        (
+            ["{}:with_inputs", "--budget", "50%", "--optimizer", "adamw"],
+            2,
+            "'adamw'. Did you mean 'AdamW'?",
+        ),
         (["{}:with_inputs", "--budget", "50%", "--loss", "modle"], 2, "Unknown loss 'modle'. Did you mean 'model'?"),
         (["{}:with_inputs", "--budget", "50%", "--autocast", "bf16"], 2, "found 'bf16'. Did you mean 'bfloat16'?"),
         (
@@ -232,6 +237,11 @@ def test_a_command_line_that_makes_no_sense_is_a_mistake(capsys, arguments):
             ["plna", "x:y"],
             "hiremate [-h]",
             "there is no command 'plna'. Did you mean 'plan'? Choose one of: plan, curve",
+        ),
+        (
+            ["--budget", "1GiB", "plan", "x:y"],
+            "hiremate [-h]",
+            "options come after the command, such as plan, found '",
         ),
         (["bake"], "hiremate [-h]", "there is no command 'bake'. Choose one of: plan, curve, fit, show, doctor"),
         (

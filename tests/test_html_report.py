@@ -153,6 +153,13 @@ def test_a_missing_folder_is_found_before_other_budgets_are_solved(tmp_path: Pat
         write_html(mixed_plan(2), tmp_path / "nowhere" / "plan.html")
 
 
+def test_the_none_of_a_model_without_a_plan_is_no_page(tmp_path: Path):
+    with pytest.raises(
+        ConfigurationError, match=r"Expected a plan to write, found NoneType. get_plan\(model\) returns"
+    ):
+        write_html(None, tmp_path / "plan.html")  # type: ignore[arg-type]
+
+
 def test_the_page_is_small_and_dark_where_the_screen_is(page: Path):
     text = page.read_text(encoding="utf-8")
     assert len(text) < 200_000

@@ -8,7 +8,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from torch import nn
 
+from hiremate_lightning import ConfigurationError
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.reporting.figures import BUDGET, COLOURS
 from hiremate_lightning.reporting.lifetimes import Band
@@ -17,6 +19,11 @@ from hiremate_lightning.reporting.svg_report import GAP, PANEL, TOP, write_svg
 from .tiny import mixed_plan
 
 NAMESPACE = {"svg": "http://www.w3.org/2000/svg"}
+
+
+def test_a_model_is_no_plan_to_draw(tmp_path: Path):
+    with pytest.raises(ConfigurationError, match=r"Expected a plan to write, found Linear. get_plan\(model\) returns"):
+        write_svg(nn.Linear(1, 1), tmp_path / "plan.svg")  # type: ignore[arg-type]
 
 
 def draw(plan: Plan, folder: Path, width: int = 860) -> ElementTree.Element:

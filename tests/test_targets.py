@@ -178,6 +178,10 @@ def test_checkpointing_that_is_switched_on_later_is_refused_at_the_first_call():
         ({"max_plans": 0}, "max_plans must be at least 1"),
         ({"max_plans": "8"}, "max_plans must be at least 1, found '8'"),
         ({"optimizer": "adam"}, "optimizer must be a torch.optim.Optimizer, .*, found 'adam'. Leave it out"),
+        (
+            {"optimizer": [torch.optim.SGD(nn.Linear(1, 1).parameters())] * 2},
+            "found list. Leave it out where",
+        ),
         ({"target": nn.Linear(1, 1)}, "target takes paths of submodules, .*, found Linear"),
         ({"target": ["encoder", 3]}, "target takes paths of submodules, .*, found int"),
         ({"target": "encodr"}, r"no submodule 'encodr' to plan \(target=\). Did you mean 'encoder'"),
@@ -194,6 +198,8 @@ def test_an_argument_out_of_its_range_is_refused(argument, words):
 def test_a_model_and_a_budget_in_the_wrong_order_are_told_apart():
     with pytest.raises(ConfigurationError, match=r"expected hiremate\(model, '50%'\), found a Net as the budget"):
         hiremate("50%", Net())
+    with pytest.raises(ConfigurationError, match=r"expected hiremate\(model, SGD\), found a Net as the budget"):
+        hiremate(torch.optim.SGD(Net().parameters()), Net())
 
 
 @pytest.mark.parametrize("rows", [1, 3])

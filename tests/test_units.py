@@ -75,6 +75,8 @@ def test_a_budget_that_was_read_is_left_as_it_is() -> None:
         ("101%", "above 0 and at most 100"),
         ("0 GiB", "above zero"),
         ("-1 GiB", "not a number with a unit"),
+        ("1,5 GiB", "not a number with a unit"),
+        ("12,34%", "not a number with a unit"),
         ("", "not a number with a unit"),
         ("GiB", "not a number with a unit"),
         ("half", "not a number with a unit"),
@@ -95,8 +97,17 @@ def test_what_is_no_budget_is_refused_with_the_reason_and_the_forms(value: objec
     assert '"auto"' in text
 
 
-@pytest.mark.parametrize(("value", "hint"), [("10", 'Did you mean "10 GiB"?'), (16, 'Did you mean "16 GiB"?')])
-def test_a_bare_number_gets_a_hint(value: int | str, hint: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        ("10", 'Did you mean "10 GiB"?'),
+        (16, 'Did you mean "16 GiB"?'),
+        ("10G", 'Did you mean "10 GiB"?'),
+        ("512 m", 'Did you mean "512 MiB"?'),
+        ("1,5 GiB", 'Did you mean "1.5 GiB"?'),
+    ],
+)
+def test_a_number_with_no_unit_or_half_of_one_gets_a_hint(value: int | str, hint: str) -> None:
     with pytest.raises(BudgetError, match="Did you mean") as caught:
         parse_budget(value)
 

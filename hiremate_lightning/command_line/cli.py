@@ -117,6 +117,8 @@ class _Parser(argparse.ArgumentParser):
         if self._subparsers is None:
             self._check_options(given)
         else:
+            if given and given[0].startswith("--") and given[0] not in ("--help", "--version"):
+                self.error(f"options come after the command, such as plan, found {given[0]!r} before it")
             self._check_command(next((text for text in given if not text.startswith("-")), None))
         return super().parse_known_args(given, namespace)
 

@@ -20,7 +20,10 @@ from torch import nn
 from ..errors import ConfigurationError, did_you_mean
 from ..torch_private import tensor_state
 
-FORMS = "a module, (module, inputs) with a tensor or a tuple of tensors, or (module, dict of tensors by keyword)"
+FORMS = (
+    "a torch.nn.Module, (module, inputs) with a tensor or a tuple of tensors, "
+    "or (module, kwargs) with a dict of tensors"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,11 @@ def prepare_hiremate(
     Example:
         >>> model, optimizer, loader = prepare_hiremate(accelerator, model, optimizer, loader, budget="10 GiB")
     """
+    if not hasattr(accelerator, "distributed_type"):
+        raise ConfigurationError(
+            f"The accelerator comes first: expected prepare_hiremate(accelerator, model, ...), found a "
+            f"{type(accelerator).__name__}."
+        )
     _refuse(accelerator)
     modules = [o for o in objects if isinstance(o, nn.Module)]
     if len(modules) != 1:

@@ -22,7 +22,7 @@ from .breakdown import ModuleRow, add_uses, advice_lines, module_rows, node_word
 from .figures import COLOURS, Run, frontier_of, frontier_words, planned_run, resident_bands, short_source
 from .frontier_svg import frontier_svg
 from .lifetimes import Band, Lifetime
-from .svg_report import LEFT, PANEL, Timeline, writable
+from .svg_report import LEFT, PANEL, Timeline, check_plan, writable
 
 MAX_MODULE_ROWS = 40
 MAX_BLOCKS = 12  # listed of those that are live at the peak
@@ -50,11 +50,12 @@ def write_html(
         The path.
 
     Raises:
-        ConfigurationError: If its folder doesn't exist.
+        ConfigurationError: If its folder doesn't exist, or there is no plan.
 
     Example:
         >>> write_html(get_plan(model), "plan.html")
     """
+    check_plan(plan)
     path = writable(path)
     if frontier is None and curve_limit_s > 0:
         options = SolveOptions(time_limit_s=curve_limit_s)

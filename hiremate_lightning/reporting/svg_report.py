@@ -44,16 +44,30 @@ def write_svg(plan: Plan, path: str | Path, width: int = 860) -> Path:
 
     Raises:
         ValueError: If the picture would be too narrow for its words.
-        ConfigurationError: If its folder doesn't exist.
+        ConfigurationError: If its folder doesn't exist, or there is no plan.
 
     Example:
         >>> write_svg(get_plan(model), "plan.svg")
     """
     if width < MIN_WIDTH:
         raise ValueError(f"width must be at least {MIN_WIDTH} pixels, found {width}")
+    check_plan(plan)
     path = writable(path)
     path.write_text(Timeline(plan, width).text(), encoding="utf-8")
     return path
+
+
+def check_plan(plan: object) -> None:
+    """Check that a plan was given, not the None of `get_plan` before the second step, nor a model.
+
+    Raises:
+        ConfigurationError: If it is something else.
+    """
+    if not isinstance(plan, Plan):
+        raise ConfigurationError(
+            f"Expected a plan to write, found {type(plan).__name__}. get_plan(model) returns it from the second "
+            "training step on, and None before."
+        )
 
 
 def writable(path: str | Path) -> Path:
