@@ -490,7 +490,8 @@ def page(results: list[Result]) -> str:
             table = "\n".join((HEADER, f"|{'--|' * HEADER.count(' | ')}--|", *rows))
             text += f"\n## {name}\n\nPeaks in MiB.\n\n{table}\n"
     lines = notes(results)
-    return text + (f"\n## Notes\n\n{chr(10).join(lines)}\n" if lines else "")
+    quantized = (Path(__file__).parent / "quantized.md").read_text()
+    return f"{text}\n{quantized}" + (f"\n## Notes\n\n{chr(10).join(lines)}\n" if lines else "")
 
 
 def main() -> None:

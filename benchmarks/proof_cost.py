@@ -1,11 +1,12 @@
 """Measure what the proof of captured code costs at its first run, and later: `verify="first"` beside `verify="off"`.
 
-    python benchmarks/proof_cost.py [--models gpt2,resnet50,bert] [--repeats 5] [--budget 100%] [--threads 1]
+    python benchmarks/proof_cost.py [--models gpt2,resnet50,bert] [--repeats 5] [--budget 8GiB] [--threads 1]
 
 Models are those of models.py and of third_party.py. Each repeat is a process of its own, so that nothing is captured or
 compiled before; processes with and without the proof run in turn, and each ratio is of two that ran one after the
 other. The first step traces, proves and runs; later ones run by the plan. Ratios are of the process's CPU time and of
-the clock; where other programs run, the former counts. Prints a Markdown table: medians, and the least and the most.
+the clock; where other programs run, the former counts. A budget that is
+too small for a plain backward leaves gradients unproved. Prints a Markdown table: medians, and the least and the most.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="gpt2,resnet50,bert")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--budget", default="100%")
+    parser.add_argument("--budget", default="8GiB")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
