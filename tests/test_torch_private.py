@@ -360,3 +360,23 @@ def test_a_distributed_tensor_has_the_bytes_of_its_local_part():
     local = torch.zeros(4)
     spread = torch.distributed.tensor.DTensor.from_local(local, mesh, [torch.distributed.tensor.Shard(0)])
     assert tensor_state.storage_sizes([spread]) == tensor_state.storage_sizes([local])
+
+
+def test_hooks_on_saved_tensors_are_put_aside_and_back():
+    seen: list[str] = []
+
+    def noting(name: str) -> torch.autograd.graph.saved_tensors_hooks:
+        return torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(name) or t, lambda t: t)
+
+    x = torch.ones(2, requires_grad=True)
+    with noting("outer"), noting("inner"):
+        with hooks.no_saved_tensor_hooks():
+            x.exp()
+        assert seen == []
+        x.exp()
+    assert seen == ["inner"]
+    with noting("outer"):
+        with noting("inner"), hooks.no_saved_tensor_hooks():
+            pass
+        x.exp()
+    assert seen == ["inner", "outer"]

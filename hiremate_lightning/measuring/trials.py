@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..torch_private import tensor_state
+from ..torch_private import hooks, tensor_state
 from ..torch_private.restoring import Restoring
 
 SEED = 0  # of the gradients that a trial begins its backward with
@@ -68,7 +68,8 @@ class Trial:
         restoring = Restoring([*tensors, *self.constants])
         with torch.random.fork_rng(devices=devices), _cleared_casts({t.device.type for t in tensors}):
             try:
-                with restoring, torch.enable_grad(), _dropping() if keeps_nothing else nullcontext():
+                keeping = _dropping() if keeps_nothing else nullcontext()
+                with restoring, torch.enable_grad(), hooks.no_saved_tensor_hooks(), keeping:
                     results = function(*given)
                     outputs = list(results) if isinstance(results, (tuple, list)) else [results]
                     gradients = self._gradients(leaves, [*outputs, *tensors])

@@ -6,7 +6,8 @@ they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,3 +48,18 @@ def on_optimizer_step(hook: Callable[[torch.optim.Optimizer], None]) -> Any:
 def before_optimizer_step(hook: Callable[[torch.optim.Optimizer], None]) -> Any:
     """Call a function before each step of any optimizer; the handle that is returned removes it."""
     return register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: hook(optimizer))
+
+
+@contextmanager
+def no_saved_tensor_hooks() -> Iterator[None]:
+    """Hide what runs meanwhile from hooks on saved tensors around it, as torch.utils.checkpoint sets them."""
+    find: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+    taken = []
+    while (top := find(False)) is not None:
+        taken.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for hooks in reversed(taken):
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
