@@ -138,6 +138,16 @@ def test_a_share_that_is_too_small_is_named_as_a_share():
         make_plan(step, Budget(share=0.01), 10, 0, PlanOptions())
 
 
+def test_a_share_that_is_named_is_never_above_all_of_the_step():
+    step = step_of(*chain(3))
+    smallest = plan_of(step, MANY).solution
+    problem = Problem(step.graph, step.profile, MANY)
+    need = planner.Need(problem, smallest, 0, is_guarded=True)
+    assert need.peak_bytes > unplanned(step).peak_bytes
+    assert need.share == 1.0
+    assert replace(need, less_bytes=KB).share > 1.0
+
+
 def test_with_warn_an_infeasible_budget_gives_the_least_memory_found():
     plan = plan_of(step_of(*transformer(2)), 1, on_infeasible="warn")
     assert 1 < plan.planned_peak_bytes < plan.unplanned_peak_bytes

@@ -337,10 +337,14 @@ class Need:
 
     @property
     def share(self) -> float:
-        """The share of what the unplanned step adds that is enough, rounded up to a tenth of a per cent."""
+        """The share of what the unplanned step adds that is enough, rounded up to a tenth of a per cent.
+
+        All of it is enough in any case, unless another process has less.
+        """
         waiting_bytes, plain_waiting_bytes = self.waiting_bytes
         added_bytes = self.peak_bytes - self.resident_bytes + waiting_bytes
-        return math.ceil(1000 * (added_bytes + 1) / (unplanned(self.problem).peak_bytes + plain_waiting_bytes)) / 1000
+        share = (added_bytes + 1) / (unplanned(self.problem).peak_bytes + plain_waiting_bytes)
+        return math.ceil(1000 * (share if self.less_bytes else min(share, 1.0))) / 1000
 
 
 def least_need(problem: Problem, resident_bytes: int) -> Need:
