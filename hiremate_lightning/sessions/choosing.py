@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..measuring.resident import Resident, ResidentMemory
-from ..memory.free_memory import free_bytes
+from ..measuring.resident import Resident
 from ..records.costs import Profile
 from ..running.execution import Part
 from ..running.program import Program
@@ -22,14 +21,20 @@ class ProgramChoice:
         name: Of the model.
         planned: The plans.
         parts: The captured graphs.
-        memory: What exists before a step.
         resident: Counts what existed when the step under way began.
+        spare_bytes: Tells the bytes that a first step may take beyond the budget.
     """
 
     def __init__(
-        self, name: str, planned: PlannedKinds, parts: Parts, memory: ResidentMemory, resident: Callable[[], Resident]
+        self,
+        name: str,
+        planned: PlannedKinds,
+        parts: Parts,
+        resident: Callable[[], Resident],
+        spare_bytes: Callable[[], int],
     ) -> None:
-        self._name, self._planned, self._parts, self._memory, self._resident = name, planned, parts, memory, resident
+        self._name, self._planned, self._parts = name, planned, parts
+        self._resident, self._spare_bytes = resident, spare_bytes
         self._kinds, self._first_steps = planned.kinds, planned.first_steps
 
     def choose(self, part: Part, number: int, profile: Profile) -> tuple[Program, bool]:
@@ -80,7 +85,3 @@ class ProgramChoice:
         return self._first_steps.least(
             part, profile, self._resident, options.budget, budget_of, options.plan, self._name, self._spare_bytes
         )
-
-    def _spare_bytes(self) -> int:
-        """Return the bytes that a first step may take beyond the budget: none where no plan may follow."""
-        return free_bytes(self._memory.device) if self._planned.may_plan_more() else 0

@@ -25,6 +25,7 @@ from ..errors import CaptureError
 from ..measuring.profiling import TimedRun
 from ..measuring.recording import Run, StepRecord
 from ..measuring.resident import LITTERED_STEPS, WATCHED_STEPS, Resident, ResidentMemory
+from ..memory.free_memory import free_bytes
 from ..options import SessionOptions
 from ..out_of_memory import InfeasibleBudgetError, explain
 from ..planning.plan import Plan, describe_peak
@@ -84,7 +85,7 @@ class Session:
             options, self._name, memory, self.parts, stages, self._watching, self.say, self._announcements.say_over
         )
         self._kinds, self._first_steps = self._planned.kinds, self._planned.first_steps
-        self._choice = ProgramChoice(self._name, self._planned, self.parts, memory, self._resident)
+        self._choice = ProgramChoice(self._name, self._planned, self.parts, self._resident, self._spare_bytes)
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
         self._unplanned = UnplannedSteps(
             self._name, self._planned, stages.reporter, self.say, is_allowed=self.kernels is None
@@ -343,6 +344,10 @@ class Session:
         """Note that captured code ran as the user wrote it, since its proof failed."""
         self.runs += 1
         self.ran_as_written = True
+
+    def _spare_bytes(self) -> int:
+        """Return the bytes that a first step may take beyond the budget: none where no plan may follow."""
+        return free_bytes(self._memory.device) if self._planned.may_plan_more() else 0
 
     def _resident(self) -> Resident:
         """Give what existed when the step began; where that was not counted, what exists now."""
