@@ -101,6 +101,7 @@ class PlannedKinds:
         self._first_said = False  # that the first step of another kind may take more than its budget
         self._least_said: dict[Kind, int] = {}  # peaks that were announced, of steps in which nothing fits
         self._unfit: set[Kind] = set()  # whose plans were made with gradients dying that do not
+        self._seen_bytes: dict[Kind, int] = {}  # predicted peaks of the states of each plan whose peak was measured
         self._searching: set[Kind] = set()  # whose next step is the first in which cuDNN chooses algorithms
         self._auto_bytes: int | None = None
         self._left_bytes = 0  # that each plan leaves free for code that runs without one
@@ -114,7 +115,7 @@ class PlannedKinds:
     def leave(self, size_bytes: int) -> None:
         """Leave so many bytes free from now on, for code without a plan: between two steps, all plans are made anew."""
         self._left_bytes, self._dropped = size_bytes, self.latest
-        for known in (self.plans, self._known, self._limits, self._unfit, self._searching):
+        for known in (self.plans, self._known, self._limits, self._unfit, self._searching, self._seen_bytes):
             known.clear()
         self.kinds.clear()
         self.first_steps.forget_plans()
@@ -301,6 +302,7 @@ class PlannedKinds:
         decided = zip(known.captured, known.places, known.merge().split(plan.solution.recompute), strict=True)
         programs = {place: build(captured, lower(captured.graph, decisions)) for captured, place, decisions in decided}
         self.plans[kind] = plan
+        self._seen_bytes.pop(kind, None)
         self._limits[kind].planned(plan.planned_peak_bytes + known.margin_bytes)
         self._watching.planned(kind)
         self.first_steps.forget_plans()
@@ -365,6 +367,7 @@ class PlannedKinds:
         was_of_more = (plan.measured.peak_bytes or 0) > budget_bytes
         if was_of_more or has_more_state:  # resident bytes, or fewer: measured again
             adapted = adapted.with_measured(peak_bytes=None)
+            self._seen_bytes.pop(kind, None)
         peak_bytes = adapted.planned_peak_bytes + known.margin_bytes
         if not limits.stays(resident, peak_bytes, is_least):
             log.info("%s is planned anew: resident bytes are now %s", self.name, format_bytes(resident.size_bytes))
@@ -400,6 +403,7 @@ class PlannedKinds:
         plan, known = self.plans[kind], self._known[kind]
         if plan.solution is not solution:
             return  # planned anew: the step ran by the plan before
+        self._seen_bytes[kind] = max(self._seen_bytes.get(kind, 0), plan.planned_peak_bytes)
         if peak_bytes <= (plan.measured.peak_bytes or 0):
             return
         self.update(kind, peak_bytes=peak_bytes)
@@ -435,10 +439,10 @@ class PlannedKinds:
 
     def _expect(self, kind: Kind, foreseen: Kind | None, size_bytes: int) -> Expected:
         """Return what is known of a step of a planned kind."""
-        measured, is_free = self.plans[kind].measured, not MemoryMeter.is_running(self._memory.device)
+        plan, is_free = self.plans[kind], not MemoryMeter.is_running(self._memory.device)
         may_grow = is_free and self._known[kind].outside_bytes > GUARD_BYTES
-        has_peak, has_time = measured.peak_bytes is not None, measured.step_ms is not None
-        return Expected(kind, foreseen, size_bytes, has_peak, has_time, may_grow)
+        has_peak = plan.measured.peak_bytes is not None and plan.planned_peak_bytes <= self._seen_bytes.get(kind, 0)
+        return Expected(kind, foreseen, size_bytes, has_peak, plan.measured.step_ms is not None, may_grow)
 
     def confused(self, expected: Kind, kind: Kind) -> None:
         """Learn that a step turned out another kind than it began as."""
