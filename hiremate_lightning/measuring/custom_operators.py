@@ -42,6 +42,16 @@ def without_unsteady(captured: Captured) -> Captured:
     return captured.running_once(once) if once else captured
 
 
+def has_unsteady(captured: Captured) -> bool:
+    """Whether a custom operator runs once: to run it again may give other numbers, and draw from a generator.
+
+    Args:
+        captured: What `without_unsteady` has returned.
+    """
+    pairs = zip(captured.graph.nodes, captured.fx_nodes, strict=False)
+    return any(not record.is_repeatable and _is_custom(node) for record, node in pairs)
+
+
 def _is_custom(node: fx.Node) -> bool:
     target: Any = node.args[0] if name_of(node.target) in CALLS_AN_OPERATOR else node.target
     if name_of(target) == TRITON:

@@ -23,6 +23,7 @@ from torch import fx
 
 from ..errors import HiRemateError
 from ..measuring.apart import unmeasured
+from ..measuring.custom_operators import has_unsteady
 from ..measuring.differences import Difference, differences
 from ..measuring.resident import Resident
 from ..measuring.trials import Outcome, Trial
@@ -161,6 +162,9 @@ class Prover:
         self._traced.close()
         device = _device_of(proof, arguments)
         program = None if proof.part is None else self._foresee(proof.part)
+        if proof.part is not None and has_unsteady(proof.part.captured):
+            proof.end()  # it would differ from itself
+            return
         with self._stages.stage("prove_s", "proving"), unmeasured(device):
             with_gradients = self._fits(proof.part, program, device, plainly=True)
             if with_gradients or self._fits(proof.part, program, device, plainly=False):
