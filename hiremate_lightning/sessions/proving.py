@@ -162,8 +162,8 @@ class Prover:
         self._traced.close()
         device = _device_of(proof, arguments)
         program = None if proof.part is None else self._foresee(proof.part)
-        if proof.part is not None and has_unsteady(proof.part.captured):
-            proof.end()  # it would differ from itself
+        if proof.part is not None and _may_differ_from_itself(proof.part, arguments):
+            proof.end()
             return
         with self._stages.stage("prove_s", "proving"), unmeasured(device):
             with_gradients = self._fits(proof.part, program, device, plainly=True)
@@ -299,6 +299,17 @@ def _device_of(proof: Proof, arguments: Sequence[Any]) -> torch.device:
         return proof.part.captured.device
     devices = [a.device for a in arguments if isinstance(a, torch.Tensor)]
     return next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
+
+
+def _may_differ_from_itself(part: Part, arguments: Sequence[Any]) -> bool:
+    """Whether a trial of captured code may give other numbers than its run.
+
+    That is where custom operators do when they run again, and where the code changes an input that shares its memory
+    with another one: AOTAutograd finds both by the tensor that they are views of, which inputs of a trial are not.
+    """
+    dense = [a for a in arguments if isinstance(a, torch.Tensor) and a.layout is torch.strided]
+    is_shared = len({tensor_state.storage_id(a) for a in dense}) < len(dense)
+    return has_unsteady(part.captured) or (bool(part.captured.mutated) and is_shared)
 
 
 def _is_collective(graph: fx.Graph) -> bool:
