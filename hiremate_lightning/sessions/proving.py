@@ -42,7 +42,7 @@ from .planned import PlannedKinds
 
 log = logging.getLogger("hiremate_lightning")
 
-TRIES = 4  # runs, for gradients whose memory is not there at the first one
+TRIES = 3  # runs, for gradients whose memory is not there at the first one
 _NOT_PARTS = re.compile(r"_(?:modules|parameters|buffers)_")
 _UNKNOWN, _PROVED, _ROUNDED, _REFUSED = "unknown", "proved", "rounded", "refused"
 
