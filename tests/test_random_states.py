@@ -75,7 +75,7 @@ rich.reconfigure(file=shown, force_terminal=True, force_interactive=True, width=
 rows = torch.ones(2048, 32)
 net = Net()
 with watched("three planned steps, with the table"):
-    hiremate(net, "60%")
+    hiremate(net, "60%", verbose="full")
     for _ in range(4):
         net(rows).square().mean().backward()
 assert "\\x1b[" in shown.getvalue() and "solver" in shown.getvalue(), shown.getvalue()
