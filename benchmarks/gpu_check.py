@@ -83,7 +83,7 @@ def limit_s(parts: Sequence[Part], left_s: float, is_toy: bool = False) -> float
 
 
 def described(parts: Sequence[Part], seconds: float) -> Iterator[str]:
-    """Say what the parts measure, and how long each may take."""
+    """Print what the parts measure, and how long each may take."""
     whole = sum(part.seconds for part in parts)
     for part in parts:
         yield f"{part.name:12} {seconds * part.seconds / whole:5.0f} s  {part.about}"

@@ -227,7 +227,7 @@ def batch_of(case: Case, rank: int) -> int:
 
 
 def part(model: nn.Module, case: Case, mesh: DeviceMesh) -> None:
-    """Give each process a part of each block."""
+    """Shard each block over the processes."""
     layout = Shard(1) if case.sequence else Replicate()
     plan = dict.fromkeys(("query", "key", "value", "up", "gate"), ColwiseParallel(input_layouts=layout))
     plan |= dict.fromkeys(("mix", "down"), RowwiseParallel(output_layouts=layout))

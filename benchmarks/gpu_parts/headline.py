@@ -62,7 +62,7 @@ def run(context: Context) -> None:
 
 
 def verdict(found: dict[str, dict[str, Any]]) -> str:
-    """Say how far the bar is."""
+    """Compare our best point with the bar."""
     words = [
         f"{name} takes {1 - r['peak_of_eager']:.1%} less memory for {1 - 1 / r['time_of_eager']:.1%} of the throughput"
         for name, r in found.items()

@@ -162,7 +162,7 @@ def serve(connection: Connection, name: str, function: Callable[..., None], argu
 
 
 def status_of(error: Exception) -> str:
-    """Say how a measurement failed."""
+    """Describe how a measurement failed."""
     return NO_MEMORY if type(error).__name__ == "OutOfMemoryError" else FAILED
 
 

@@ -150,7 +150,7 @@ def train(name: str, device: str, half: bool, budget: str | None) -> tuple[dict[
 
 
 def difference(found: dict[str, Any], expected: dict[str, Any]) -> str:
-    """Say what differs, and by how much at most."""
+    """Describe what differs, and by how much at most."""
     import torch
 
     if found.keys() != expected.keys():

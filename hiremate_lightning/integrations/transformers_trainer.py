@@ -86,7 +86,7 @@ class HiRemateTrainerCallback(TrainerCallback):
             self.plan = get_plan(model) or self.plan
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Give the model's calls back."""
+        """Stop planning the model: its calls run as before."""
         model = kwargs["model"]
         self.plan = get_plan(model) or self.plan
         remove_hiremate(model)

@@ -48,7 +48,7 @@ def runner(
     layouts: Mapping[fx.Node, torch.Tensor] | None = None,
     device: torch.device | None = None,
 ) -> Callable[[], Any]:
-    """Give what runs one operation of a captured graph on made-up inputs.
+    """Return a function that runs one operation of a captured graph on made-up inputs.
 
     Args:
         captured: The captured graph.
@@ -148,7 +148,7 @@ def traced_strides(node: fx.Node) -> tuple[int, ...]:
 
 
 def laid_out(node: fx.Node, strides: tuple[int, ...]) -> torch.Tensor:
-    """Give a tensor without memory as a node's value, with other strides."""
+    """Return a tensor without memory that looks like a node's value, with other strides."""
     value = node.meta["val"]
     size = [tensor_state.int_hint(s) for s in value.shape]
     return torch.empty_strided(size, strides, dtype=value.dtype, device="meta")

@@ -48,7 +48,7 @@ def as_plain(graph: Graph, profile: Profile) -> tuple[Graph, Profile]:
 
 
 def _node_as_plain(node: Node) -> Node:
-    """Give a node that reads what plain PyTorch reads, and may run again where the user's code runs it again."""
+    """Return a node that reads what plain PyTorch reads, and may run again where the user's code runs it again."""
     if node.plain_inputs:
         node = replace(node, inputs=tuple(dict.fromkeys((*node.inputs, *node.plain_inputs))))
     return node if node.checkpoint is None else replace(node, is_random=False, reads_mutated=False)

@@ -124,7 +124,7 @@ def keep_all(graph: Graph) -> tuple[tuple[int, ...], ...]:
 
 
 def as_written(graph: Graph) -> tuple[tuple[int, ...], ...]:
-    """Give the decisions of the user's own code: what it calls in `torch.utils.checkpoint` is run again, all else kept.
+    """Return the decisions of the user's own code: `torch.utils.checkpoint` runs again what it calls, all else is kept.
 
     A call is run again, up to the last value that is needed of it, before the first operation of the backward that
     reads such a value. What other code reads of it in the forward was handed on, and is there.

@@ -135,7 +135,7 @@ class UnplannedSteps:
         return likely if self._planned.gains_nothing(likely, plain_bytes) else None
 
     def _note_release(self) -> None:
-        """Tell where a kind of step is given back to eager PyTorch from now on."""
+        """Announce a kind of step that runs without its plan from now on."""
         released = self.releases.next_begins()
         if released is not None:
             text = (

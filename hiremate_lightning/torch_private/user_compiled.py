@@ -118,7 +118,7 @@ def _marked(tracer: Any, function: Any, inline: Callable[[], Any]) -> Any:
 
 
 def _why_apart(function: Any, context: Any, backend: Any) -> str:
-    """Give the reason why a function can't be one operation of a graph, "" where it can."""
+    """Return the reason why a function can't be one operation of a graph, "" where it can."""
     if function in ended:
         return "it writes to its arguments, or returns views"
     if type(backend) is not torch._TorchCompileInductorWrapper:
@@ -197,7 +197,7 @@ def _modules_of(nodes: list[fx.Node]) -> set[str]:
 
 
 def opaque_words(name: str) -> str:
-    """Say that a function is compiled which calls modules, and what that costs."""
+    """Warn that a compiled function calls modules, and what that costs."""
     return (
         f"Nothing inside of {name} is planned: its author compiled it, with the modules that it calls, and it stays "
         "compiled. Each of its calls is one operation, whose results are kept or computed again as a whole. To plan "
