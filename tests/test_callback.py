@@ -641,7 +641,7 @@ def test_many_fits_in_one_process_are_all_planned():
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar, None])
-def test_a_fit_says_three_lines_and_writes_the_page_beside_its_logs(bar, tmp_path, monkeypatch):
+def test_a_fit_says_three_lines_and_writes_a_page(bar, tmp_path, monkeypatch):
     """Each line starts at the left edge, whichever progress bar of Lightning is on the screen."""
     screen = io.StringIO()
     screen.isatty = lambda: True

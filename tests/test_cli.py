@@ -295,7 +295,7 @@ class TestCurve:
         assert "+0.0%" in output
         assert output.isascii()
 
-    def test_its_peaks_are_budgets_and_its_plain_peak_is_that_of_a_plan(self, models, capsys):
+    def test_its_peaks_are_budgets_that_can_be_met(self, models, capsys):
         assert main(["curve", f"{models}:with_inputs", "--points", "2", "--time-limit", "2"]) == 0
         peaks = re.findall(r"^ *([\d.]+ [KM]iB) ", capsys.readouterr().out, flags=re.MULTILINE)
         assert len(peaks) >= 2

@@ -9,7 +9,7 @@ from .fuzz_loops import compare_loop, draw_loop
 
 # A graph that two backwards share, gradients by autograd.grad, and a graph that waits while another one is dropped.
 @pytest.mark.parametrize("seed", [3, 4, 10])
-def test_a_drawn_loop_trains_as_without_a_plan_and_within_its_budget(seed):
+def test_a_drawn_loop_is_exact_and_within_its_budget(seed):
     outcome = compare_loop(draw_loop(seed))
     assert not outcome.differences, outcome.recipe
     assert not outcome.is_over_budget, (outcome.peaks, outcome.budget_bytes, outcome.recipe)

@@ -68,7 +68,7 @@ def test_time_that_a_part_leaves_goes_to_those_after_it():
 # -------------------------------------------------------------------- records
 
 
-def test_a_report_is_readable_after_each_record_and_after_half_a_line(tmp_path):
+def test_a_report_is_readable_after_each_record(tmp_path):
     results = records.Results(tmp_path)
     results.add("headline", "eager", peak_mib=4.0, ms=2.5)
     results.add("headline", "ours-50", peak_mib=2.0, ms=2.6, predicted_overhead=0.04)
@@ -95,7 +95,7 @@ def test_tests_that_passed_are_counted_and_others_shown(tmp_path):
     assert "E  assert 1 == 2" in text
 
 
-def test_events_are_kept_around_the_moment_when_most_was_allocated(monkeypatch):
+def test_events_are_kept_around_the_peak(monkeypatch):
     monkeypatch.setattr(raw, "EVENTS_AROUND", 2)
     actions = [("alloc", 5), ("free_requested", 5), ("alloc", 7), ("free_completed", 5), ("alloc", 1), ("alloc", 1)]
     kept = raw.around_peak([{"action": action, "size": size} for action, size in actions])
@@ -156,7 +156,7 @@ def start(folder: Path, *more: str) -> subprocess.Popen[str]:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_what_was_measured_outlives_the_command_and_its_processes_do_not(how, tmp_path):
+def test_records_outlive_the_command_and_processes_do_not(how, tmp_path):
     check = start(tmp_path)
     started = processes.descendants(check.pid)
     assert started

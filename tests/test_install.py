@@ -123,7 +123,7 @@ def test_without_highs_cbc_plans_and_one_warning_names_the_cost(run_without) -> 
     assert "Traceback" not in result.stderr
 
 
-def test_without_any_solver_planning_is_refused_with_the_command_that_mends_it(run_without) -> None:
+def test_without_a_solver_the_error_names_the_command(run_without) -> None:
     result = run_without(TRAINING, "highspy", "highsbox", "cbcbox")
 
     last = result.stderr.splitlines()[-1]

@@ -68,7 +68,7 @@ def test_a_kind_is_foreseen_by_the_size_of_its_step():
     assert next(order.foresee(80), None) is None
 
 
-def test_an_order_is_certain_after_many_steps_that_came_as_foreseen_and_not_after_a_surprise():
+def test_an_order_is_certain_after_many_foreseen_steps():
     order = Order()
     for _ in range(CERTAIN + 1):
         assert not order.is_certain
@@ -78,7 +78,7 @@ def test_an_order_is_certain_after_many_steps_that_came_as_foreseen_and_not_afte
     assert not order.is_certain
 
 
-def test_kinds_that_were_confused_are_told_apart_where_their_order_is_certain():
+def test_a_certain_order_tells_confused_kinds_apart():
     kinds = alternating()
     kinds.confuse(CRITIC, GENERATOR)
     kinds.begin(0)

@@ -320,7 +320,7 @@ def test_a_named_share_trains_when_it_is_given_back(name: str) -> None:
     assert_trains_inside(TRAININGS[name], said[1])
 
 
-def test_where_no_optimizer_is_known_an_error_names_no_budget_as_enough() -> None:
+def test_without_an_optimizer_no_budget_is_named_as_enough() -> None:
     model = hiremate(layers(), TOO_SMALL, verbose=False)
     squares(model, batch(0)).backward()
 
@@ -328,7 +328,7 @@ def test_where_no_optimizer_is_known_an_error_names_no_budget_as_enough() -> Non
         model(batch(1))
 
 
-def test_a_hopeless_budget_stops_training_after_a_few_steps_in_any_case() -> None:
+def test_a_hopeless_budget_stops_training_after_a_few_steps() -> None:
     """An optimizer is known, and never steps."""
     model, steps = layers(), []
     optimizer = torch.optim.AdamW(model.parameters())

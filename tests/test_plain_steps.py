@@ -85,7 +85,7 @@ def test_what_eager_takes_beyond_the_captured_graph_is_left_free():
         assert (steps.bound_bytes([call(4, 60)], peaks, KIND) == 1000) is is_enough
 
 
-def test_the_first_measured_step_tells_the_ratio_and_later_ones_raise_it():
+def test_the_first_measured_step_sets_the_ratio():
     steps, peaks = known((KIND, (4, 100), 1000, KIND), room=int(1200 * ROUNDING) + 1)
     assert steps.bound_bytes([call(4, 60)], peaks, KIND) is None
     steps.measured(100, 120)
@@ -104,7 +104,7 @@ def test_clearly_larger_steps_are_measured():
     assert steps.is_to_be_measured(1200)
 
 
-def test_a_step_is_measured_again_where_the_measurement_did_not_see_all():
+def test_a_step_that_was_not_seen_whole_is_measured_again():
     steps = PlainSteps()
     for _ in range(TRIES):
         assert steps.is_to_be_measured(500)

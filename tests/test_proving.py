@@ -122,7 +122,7 @@ def test_a_proof_says_how_many_graphs_it_holds_for_in_the_plan():
     assert "forward 2 of 2 graphs, gradients 2 of 2" in capture.get()
 
 
-def test_differences_by_rounding_are_named_in_the_plan_with_value_and_size(monkeypatch, tmp_path):
+def test_differences_by_rounding_are_named_in_the_plan(monkeypatch, tmp_path):
     make = backend.Proof
 
     def nearly(run):
@@ -227,7 +227,7 @@ def test_a_change_in_place_that_dynamo_loses_is_missed(monkeypatch):
         assert module.count == 3 * 16
 
 
-def test_a_result_that_aotautograd_puts_in_the_wrong_place_is_seen(monkeypatch):
+def test_a_result_in_the_wrong_place_is_seen(monkeypatch):
     """torchmetrics' MeanMetric, updated with the loss: its value came to be its weight."""
 
     def mean_of_loss(self, x):
@@ -240,7 +240,7 @@ def test_a_result_that_aotautograd_puts_in_the_wrong_place_is_seen(monkeypatch):
         check_refused(lambda: Written(mean_of_loss, metric=torchmetrics.MeanMetric()), "gives other numbers")
 
 
-def test_what_fails_in_pytorch_when_it_first_runs_runs_as_it_was_written(monkeypatch):
+def test_code_that_fails_in_pytorch_runs_as_it_was_written(monkeypatch):
     """The check for aliases that refuses subclasses of tensors is one failure inside of PyTorch."""
 
     class Named(Tensor):

@@ -41,7 +41,7 @@ def run(releases: Releases, clock: Clock, planned_s: float, steps: int) -> list[
 
 
 @pytest.mark.parametrize(("planned_s", "is_released"), [(1.5, True), (1.1, False), (0.9, False)])
-def test_a_kind_is_given_back_once_where_its_plan_is_clearly_slower(planned_s, is_released):
+def test_a_kind_with_a_slower_plan_is_given_back_once(planned_s, is_released):
     clock = Clock()
     found = run(Releases(clock), clock, planned_s, DECIDED + 20)
     assert not any(found[:SETTLED_STEPS])
@@ -74,7 +74,7 @@ def make() -> nn.Module:
 
 
 @pytest.mark.parametrize(("budget", "planned_s", "is_released"), [("100%", 2.0, True), ("1 GiB", 0.9, False)])
-def test_code_that_a_plan_only_slows_down_runs_as_it_is_with_the_same_numbers(budget, planned_s, is_released, caplog):
+def test_code_that_a_plan_only_slows_down_runs_as_it_is(budget, planned_s, is_released, caplog):
     caplog.set_level(logging.INFO, "hiremate_lightning")
     logs = []
     for is_planned in (False, True):

@@ -83,7 +83,7 @@ def test_three_lines_by_default():
     ]
 
 
-def test_the_page_of_the_largest_step_is_written_to_the_folder_of_the_run(tmp_path: Path):
+def test_the_page_is_written_to_the_folder_of_the_run(tmp_path: Path):
     console, plan = terminal(), blocks_plan(2).with_measured(peak_bytes=4_000_000)
     reporter = Reporter(console=console)
     reporter.folder = tmp_path / "version_0"

@@ -1555,7 +1555,7 @@ def test_a_peak_is_compared_with_what_existed_before_its_step_where_another_kind
     assert all(known.margin_bytes == 0 for known in session_of(model)._planned._known.values())
 
 
-def test_what_zero_grad_before_the_forward_saves_is_said_and_true():
+def test_what_an_early_zero_grad_saves_is_said_and_true():
     """The advice names the difference between the peaks of the two orders."""
 
     def train(is_early: bool):

@@ -51,7 +51,7 @@ def test_tools_that_shard_train_as_without_a_plan(ranks: Ranks, tool: str):
     assert first.solution.recompute == second.solution.recompute
 
 
-def test_the_optimizer_state_of_zero_is_counted_once_over_all_ranks(ranks: Ranks):
+def test_the_optimizer_state_of_zero_is_counted_once(ranks: Ranks):
     for left in ranks:
         _, planned = left["ZeRO-1"]
         (plan,) = planned.plans
@@ -59,7 +59,7 @@ def test_the_optimizer_state_of_zero_is_counted_once_over_all_ranks(ranks: Ranks
         assert parts["optimizer state"] + parts["parameters"] == planned.resident_bytes
 
 
-def test_a_budget_too_small_for_one_rank_is_an_error_on_both_within_seconds(ranks: Ranks):
+def test_a_budget_too_small_for_one_rank_is_an_error_on_both(ranks: Ranks):
     for left in ranks:
         texts, seconds = left[TOO_SMALL]
         assert all("is too small" in text for text in texts), texts
@@ -81,7 +81,7 @@ def test_losses_gradients_and_weights_are_those_without_a_plan(ranks: Ranks, cas
 
 
 @pytest.mark.parametrize("case", [*CASES, *HEAVY], ids=str)
-def test_units_are_planned_from_the_second_step_on_without_a_word(ranks: Ranks, case: Case):
+def test_units_are_planned_at_the_second_step_in_silence(ranks: Ranks, case: Case):
     for left in ranks:
         _, planned = left[case.name]
         assert planned.said == [] or case.splits  # see below

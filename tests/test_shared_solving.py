@@ -112,7 +112,7 @@ def test_its_time_is_that_of_the_costs_measured_here(ranks):
     assert second.recompute_ms == pytest.approx(2 * first.recompute_ms)
 
 
-def test_each_solve_of_a_step_is_answered_by_the_same_of_rank_zero(ranks):
+def test_each_solve_is_answered_by_that_of_rank_zero(ranks):
     firsts, seconds = zip(*(plan_together(ranks, problem(b), problem(b)) for b in (BUDGET, LESS)), strict=True)
 
     assert ranks[1].solved == 0
@@ -129,7 +129,7 @@ def test_all_ranks_keep_to_the_smallest_budget(ranks, budgets):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_all_ranks_leave_room_for_the_most_that_code_outside_takes(ranks, rank):
+def test_all_ranks_leave_room_for_the_most_code_outside(ranks, rank):
     def step(held_bytes):
         return merge([Call(*transformer(4), after_forward=Gap(held_bytes, held_bytes))], [0])
 
@@ -184,7 +184,7 @@ def test_sizes_measured_outside_of_the_operations_make_no_other_step():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_plans_alone_waits_no_longer_than_its_patience(store, rank):
+def test_a_rank_that_plans_alone_waits_for_its_patience(store, rank):
     alone, start = Rank(rank, store, patience_s=0.1), time.perf_counter()
 
     found = alone.plan(problem())

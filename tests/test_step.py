@@ -223,7 +223,7 @@ def three_calls(*between_backwards, after_last=NOTHING, before_first=NOTHING):
 
 @pytest.mark.parametrize(("given_bytes", "live_bytes"), [(0, 1000), (300, 700), (1000, 0), (2000, 0)])
 @pytest.mark.parametrize("where", ["beginning", "turn", "between backwards"])
-def test_what_is_held_outside_is_given_back_before_any_later_backward(where, given_bytes, live_bytes):
+def test_what_is_held_outside_is_given_back_later(where, given_bytes, live_bytes):
     """FSDP2 gathers the parameters of a unit before its backward, and frees them before the next unit's."""
 
     def live_at_the_end(held_bytes, given_bytes):
@@ -248,7 +248,7 @@ def test_what_the_turn_gives_back_was_held_since_the_beginning():
 
 
 @pytest.mark.parametrize(("peak_bytes", "more_bytes"), [(0, 1000), (1000, 1000), (1050, 1050), (2000, 2000)])
-def test_code_outside_may_take_the_memory_of_gradients_that_die_in_it(peak_bytes, more_bytes):
+def test_code_outside_reuses_gradients_that_die_in_it(peak_bytes, more_bytes):
     """It hands on 100 bytes, and holds 1000 once a gradient of 100 bytes is gone: not all of that lives at once."""
 
     def peak_between(gap):

@@ -226,13 +226,13 @@ def test_an_error_of_an_operation_has_no_words_of_the_tracer():
     assert str(caught.value) == "index out of range in self"
 
 
-def test_a_compile_around_a_planned_model_is_refused_in_our_words():
+def test_a_compile_around_a_planned_model_is_refused():
     model = torch.compile(hiremate(Net(), "90%", verbose=False), backend="eager")
     with pytest.raises(ConfigurationError, match=r"around a module that is planned.* pass torch_compile=False"):
         model(batch())
 
 
-def test_an_infeasible_budget_is_named_after_a_step_that_showed_what_is_enough():
+def test_an_infeasible_budget_names_what_a_step_has_shown():
     model = Net()
     hiremate(model, "1 MiB", verbose=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -251,7 +251,7 @@ def test_an_infeasible_budget_is_named_after_a_step_that_showed_what_is_enough()
     assert error.module in str(error)
 
 
-def test_a_first_step_for_which_there_is_no_memory_is_refused_before_it_runs(monkeypatch):
+def test_a_first_step_without_memory_is_refused(monkeypatch):
     monkeypatch.setattr(session_module, "free_bytes", lambda device: 2**20)
     model = Net()
     weights = [p.clone() for p in model.parameters()]

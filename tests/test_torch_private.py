@@ -82,7 +82,7 @@ def change_two(v, w, a, b):
     return b
 
 
-def test_a_changed_input_that_is_returned_does_not_stand_where_another_belongs():
+def test_a_changed_input_is_returned_in_its_own_place():
     inputs = torch.tensor(3.0, requires_grad=True), torch.tensor(1.0), torch.tensor(10.0), torch.tensor(20.0)
     with aot.returning_the_right_values():
         assert runs_by("aot_eager", change_two, *inputs) == runs_by("eager", change_two, *inputs)
@@ -91,7 +91,7 @@ def test_a_changed_input_that_is_returned_does_not_stand_where_another_belongs()
         assert runs_by("aot_eager", change_two, *inputs)[3] == 21, "the fault of AOTAutograd, which is mended"
 
 
-def test_what_changes_a_number_in_place_is_captured_though_nothing_reads_it():
+def test_a_number_changed_in_place_is_captured_unread():
     def count(x, number):
         number.add_(x.shape[0])
         return 2 * x
@@ -104,7 +104,7 @@ def test_what_changes_a_number_in_place_is_captured_though_nothing_reads_it():
         assert runs_by("aot_eager", count, *inputs)[2] == 0, "the fault of Dynamo, which is mended"
 
 
-def test_tensors_of_a_subclass_run_as_captured_where_nobody_looks_for_aliases():
+def test_tensors_of_a_subclass_run_as_captured():
     class Named(torch.Tensor):
         pass
 
@@ -322,7 +322,7 @@ def one_process():
 
 
 @pytest.mark.usefixtures("one_process")
-def test_a_unit_lends_whole_parameters_in_the_place_of_its_shards():
+def test_a_unit_lends_whole_parameters():
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     assert not sharding.has_units(model)

@@ -95,7 +95,7 @@ def iterate(model: nn.Module, loop: Loop, peaks: list[int]) -> list[torch.Tensor
     [(make_net, meta_learning, 0.95), (make_pair, adversarial_networks, 1.1), (make_pair, two_encoders, 0.95)],
     ids=["meta learning", "adversarial networks", "two encoders"],
 )
-def test_what_waiting_graphs_hold_is_in_the_measured_peak_and_in_the_budget(make, loop, share):
+def test_what_waiting_graphs_hold_counts(make, loop, share):
     peaks, logs = list[int](), []
     for is_planned in (False, True):
         torch.manual_seed(1)
@@ -124,7 +124,7 @@ def regularized(model: nn.Module, index: int) -> None:
     del loss
 
 
-def test_where_there_is_room_graphs_that_wait_keep_what_plain_training_keeps():
+def test_graphs_that_wait_keep_all_where_there_is_room():
     peaks = list[int]()
     for budget in (None, "1 GiB"):
         torch.manual_seed(1)
@@ -143,7 +143,7 @@ def test_a_share_is_of_what_an_iteration_of_plain_training_adds():
     assert 0.7 < (peaks[1] - resident) / (peaks[0] - resident) <= 0.81, peaks
 
 
-def test_running_statistics_change_uncounted_as_in_plain_training_while_an_eager_graph_waits():
+def test_running_statistics_change_while_an_eager_graph_waits():
     """PyTorch's batch norm saves its statistics for its backward, and updates them without counting that."""
     results = []
     for is_planned in (False, True):

@@ -96,7 +96,7 @@ def worst_share(seconds: list[tuple[float, float]]) -> float:
         (Expected(OTHER, KIND, SIZE, has_peak=True, has_time=True, may_grow=True), None),  # has not come so often
     ],
 )
-def test_the_reason_to_watch_a_step_is_found_by_what_is_known_of_it(expected, reason):
+def test_each_step_has_its_reason_to_be_watched(expected, reason):
     policy = WatchPolicy(Clock())
     for _ in range(8):
         policy.step_begins(Expected(KIND, KIND, SIZE, has_peak=True, has_time=True))
@@ -108,13 +108,13 @@ def test_the_reason_to_watch_a_step_is_found_by_what_is_known_of_it(expected, re
     assert policy.decide(expected) is (Watch.NOTHING if reason is None else Watch.TIME if is_timed else Watch.MEASURE)
 
 
-def test_a_steady_kind_is_planned_measured_and_timed_in_three_steps():
+def test_a_steady_kind_is_settled_in_three_steps():
     training = Training()
     assert [training.step(KIND).value for _ in range(5)] == ["measure", "measure", "time", "nothing", "nothing"]
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_cycles_of_kinds_are_watched_at_most_one_percent_of_the_time(seed):
+def test_watching_takes_one_percent_of_random_cycles(seed):
     rng = random.Random(seed)
     kinds = [(number,) for number in range(rng.randrange(1, 7))]
     order = [rng.choice(kinds) for _ in range(rng.randrange(1, 12))]
@@ -130,7 +130,7 @@ def test_random_cycles_of_kinds_are_watched_at_most_one_percent_of_the_time(seed
     assert training.measured <= 16 * len(seen) + 3000 * SHARE / 0.1
 
 
-def test_a_cycle_as_of_adversarial_training_is_planned_within_some_turns():
+def test_a_cycle_of_adversarial_training_is_planned():
     training = Training()
     for kind in islice(cycle([KIND] * 5 + [OTHER]), 60):
         training.step(kind)
@@ -145,7 +145,7 @@ def test_sizes_that_grow_for_ever_are_not_measured_for_ever():
     assert training.measured <= FREE_TO_PLAN + 2 * 1500 * SHARE
 
 
-def test_a_kind_whose_peak_shows_only_after_a_measured_step_gets_two_in_a_row():
+def test_a_kind_is_measured_twice_to_see_what_it_frees():
     training = Training(extra_s=0.01, sees_frees=False)
     watched = [training.step(KIND).value for _ in range(40)]
     assert training.planned[KIND] == (True, True)

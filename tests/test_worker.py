@@ -75,7 +75,7 @@ def test_a_crash_is_no_solution_and_the_next_solve_works(own_worker, monkeypatch
     assert apart("portfolio")(problem_at(80)).is_feasible
 
 
-def test_an_error_in_a_solve_takes_one_line_and_is_traced_at_level_debug(monkeypatch, caplog):
+def test_an_error_in_a_solve_takes_one_line(monkeypatch, caplog):
     caplog.set_level(logging.DEBUG, logger="hiremate_lightning")
     problem = replace(problem_at(80), budget_bytes=NO_NUMBER)
     lost = apart("portfolio")(problem)
@@ -195,7 +195,7 @@ def test_without_processes_it_solves_in_place(monkeypatch):
     assert apart("portfolio")(problem_at(80)).is_feasible
 
 
-def test_where_the_process_ends_before_it_listens_it_solves_in_place(monkeypatch):
+def test_a_process_that_never_listens_is_solved_in_place(monkeypatch):
     """A program that embeds Python may name itself as the interpreter."""
     monkeypatch.setattr(worker, "_worker", None)
     monkeypatch.setattr(worker, "_can_start", True)
