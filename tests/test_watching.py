@@ -173,3 +173,15 @@ def test_what_failed_is_not_counted():
     policy.step_ended(KIND, Saw.PEAK)
     policy.settle()
     assert policy.decide(Expected(None, None, SIZE)) is Watch.MEASURE
+
+
+def test_a_state_with_a_higher_predicted_peak_is_measured_at_its_third_step():
+    policy = WatchPolicy(lambda: 0.0)
+    policy.step_begins(Expected(KIND, KIND, SIZE))
+    policy.step_ended(KIND, Saw.PEAK)
+    higher = Expected(KIND, KIND, SIZE, has_peak=True, has_time=True, is_higher=True)
+    found = []
+    for _ in range(3):
+        found.append(policy.step_begins(higher))
+        policy.step_ended(KIND)
+    assert found == [Watch.NOTHING, Watch.NOTHING, Watch.MEASURE]

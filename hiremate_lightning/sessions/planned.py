@@ -441,8 +441,9 @@ class PlannedKinds:
         """Return what is known of a step of a planned kind."""
         plan, is_free = self.plans[kind], not MemoryMeter.is_running(self._memory.device)
         may_grow = is_free and self._known[kind].outside_bytes > GUARD_BYTES
-        has_peak = plan.measured.peak_bytes is not None and plan.planned_peak_bytes <= self._seen_bytes.get(kind, 0)
-        return Expected(kind, foreseen, size_bytes, has_peak, plan.measured.step_ms is not None, may_grow)
+        is_higher = is_free and plan.planned_peak_bytes > self._seen_bytes.get(kind, 0)
+        has_peak, has_time = plan.measured.peak_bytes is not None, plan.measured.step_ms is not None
+        return Expected(kind, foreseen, size_bytes, has_peak, has_time, may_grow, is_higher)
 
     def confused(self, expected: Kind, kind: Kind) -> None:
         """Learn that a step turned out another kind than it began as."""

@@ -17,6 +17,7 @@ from statistics import median
 SHARE = 0.01  # of the time of so many steps that watching may take
 STEPS = 500
 AGAIN_AFTER = 8  # steps of a kind, then 16 more, 32, ...: code outside of its plan may come to take more
+OFTEN = 2  # such steps that came before: gradients may be left to a step by chance
 REMEMBERED = 64  # kinds that were missed
 
 
@@ -63,6 +64,7 @@ class Expected:
         has_peak: Whether the peak of its plan was measured.
         has_time: Whether its plan was timed.
         may_grow: Whether code outside of its plan takes memory, which may come to be more.
+        is_higher: Whether more is predicted for it than for the steps of its plan whose peaks were measured.
         following: What is known of the step that is likely to come after it, None for nothing.
     """
 
@@ -72,6 +74,7 @@ class Expected:
     has_peak: bool = False
     has_time: bool = False
     may_grow: bool = False
+    is_higher: bool = False
     following: Expected | None = None
 
 
@@ -91,6 +94,7 @@ class WatchPolicy:
         self._needs_step_before = set[Hashable]()  # kinds whose peak is seen only where the step before was measured
         self._was_measured = False  # the latest step
         self._was_measured_for: Hashable | None = None  # the kind that was to follow
+        self._higher = Counter[Hashable]()  # steps of a kind for which more was predicted than for measured ones
         self._gaps: dict[Hashable, int] = {}  # steps of a kind until it is measured again
         self._since = Counter[Hashable]()  # steps of a kind since it was measured again
         self._missed: dict[Hashable, None] = {}
@@ -105,7 +109,7 @@ class WatchPolicy:
         is_larger = expected.size_bytes > self._largest_bytes
         if expected.kind is None or is_larger or expected.foreseen in self._missed:
             return Reason.PLAN
-        if not expected.has_peak:
+        if not expected.has_peak or (expected.is_higher and self._higher[expected.kind] >= OFTEN):
             return Reason.PEAK
         if not expected.has_time:
             return Reason.TIME
@@ -149,6 +153,7 @@ class WatchPolicy:
             self._looks[reason, wanted.foreseen if reason is Reason.PLAN else wanted.kind] += 1
             self._looks_to_plan += reason is Reason.PLAN
             self._free_looks[wanted.kind] += 1
+        self._higher[expected.kind] += expected.is_higher
         self._largest_bytes = max(self._largest_bytes, expected.size_bytes)
         self._was_measured = watch is Watch.MEASURE
         self._was_measured_for = wanted.kind if watch is Watch.MEASURE and wanted is expected.following else None
