@@ -149,6 +149,45 @@ def test_weights_of_another_type_are_exact(dtype):
     train_both(lambda: layers().to(dtype), simple_loop(lambda index: rows(index).to(dtype)))
 
 
+class Inverting(nn.Module):
+    """Fails within its own block of autocast on batches of zeros; a token orders the check that fails."""
+
+    def __init__(self, ends: bool) -> None:
+        super().__init__()
+        self.first = self.second = nn.Linear(WIDTH, WIDTH)
+        self.ends = ends
+        if ends:  # a weight of two graphs is cast twice
+            self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.first(x)
+            if self.ends:
+                torch._dynamo.graph_break()
+            root = torch.linalg.cholesky((x.detach().float().square().mean() - 0.1) * torch.eye(WIDTH))
+            return self.second(x).float() @ root
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_autocast_ends_where_an_error_leaves_its_block(ends):
+    def loop(module: nn.Module) -> Log:
+        optimizer = torch.optim.SGD(module.parameters(), lr=1e-2)
+        log: Log = []
+        for index in range(6):
+            optimizer.zero_grad()
+            try:
+                square_error(module(rows(index) * (index % 2))).backward()
+            except torch.linalg.LinAlgError:
+                log.append(torch.tensor(index))
+            assert not torch.is_autocast_enabled("cpu")
+            optimizer.step()
+            log += [p.detach().clone() for p in module.parameters()]
+        assert len(log) == 6 * len(list(module.parameters())) + 3
+        return log
+
+    train_both(lambda: Inverting(ends), loop, "100%")
+
+
 def test_a_skipped_step_of_a_gradient_scaler_is_skipped_under_a_plan():
     def loop(module: nn.Module) -> Log:
         optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)

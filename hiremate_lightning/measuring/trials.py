@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..torch_private import hooks, tensor_state
+from ..torch_private import autocasting, hooks, tensor_state
 from ..torch_private.restoring import Restoring
 
 SEED = 0  # of the gradients that a trial begins its backward with
@@ -66,7 +66,8 @@ class Trial:
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
         devices = sorted({t.device for t in tensors if t.device.type == "cuda"}, key=str)
         restoring = Restoring([*tensors, *self.constants])
-        with torch.random.fork_rng(devices=devices), _cleared_casts({t.device.type for t in tensors}):
+        clearing = _cleared_casts({t.device.type for t in tensors})
+        with torch.random.fork_rng(devices=devices), clearing, autocasting.as_found_on_error():
             try:
                 keeping = _dropping() if keeps_nothing else nullcontext()
                 with restoring, torch.enable_grad(), hooks.no_saved_tensor_hooks(), keeping:

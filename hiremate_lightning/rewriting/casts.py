@@ -47,8 +47,8 @@ def share(joint: fx.GraphModule, forward_outputs: int, parameters: Collection[in
     for node in joint.graph.find_nodes(op="call_function", target=aten._to_copy.default):
         if node.meta.get("autograd_backward"):
             backwards.setdefault(node.meta["seq_nr"], []).append(node)
-    for position, primal in enumerate(joint.graph.find_nodes(op="placeholder")):
-        uses = list(primal.users) if position in parameters else []
+    for primal, _ in aot.inputs_with_gradients(joint, forward_outputs):
+        uses = list(primal.users) if aot.input_position(primal) in parameters else []
         casts: dict[tuple[torch.dtype, int], list[fx.Node]] = {}
         for user in uses:
             if (block := _block_of(user, blocks)) is not None:
@@ -57,8 +57,7 @@ def share(joint: fx.GraphModule, forward_outputs: int, parameters: Collection[in
             if not others:
                 continue
             terms = sorted(n for cast in (first, *others) for n in backwards.get(cast.meta["seq_nr"], ()))
-            outputs: Any = joint.graph.output_node().args[0]
-            gradient = outputs[forward_outputs + position]
+            gradient = dict(aot.inputs_with_gradients(joint, forward_outputs))[primal]
             if gradient is None or _add_up_before_casting(joint.graph, terms, gradient):
                 for cast in others:
                     cast.replace_all_uses_with(first)

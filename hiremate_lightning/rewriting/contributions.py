@@ -142,7 +142,7 @@ class Contributions:
         if len(self._readers) != len(self._with_gradient) + added:
             return  # AOTAutograd has arranged the inputs otherwise
         readers = dict(zip(self._with_gradient, self._readers, strict=False))
-        written = _written(joint)
+        written = _written(joint, forward_outputs)
 
         def terms_of(positions: Iterable[int]) -> dict[int, list[fx.Node]]:
             kept = [position for position in positions if position not in written]
@@ -165,10 +165,11 @@ class Contributions:
         joint.graph.eliminate_dead_code()
 
 
-def _written(joint: fx.GraphModule) -> set[int]:
+def _written(joint: fx.GraphModule, forward_outputs: int) -> set[int]:
     """List the positions of the inputs that are changed in place."""
     written = set(written_values(joint))
-    return {position for position, node in enumerate(joint.graph.find_nodes(op="placeholder")) if node in written}
+    inputs = enumerate(aot.inputs_with_gradients(joint, forward_outputs))
+    return {position for position, (node, _) in inputs if node in written}
 
 
 def _count_readers(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[int]:

@@ -25,7 +25,7 @@ from ..rewriting.kernels import run_as_eager
 from ..running.execution import Part
 from ..running.program import stub_modules
 from ..running.straight_line import compiled
-from ..torch_private import aot, backward_pass, tensor_state, user_compiled
+from ..torch_private import aot, autocasting, backward_pass, tensor_state, user_compiled
 from ..torch_private.changes import lost_changes
 from ..torch_private.each_size import EachSize, MayRunCaptured, sizes_among
 from ..torch_private.eager_tracing import traced_as_eager
@@ -55,6 +55,12 @@ def planning_backend(
     """
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        for operation in user_compiled.cut_out(module):
+            if operation.calls_modules:
+                say(user_compiled.opaque_words(operation.name))
+        return autocasting.leaving_as_found(module, run_in_place(module, inputs))
+
+    def run_in_place(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         terms: Terms = {}  # at the size traced last
 
         def trace(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Callable[..., Any], int]:
@@ -65,9 +71,6 @@ def planning_backend(
                 run = Proof(module, run, compilation.part, prove)
             return run, compilation.size_bytes
 
-        for operation in user_compiled.cut_out(module):
-            if operation.calls_modules:
-                say(user_compiled.opaque_words(operation.name))
         if not has_gradients(inputs):
             return module.forward
         if prove is not None and (lost := lost_changes(module)):
@@ -143,11 +146,11 @@ class _Compilation:
         self._contributions = given = Contributions(inputs, terms)
         with traced_as_eager():
             try:
-                with given.traced(module):
+                with autocasting.as_found_on_error(), given.traced(module):
                     run = backend(module, given.expand_traced(inputs))
             except OtherTermsError as error:
                 given.settle(error.terms)
-                with given.traced(module):
+                with autocasting.as_found_on_error(), given.traced(module):
                     run = backend(module, given.expand_traced(inputs))
         expanded = run if not given.terms else lambda *arguments: run(*given.expand(arguments))
         statistics = _running_statistics(module)

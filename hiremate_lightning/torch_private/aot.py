@@ -261,6 +261,14 @@ def trace_with_sizes_of(tensor: torch.Tensor, other: torch.Tensor) -> None:
         context.tensor_to_context[tensor] = context.tensor_to_context[other]
 
 
+def inputs_with_gradients(joint: fx.GraphModule, forward_outputs: int) -> list[tuple[fx.Node, Any]]:
+    """List the inputs of a joint graph, each with its gradient or None; tokens that order effects come before them."""
+    gradients: Any = joint.graph.output_node().args[0]
+    gradients = gradients[forward_outputs:]
+    inputs = [node for node in joint.graph.find_nodes(op="placeholder") if not is_tangent(node)]
+    return list(zip(inputs[len(inputs) - len(gradients) :], gradients, strict=True))
+
+
 def input_position(placeholder: fx.Node) -> int | None:
     """Return the position among the inputs of the captured function, None for what AOTAutograd added.
 

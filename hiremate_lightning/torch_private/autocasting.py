@@ -1,0 +1,56 @@
+"""Autocast as it was found, where captured code ends with an error.
+
+User code enters autocast with a `with` block. What Dynamo captures calls PyTorch's private functions that enter and
+leave it, so an error in between leaves autocast on for whatever runs next. What it has cast is then remembered for
+ever: later steps would use the weights of earlier ones. `tests/test_torch_private.py` says on which versions this was
+checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+DEVICE_TYPES = ("cpu", "cuda")
+
+
+@contextmanager
+def as_found_on_error() -> Iterator[None]:
+    """Undo what an error leaves of autocast."""
+    depth, remembers = _depth(), torch.is_autocast_cache_enabled()
+    found = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICE_TYPES}
+    try:
+        yield
+    except BaseException:
+        for _ in range(_depth() - depth):
+            torch.autocast_decrement_nesting()
+        if depth == 0:
+            torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(remembers)
+        for kind, (is_on, dtype) in found.items():
+            torch.set_autocast_enabled(kind, is_on)
+            torch.set_autocast_dtype(kind, dtype)
+        raise
+
+
+def leaving_as_found(module: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Let what runs in the place of captured code leave autocast, where an error ends it, as it was found."""
+    entering = module.graph.find_nodes(op="call_function", target=torch.amp.autocast_mode._enter_autocast)
+    if not entering:
+        return run
+
+    def run_and_leave(*arguments: Any) -> Any:
+        with as_found_on_error():
+            return run(*arguments)
+
+    return run_and_leave
+
+
+def _depth() -> int:
+    """Count the blocks of autocast that are open."""
+    torch.autocast_increment_nesting()  # type: ignore[no-untyped-call]
+    return int(torch.autocast_decrement_nesting())  # type: ignore[no-untyped-call]
