@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from hiremate_lightning import InfeasibleBudgetError, hiremate
+from hiremate_lightning import HiRemateWarning, InfeasibleBudgetError, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.integrations.accelerate import prepare_hiremate
 from hiremate_lightning.planning.plan import Plan
@@ -339,7 +339,10 @@ def test_a_hopeless_budget_stops_training_after_a_few_steps() -> None:
             squares(model, batch(index)).backward()
             steps.append(index)
 
-    with pytest.raises(InfeasibleBudgetError, match="It needs at least"):
+    with (
+        pytest.warns(HiRemateWarning, match="is too small: steps run at the least memory"),
+        pytest.raises(InfeasibleBudgetError, match="It needs at least"),
+    ):
         train()
 
     assert 2 < len(steps) < 12

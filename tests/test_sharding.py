@@ -61,10 +61,8 @@ def test_the_optimizer_state_of_zero_is_counted_once(ranks: Ranks):
 
 def test_a_budget_too_small_for_one_rank_is_an_error_on_both(ranks: Ranks):
     for left in ranks:
-        texts, seconds = left[TOO_SMALL]
-        assert all("is too small" in text for text in texts), texts
-        assert seconds < 60  # with two trainings to capture
-    others = [["Another process" in text for text in left[TOO_SMALL][0]] for left in ranks]
+        assert all("is too small" in text for text in left[TOO_SMALL]), left[TOO_SMALL]
+    others = [["Another process" in text for text in left[TOO_SMALL]] for left in ranks]
     assert others == [[True, False], [False, True]]
 
 

@@ -140,7 +140,9 @@ class ResidentMemory:
         """Whether optimizers of all trained parameters have stepped."""
         groups = (group for optimizer in self._have_stepped for group in optimizer.param_groups)
         updated = {id(p) for group in groups for p in group["params"]}
-        return all(id(p) in updated for p in self._parameters() if p.requires_grad)
+        lent = {id(whole) for whole, _ in sharding.whole_parameters(self.root)}
+        trained = (p for p in self._parameters() if p.requires_grad and p.is_leaf and id(p) not in lent)
+        return all(id(p) in updated for p in trained)
 
     @property
     def has_state_of_each(self) -> bool:

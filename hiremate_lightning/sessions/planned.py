@@ -18,7 +18,7 @@ from ..memory.metering import MemoryMeter
 from ..options import SessionOptions
 from ..out_of_memory import InfeasibleBudgetError
 from ..planning.plan import Plan
-from ..planning.planner import GUARD_BYTES, make_plan, resolve, unplanned
+from ..planning.planner import GUARD_BYTES, guard_bytes, make_plan, resolve, unplanned
 from ..planning.shared_solving import shared
 from ..planning.solvers import worker
 from ..planning.solvers.base import Strategy
@@ -39,7 +39,7 @@ from .kinds import CERTAIN, Kind, Kinds, Known
 from .limits import Limits
 from .parts import Parts
 from .plain_steps import PlainPeak
-from .shortage import Shortage
+from .shortage import HELD_STEPS, Shortage
 from .watching import Expected, WatchPolicy
 
 log = logging.getLogger("hiremate_lightning")
@@ -165,6 +165,11 @@ class PlannedKinds:
                 raise error_of_all
             for kind in self._known:  # what needed more has gone
                 self._make_plan(kind)
+        if self.shortage.is_to_be_announced:
+            self._say_over(
+                f"The budget {self.options.budget} is too small: steps run at the least memory until all that may need "
+                f"more was seen, at most {HELD_STEPS}. Then an error says which budget is enough."
+            )
 
     def _error_of_all(self) -> InfeasibleBudgetError | None:
         return self.shortage.error(self._known, self.options, self.budget_bytes, self.name)
@@ -441,7 +446,9 @@ class PlannedKinds:
         """Return what is known of a step of a planned kind."""
         plan, is_free = self.plans[kind], not MemoryMeter.is_running(self._memory.device)
         may_grow = is_free and self._known[kind].outside_bytes > GUARD_BYTES
-        is_higher = is_free and plan.planned_peak_bytes > self._seen_bytes.get(kind, 0)
+        seen_bytes = self._seen_bytes.get(kind, plan.planned_peak_bytes)
+        higher_bytes = plan.planned_peak_bytes - seen_bytes
+        is_higher = is_free and higher_bytes > guard_bytes(plan.budget_bytes)  # and not by a loss that is kept
         has_peak, has_time = plan.measured.peak_bytes is not None, plan.measured.step_ms is not None
         return Expected(kind, foreseen, size_bytes, has_peak, has_time, may_grow, is_higher)
 

@@ -19,6 +19,7 @@ from ..records.step import Step
 from .kinds import Kind, Known
 
 HELD_STEPS = 8  # that may run above a budget, to see what others need
+SILENT_STEPS = 2  # of them, after which it is said: mostly the error comes before
 SO_FAR = "The smallest budget found for the steps seen so far is"
 ADVICE = "Raise the budget, make the batch smaller, or pass on_infeasible='warn' to train with the least memory."
 
@@ -68,6 +69,11 @@ class Shortage:
         """Learn what existed before a step of a kind, and whether code outside of its graphs was measured."""
         self._seen.setdefault(kind, {})[resident.kept] = resident
         self._are_measured = self._are_measured and is_measured
+
+    @property
+    def is_to_be_announced(self) -> bool:
+        """Whether to say now that steps run above the budget, and that an error is to come."""
+        return self.is_held and self._held_steps == SILENT_STEPS
 
     @property
     def is_to_be_said(self) -> bool:
