@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -66,6 +68,32 @@ def _finish_small_values(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept_by_accelerate() -> Iterator[None]:
+    """Forget what Accelerate keeps for a process, and what transformers' Trainer tells it in the environment."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+    yield
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[name]
+    os.environ.update(before)
+    if "accelerate.state" in sys.modules:
+        state = sys.modules["accelerate.state"]
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()  # else optimizers wait for a micro-batch of the test before
+
+
+@pytest.fixture(autouse=True)
+def _autocast_left_as_found() -> Iterator[None]:
+    """Fail where autocast stays entered: later tests would train with weights that it cast in this one."""
+    yield
+    torch.autocast_increment_nesting()
+    depth = torch.autocast_decrement_nesting()
+    for _ in range(depth):
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+    assert depth == 0, f"{depth} blocks of autocast are still open"
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedType, DynamoBackend, find_executable_batch_size
 from torch import nn
@@ -20,16 +19,8 @@ from .loops import make_model as make
 
 
 @pytest.fixture(autouse=True)
-def _fresh_state(monkeypatch):
+def _no_budget_of_the_environment(monkeypatch):
     monkeypatch.delenv(ENVIRONMENT_BUDGET, raising=False)
-    _forget_states()
-    yield
-    _forget_states()
-
-
-def _forget_states() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()  # else optimizers wait for a micro-batch of the test before
 
 
 def prepared(accelerator: Accelerator, **options) -> tuple[nn.Module, torch.optim.Optimizer]:
