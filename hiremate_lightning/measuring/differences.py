@@ -4,7 +4,8 @@ Two ways to compute the same numbers may round otherwise: other kernels, sums in
 where that is known. A difference counts as rounding where it is at most `ROUNDINGS` units in the last place of the
 largest value of the tensor; for a gradient, of the largest of all gradients of the code, since many gradients are what
 remains where large terms cancel each other. Half precision gets fewer units: there a kernel rounds once, at its end,
-and a mask that is scaled wrongly, by 1 / 0.9 say, is off by only 14 units.
+and a mask that is scaled wrongly, by 1 / 0.9 say, is off by only 14 units. Fused kernels keep in single precision what
+eager PyTorch rounds to half between its kernels, so that units of half precision count for all that such code computes.
 """
 
 from __future__ import annotations
@@ -33,20 +34,54 @@ class Difference:
     is_rounding: bool = False
 
 
-def differences(expected: Outcome, found: Outcome) -> tuple[list[Difference], list[Difference]]:
-    """List the values in which two outcomes differ in any bit, then the gradients; NaN equals NaN."""
+def differences(
+    expected: Outcome, found: Outcome, half: torch.dtype | None = None
+) -> tuple[list[Difference], list[Difference]]:
+    """List the values in which two outcomes differ in any bit, then the gradients; NaN equals NaN.
+
+    Args:
+        expected: What eager PyTorch gives.
+        found: What was captured gives.
+        half: The type of half precision to which eager PyTorch rounds where what was captured does not, if any.
+    """
     largest = max((_largest(g) for g in expected.gradients.values()), default=0.0)
-    return _among(expected.values, found.values, 0.0), _among(expected.gradients, found.gradients, largest)
+    return (
+        _among(expected.values, found.values, _Unit(0.0, half)),
+        _among(expected.gradients, found.gradients, _Unit(largest, half)),
+    )
 
 
-def _among(expected: Mapping[str, Any], found: Mapping[str, Any], scale: float) -> list[Difference]:
+@dataclass(frozen=True)
+class _Unit:
+    """What counts as rounding.
+
+    Attributes:
+        scale: The largest value of all.
+        half: A type to which one of two values was rounded on the way, None for none.
+    """
+
+    scale: float
+    half: torch.dtype | None
+
+    def is_rounding(self, expected: torch.Tensor, most: float) -> tuple[bool, float]:
+        """Whether two tensors that are so far apart differ by rounding, and by how many units in the last place."""
+        dtype = self.half if self.half is not None and not _is_half(expected.dtype) else expected.dtype
+        unit = torch.finfo(dtype).eps * max(_largest(expected), self.scale)
+        return most <= unit * (HALF_ROUNDINGS if _is_half(dtype) else ROUNDINGS), most / unit if unit else 0.0
+
+
+def _is_half(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float16, torch.bfloat16)
+
+
+def _among(expected: Mapping[str, Any], found: Mapping[str, Any], unit: _Unit) -> list[Difference]:
     names = dict.fromkeys((*expected, *found))
     pairs = ((name, expected.get(name), found.get(name)) for name in names)
-    compared = (_compare(name, one, other, scale) for name, one, other in pairs)
+    compared = (_compare(name, one, other, unit) for name, one, other in pairs)
     return [difference for difference in compared if difference is not None]
 
 
-def _compare(name: str, expected: Any, found: Any, scale: float) -> Difference | None:
+def _compare(name: str, expected: Any, found: Any, unit: _Unit) -> Difference | None:
     if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
         is_same = expected is found or (type(expected) is type(found) and expected == found)
         return None if is_same else Difference(f"{name} is {_brief(found)} where eager PyTorch has {_brief(expected)}")
@@ -56,7 +91,7 @@ def _compare(name: str, expected: Any, found: Any, scale: float) -> Difference |
         expected, found = expected.to_dense(), found.to_dense()
     if expected.is_quantized or not _differ(expected, found):
         return None
-    return _difference(name, expected, found, scale)
+    return _difference(name, expected, found, unit)
 
 
 def _differ(expected: torch.Tensor, found: torch.Tensor) -> bool:
@@ -68,7 +103,7 @@ def _differ(expected: torch.Tensor, found: torch.Tensor) -> bool:
     return not bool(same.all())
 
 
-def _difference(name: str, expected: torch.Tensor, found: torch.Tensor, scale: float) -> Difference:
+def _difference(name: str, expected: torch.Tensor, found: torch.Tensor, unit: _Unit) -> Difference:
     one, other = _as_real(expected).double(), _as_real(found).double()
     apart = (one - other).abs()
     apart = torch.where(one == other, 0.0, apart).nan_to_num(nan=torch.inf)
@@ -80,11 +115,9 @@ def _difference(name: str, expected: torch.Tensor, found: torch.Tensor, scale: f
     words += f", {int((apart > 0).sum())} of {apart.numel()} values differ"
     if not (expected.dtype.is_floating_point or expected.dtype.is_complex):
         return Difference(words)
-    unit = torch.finfo(expected.dtype).eps * max(_largest(expected), scale)
-    half = expected.dtype in (torch.float16, torch.bfloat16)
-    if most > unit * (HALF_ROUNDINGS if half else ROUNDINGS):
+    is_rounding, units = unit.is_rounding(expected, most)
+    if not is_rounding:
         return Difference(words)
-    units = most / unit if unit else 0.0
     return Difference(f"{words}, by at most {most:.2g}: {units:.2g} units in the last place of the largest", True)
 
 

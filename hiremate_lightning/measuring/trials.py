@@ -100,8 +100,16 @@ class Trial:
         tangents = [_drawn_like(root) for root in roots]
         with _no_autocast({leaf.device.type for leaf in own.values()}):
             found = torch.autograd.grad(roots, list(own.values()), tangents, allow_unused=True) if roots else ()
+        _let_threads_finish({gradient.device for gradient in found if gradient is not None})
         named = {f"the gradient of {self.names[i]}": g for i, g in zip(own, found, strict=bool(roots))}
         return {name: None if gradient is None else _kept(gradient, ()) for name, gradient in named.items()}
+
+
+def _let_threads_finish(devices: set[torch.device]) -> None:
+    """Let autograd's threads drop what they hold of a backward, which they do before they take up the next one."""
+    for device in devices:
+        nothing = torch.empty(0, device=device, requires_grad=True)
+        torch.autograd.grad(nothing * 1, nothing, torch.empty(0, device=device))
 
 
 def _dropping() -> torch.autograd.graph.saved_tensors_hooks:

@@ -49,7 +49,7 @@ def share(joint: fx.GraphModule, forward_outputs: int, parameters: Collection[in
             backwards.setdefault(node.meta["seq_nr"], []).append(node)
     for primal, _ in aot.inputs_with_gradients(joint, forward_outputs):
         uses = list(primal.users) if aot.input_position(primal) in parameters else []
-        casts: dict[tuple[torch.dtype, int], list[fx.Node]] = {}
+        casts: dict[tuple[Any, int], list[fx.Node]] = {}
         for user in uses:
             if (block := _block_of(user, blocks)) is not None:
                 casts.setdefault((user.kwargs["dtype"], block), []).append(user)

@@ -28,6 +28,7 @@ class Parts:
     What belongs to a part goes with it: of sizes that have not come for long, what was traced is dropped.
 
     Attributes:
+        fuses: Whether operations are fused.
         count: How many parts were captured so far.
     """
 
@@ -38,6 +39,7 @@ class Parts:
         self._costs = CostCache(cache_dir)
         self._kernels = kernels
         self._announce = announce
+        self.fuses = kernels is not None
         self.count = 0
         self._parts: dict[int, weakref.ref[Part]] = {}
         self._numbers: weakref.WeakKeyDictionary[Part, int] = weakref.WeakKeyDictionary()

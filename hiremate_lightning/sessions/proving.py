@@ -199,7 +199,7 @@ class Prover:
         self._judge(proof, expected, found, with_gradients)
 
     def _judge(self, proof: Proof, expected: Outcome, found: Outcome, with_gradients: bool) -> None:
-        of_values, of_gradients = differences(expected, found)
+        of_values, of_gradients = differences(expected, found, self._half_of(proof.part))
         wrong = [difference for difference in (*of_values, *of_gradients) if not difference.is_rounding]
         if wrong:
             self._refuse(proof, f"as captured it gives other numbers: {wrong[0].words}")
@@ -210,6 +210,15 @@ class Prover:
         proof.forward = _verdict(of_values)
         if with_gradients:
             proof.backward = _verdict(of_gradients)
+
+    def _half_of(self, part: Part | None) -> torch.dtype | None:
+        """Return the type of half precision that fused kernels skip, None where there are none or they skip nothing."""
+        if part is None or not self._parts.fuses:
+            return None
+        dtypes = {tensor.dtype for tensor in part.captured.graph.tensors}
+        return next(
+            (half for half in (torch.bfloat16, torch.float16) if str(half).removeprefix("torch.") in dtypes), None
+        )
 
     def _refuse(self, proof: Proof, why: str) -> None:
         proof.refuse(self._ran)

@@ -52,5 +52,5 @@ def leaving_as_found(module: fx.GraphModule, run: Callable[..., Any]) -> Callabl
 
 def _depth() -> int:
     """Count the blocks of autocast that are open."""
-    torch.autocast_increment_nesting()  # type: ignore[no-untyped-call]
-    return int(torch.autocast_decrement_nesting())  # type: ignore[no-untyped-call]
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
