@@ -33,7 +33,14 @@ def known(*kinds: tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]],
 def test_a_step_that_is_nowhere_larger_takes_no_more():
     steps, peaks = known((KIND, (4, 100), 1000, KIND))
     assert steps.bound_bytes([call(4, 60)], peaks, KIND) == 1000
-    assert steps.bound_bytes([call(3, 101)], peaks, KIND) is None
+
+
+def test_a_larger_step_takes_at_most_the_highest_power_of_what_grew():
+    steps, peaks = known((KIND, (4, 100), 1000, KIND))
+    assert steps.bound_bytes([call(3, 120)], peaks, KIND) == pytest.approx(1000 * 1.2**2)
+    assert steps.bound_bytes([call(8, 120)], peaks, KIND) == pytest.approx(1000 * 2**2 * 1.2**2)
+    steps.learn(KIND, [call(4, 100)], KIND, shapes=[(4, 100, 200, 100)])
+    assert steps.bound_bytes([call(3, 120)], peaks, KIND) == pytest.approx(1000 * 1.2**3)
 
 
 def test_between_two_steps_the_straight_line_is_the_bound():

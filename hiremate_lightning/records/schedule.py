@@ -9,7 +9,7 @@ last use of each of its definitions; `lower` makes that explicit, so that the si
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .graph import Graph, Phase
 
@@ -153,6 +153,20 @@ def as_written(graph: Graph) -> tuple[tuple[int, ...], ...]:
                 row += _run_again(graph, members, wanted, missing)
         rows.append(tuple(row))
     return tuple(rows)
+
+
+def with_checkpoints(graph: Graph, calls: Iterable[Sequence[int]]) -> Graph:
+    """Return a graph in which the user's code runs some forward nodes in calls of `torch.utils.checkpoint`.
+
+    Args:
+        graph: The graph.
+        calls: The nodes of each call, in order.
+    """
+    nodes = list(graph.nodes)
+    for members in calls:
+        for index in members:
+            nodes[index] = replace(nodes[index], checkpoint=members[0])
+    return replace(graph, nodes=tuple(nodes))
 
 
 def _run_again(graph: Graph, members: Sequence[int], wanted: set[int], missing: set[int]) -> list[int]:

@@ -3,7 +3,8 @@
 To capture a size takes seconds, and gains nothing where plain PyTorch fits. What a plain step takes at a new size
 follows from known steps of the same code: each byte count is a sum of products of sizes with positive coefficients,
 so it grows with each size, and is convex along a line on which none of them falls. Between two known steps the straight
-line is therefore an upper bound, and a step that is nowhere larger than another takes no more.
+line is therefore an upper bound, and a step that is nowhere larger than another takes no more. One that is larger takes
+at most as many times more as the highest power of the sizes that grew.
 
 Eager PyTorch holds more than a captured graph with nothing recomputed: masks of dropouts as floats, for example. By how
 much shows the first plain step, which must be small enough that it fits in any case, and later ones correct it.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from .kinds import Kind
 UNMEASURED_RATIO = 1.5  # of eager's peak to that of the captured graph, before it was measured; 1.2 is usual
 TRIES = 4  # steps to measure in a row: on a CPU the first one does not see all that is freed
 CLEARLY_LARGER = 1.1  # than all that were measured: such a step is measured too
+LEAST_POWER = 2  # of a size: maps of attention
+LEAST_SIZE = 8  # that tells its powers from sizes of the model
 ROUNDING = 1.01  # sizes that code divides, and an allocator's blocks, leave the convex curve by a little
 
 
@@ -72,10 +76,18 @@ class PlainSteps:
         self._code: dict[Kind, Kind] = {}
         self._foreseen: dict[Kind, int] = {}
         self._ratio = UNMEASURED_RATIO
+        self._power = LEAST_POWER
         self._measured_bytes = 0.0  # the largest bound that was compared with a measured peak
         self._tries = 0
 
-    def learn(self, kind: Kind, calls: Sequence[Call], code: Kind, added_bytes: int | None = None) -> None:
+    def learn(
+        self,
+        kind: Kind,
+        calls: Sequence[Call],
+        code: Kind,
+        added_bytes: int | None = None,
+        shapes: Iterable[tuple[int, ...]] = (),
+    ) -> None:
         """Learn what a kind of step was called with.
 
         Args:
@@ -83,8 +95,10 @@ class PlainSteps:
             calls: What each call of a planned module was given in such a step, in order.
             code: The first kind that runs the same code at other sizes.
             added_bytes: What it adds at its peak where nothing is recomputed, if it ran by the plan of another size.
+            shapes: Of all its tensors, where they are known.
         """
         self._calls[kind], self._code[kind] = tuple(calls), code
+        self._power = max(self._power, power_of(_sizes(calls), shapes))
         if added_bytes is not None:
             self._foreseen[kind] = added_bytes
 
@@ -92,7 +106,7 @@ class PlainSteps:
         """List those of some kinds whose first calls were given exactly what these are given."""
         return [kind for kind in kinds if self._calls.get(kind, ())[: len(calls)] == tuple(calls)]
 
-    def with_margin(self, added_bytes: int) -> float:
+    def with_margin(self, added_bytes: float) -> float:
         """Return what a plain step takes, of which the captured graph takes so many bytes."""
         return added_bytes * self._ratio
 
@@ -114,6 +128,8 @@ class PlainSteps:
         sizes, expected = _sizes(calls), samples.get(self._code.get(likely, likely), [])
         bound = _bound(sizes, expected)
         if bound is None:
+            bound = min((_beyond(sizes, sample, self._power) for sample in expected), default=None)
+        if bound is None:
             return None
         # Other code may come instead. Where its own samples do not tell, it takes as much more as it did at theirs.
         for others in samples.values():
@@ -122,8 +138,16 @@ class PlainSteps:
                 pairs = [(other.added_bytes, _bound(other.sizes, expected)) for other in others]
                 own = bound * max((added / there for added, there in pairs if there), default=1.0)
             bound = max(bound, own)
-        fits = bound * self._ratio * ROUNDING <= max(peak.room_bytes for peak in peaks.values())
-        return bound if fits else None
+        return bound if self.fits(bound, peaks) else None
+
+    def fits(self, bound_bytes: float, peaks: Mapping[Kind, PlainPeak]) -> bool:
+        """Whether a plain step fits, of which the captured graph takes so many bytes at most."""
+        return self.with_margin(bound_bytes) * ROUNDING <= max(peak.room_bytes for peak in peaks.values())
+
+    @property
+    def has_measured(self) -> bool:
+        """Whether any plain step was measured."""
+        return self._measured_bytes > 0
 
     def _samples(self, calls: Sequence[Call], peaks: Mapping[Kind, PlainPeak]) -> dict[Kind, list[_Sample]]:
         """Return the known steps whose calls look the same but for sizes, by their code."""
@@ -164,12 +188,27 @@ def _sizes(calls: Sequence[Call]) -> tuple[int, ...]:
 
 
 def _bound(sizes: tuple[int, ...], samples: Sequence[_Sample]) -> float | None:
-    """Return the least upper bound that samples of the same code give, None where they give none."""
+    """Return the least upper bound that samples of the same code give, None where none of them is as large."""
     larger = [sample for sample in samples if _is_no_larger(sizes, sample.sizes)]
     smaller = [sample for sample in samples if _is_no_larger(sample.sizes, sizes)]
     bounds = [sample.added_bytes for sample in larger]
     bounds += [_on_line(sizes, low, high) for low in smaller for high in larger]
     return min(bounds, default=None)
+
+
+def _beyond(sizes: tuple[int, ...], sample: _Sample, power: int) -> float:
+    """Return what a step adds at most that is larger than a known one: sizes that grew alike are taken to be one."""
+    if 0 in sample.sizes:
+        return inf
+    grown = {(own, new) for own, new in zip(sample.sizes, sizes, strict=True) if new > own}
+    return sample.added_bytes * prod((new / own) ** power for own, new in grown)
+
+
+def power_of(sizes: Iterable[int], shapes: Iterable[tuple[int, ...]]) -> int:
+    """Return the highest power of one size in the shapes of tensors, multiples of it included; at least 2."""
+    told = [size for size in set(sizes) if size >= LEAST_SIZE]
+    powers = (sum(not length % size for length in shape if length) for shape in set(shapes) for size in told)
+    return max(LEAST_POWER, max(powers, default=0))
 
 
 def _on_line(sizes: tuple[int, ...], low: _Sample, high: _Sample) -> float:

@@ -25,8 +25,8 @@ from ..planning.solvers.base import Strategy
 from ..planning.solvers.curve import Remembering
 from ..records.costs import step_time_ms
 from ..records.scaling import are_same
-from ..records.schedule import keep_all, lower
-from ..records.simulation import simulate
+from ..records.schedule import keep_all, lower, with_checkpoints
+from ..records.simulation import simulate, simulate_plain
 from ..records.step import Step
 from ..reporting.report import Stages
 from ..rewriting.joint import may_choose_anew
@@ -39,6 +39,7 @@ from .kinds import CERTAIN, Kind, Kinds, Known
 from .limits import Limits
 from .parts import Parts
 from .plain_steps import PlainPeak
+from .repeated_blocks import Blocks
 from .shortage import HELD_STEPS, Shortage
 from .watching import Expected, WatchPolicy
 
@@ -103,6 +104,7 @@ class PlannedKinds:
         self._unfit: set[Kind] = set()  # whose plans were made with gradients dying that do not
         self._seen_bytes: dict[Kind, int] = {}  # predicted peaks of the states of each plan whose peak was measured
         self._searching: set[Kind] = set()  # whose next step is the first in which cuDNN chooses algorithms
+        self._twice: dict[Kind, tuple[tuple[Any, ...], int]] = {}  # peaks with blocks called twice, and of what
         self._auto_bytes: int | None = None
         self._left_bytes = 0  # that each plan leaves free for code that runs without one
         self._dropped: Plan | None = None  # the latest one of those that were dropped
@@ -117,6 +119,7 @@ class PlannedKinds:
         self._left_bytes, self._dropped = size_bytes, self.latest
         for known in (self.plans, self._known, self._limits, self._unfit, self._searching, self._seen_bytes):
             known.clear()
+        self._twice.clear()
         self.kinds.clear()
         self.first_steps.forget_plans()
 
@@ -489,6 +492,23 @@ class PlannedKinds:
             )
             for kind, plan in self.plans.items()
         }
+
+    def peaks_called_twice(self, blocks: Blocks) -> dict[Kind, PlainPeak]:
+        """Return what each planned kind of step takes without its plan where blocks of the model are called twice."""
+        found = self.plain_peaks()
+        for kind, peak in found.items():
+            found[kind] = replace(peak, added_bytes=self._twice_bytes(kind, blocks) + self._known[kind].margin_bytes)
+        return found
+
+    def _twice_bytes(self, kind: Kind, blocks: Blocks) -> int:
+        known, before = self._known[kind], self._known[kind].resident
+        asked = blocks, known.calls, before.kept, before.stale_bytes, before.left_bytes
+        found = self._twice.get(kind)
+        if found is None or any(one is not other for one, other in zip(found[0], asked, strict=True)):
+            step = known.merge()
+            graph = with_checkpoints(step.graph, blocks.calls_in(step))
+            self._twice[kind] = found = asked, simulate_plain(graph, step.profile).peak_bytes
+        return found[1]
 
     def gains_nothing(self, kind: Kind, plain_bytes: float) -> bool:
         """Whether a plan that was measured and timed recomputes nothing, where its step fits without it.

@@ -88,7 +88,7 @@ class Session:
         self._choice = ProgramChoice(self._name, self._planned, self.parts, self._resident, self._spare_bytes)
         self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
         self._unplanned = UnplannedSteps(
-            self._name, self._planned, stages.reporter, self.say, is_allowed=self.kernels is None
+            root, self._planned, stages.reporter, self.say, is_allowed=self.kernels is None
         )
         self._began_with: Resident | None = None  # when the step began, where that was counted
         self._steps = 0
@@ -374,7 +374,8 @@ class Session:
     def calling_plain(self) -> Iterator[None]:
         """Surround a call that runs as the user wrote it: where that fails, the step is forgotten."""
         try:
-            yield
+            with self._unplanned.calling():
+                yield
         except BaseException:  # Ctrl-C too: the next step must not go on with half of this one
             if not backward_pass.is_running():
                 self.abandon_step()

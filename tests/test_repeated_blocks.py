@@ -1,0 +1,251 @@
+"""Steps of new sizes that need recomputation call the blocks of a model twice, and are exact and within the budget."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.sessions import unplanned
+from hiremate_lightning.sessions.repeated_blocks import OBSERVED_CALLS, Blocks, RepeatedBlocks
+from hiremate_lightning.sessions.targets import targets_of
+
+from .exact import simple_loop, train_both
+
+WIDTH, DEPTH = 32, 4
+LENGTHS = [96, 96, 8, 8, 24, 40, 31, 80, 90, 24, 88, 33, 93, 90]
+
+
+class Cache:
+    """What blocks leave of a call, as models do that generate text."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128), nn.Linear(128, WIDTH)
+
+    def forward(self, x: Tensor, *, cache: Cache | None = None) -> Tensor:
+        if cache is not None:
+            cache.seen.append(x)
+            x = x * len(cache.seen)
+        y = torch.tanh(nn.functional.gelu(self.first(self.norm(x))))
+        return x + nn.functional.dropout(self.second(y), 0.1)
+
+
+class Net(nn.Module):
+    def __init__(self, make=Block, remembers: bool = False) -> None:
+        super().__init__()
+        self.before, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(make() for _ in range(DEPTH))
+        self.remembers = remembers
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, cache = self.before(x), Cache() if self.remembers else None
+        for block in self.blocks:
+            x = block(x) if cache is None else block(x, cache=cache)
+        return x
+
+
+def batch(length: int, seed: int = 0) -> Tensor:
+    return torch.randn(8, length, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def of_step(step: int) -> Tensor:
+    return batch(LENGTHS[step], step)
+
+
+def budget_of(length: int, make=Net) -> int:
+    """Return what a plain step of a length takes, so that longer ones need recomputation."""
+    model = hiremate(make(), "100%", verbose=False)
+    for _ in range(3):
+        model.zero_grad()
+        model(batch(length)).square().mean().backward()
+    return get_plan(model).unplanned_peak_bytes
+
+
+def ways(model: nn.Module, loop) -> list[str]:
+    """Run a loop and say how each step ran."""
+    found, session, before = [], None, 0
+    for step in range(len(LENGTHS)):
+        loop(step)
+        session = targets_of(model).session
+        is_twice = session.is_plain and session._unplanned._is_twice
+        captured = session.captured_count > before
+        before = session.captured_count
+        found.append("twice" if is_twice else "plain" if session.is_plain else "captured" if captured else "planned")
+    return found
+
+
+@pytest.mark.parametrize("remembers", [False, True])
+def test_training_is_exact_and_captures_nothing_more(remembers):
+    def make() -> Net:
+        return Net(remembers=remembers)
+
+    budget = budget_of(60, make)
+    train_both(make, simple_loop(of_step, steps=len(LENGTHS)), budget)
+    model = hiremate(make(), budget, verbose=False)
+
+    def loop(step: int) -> None:
+        model.zero_grad()
+        model(of_step(step)).square().mean().backward()
+
+    found = ways(model, loop)
+    assert {found[step] for step in (7, 8, 10, 12)} == {"twice"}
+    assert {found[step] for step in (4, 5, 6, 11)} == {"plain"}
+
+
+def test_steps_stay_within_the_budget():
+    budget = budget_of(60)
+    model = hiremate(Net(), budget, verbose=False)
+
+    def loop(step: int) -> None:
+        x, resident = of_step(step), 0 if step < 4 else get_plan(model).resident_bytes
+
+        def train() -> None:
+            model.zero_grad()
+            model(x).square().mean().backward()
+
+        added = measure_peak(train)
+        assert step < 4 or added + resident <= budget + 2**16
+
+    assert "twice" in ways(model, loop)
+
+
+def test_a_size_that_comes_often_gets_a_plan(monkeypatch):
+    monkeypatch.setattr(unplanned, "TWICE_SHARE", 1e9)
+    model = hiremate(Net(), budget_of(60), verbose=False)
+
+    def loop(step: int) -> None:
+        model.zero_grad()
+        model(of_step(step)).square().mean().backward()
+
+    found = ways(model, loop)
+    assert (found[8], found[13]) == ("twice", "captured"), "both are of length 90"
+
+
+def test_gradients_of_a_retained_graph_are_those_of_plain_training():
+    model, plain = Net(remembers=True), Net(remembers=True)
+    plain.load_state_dict(model.state_dict())
+    blocks = RepeatedBlocks(model)
+    for _ in range(OBSERVED_CALLS):
+        with blocks.observed():
+            model(batch(8))
+    for _ in range(2):
+        found = []
+        for net in (model, plain):
+            torch.manual_seed(1)
+            with blocks.twice(), torch.autocast("cpu", torch.bfloat16):
+                loss = net(batch(16)).float().square().mean()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            found.append([loss, *(p.grad for p in net.parameters()), torch.get_rng_state()])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class _Norm(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+
+class _Counting(Block):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class _Listing(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.losses.append(x.mean())
+        return super().forward(x)
+
+
+class _Drawing(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * random.random()
+
+
+class _Hooked(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.register_forward_hook(lambda *_: None)
+
+
+class _Twice(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class _TwiceNet(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+class _GivenModule(Block):
+    def forward(self, x: Tensor, other: nn.Module | None = None) -> Tensor:
+        return super().forward(x)
+
+
+class _GivingNet(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, self.before)
+        return x
+
+
+UNFIT = {
+    "running statistics": lambda: Net(_Norm),
+    "a counter": lambda: Net(_Counting),
+    "a list": lambda: Net(_Listing),
+    "Python's random numbers": lambda: Net(_Drawing),
+    "a hook": lambda: Net(_Hooked),
+    "called twice": lambda: _TwiceNet(_Twice),
+    "a module as argument": lambda: _GivingNet(_GivenModule),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_blocks_whose_second_call_is_another_are_called_once(name):
+    model = UNFIT[name]()
+    blocks = RepeatedBlocks(model)
+    for _ in range(OBSERVED_CALLS):
+        with blocks.observed():
+            model(batch(8))
+    assert blocks.fit is None
+    assert not any("_compiled_call_impl" in module.__dict__ for module in model.modules())
+
+
+def test_nodes_are_found_below_the_module_whose_code_was_captured():
+    names = {"", "net", "net.blocks", "net.blocks.0", "net.blocks.0.up", "net.blocks.1", "net.blocks.1.up", "net.head"}
+    blocks = Blocks(frozenset({"net.blocks.0", "net.blocks.1"}), frozenset(names))
+    assert blocks.calls_in(_step("blocks.0.up", "blocks.0", "head", "blocks.1.up")) == [[0, 1], [3]]
+    assert blocks.calls_in(_step("net.blocks.0.up", "net.head")) == [[0]]
+
+
+def test_nodes_that_may_be_of_several_modules_are_of_none():
+    names = {"", "one", "one.blocks", "one.blocks.0", "two", "two.blocks", "two.blocks.0"}
+    blocks = Blocks(frozenset({"one.blocks.0", "two.blocks.0"}), frozenset(names))
+    assert blocks.calls_in(_step("blocks.0")) == []
+
+
+def _step(*modules: str) -> SimpleNamespace:
+    nodes = [SimpleNamespace(module=module) for module in modules]
+    graph = SimpleNamespace(nodes=nodes, forward=range(len(nodes)))
+    return SimpleNamespace(graph=graph, owners=[(0, index) for index in range(len(nodes))])
