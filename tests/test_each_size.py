@@ -320,7 +320,8 @@ def test_it_is_said_that_a_small_part_is_left_without_a_plan():
             warnings.simplefilter("always")
             model(make(step)).square().mean().backward()
         said += [str(warning.message) for warning in caught]
-    assert [text.split(":")[0] for text in said] == ["Small parts of Choosing have other sizes in each step"]
+    small = [text.split(":")[0] for text in said if not text.startswith("Something was captured anew")]
+    assert small == ["Small parts of Choosing have other sizes in each step"]
     plan = get_plan(model)
     assert plan is not None
     assert plan.unplanned_peak_bytes > plan.budget_bytes >= plan.planned_peak_bytes

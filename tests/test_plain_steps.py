@@ -103,6 +103,27 @@ def test_the_first_measured_step_sets_the_ratio():
     assert steps.bound_bytes([call(4, 60)], peaks, KIND) is None
 
 
+def test_a_bound_that_lay_high_does_not_lower_the_ratio():
+    steps, peaks = known((KIND, (4, 100), 1000, KIND), room=int(1200 * ROUNDING) - 1)
+    steps.measured(1000, 700)
+    assert steps.bound_bytes([call(4, 60)], peaks, KIND) is None
+
+
+@pytest.mark.parametrize(("told", "expected"), [(300, 300 + 700 * 0.6), (None, 1000)])
+def test_below_the_smallest_step_what_has_no_such_size_remains(told, expected):
+    steps = PlainSteps()
+    steps.learn(KIND, [call(4, 100)], KIND)
+    asked = []
+
+    def without(sizes: frozenset[int]) -> int | None:
+        asked.append(sizes)
+        return told
+
+    peaks = {KIND: PlainPeak(1000, 10**9, without)}
+    assert steps.bound_bytes([call(4, 60)], peaks, KIND) == pytest.approx(expected)
+    assert asked == [frozenset({100})]
+
+
 def test_clearly_larger_steps_are_measured():
     steps = PlainSteps()
     assert steps.is_to_be_measured(1000)

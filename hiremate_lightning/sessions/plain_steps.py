@@ -3,8 +3,9 @@
 To capture a size takes seconds, and gains nothing where plain PyTorch fits. What a plain step takes at a new size
 follows from known steps of the same code: each byte count is a sum of products of sizes with positive coefficients,
 so it grows with each size, and is convex along a line on which none of them falls. Between two known steps the straight
-line is therefore an upper bound, and a step that is nowhere larger than another takes no more. One that is larger takes
-at most as many times more as the highest power of the sizes that grew.
+line is therefore an upper bound, from sizes of zero on, where only what has none of them remains; and a step that is
+nowhere larger than another takes no more. One that is larger takes at most as many times more as the highest power of
+the sizes that grew.
 
 Eager PyTorch holds more than a captured graph with nothing recomputed: masks of dropouts as floats, for example. By how
 much shows the first plain step, which must be small enough that it fits in any case, and later ones correct it.
@@ -12,7 +13,7 @@ much shows the first plain step, which must be small enough that it fits in any 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 from typing import Any
@@ -21,7 +22,8 @@ import torch
 
 from .kinds import Kind
 
-UNMEASURED_RATIO = 1.5  # of eager's peak to that of the captured graph, before it was measured; 1.2 is usual
+UNMEASURED_RATIO = 1.5  # of eager's peak to that of the captured graph, before it was measured
+LEAST_RATIO = 1.2  # once it was: that is usual, and a bound that lies high makes it look like less
 TRIES = 4  # steps to measure in a row: on a CPU the first one does not see all that is freed
 CLEARLY_LARGER = 1.1  # than all that were measured: such a step is measured too
 LEAST_POWER = 2  # of a size: maps of attention
@@ -36,10 +38,12 @@ class PlainPeak:
     Attributes:
         added_bytes: What it adds to the resident bytes at its peak.
         room_bytes: What it may add.
+        without: Returns what it adds beside the tensors that have certain sizes; None where these can't be told.
     """
 
     added_bytes: int
     room_bytes: int
+    without: Callable[[frozenset[int]], int | None] = lambda sizes: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +160,9 @@ class PlainSteps:
         for kind, added_bytes in known.items():
             begun = self._calls.get(kind, ())[: len(calls)]
             if _form(begun) == form:
-                found.setdefault(self._code[kind], []).append(_Sample(_sizes(begun), added_bytes))
+                own = found.setdefault(self._code[kind], [])
+                own.append(_Sample(_sizes(begun), added_bytes))
+                own += [] if kind not in peaks else _at_zero(_sizes(calls), own[-1].sizes, peaks[kind])
         return found
 
     def is_to_be_measured(self, bound_bytes: float) -> bool:
@@ -173,7 +179,7 @@ class PlainSteps:
         self._tries += 1
         if added_bytes is not None:
             ratio = added_bytes / bound_bytes
-            self._ratio = max(self._ratio, ratio) if self._measured_bytes else ratio
+            self._ratio = max(LEAST_RATIO, ratio, self._ratio if self._measured_bytes else 0.0)
         if added_bytes is not None or self._tries == TRIES:
             self._measured_bytes = max(self._measured_bytes, bound_bytes)
             self._tries = 0
@@ -209,6 +215,16 @@ def power_of(sizes: Iterable[int], shapes: Iterable[tuple[int, ...]]) -> int:
     told = [size for size in set(sizes) if size >= LEAST_SIZE]
     powers = (sum(not length % size for length in shape if length) for shape in set(shapes) for size in told)
     return max(LEAST_POWER, max(powers, default=0))
+
+
+def _at_zero(sizes: tuple[int, ...], known: tuple[int, ...], peak: PlainPeak) -> list[_Sample]:
+    """Give what a known step would take if the sizes in which another one differs were zero, where that can be told."""
+    changed = frozenset(own for own, other in zip(known, sizes, strict=True) if own != other)
+    if not changed or min(changed) < LEAST_SIZE or _is_no_larger(known, sizes):
+        return []
+    added_bytes = peak.without(changed)
+    at_zero = tuple(0 if own in changed else own for own in known)
+    return [] if added_bytes is None else [_Sample(at_zero, added_bytes)]
 
 
 def _on_line(sizes: tuple[int, ...], low: _Sample, high: _Sample) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -25,8 +25,8 @@ from ..planning.solvers.base import Strategy
 from ..planning.solvers.curve import Remembering
 from ..records.costs import step_time_ms
 from ..records.scaling import are_same
-from ..records.schedule import keep_all, lower, with_checkpoints
-from ..records.simulation import simulate, simulate_plain
+from ..records.schedule import keep_all, lower
+from ..records.simulation import simulate
 from ..records.step import Step
 from ..reporting.report import Stages
 from ..rewriting.joint import may_choose_anew
@@ -38,8 +38,6 @@ from .first_steps import FirstSteps, Planned
 from .kinds import CERTAIN, Kind, Kinds, Known
 from .limits import Limits
 from .parts import Parts
-from .plain_steps import PlainPeak
-from .repeated_blocks import Blocks
 from .shortage import HELD_STEPS, Shortage
 from .watching import Expected, WatchPolicy
 
@@ -104,7 +102,6 @@ class PlannedKinds:
         self._unfit: set[Kind] = set()  # whose plans were made with gradients dying that do not
         self._seen_bytes: dict[Kind, int] = {}  # predicted peaks of the states of each plan whose peak was measured
         self._searching: set[Kind] = set()  # whose next step is the first in which cuDNN chooses algorithms
-        self._twice: dict[Kind, tuple[tuple[Any, ...], int]] = {}  # peaks with blocks called twice, and of what
         self._auto_bytes: int | None = None
         self._left_bytes = 0  # that each plan leaves free for code that runs without one
         self._dropped: Plan | None = None  # the latest one of those that were dropped
@@ -114,12 +111,16 @@ class PlannedKinds:
         """The plan of the latest kind of step, None before there is one."""
         return self._dropped if self.kinds.latest is None else self.plans[self.kinds.latest]
 
+    @property
+    def known(self) -> Mapping[Kind, Known]:
+        """The kinds of steps that were seen."""
+        return self._known
+
     def leave(self, size_bytes: int) -> None:
         """Leave so many bytes free from now on, for code without a plan: between two steps, all plans are made anew."""
         self._left_bytes, self._dropped = size_bytes, self.latest
         for known in (self.plans, self._known, self._limits, self._unfit, self._searching, self._seen_bytes):
             known.clear()
-        self._twice.clear()
         self.kinds.clear()
         self.first_steps.forget_plans()
 
@@ -480,35 +481,6 @@ class PlannedKinds:
     def foreseen(self) -> Iterator[Planned]:
         """Give each kind that is planned, and what its plan recomputes."""
         return ((self._known[kind], plan.solution.recompute) for kind, plan in self.plans.items())
-
-    def plain_peaks(self) -> dict[Kind, PlainPeak]:
-        """Return what each planned kind of step takes without its plan, with the margin that its plan needed."""
-        most_resident_bytes = max((plan.resident_bytes for plan in self.plans.values()), default=0)
-        is_share = self.options.budget.share is not None
-        return {
-            kind: PlainPeak(
-                plan.unplanned.peak_bytes + self._known[kind].margin_bytes,
-                plan.budget_bytes - (plan.resident_bytes if is_share else most_resident_bytes),
-            )
-            for kind, plan in self.plans.items()
-        }
-
-    def peaks_called_twice(self, blocks: Blocks) -> dict[Kind, PlainPeak]:
-        """Return what each planned kind of step takes without its plan where blocks of the model are called twice."""
-        found = self.plain_peaks()
-        for kind, peak in found.items():
-            found[kind] = replace(peak, added_bytes=self._twice_bytes(kind, blocks) + self._known[kind].margin_bytes)
-        return found
-
-    def _twice_bytes(self, kind: Kind, blocks: Blocks) -> int:
-        known, before = self._known[kind], self._known[kind].resident
-        asked = blocks, known.calls, before.kept, before.stale_bytes, before.left_bytes
-        found = self._twice.get(kind)
-        if found is None or any(one is not other for one, other in zip(found[0], asked, strict=True)):
-            step = known.merge()
-            graph = with_checkpoints(step.graph, blocks.calls_in(step))
-            self._twice[kind] = found = asked, simulate_plain(graph, step.profile).peak_bytes
-        return found[1]
 
     def gains_nothing(self, kind: Kind, plain_bytes: float) -> bool:
         """Whether a plan that was measured and timed recomputes nothing, where its step fits without it.

@@ -21,6 +21,7 @@ from ..reporting.report import Reporter
 from ..units import format_bytes
 from .first_steps import FirstSteps
 from .kinds import Kind
+from .plain_peaks import PlainPeaks
 from .plain_steps import Call, PlainSteps
 from .planned import PlannedKinds
 from .releasing import Releases
@@ -59,7 +60,7 @@ class UnplannedSteps:
         self._name, self._planned, self._reporter, self._say = type(root).__name__, planned, reporter, say
         self._is_allowed = is_allowed
         self._said = set[str]()
-        self._blocks = RepeatedBlocks(root)
+        self._peaks, self._blocks = PlainPeaks(planned), RepeatedBlocks(root)
         self._is_twice = False  # whether the step under way calls the blocks twice
         self._plain, self._twice = PlainSteps(), PlainSteps()
         self._ran_twice = Counter[tuple[Call, ...]]()  # steps by what they were called with
@@ -160,17 +161,17 @@ class UnplannedSteps:
             return None
         like = self._plain.called_like(self.calls, plans)
         if like and self._plain.has_measured and all(plans[kind].solution.recompute_ms == 0 for kind in like):
-            peaks = self._planned.plain_peaks()  # as other sizes run; what was captured for this one may be gone
+            peaks = self._peaks.as_written()  # as other sizes run; what was captured for this one may be gone
             bound_bytes = max(peaks[kind].added_bytes for kind in like)
             return bound_bytes if self._plain.fits(bound_bytes, peaks) else None
-        return self._plain.bound_bytes(self.calls, self._planned.plain_peaks(), likely)
+        return self._plain.bound_bytes(self.calls, self._peaks.as_written(), likely)
 
     def _bound_twice(self) -> float | None:
         """Bound what the step under way adds if it calls the blocks twice; None where it is to be captured."""
         likely, blocks = self._planned.kinds.likely(), self._blocks.fit
         if likely is None or blocks is None or not self._is_allowed or not self.calls or self._has_come_often():
             return None
-        return self._twice.bound_bytes(self.calls, self._planned.peaks_called_twice(blocks), likely)
+        return self._twice.bound_bytes(self.calls, self._peaks.called_twice(blocks), likely)
 
     def _has_come_often(self) -> bool:
         """Whether the step under way has cost more time so far, each time it came, than a plan for it would take."""
