@@ -167,6 +167,24 @@ class _Counting(Block):
         return super().forward(x)
 
 
+class _CountingDeep(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = SimpleNamespace(counts={"calls": 0})
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state.counts["calls"] += 1
+        return super().forward(x)
+
+
+class _CountingClass(Block):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        return super().forward(x)
+
+
 class _Listing(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -175,6 +193,12 @@ class _Listing(Block):
     def forward(self, x: Tensor) -> Tensor:
         self.losses.append(x.mean())
         return super().forward(x)
+
+
+class _Keeping(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.latest = super().forward(x)
+        return self.latest
 
 
 class _Drawing(Block):
@@ -213,7 +237,10 @@ class _GivingNet(Net):
 UNFIT = {
     "running statistics": lambda: Net(_Norm),
     "a counter": lambda: Net(_Counting),
+    "a counter in an object": lambda: Net(_CountingDeep),
+    "a counter of the class": lambda: Net(_CountingClass),
     "a list": lambda: Net(_Listing),
+    "a result that it keeps": lambda: Net(_Keeping),
     "Python's random numbers": lambda: Net(_Drawing),
     "a hook": lambda: Net(_Hooked),
     "called twice": lambda: _TwiceNet(_Twice),
@@ -230,6 +257,19 @@ def test_blocks_whose_second_call_is_another_are_called_once(name):
             model(batch(8))
     assert blocks.fit is None
     assert not any("_compiled_call_impl" in module.__dict__ for module in model.modules())
+
+
+def test_hooks_that_come_later_are_called_once():
+    model, calls = Net(), []
+    blocks = RepeatedBlocks(model)
+    for _ in range(OBSERVED_CALLS):
+        with blocks.observed():
+            model(batch(8))
+    model.blocks[1].first.register_forward_hook(lambda *_: calls.append(1))
+    with blocks.twice():
+        loss = model(batch(8)).square().mean()
+    loss.backward()
+    assert calls == [1]
 
 
 def test_nodes_are_found_below_the_module_whose_code_was_captured():

@@ -11,10 +11,11 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -138,16 +139,16 @@ class RepeatedBlocks:
 
     def _observe(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._called[path] += 1
-        before = _state_of(module)
+        before, _held = _state_of(module)  # what is held keeps its identity
         if not _may_be_given_again((args, kwargs)) or _has_hooks(module):
             self._unfit.add(path)
         result = hooks.plain_call(module, *args, **kwargs)
-        if _state_of(module) != before:
+        if _state_of(module)[0] != before:
             self._unfit.add(path)
         return result
 
     def _call_twice(self, _: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or _has_hooks(module):  # which may have come since
             return hooks.plain_call(module, *args, **kwargs)
         call = _Call(module, args, kwargs)
         return checkpoint(call, *_tensors_in((args, kwargs)), use_reentrant=False)
@@ -195,16 +196,28 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(inner.__dict__.get(name) for inner in module.modules() for name in names)
 
 
-def _state_of(module: nn.Module) -> tuple[Any, ...]:
-    """Describe all that a call of a module may leave behind: in its attributes, in buffers, in generators."""
+def _state_of(module: nn.Module) -> tuple[list[Any], list[Any]]:
+    """Describe all that a call of a module may leave behind: in attributes, buffers, and generators.
+
+    Returns:
+        The description, and the objects whose identity is part of it.
+    """
     found: list[Any] = [random.getstate(), pickle.dumps(np.random.get_state())]  # noqa: NPY002  what users may draw from
+    seen, stack, held = set[int](), list[Any](), list[Any]()
     for inner in module.modules():
-        for name, value in inner.__dict__.items():
-            held = len(value) if isinstance(value, list | dict | set) else None
-            is_plain = isinstance(value, _PLAIN_DATA)
-            found.append((name, value if is_plain else id(value), held))
+        seen.add(id(inner))
+        stack += [vars(inner), dict(vars(type(inner)))]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, _PLAIN_DATA):
+            found.append(value)
+        elif id(value) not in seen:
+            seen.add(id(value))
+            held.append(value)
+            found.append(len(value) if isinstance(value, dict) else id(value))
+            stack.extend(_parts_of(value))
     tensors = [*module.buffers(), *module.parameters()]
-    return (*found, *tensor_state.versions_of(tensors))
+    return [*found, *tensor_state.versions_of(tensors)], held
 
 
 def _may_be_given_again(values: Any) -> bool:
@@ -249,10 +262,16 @@ def _reached(value: Any) -> list[Any]:
             raise TypeError("a module is given as an argument")
         if isinstance(item, torch.Tensor):
             found.append(item)
-        elif isinstance(item, dict):
-            stack.extend(item.values())
-        elif isinstance(item, Sequence | set | frozenset):
-            stack.extend(item)
-        else:
-            stack.extend(getattr(item, "__dict__", {}).values())
+        stack.extend(_parts_of(item))
     return found
+
+
+def _parts_of(value: Any) -> list[Any]:
+    """List what a container or an object holds; nothing for tensors, modules, classes and functions."""
+    if isinstance(value, torch.Tensor | nn.Module | type | FunctionType | MethodType | ModuleType):
+        return []
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return list(value)
+    return list(getattr(value, "__dict__", {}).values())
