@@ -3,8 +3,9 @@
     python benchmarks/lengths.py [--models gpt2_6,bert_6] [--methods eager,checkpoint,planned] [--steps 100]
 
 Lengths are drawn from a log-normal distribution (median 80, cut at 16 and 256). Batches of 4 are padded to their
-longest sequence, with masks; AdamW. The budget is what exists before a step and a share (--share) of what the longest
-batch adds in eager PyTorch, so that long batches need recomputation. Each method runs in a process of its own.
+longest sequence, with masks; T5 gets texts of one length and labels of another; AdamW. The budget is what exists before
+a step and a share (--share) of what the longest batch adds in eager PyTorch, so that long batches need recomputation.
+Each method runs in a process of its own.
 
 Prints a Markdown table: seconds of all steps, the first ones included; the same over eager's; the number of steps in
 which something was captured; the largest resident memory of the process; and whether every loss is eager's, bit for
@@ -43,10 +44,14 @@ def lengths_of(step: int) -> Tensor:
     return (MEDIAN * torch.exp(0.5 * noise)).long().clamp(SHORTEST, LONGEST)
 
 
-def batch_of(step: int, pad_to: Callable[[int], int] = int) -> Batch:
-    """Make the batch of a step, padded to its longest sequence or beyond."""
+def batch_of(step: int, pad_to: Callable[[int], int] = int, has_labels_apart: bool = False) -> Batch:
+    """Make the batch of a step, padded to its longest sequence or beyond; its labels may have a length of their own."""
     lengths = lengths_of(step)
-    return _batch(lengths, pad_to(int(lengths.max())), step)
+    batch = _batch(lengths, pad_to(int(lengths.max())), step)
+    if has_labels_apart:
+        lengths = lengths_of(step + 1_000_000)
+        batch["labels"] = _batch(lengths, pad_to(int(lengths.max())), step)["labels"]
+    return batch
 
 
 def _batch(lengths: Tensor, length: int, seed: int) -> Batch:
@@ -70,8 +75,19 @@ def build(name: str) -> nn.Module:
     elif kind == "llama":
         config = transformers.LlamaConfig(**sizes, intermediate_size=688, num_key_value_heads=4, use_cache=False)
         model = transformers.LlamaForCausalLM(config)
+    elif kind == "t5":
+        sizes = {
+            "d_model": 256,
+            "d_kv": 32,
+            "d_ff": 1024,
+            "num_heads": 8,
+            "vocab_size": WORDS,
+            "num_layers": int(layers),
+        }
+        config = transformers.T5Config(**sizes, decoder_start_token_id=0, use_cache=False)
+        model = transformers.T5ForConditionalGeneration(config)
     else:
-        raise SystemExit(f"Unknown model {name!r}: expected gpt2_N, bert_N or llama_N, where N counts layers.")
+        raise SystemExit(f"Unknown model {name!r}: expected gpt2_N, bert_N, llama_N or t5_N, where N counts layers.")
     return model.train()
 
 
@@ -110,7 +126,7 @@ def train(name: str, method: str, steps: int, budget_bytes: int, peaks: bool) ->
     losses, seconds, added, captured = [], 0.0, 0, 0
     torch.manual_seed(1)
     for step in range(steps):
-        batch, before = batch_of(step, pad_to), _captured(model)
+        batch, before = batch_of(step, pad_to, name.startswith("t5")), _captured(model)
 
         def act(batch: Batch = batch) -> None:
             loss = model(**batch).loss

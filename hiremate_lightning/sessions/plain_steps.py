@@ -148,11 +148,6 @@ class PlainSteps:
         """Whether a plain step fits, of which the captured graph takes so many bytes at most."""
         return self.with_margin(bound_bytes) * ROUNDING <= max(peak.room_bytes for peak in peaks.values())
 
-    @property
-    def has_measured(self) -> bool:
-        """Whether any plain step was measured."""
-        return self._measured_bytes > 0
-
     def _samples(self, calls: Sequence[Call], peaks: Mapping[Kind, PlainPeak]) -> dict[Kind, list[_Sample]]:
         """Return the known steps whose calls look the same but for sizes, by their code."""
         form, found = _form(calls), dict[Kind, list[_Sample]]()

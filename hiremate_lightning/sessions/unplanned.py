@@ -62,6 +62,7 @@ class UnplannedSteps:
         self._said = set[str]()
         self._peaks, self._blocks = PlainPeaks(planned), RepeatedBlocks(root)
         self._is_twice = False  # whether the step under way calls the blocks twice
+        self._sizes_vary = False  # whether any step ran plain since its sizes were not known
         self._plain, self._twice = PlainSteps(), PlainSteps()
         self._ran_twice = Counter[tuple[Call, ...]]()  # steps by what they were called with
 
@@ -81,6 +82,7 @@ class UnplannedSteps:
             self._is_twice = self.bound_bytes is not None
             self._ran_twice[tuple(self.calls)] += self._is_twice
         if self.bound_bytes is not None and self.released is None:
+            self._sizes_vary = True
             self._note(
                 "Steps of other input sizes that fit the budget only with recomputation run without a plan, and "
                 f"compute {self._blocks.count} blocks of {self._name} twice, until their sizes have come often."
@@ -160,7 +162,7 @@ class UnplannedSteps:
         if likely is None or not self._is_allowed or not self.calls:
             return None
         like = self._plain.called_like(self.calls, plans)
-        if like and self._plain.has_measured and all(plans[kind].solution.recompute_ms == 0 for kind in like):
+        if like and self._sizes_vary and all(plans[kind].solution.recompute_ms == 0 for kind in like):
             peaks = self._peaks.as_written()  # as other sizes run; what was captured for this one may be gone
             bound_bytes = max(peaks[kind].added_bytes for kind in like)
             return bound_bytes if self._plain.fits(bound_bytes, peaks) else None
