@@ -129,14 +129,28 @@ def _inside(model: nn.Module) -> nn.Module:
 
 
 def remove_hiremate(model: nn.Module) -> nn.Module:
-    """Stop planning a model; it runs as it did before. A model that is not planned is left alone."""
-    known = targets_of(model)
+    """Stop planning a model; it runs as it did before. A model that is not planned is left alone.
+
+    Raises:
+        ConfigurationError: If it is no module.
+    """
+    known = _targets_of(model, "remove_hiremate")
     if known is not None:
         known.detach()
     return model
 
 
 def get_plan(model: nn.Module) -> Plan | None:
-    """Give the plan of a model's latest kind of step, None before its second training step."""
-    known = targets_of(model)
+    """Give the plan of a model's latest kind of step, None before its second training step.
+
+    Raises:
+        ConfigurationError: If it is no module.
+    """
+    known = _targets_of(model, "get_plan")
     return None if known is None else known.session.plan
+
+
+def _targets_of(model: nn.Module, function: str) -> Targets | None:
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"{function} takes the model that hiremate() planned, found {_named(model)}.")
+    return targets_of(model)

@@ -195,6 +195,12 @@ def test_an_argument_out_of_its_range_is_refused(argument, words):
         hiremate(Net(), "50%", **argument)
 
 
+@pytest.mark.parametrize("function", [get_plan, remove_hiremate])
+def test_what_is_no_module_is_refused(function):
+    with pytest.raises(ConfigurationError, match=f"{function.__name__} takes the model .* found 'net'"):
+        function("net")
+
+
 def test_a_model_and_a_budget_in_the_wrong_order_are_told_apart():
     with pytest.raises(ConfigurationError, match=r"expected hiremate\(model, '50%'\), found a Net as the budget"):
         hiremate("50%", Net())
