@@ -141,7 +141,7 @@ def remove_hiremate(model: nn.Module) -> nn.Module:
 
 
 def get_plan(model: nn.Module) -> Plan | None:
-    """Give the plan of a model's latest kind of step, None before its second training step.
+    """Return the plan of a model's latest kind of step. There is none before the second training step.
 
     Raises:
         ConfigurationError: If it is no module.

@@ -15,7 +15,7 @@ from torch import nn
 
 from hiremate_lightning import torch_private
 from hiremate_lightning.running.straight_line import compiled
-from hiremate_lightning.torch_private import aot, dynamo, hooks, sharding, tensor_state
+from hiremate_lightning.torch_private import aot, autocasting, dynamo, hooks, sharding, tensor_state
 
 from .exact import TORCH
 
@@ -380,3 +380,21 @@ def test_hooks_on_saved_tensors_are_put_aside_and_back():
             pass
         x.exp()
     assert seen == ["inner", "outer"]
+
+
+def test_captured_code_enters_autocast_by_the_call_that_is_looked_for():
+    seen = []
+
+    def backend(module, _):
+        run = module.forward
+        seen.append(autocasting.leaving_as_found(module, run) is not run)
+        return run
+
+    @torch.compile(backend=backend)
+    def half(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x
+
+    half(torch.ones(2, 2))
+    torch.compile(torch.sin, backend=backend)(torch.ones(2))
+    assert seen == [True, False]

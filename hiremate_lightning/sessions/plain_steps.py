@@ -213,7 +213,7 @@ def power_of(sizes: Iterable[int], shapes: Iterable[tuple[int, ...]]) -> int:
 
 
 def _at_zero(sizes: tuple[int, ...], known: tuple[int, ...], peak: PlainPeak) -> list[_Sample]:
-    """Give what a known step would take if the sizes in which another one differs were zero, where that can be told."""
+    """Return a known step as it would be if its sizes that differ from another step's were zero; none if unknown."""
     changed = frozenset(own for own, other in zip(known, sizes, strict=True) if own != other)
     if not changed or min(changed) < LEAST_SIZE or _is_no_larger(known, sizes):
         return []

@@ -1,4 +1,4 @@
-"""Autocast as it was found, where captured code ends with an error.
+"""Restores autocast after an error in captured code.
 
 User code enters autocast with a `with` block. What Dynamo captures calls PyTorch's private functions that enter and
 leave it, so an error in between leaves autocast on for whatever runs next. What it has cast is then remembered for
@@ -20,7 +20,7 @@ DEVICE_TYPES = ("cpu", "cuda")
 
 @contextmanager
 def as_found_on_error() -> Iterator[None]:
-    """Undo what an error leaves of autocast."""
+    """Restore autocast's state where an error leaves the block."""
     depth, remembers = _depth(), torch.is_autocast_cache_enabled()
     found = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICE_TYPES}
     try:
@@ -38,7 +38,7 @@ def as_found_on_error() -> Iterator[None]:
 
 
 def leaving_as_found(module: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Let what runs in the place of captured code leave autocast, where an error ends it, as it was found."""
+    """Wrap what runs in the place of captured code, so that an error in it leaves autocast as it was before."""
     entering = module.graph.find_nodes(op="call_function", target=torch.amp.autocast_mode._enter_autocast)
     if not entering:
         return run
