@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.records.graph import Phase, StorageKind, graph_from_json
-from hiremate_lightning.records.schedule import recompute_lazily
 from hiremate_lightning.rewriting import joint
 
 from .exact import captured_by
+from .lazily import recompute_lazily
 
 ROWS, WIDTH = 256, 16
 

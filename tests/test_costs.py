@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hiremate_lightning.records.costs import Machine, Profile, estimate, phase_time_ms, profile_from_json, step_time_ms
-from hiremate_lightning.records.graph import Phase
+from hiremate_lightning.records.costs import Machine, Profile, estimate, profile_from_json, step_time_ms
 
 from .tiny import Builder, chain, transformer
 
@@ -52,15 +51,10 @@ def test_estimates_are_the_same_every_time():
 
 
 def test_a_step_takes_its_forward_and_its_backward_and_no_replay():
-    graph, profile = transformer(2)
-    forward, backward = (phase_time_ms(graph, profile, phase) for phase in Phase)
-    assert step_time_ms(graph, profile) == pytest.approx(forward + backward)
-    assert forward + backward < sum(profile.time_ms)
-
-
-def test_phases_are_summed_apart():
     graph, profile = chain(3)
-    assert phase_time_ms(graph, profile, Phase.FORWARD) == phase_time_ms(graph, profile, Phase.BACKWARD) == 3.0
+    assert step_time_ms(graph, profile) == 6.0
+    graph, profile = transformer(2)
+    assert step_time_ms(graph, profile) < sum(profile.time_ms)
 
 
 def test_json_gives_an_equal_profile_back():

@@ -7,12 +7,14 @@ import torch
 from torch import nn
 
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.records.schedule import keep_all, lower, recompute_lazily
+from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.rewriting.kernels import apply_dropout_mask
 from hiremate_lightning.running.execution import Part
 from hiremate_lightning.running.program import build
 from hiremate_lightning.sessions.backend import planning_backend
 from hiremate_lightning.torch_private.calls import shortest
+
+from .lazily import recompute_lazily
 
 ROWS, WIDTH = 256, 16
 

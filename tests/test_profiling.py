@@ -26,9 +26,11 @@ from hiremate_lightning.measuring.profiling import CostCache, ProfileOptions, Ti
 from hiremate_lightning.memory import page_faults
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.records.costs import Profile, estimate
-from hiremate_lightning.records.schedule import lower, recompute_lazily
+from hiremate_lightning.records.schedule import lower
 from hiremate_lightning.running.program import build
 from hiremate_lightning.sessions.targets import targets_of
+
+from .lazily import recompute_lazily
 
 CPU = torch.device("cpu")
 QUICK = ProfileOptions(repeats=2, time_limit_ms=1.0)

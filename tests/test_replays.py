@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.records.schedule import recompute_lazily
 from hiremate_lightning.rewriting.kernels import eager_scale
 from hiremate_lightning.rewriting.replays import DRAW_AGAIN, DRAW_MASK, again, generator_state
 
+from .lazily import recompute_lazily
 from .test_execution import compiled, keep_all, nothing_kept, results
 
 ROWS, WIDTH = 256, 16

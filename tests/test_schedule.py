@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from hiremate_lightning.records.graph import Graph, StorageKind
-from hiremate_lightning.records.schedule import Compute, Free, Operation, Schedule, keep_all, lower, recompute_lazily
+from hiremate_lightning.records.schedule import Compute, Free, Operation, Schedule, keep_all, lower
 from hiremate_lightning.records.simulation import simulate
 
+from .lazily import recompute_lazily
 from .tiny import Builder, chain, storages_of, transformer
 
 

@@ -9,9 +9,10 @@ import pytest
 from hiremate_lightning.errors import ScheduleError
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import Graph, StorageKind
-from hiremate_lightning.records.schedule import Compute, Free, Schedule, keep_all, lower, recompute_lazily
+from hiremate_lightning.records.schedule import Compute, Free, Schedule, keep_all, lower
 from hiremate_lightning.records.simulation import Moment, Simulation, simulate
 
+from .lazily import recompute_lazily
 from .tiny import Builder, chain, plan_keeping, storages_of, transformer
 
 

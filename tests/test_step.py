@@ -11,10 +11,11 @@ from hiremate_lightning.planning.solvers.base import Problem
 from hiremate_lightning.planning.solvers.decisions import decisions
 from hiremate_lightning.planning.solvers.model import Model, Policy
 from hiremate_lightning.records.graph import OUTSIDE, Phase, StorageKind
-from hiremate_lightning.records.schedule import keep_all, lower, recompute_lazily
+from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.simulation import simulate
 from hiremate_lightning.records.step import Call, Gap, Stage, merge
 
+from .lazily import recompute_lazily
 from .tiny import KB, Builder, chain
 
 NOTHING = Gap()

@@ -10,9 +10,11 @@ from hiremate_lightning.planning.plan import Plan, PlanningTime
 from hiremate_lightning.planning.solvers.base import Solution, Status
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import OUTSIDE, Graph, Node, Phase, Storage, StorageKind, Tensor
-from hiremate_lightning.records.schedule import lower, recompute_lazily
+from hiremate_lightning.records.schedule import lower
 from hiremate_lightning.records.simulation import simulate
 from hiremate_lightning.units import Budget
+
+from .lazily import recompute_lazily
 
 KB = 1000
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 
-from .graph import OUTSIDE, Graph, Node, Phase
+from .graph import OUTSIDE, Graph, Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,3 @@ def estimate(graph: Graph, machine: Machine = Machine()) -> Profile:
 def step_time_ms(graph: Graph, profile: Profile) -> float:
     """Add up the time of the step without recomputation."""
     return sum(profile.time_ms[n] for n in (*graph.forward, *graph.backward))
-
-
-def phase_time_ms(graph: Graph, profile: Profile, phase: Phase) -> float:
-    """Add up the time of the forward or of the backward, without recomputation."""
-    return sum(profile.time_ms[n] for n in (graph.forward if phase is Phase.FORWARD else graph.backward))

@@ -181,45 +181,6 @@ def _run_again(graph: Graph, members: Sequence[int], wanted: set[int], missing: 
     return order[::-1]
 
 
-def recompute_lazily(graph: Graph, kept: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-    """Give the decisions that keep some storages through the turn and recompute all else just before its first use.
-
-    A recomputed tensor is held to its last use; storages whose tensors can't be recomputed are kept in any case, and so
-    are those that the caller holds.
-
-    Args:
-        graph: The step.
-        kept: Storages to keep.
-
-    Returns:
-        For each position of `graph.backward`, and once more for what only the gradients need, the nodes to run before
-        it.
-    """
-    stays: set[int | None] = {*kept, *(graph.tensors[t].storage for t in graph.held)}
-    available = set(graph.inputs) | set(graph.tangents)
-    for index in graph.forward:
-        for tensor in graph.nodes[index].outputs:
-            storage = graph.tensors[tensor].storage
-            if (
-                storage is None
-                or storage in stays
-                or graph.recomputers[tensor] is None
-                or graph.storages[storage].kind.is_resident
-            ):
-                available.add(tensor)
-    decisions = []
-    for index in graph.backward:
-        before: list[int] = []
-        for tensor in graph.nodes[index].inputs:
-            ensure(graph, tensor, available, before)
-        available.update(graph.nodes[index].outputs)
-        decisions.append(tuple(before))
-    last: list[int] = []
-    for tensor in graph.gradients:
-        ensure(graph, tensor, available, last)
-    return (*decisions, tuple(last))
-
-
 def ensure(graph: Graph, tensor: int, available: set[int], before: list[int]) -> None:
     """Append what must run for a tensor to be there; without recursion, since chains are thousands of nodes long."""
     stack = [tensor]
