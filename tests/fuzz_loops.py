@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,9 +29,12 @@ from hiremate_lightning.sessions.targets import targets_of
 from .exact import differing, leave_behind
 
 WIDTH = 32
-ROWS = (768, 1280, 2048)
+ROWS = (1024, 1344, 1792)
 SHARES = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1)  # of the largest iteration's peak in plain training
 ITERATIONS, MEASURED = 14, 3  # the last ones are measured
+LONG_ITERATIONS = 1010  # of one loop in so many: the first looks at each kind are over after 500
+LONG_EVERY = 50
+ACCOUNTED = 500  # last iterations of a long loop of whose time watching may take a share
 SLACK_BYTES = 4096  # numbers and states of random generators, which nobody counts
 ANNOUNCED = ("Nothing fits", "no plan leaves", "with a margin", "went another way", "first step of another kind")
 
@@ -52,9 +60,9 @@ class LoopRecipe:
     has_buffers: bool
 
 
-def draw_loop(seed: int, count: int = ITERATIONS) -> LoopRecipe:
+def draw_loop(seed: int) -> LoopRecipe:
     """Draw the loop of a number."""
-    rng = random.Random(seed)
+    rng, count = random.Random(seed), LONG_ITERATIONS if seed % LONG_EVERY == LONG_EVERY - 1 else ITERATIONS
     iterations = tuple(_draw_iteration(rng) for _ in range(rng.choice((1, 1, 2, 3))))
     cycle = [rng.randrange(len(iterations)) for _ in range(rng.randrange(1, 5))]
     by_chance = rng.random() < 0.3
@@ -86,7 +94,7 @@ class LoopNet(nn.Module):
 
     def __init__(self, has_buffers: bool) -> None:
         super().__init__()
-        self.a, self.b = _make_part(2, has_buffers), _make_part(3, has_buffers)
+        self.a, self.b = _make_part(1, has_buffers), _make_part(2, has_buffers)
 
 
 def _make_part(depth: int, has_buffers: bool) -> nn.Module:
@@ -154,8 +162,9 @@ class LoopOutcome:
         plain_peaks: The same without a plan.
         budget_bytes: The budget.
         warnings: What the package said.
-        steps: Steps in all.
-        watched: How many of them were measured or timed.
+        iterations: Of the loop.
+        watched: Steps that were measured or timed.
+        watching: Share of the time of a long loop's last iterations that was taken by watching; 0 for others.
         kinds: How many kinds of steps have a plan.
     """
 
@@ -165,8 +174,9 @@ class LoopOutcome:
     plain_peaks: list[int] = field(default_factory=list)
     budget_bytes: int = 0
     warnings: list[str] = field(default_factory=list)
-    steps: int = 0
+    iterations: int = 0
     watched: int = 0
+    watching: float = 0.0
     kinds: int = 0
 
     @property
@@ -178,27 +188,42 @@ class LoopOutcome:
 
 def compare_loop(recipe: LoopRecipe) -> LoopOutcome:
     """Train a loop twice, plainly and under a budget that is a share of what its largest iteration takes plainly."""
-    outcome = LoopOutcome(recipe)
+    outcome = LoopOutcome(recipe, iterations=len(recipe.order))
     plain = _train(recipe, None, outcome.plain_peaks)
     outcome.budget_bytes = int(SHARES[recipe.share] * max(outcome.plain_peaks))
-    records, begin = list[int](), sessions.WatchPolicy.step_begins
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", HiRemateWarning)
+        planned = _train(recipe, outcome, outcome.peaks)
+    outcome.warnings = [str(w.message) for w in caught if issubclass(w.category, HiRemateWarning)]
+    outcome.differences = len(differing(planned, plain))
+    return outcome
+
+
+@contextmanager
+def _counting_watched() -> Iterator[list[bool]]:
+    """Note of each step that begins whether it is watched."""
+    begin, found = sessions.WatchPolicy.step_begins, list[bool]()
 
     def counted(policy: Any, expected: Any) -> Any:
         watch = begin(policy, expected)
-        records.append(watch is not sessions.Watch.NOTHING)
+        found.append(watch is not sessions.Watch.NOTHING)
         return watch
 
     sessions.WatchPolicy.step_begins = counted  # type: ignore[method-assign]
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", HiRemateWarning)
-            planned = _train(recipe, outcome, outcome.peaks)
+        yield found
     finally:
         sessions.WatchPolicy.step_begins = begin  # type: ignore[method-assign]
-    outcome.warnings = [str(w.message) for w in caught if issubclass(w.category, HiRemateWarning)]
-    outcome.differences = len(differing(planned, plain))
-    outcome.steps, outcome.watched = len(records), sum(records)
-    return outcome
+
+
+def _share_of_watching(took: list[tuple[int, float, bool]]) -> float:
+    """Compute the share of the time of iterations (kind, seconds, whether watched) that was taken by watching them."""
+    usual = defaultdict[int, list[float]](list)
+    for kind, seconds, is_watched in took:
+        if not is_watched:
+            usual[kind].append(seconds)
+    extra = [max(0.0, seconds - median(usual[kind])) for kind, seconds, is_watched in took if is_watched]
+    return sum(extra) / sum(seconds for _, seconds, _ in took)
 
 
 def _train(recipe: LoopRecipe, outcome: LoopOutcome | None, peaks: list[int]) -> list[Tensor | None]:
@@ -209,26 +234,32 @@ def _train(recipe: LoopRecipe, outcome: LoopOutcome | None, peaks: list[int]) ->
         hiremate(
             model, outcome.budget_bytes, optimizer=optimizer, on_infeasible="warn", time_limit_s=5.0, verbose=False
         )
-    for index, kind in enumerate(recipe.order):
-        actions, seen = recipe.iterations[kind], list[Tensor]()
+    took, unmeasured = list[tuple[int, float, bool]](), len(recipe.order) - MEASURED
+    with _counting_watched() as watched:
+        for index, kind in enumerate(recipe.order):
+            actions, seen = recipe.iterations[kind], list[Tensor]()
 
-        def iterate(actions: Any = actions, seed: int = 1000 * recipe.seed + index, seen: Any = seen) -> None:
-            seen += run_iteration(model, actions, optimizer, seed)
+            def iterate(actions: Any = actions, seed: int = 1000 * recipe.seed + index, seen: Any = seen) -> None:
+                seen += run_iteration(model, actions, optimizer, seed)
 
-        if index >= len(recipe.order) - MEASURED:
-            gc.collect()
-            state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            there = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *gradients, *state))
-            peaks.append(there + measure_peak(iterate))
-        else:
-            iterate()
-        optimizer.step()
-        log += [*seen, *leave_behind(model)]
-        optimizer.zero_grad(set_to_none=False)
+            if index < unmeasured:
+                began_at, begun = time.thread_time(), len(watched)
+                iterate()
+                took.append((kind, time.thread_time() - began_at, any(watched[begun:])))
+            else:
+                gc.collect()
+                state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
+                gradients = [p.grad for p in model.parameters() if p.grad is not None]
+                there = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *gradients, *state))
+                peaks.append(there + measure_peak(iterate))
+            optimizer.step()
+            log += [*seen, *leave_behind(model)]
+            optimizer.zero_grad(set_to_none=False)
     if outcome is not None:
         targets = targets_of(model)
         assert targets is not None
-        outcome.kinds = len(targets.session.plans)
+        outcome.kinds, outcome.watched = len(targets.session.plans), sum(watched)
+        if len(took) > ACCOUNTED:
+            outcome.watching = _share_of_watching(took[-ACCOUNTED:])
         remove_hiremate(model)
     return log

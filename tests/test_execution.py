@@ -54,7 +54,7 @@ class Conductor:
     def forward_done(self, run, outputs):
         self.heard.append(f"forward done {run}")
 
-    def backward_starts(self, run, tangents, leaves, is_kept):
+    def backward_starts(self, run, tangents, leaves, retains):
         self.heard.append(f"backward starts {run}")
 
     def was_overwritten(self, part, storages):

@@ -295,13 +295,13 @@ class Left:
     """Stands for the record of a step with outputs that somebody holds, until they are dropped."""
 
     is_measured = True
-    is_retained = False
+    runs = ()
     left_at_return: bool | None = None
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
 
-    def left_bytes(self, arguments):
+    def left_bytes(self, present):
         return self.size_bytes
 
 

@@ -143,6 +143,28 @@ def test_a_share_is_of_what_an_iteration_of_plain_training_adds():
     assert 0.7 < (peaks[1] - resident) / (peaks[0] - resident) <= 0.81, peaks
 
 
+def retained(model: nn.Module, index: int) -> None:
+    """A graph stays for another backward while another one is trained; so does the batch that it has saved."""
+    output = model["one"](draw(index, 4 * ROWS, WIDTH))
+    torch.autograd.grad(output.square().mean(), list(model["one"].parameters()), retain_graph=True)
+    model["other"](draw(index + 100, 4 * ROWS, WIDTH)).square().mean().backward()
+    del output
+
+
+def test_what_is_retained_counts_in_each_step_with_its_batch():
+    peaks = list[int]()
+    for share in (None, 0.85):
+        torch.manual_seed(1)
+        model = make_pair()
+        if share is not None:
+            hiremate(model, int(share * peaks[0]), verbose=False, on_infeasible="warn")
+        with quiet():
+            iterate(model, retained, peaks)
+    plans = targets_of(model).session.plans.values()
+    assert max(plan.measured.peak_bytes for plan in plans) == pytest.approx(peaks[1], abs=1024)
+    assert any(dict(plan.resident_parts).get("graphs retained for another backward") for plan in plans)
+
+
 def test_running_statistics_change_while_an_eager_graph_waits():
     """PyTorch's batch norm saves its statistics for its backward, and updates them without counting that."""
     results = []

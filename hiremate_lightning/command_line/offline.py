@@ -291,11 +291,9 @@ class _Conductor:
         """Note the end of a forward."""
         self.record.forward_done(run, outputs)
 
-    def backward_starts(
-        self, run: Run, tangents: Sequence[Any], leaves: Leaves, is_kept: Callable[[], bool] | None
-    ) -> None:
+    def backward_starts(self, run: Run, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
         """Note the start of a backward."""
-        self.record.backward_starts(run, tangents, leaves, is_kept)
+        self.record.backward_starts(run, tangents, leaves, retains)
 
     def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
         """Leave it as it is: everything is kept."""

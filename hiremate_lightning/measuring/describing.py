@@ -111,7 +111,7 @@ class _Description:
             passed_on=run.passed_on,
             released_bytes=run.released_bytes,
             outlasting=tuple(t for p in run.outlasting if (t := tangents[p]) not in call.graph.held),
-            is_retained=run.is_kept is not None,
+            is_retained=run.is_retained,
             before_backward=gap,
             after_backward=self._gap_after_backward(run) if is_last else Gap(),
         )

@@ -59,8 +59,7 @@ class Run:
         accumulated_bytes: Of the gradients that autograd has added to those that existed, and freed.
         added: Gradients with which autograd did nothing but add them to those of parameters, if there were any, and
             the storages of these parameters.
-        is_kept: Tells whether what was saved is still there after a backward that will run again; None where none was
-            to run again.
+        is_retained: Whether a backward left what was saved to another one.
     """
 
     part: Part
@@ -79,20 +78,12 @@ class Run:
     outlasting: tuple[int, ...] = ()
     accumulated_bytes: int = 0
     added: dict[int, frozenset[int]] = field(default_factory=dict)
-    is_kept: Callable[[], bool] | None = None
+    is_retained: bool = False
 
     def saves(self, output: int) -> bool:
         """Whether it saved an output, or something that lies there, for its backward."""
         tensors = self.graph.tensors
         return tensors[output].storage in {tensors[t].storage for t in self.program.schedule.saved}
-
-    def kept(self) -> tuple[int, ...]:
-        """List what it saved that is still there for another backward, without what lies on its outputs."""
-        if self.is_kept is None or not self.is_kept():
-            return ()
-        tensors = self.graph.tensors
-        returned = {tensors[t].storage for t in self.outputs}
-        return tuple(t for t in self.program.schedule.saved if tensors[t].storage not in returned)
 
     @property
     def graph(self) -> Graph:
@@ -276,15 +267,13 @@ class StepRecord:
         if self.runs and not self.backwards and not self._is_closed and threading.get_ident() == self._thread:
             self._mark(CALLED)
 
-    def backward_starts(
-        self, run: Run, tangents: Sequence[Any], leaves: Leaves, is_kept: Callable[[], bool] | None
-    ) -> None:
+    def backward_starts(self, run: Run, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
         """Note that a backward starts, which gradients arrived, and to which inputs its own belong."""
         added = addable(run.part.captured, leaves)
         run.added = _added(run.part.captured, leaves, added)
         run.accumulated_bytes = sum(leaves[position].nbytes for position in existing(leaves).keys() - added)
         run.missing = missing_gradients(tangents)
-        run.is_kept = is_kept or run.is_kept
+        run.is_retained = retains or run.is_retained
         run.tangent_bytes = _storage_bytes(tangents)
         run.tangent_strides = tuple(tuple(t.stride()) if _is_dense(t) else None for t in tangents)
         run.made_outside = {storage: made for storage, made in run.made_outside.items() if made[0]()}
@@ -367,24 +356,17 @@ class StepRecord:
             return None
         return self.resident_bytes + max((interval.peak_bytes for interval in self._counted), default=0)
 
-    @property
-    def is_retained(self) -> bool:
-        """Whether what was saved for some backward is still there, since it may run again."""
-        return any(run.kept() for run in self.runs)
+    def left_bytes(self, present: Collection[int]) -> int:
+        """Return the bytes of outputs that someone holds after the step, beside the storages that count already.
 
-    def left_bytes(self, arguments: Iterable[torch.Tensor]) -> int:
-        """Give the bytes of outputs that someone holds after the step, and of what is kept for another backward.
-
-        Outputs that are handed in again are counted as arguments. Numbers, a loss for example, are not worth to know
-        when another takes their place.
+        Numbers, a loss for example, are not worth to know when another takes their place.
         """
-        counted, total = {tensor_state.storage_id(t) for t in arguments if _is_dense(t)}, 0
+        seen, total = set(present), 0
         for run in self.runs:
             for tensor, (lives, storage) in run.outputs.items():
-                if lives() and storage not in counted and run.graph.tensors[tensor].shape:
-                    counted.add(storage)
+                if lives() and storage not in seen and run.graph.tensors[tensor].shape:
+                    seen.add(storage)
                     total += bytes_of(run.graph, (tensor,))
-            total += bytes_of(run.graph, run.kept())
         return total
 
 

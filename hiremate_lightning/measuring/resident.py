@@ -22,6 +22,8 @@ from ..units import format_bytes
 from .recording import StepRecord, bytes_of
 
 WAITING = "graphs that wait for their backward"  # a kind of resident bytes
+RETAINED = "graphs retained for another backward"
+LEFT = "outputs of the step before"
 SAMPLES = 8  # of the parameters, to see whether there are gradients
 LITTERED_STEPS = 16  # that may pass before another one is measured, with the garbage that they left
 LARGE_BYTES = 2**14  # of a tensor whose release is worth to be seen
@@ -69,6 +71,7 @@ class ResidentMemory:
     Args:
         root: The model.
         waiting: Lists what its captured forwards have saved whose backward has not run yet.
+        retained: Lists what they have saved that stays for another backward, after one has run.
 
     Attributes:
         root: The model.
@@ -76,7 +79,12 @@ class ResidentMemory:
         optimizer_steps: How many steps of optimizers have used gradients of the model.
     """
 
-    def __init__(self, root: nn.Module, waiting: Callable[[], Sequence[Saved]] = tuple) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        waiting: Callable[[], Sequence[Saved]] = tuple,
+        retained: Callable[[], Sequence[Saved]] = tuple,
+    ) -> None:
         self.root = root
         self._find_waiting = waiting
         self.batch: list[torch.Tensor] = []
@@ -84,7 +92,7 @@ class ResidentMemory:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._have_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._updating: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
-        self._left = LeftOutputs()
+        self._left = LeftOutputs(lambda: tensor_state.storage_sizes(self._on_device(held_by(retained()))))
         parameters = list(root.parameters())
         self._trained = [weakref.ref(p) for p in parameters]
         self._inputs_on = torch.device("cpu")
@@ -197,29 +205,27 @@ class ResidentMemory:
 
     def count_before_step(self, arguments: Sequence[torch.Tensor]) -> Resident:
         """Count what exists before a step that begins now, outputs of the one before included."""
-        if self._left.are_some(arguments):
+        if self._left.are_some(self._present(arguments)):
             self.collect_garbage()
-        resident = self.count(arguments)
+        resident, present = self.count(arguments), self._present(arguments)
         is_counted = self.device.type == "cuda"  # there all that is allocated is
-        arguments = [*arguments, *held_by(self._find_waiting())]
-        return self._left.sort_out(resident, arguments) if is_counted else self._left.add_to(resident, arguments)
+        return self._left.sort_out(resident, present) if is_counted else self._left.add_to(resident, present)
 
     def watch_releases(self, record: StepRecord, arguments: Sequence[torch.Tensor]) -> None:
         """Let a record that begins see when what is there before a step with these arguments is released.
 
         That is outputs of the step before, and on the host what is not counted as resident: its release would pass for
-        memory that the step gives back. What was retained for another backward is counted, tensor by tensor unknown.
+        memory that the step gives back.
         """
         self._left.watch(record)
-        record.counted = self._counted(arguments)
-        if self.device.type == "cpu" and record.is_measured and not self._left.are_retained:
+        record.counted = self._present(arguments) | self._left.storages
+        if self.device.type == "cpu" and record.is_measured:
             record.watch_uncounted(self._uncounted(record.counted))
 
-    def _counted(self, arguments: Sequence[torch.Tensor]) -> frozenset[int]:
-        """List the storages that count as there before a step with these arguments."""
+    def _present(self, arguments: Sequence[torch.Tensor]) -> frozenset[int]:
+        """List the storages that are there before a step with these arguments, but for what the step before left."""
         groups = self._groups(list(self._gradients().values()), [*arguments, *held_by(self._find_waiting())])
-        sizes = tensor_state.storage_sizes(tensor for tensors in groups.values() for tensor in tensors)
-        return frozenset(sizes) | self._left.storages
+        return frozenset(tensor_state.storage_sizes(tensor for tensors in groups.values() for tensor in tensors))
 
     def _uncounted(self, counted: Collection[int]) -> Iterator[torch.Tensor]:
         """List tensors on the host that are not counted, one for each storage, and no small ones."""
@@ -295,10 +301,14 @@ class ResidentMemory:
             for state in optimizer.state.values():
                 yield from (v for v in tensor_state.leaves(state) if isinstance(v, torch.Tensor))
 
+    def _on_device(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        device = self.device
+        return (tensor for tensor in tensors if tensor.device == device)
+
     def _bytes_of(self, tensors: Iterable[torch.Tensor], seen: set[int] | None = None) -> int:
         """Add up storages on the planned device, each once and as its allocator rounds them, less those seen before."""
         device, seen = self.device, set[int]() if seen is None else seen
-        sizes = tensor_state.storage_sizes(t for t in tensors if t.device == device)
+        sizes = tensor_state.storage_sizes(self._on_device(tensors))
         fresh = {storage: size for storage, size in sizes.items() if storage not in seen}
         seen.update(fresh)
         return sum(allocated_bytes(size, device) for size in fresh.values())
@@ -321,59 +331,72 @@ def _sample(parameters: Sequence[torch.Tensor]) -> list[weakref.ref[torch.Tensor
 
 
 class LeftOutputs:
-    """Outputs of a step, and what it retained, still held when the next one begins, where the step was measured.
+    """What a step leaves to the next one: outputs still held, where the step was measured, and retained graphs.
 
     They stay, or those of the next step take their place.
+
+    Args:
+        find_retained: Finds the bytes of what was retained for another backward, by storage.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, find_retained: Callable[[], dict[int, int]] = dict) -> None:
+        self._find_retained = find_retained
         self._record: StepRecord | None = None
-        self._size_bytes = 0
+        self._outputs_bytes = self._retained_bytes = 0
         self._stay: bool | None = None  # beyond the next forward; None before that was seen
         self._returning: bool | None = None  # whether they go as that returns
+
+    @property
+    def _size_bytes(self) -> int:
+        return self._outputs_bytes + self._retained_bytes
 
     @property
     def are_known(self) -> bool:
         """Whether the step that ended last was measured."""
         return self._record is not None
 
-    def are_some(self, arguments: Sequence[torch.Tensor]) -> bool:
-        """Whether something still holds outputs, be it garbage, before a step with these arguments."""
-        return self._record is not None and self._record.left_bytes(arguments) > 0
+    def are_some(self, present: Collection[int]) -> bool:
+        """Whether something still holds outputs, be it garbage, beside the storages that are there before a step."""
+        return self._living_bytes(present) != (0, 0)
 
     @property
     def storages(self) -> set[int]:
         """Those that they lie on, and that live."""
+        return {*self._output_storages(), *self._find_retained()}
+
+    def _output_storages(self) -> set[int]:
         runs = self._record.runs if self._record is not None else ()
         return {storage for run in runs for lives, storage in run.outputs.values() if lives()}
 
-    @property
-    def are_retained(self) -> bool:
-        """Whether something is kept for another backward."""
-        return self._record is not None and self._record.is_retained
+    def _living_bytes(self, present: Collection[int]) -> tuple[int, int]:
+        """Return the bytes of outputs, and of retained graphs, that live beside some storages."""
+        outputs_bytes = self._record.left_bytes(present) if self._record is not None else 0
+        seen = {*present, *self._output_storages()}
+        return outputs_bytes, sum(size for storage, size in self._find_retained().items() if storage not in seen)
 
     def watch(self, record: StepRecord) -> None:
         """Let a record that begins see when they are released."""
-        if self._record is not None and self._size_bytes and not self.are_retained:
+        if self._record is not None and self._size_bytes and not self._retained_bytes:
             record.watch_left(self._record, self._size_bytes, is_stale=self._are_stale())
 
     def step_ended(self, record: StepRecord | None) -> None:
         """Learn of the step whose outputs may be left, None for one that was not recorded."""
         self._record = record if record is not None and record.is_measured else None
 
-    def add_to(self, resident: Resident, arguments: Sequence[torch.Tensor]) -> Resident:
-        """Count them with what exists before a step with these arguments; garbage was collected."""
-        self._look(arguments)
+    def add_to(self, resident: Resident, present: Collection[int]) -> Resident:
+        """Count them with what exists before a step, beside some storages; garbage was collected."""
+        self._look(present)
         if self._return():
             return replace(resident, left_bytes=self._size_bytes)
         if self._are_stale():
             return replace(resident, stale_bytes=resident.stale_bytes + self._size_bytes)
-        kinds = (*resident.kinds, ("outputs of the step before", self._size_bytes))
-        return replace(resident, size_bytes=resident.size_bytes + self._size_bytes, kinds=kinds)
+        kinds = [*resident.kinds, (LEFT, self._outputs_bytes)]
+        kinds += [(RETAINED, self._retained_bytes)] if self._retained_bytes else []
+        return replace(resident, size_bytes=resident.size_bytes + self._size_bytes, kinds=tuple(kinds))
 
-    def sort_out(self, resident: Resident, arguments: Sequence[torch.Tensor]) -> Resident:
-        """Take them for stale where they are, in a count of all that exists."""
-        self._look(arguments)
+    def sort_out(self, resident: Resident, present: Collection[int]) -> Resident:
+        """Take them for stale where they are, in a count of all that exists, beside some storages."""
+        self._look(present)
         gone = self._return() or self._are_stale()
         left_bytes = min(self._size_bytes, resident.size_bytes) if gone else 0
         resident = replace(resident, size_bytes=resident.size_bytes - left_bytes)
@@ -383,19 +406,20 @@ class LeftOutputs:
 
     def _return(self) -> bool:
         """Whether they go as the forward of the next step returns; not so what is retained."""
-        return bool(self._returning) and self._stay is False and not self.are_retained
+        return bool(self._returning) and self._stay is False and not self._retained_bytes
 
     def _are_stale(self) -> bool:
         """Whether the next step drops them before its backward: a retained graph goes with the loss there was."""
-        return self.are_retained if self._stay is None else not self._stay
+        return self._retained_bytes > 0 if self._stay is None else not self._stay
 
-    def _look(self, arguments: Sequence[torch.Tensor]) -> None:
+    def _look(self, present: Collection[int]) -> None:
+        outputs_bytes, self._retained_bytes = self._living_bytes(present)
         if self._record is not None:
-            self._size_bytes = self._record.left_bytes(arguments)
+            self._outputs_bytes = outputs_bytes
             if self._record.left_at_return is not None:
                 self._returning = self._returning is not False and self._record.left_at_return
 
     def backward_starts(self) -> None:
         """See whether they are held beyond the forward."""
-        if self._record is not None and self._size_bytes:
-            self._stay = self._record.left_bytes(()) > 0
+        if self._retained_bytes or (self._record is not None and self._outputs_bytes):
+            self._stay = self._living_bytes(()) != (0, 0)

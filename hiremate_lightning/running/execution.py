@@ -8,7 +8,7 @@ and its backward: steps under way finish with what they started with.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -43,13 +43,10 @@ class Conductor(Protocol):
     def forward_done(self, run: Any, outputs: Sequence[Any]) -> None:
         """Hear that the forward has run."""
 
-    def backward_starts(
-        self, run: Any, tangents: Sequence[Any], leaves: Leaves, is_kept: Callable[[], bool] | None
-    ) -> None:
+    def backward_starts(self, run: Any, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
         """Hear that the backward is about to run, and to which inputs its gradients belong.
 
-        Where it frees nothing of what was saved for it, since it will run again, `is_kept` tells whether that is still
-        there; None where it frees it.
+        Where it retains what was saved for it, it will run again.
         """
 
     def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
@@ -124,7 +121,7 @@ class Part:
         arguments.clear()
         keep, conductor = backward_pass.will_run_again(), self._listener()
         if conductor is not None:
-            conductor.backward_starts(saved.run, tangents, saved.leaves, saved.watch() if keep else None)
+            conductor.backward_starts(saved.run, tangents, saved.leaves, keep)
         totals = self._find_totals(saved.leaves)
         shared = carrying.shared_leaves(saved)
         sums = {position: own.total for position, own in sorted(shared.items()) if own.total is not None}
@@ -152,6 +149,10 @@ class Part:
     def waiting(self) -> list[Saved]:
         """List what its forwards saved whose backward has not run yet."""
         return [saved for saved in self._saved if saved.is_waiting]
+
+    def retained(self) -> list[Saved]:
+        """List what its forwards saved that stays for another backward, after one has run."""
+        return [saved for saved in self._saved if saved.is_retained]
 
     def _find_totals(self, leaves: Leaves) -> dict[int, torch.Tensor]:
         """Give the gradients that exist and to which the backward adds, by position."""
@@ -266,15 +267,10 @@ class Saved:
         """Whether no backward has run yet."""
         return self.values is not None and not self.has_run
 
-    def watch(self) -> Callable[[], bool]:
-        """Give a function that tells whether the values are still there."""
-        reference = weakref.ref(self)
-
-        def is_kept() -> bool:
-            saved = reference()
-            return saved is not None and saved.values is not None
-
-        return is_kept
+    @property
+    def is_retained(self) -> bool:
+        """Whether a backward has run, and left the values to another one."""
+        return self.values is not None and self.has_run
 
     def take(self, unread: Collection[int], keep: bool) -> tuple[list[Any], list[int]]:
         """Hand the values to a backward; they are gone afterwards unless another backward was announced.

@@ -63,6 +63,10 @@ class Parts:
         """List what forwards have saved whose backward has not run yet."""
         return [saved for part in list(self._numbers) for saved in part.waiting()]
 
+    def retained(self) -> list[Saved]:
+        """List what forwards have saved that stays for another backward, after one has run."""
+        return [saved for part in list(self._numbers) for saved in part.retained()]
+
     def add(self, captured: Captured, conductor: Conductor) -> Part:
         """Make a part of a captured graph."""
         part = Part(captured, conductor)

@@ -78,7 +78,7 @@ class Session:
         self._runs_of_update = 0  # forwards before the latest update
         self.stages = Stages(Reporter(options.verbose))
         self.parts = Parts(self.stages, options.cache_dir, self.kernels, self.say)
-        self._memory = ResidentMemory(root, self.parts.waiting)
+        self._memory = ResidentMemory(root, self.parts.waiting, self.parts.retained)
         self._watching = WatchPolicy()
         memory, stages = self._memory, self.stages
         self._planned = PlannedKinds(
@@ -309,13 +309,11 @@ class Session:
         if run is not None and self._record is not None:
             self._record.forward_done(run, outputs)
 
-    def backward_starts(
-        self, run: Run | None, tangents: Sequence[Any], leaves: Leaves, is_kept: Callable[[], bool] | None
-    ) -> None:
+    def backward_starts(self, run: Run | None, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
         """Note the start of a backward."""
         self._backward_starts()
         if run is not None and self._record is not None and run in self._record.runs:
-            self._record.backward_starts(run, tangents, leaves, is_kept)
+            self._record.backward_starts(run, tangents, leaves, retains)
 
     def _backward_starts(self) -> None:
         if not self._in_backward:
