@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.garbage import collecting_what_it_leaves
-from hiremate_lightning.sessions import backend, first_steps, session, watching
+from hiremate_lightning.sessions import backend, first_steps, steps, watching
 from hiremate_lightning.sessions.targets import targets_of
 
 from .exact import simple_loop, train_both
 
 WIDTH, LONG = 32, 200
+MEASURED = watching.Look(0.0, watching.Watch.MEASURE, None, is_timed=False, for_next=None)
 
 
 class Broken(nn.Module):
@@ -81,9 +82,9 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def peaks_of(model: nn.Module, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Train on, each step measured; give the peaks."""
     records = []
-    measure = session.StepRecord
-    monkeypatch.setattr(session, "StepRecord", lambda *a: (records.append(measure(*a)), records[-1])[1])
-    monkeypatch.setattr(watching.WatchPolicy, "step_begins", lambda *_: watching.Watch.MEASURE)
+    measure = steps.StepRecord
+    monkeypatch.setattr(steps, "StepRecord", lambda *a: (records.append(measure(*a)), records[-1])[1])
+    monkeypatch.setattr(watching.WatchPolicy, "step_begins", lambda *_: MEASURED)
     for length in lengths:
         step(model, length)
     targets_of(model).session.end_step()
@@ -119,10 +120,9 @@ def test_all_programs_of_a_step_are_of_one_plan(monkeypatch):
     budget = tight_budget()
     model = planned(budget, (LONG,) * 4)
     chosen = []
-    begin = first_steps.FirstSteps.begin
-    monkeypatch.setattr(first_steps.FirstSteps, "begin", lambda self, f: (chosen.append(f), begin(self, f))[1])
-    step(model, LONG)
-    step(model, LONG - 3)
+    for length in (LONG, LONG - 3):
+        step(model, length)
+        chosen += targets_of(model).session.steps.current.forwards
     assert len(chosen) == 8
     assert all(forward.is_planned for forward in chosen)
     for one, other in zip(chosen[:3], chosen[4:7], strict=True):

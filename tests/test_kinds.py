@@ -16,9 +16,7 @@ CRITIC, GENERATOR = (0,), (1, 2)
 
 
 def run(kinds, kind):
-    kinds.begin(0)
-    kinds.ran = list(kind)
-    kinds.end()
+    kinds.ended(kind, 0, is_by_plans=False)
 
 
 def alternating():
@@ -34,11 +32,9 @@ def alternating():
 
 def test_kinds_that_come_in_turns_are_foreseen_as_soon_as_both_are_planned():
     kinds = alternating()
-    kinds.begin(0)
-    assert kinds.likely() == GENERATOR
+    assert kinds.likely(kinds.foresee(0)) == GENERATOR
     run(kinds, GENERATOR)
-    kinds.begin(0)
-    assert kinds.likely() == CRITIC
+    assert kinds.likely(kinds.foresee(0)) == CRITIC
 
 
 def test_a_plan_that_is_made_anew_as_its_step_begins_leaves_the_order_of_kinds():
@@ -46,8 +42,7 @@ def test_a_plan_that_is_made_anew_as_its_step_begins_leaves_the_order_of_kinds()
     run(kinds, GENERATOR)
     kinds.install(CRITIC, {})
     run(kinds, CRITIC)
-    kinds.begin(0)
-    assert kinds.likely() == GENERATOR
+    assert kinds.likely(kinds.foresee(0)) == GENERATOR
 
 
 def test_a_cycle_of_kinds_is_foreseen_when_it_has_come_twice():
@@ -81,12 +76,10 @@ def test_an_order_is_certain_after_many_foreseen_steps():
 def test_a_certain_order_tells_confused_kinds_apart():
     kinds = alternating()
     kinds.confuse(CRITIC, GENERATOR)
-    kinds.begin(0)
-    assert kinds.all_likely() == {CRITIC, GENERATOR}
+    assert kinds.all_likely(kinds.foresee(0)) == {CRITIC, GENERATOR}
     for index in range(2 * CERTAIN):
         run(kinds, CRITIC if index % 2 else GENERATOR)
-    kinds.begin(0)
-    assert kinds.all_likely() == {GENERATOR}
+    assert kinds.all_likely(kinds.foresee(0)) == {GENERATOR}
 
 
 def train_in_turns(model, optimizers, index):

@@ -34,7 +34,7 @@ def record_of(step) -> tuple[StepRecord, list]:
     step(model)
     session = targets_of(model).session
     session.end_step()
-    return session._finished, session.parts.profiles
+    return session.steps.ended.record, session.parts.profiles
 
 
 def chained(model):
@@ -197,7 +197,7 @@ def test_what_other_code_does_before_the_first_forward_and_after_the_last_backwa
     model(torch.arange(ROWS)).square().mean().backward()
     session = targets_of(model).session
     session.end_step()
-    (call,), _ = describe(session._finished, session.parts.profiles)
+    (call,), _ = describe(session.steps.ended.record, session.parts.profiles)
     assert call.before_forward.held_bytes == SIZE  # what the embedding returns
     assert call.after_backward.peak_bytes >= 4 * SIZE  # its gradient
 
@@ -285,7 +285,7 @@ def test_outside_code_does_not_hold_what_the_next_part_consumes():
     model.decoder(model.encoder(batch())).square().mean().backward()
     session = targets_of(model).session
     session.end_step()
-    record = session._finished
+    record = session.steps.ended.record
     calls, _ = describe(record, session.parts.profiles)
     assert record.runs[0].alive == ()
     assert calls[0].after_forward.held_bytes == 0
@@ -345,7 +345,7 @@ def test_outputs_of_the_step_before_are_seen_released(holds):
     for _ in range(2):
         held = output if holds == "the outputs" else None
         output = called(model.encoder(batch()), made if holds == "a new tensor" else None)
-        record, loss = session._record, output.square().mean()
+        record, loss = session.steps.record, output.square().mean()
         del held
         loss.backward()
         session.end_step()

@@ -77,7 +77,7 @@ def ways(model: nn.Module, loop) -> list[str]:
     for step in range(len(LENGTHS)):
         loop(step)
         session = targets_of(model).session
-        is_twice = session.is_plain and session._unplanned._is_twice
+        is_twice = session.is_plain and session.steps.plain.is_twice
         captured = session.captured_count > before
         before = session.captured_count
         found.append("twice" if is_twice else "plain" if session.is_plain else "captured" if captured else "planned")

@@ -25,7 +25,7 @@ from hiremate_lightning.planning.solvers.decisions import decisions
 from hiremate_lightning.planning.solvers.model import Model
 from hiremate_lightning.planning.solvers.turn_point import segment_policies
 from hiremate_lightning.reporting.breakdown import advice_lines
-from hiremate_lightning.sessions import announcements, first_steps, session
+from hiremate_lightning.sessions import announcements, first_steps, steps
 from hiremate_lightning.sessions import planned as planning
 from hiremate_lightning.sessions.targets import targets_of
 from hiremate_lightning.torch_private import dynamo
@@ -334,8 +334,10 @@ def test_a_plan_is_measured_less_and_less_often_while_steps_of_other_sizes_come(
     model = warm_up(planned(), steps=4, rows=MANY)
     budget = get_plan(model).budget_bytes
     model, measured = planned(budget), []
-    measure = session.StepRecord
-    monkeypatch.setattr(session, "StepRecord", lambda *a: (measured.append(session_of(model)._steps), measure(*a))[1])
+    measure = steps.StepRecord
+    monkeypatch.setattr(
+        steps, "StepRecord", lambda *a: (measured.append(session_of(model).steps.count), measure(*a))[1]
+    )
     warm_up(model, steps=2, rows=MANY)
     for index in range(20):
         step(model, index, MANY - 2 - index)
@@ -353,8 +355,10 @@ def test_a_plan_is_measured_less_and_less_often_while_steps_of_other_sizes_come(
 
 def test_steps_of_a_whole_epoch_are_not_measured_to_meet_its_smaller_last_batch(monkeypatch):
     model, measured = warm_up(planned("90%"), steps=4), []
-    measure = session.StepRecord
-    monkeypatch.setattr(session, "StepRecord", lambda *a: (measured.append(session_of(model)._steps), measure(*a))[1])
+    measure = steps.StepRecord
+    monkeypatch.setattr(
+        steps, "StepRecord", lambda *a: (measured.append(session_of(model).steps.count), measure(*a))[1]
+    )
     for _ in range(2):  # the first one runs by the plan there is
         warm_up(model, steps=5)
         step(model, rows=ROWS - 8)
@@ -839,7 +843,7 @@ def test_what_was_retained_is_counted_and_not_watched_beside_that(retains):
     model = hiremate(nn.Sequential(nn.Linear(128, 128), nn.GELU()), "100%", verbose=False)
     for index in range(2):
         output = model(batch(index, rows=256, width=128)) * 2
-        record = session_of(model)._record
+        record = session_of(model).steps.record
         output.sum().backward(retain_graph=retains)
 
     assert len(record._unwatch) == 1  # the product
@@ -864,6 +868,16 @@ def test_training_goes_on_after_a_second_backward_failed():
 
     found, expected = run_both(act)
     assert_same(found, expected)
+
+
+def test_a_late_second_backward_does_not_cut_the_next_step_short():
+    model = warm_up(planned(), steps=3)
+    session, output = session_of(model), model(batch())
+    output.sum().backward(retain_graph=True)
+    session.end_step()
+    output.sum().backward()
+    (model(batch(1)) * model(batch(2))).sum().backward()
+    assert session.steps.current.kind == (0, 0)
 
 
 def test_a_forward_without_a_backward_leaks_nothing():
@@ -1204,8 +1218,8 @@ def test_two_kinds_of_steps_in_turn_are_both_measured_and_then_left_alone():
         assert plan.measured.peak_bytes <= plan.budget_bytes
         assert plan.measured.step_ms > 0
     step(model, 20)
-    assert session._record is None
-    assert session._timed is None
+    assert session.steps.current.record is None
+    assert session.steps.current.timed is None
 
 
 def test_a_plan_says_what_its_resident_bytes_are():
@@ -1229,9 +1243,9 @@ def test_an_error_that_memory_has_run_out_says_what_was_planned(steps_before, mo
 
     if steps_before:
         session = session_of(model)
-        for kind, programs in session._kinds.programs.items():
+        for kind, programs in session._planned.kinds.programs.items():
             broken = {place: replace(p, backward=run_out(p)) for place, p in programs.items()}
-            monkeypatch.setitem(session._kinds.programs, kind, broken)
+            monkeypatch.setitem(session._planned.kinds.programs, kind, broken)
     else:
         monkeypatch.setattr(TimedRun, "_run", lambda *arguments, **options: run_out(None)(arguments))
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:

@@ -44,11 +44,12 @@ class Training:
         expected = self._expect(likely, size_bytes, next(iter(foreseen), None))
         after = None if likely is None else self.order.follower(likely)
         following = self._expect(after, 0, after) if after in self.planned else None
-        watch = self.policy.step_begins(replace(expected, following=following))
+        look = self.policy.step_begins(replace(expected, following=following))
+        watch = look.watch
         extra_s = 0.0 if watch is Watch.NOTHING else self._extra_s
         self.clock.now_s += 1.0 + extra_s
         self.seconds.append((1.0, extra_s))
-        self.policy.step_ended(kind, self._learn(kind, watch))
+        self.policy.step_ended(look, kind, self._learn(kind, watch))
         self.order.note(kind, size_bytes)
         return watch
 
@@ -99,8 +100,8 @@ def worst_share(seconds: list[tuple[float, float]]) -> float:
 def test_each_step_has_its_reason_to_be_watched(expected, reason):
     policy = WatchPolicy(Clock())
     for _ in range(8):
-        policy.step_begins(Expected(KIND, KIND, SIZE, has_peak=True, has_time=True))
-        policy.step_ended(KIND)
+        look = policy.step_begins(Expected(KIND, KIND, SIZE, has_peak=True, has_time=True))
+        policy.step_ended(look, KIND)
     policy.missed(OTHER)
     assert policy.reason(expected) is reason
     assert policy.reason(expected) is reason, "a query changes nothing"
@@ -168,20 +169,18 @@ def test_a_dear_look_waits_until_it_is_one_percent_of_the_time():
 
 def test_what_failed_is_not_counted():
     policy = WatchPolicy(Clock())
-    policy.step_begins(Expected(None, None, SIZE))
-    policy.forget_step()
-    policy.step_ended(KIND, Saw.PEAK)
+    policy.step_begins(Expected(None, None, SIZE))  # and does not end
     policy.settle()
     assert policy.decide(Expected(None, None, SIZE)) is Watch.MEASURE
 
 
 def test_a_state_with_a_higher_predicted_peak_is_measured_at_its_third_step():
     policy = WatchPolicy(lambda: 0.0)
-    policy.step_begins(Expected(KIND, KIND, SIZE))
-    policy.step_ended(KIND, Saw.PEAK)
+    policy.step_ended(policy.step_begins(Expected(KIND, KIND, SIZE)), KIND, Saw.PEAK)
     higher = Expected(KIND, KIND, SIZE, has_peak=True, has_time=True, is_higher=True)
     found = []
     for _ in range(3):
-        found.append(policy.step_begins(higher))
-        policy.step_ended(KIND)
+        look = policy.step_begins(higher)
+        found.append(look.watch)
+        policy.step_ended(look, KIND)
     assert found == [Watch.NOTHING, Watch.NOTHING, Watch.MEASURE]

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from hiremate_lightning import Plan
-from hiremate_lightning.measuring.profiling import TimedRun
 from hiremate_lightning.sessions.targets import targets_of
 
 MOST_OPERATIONS = 30
@@ -45,10 +44,13 @@ def operations(module: nn.Module, step: Callable[[], Any]) -> list[dict[str, Any
     assert known is not None, "the module is planned"
     session = known.session
     session.end_step(at_once=False)  # what is asked for the next step holds from here
-    timed = session._timed = TimedRun(next(module.parameters()).device)
+    session.steps.time_next()
     step()
-    plan = session.plan
+    plan, timed_step = session.plan, session.steps.current or session.steps.ended
     assert plan is not None
+    assert timed_step is not None, "it has just run"
+    timed = timed_step.timed
+    assert timed is not None, "it was asked for"
     rows: dict[str, dict[str, Any]] = {}
     for node, predicted_ms in zip(plan.graph.nodes, plan.profile.time_ms, strict=True):
         samples = timed.samples.get(node.key, [])

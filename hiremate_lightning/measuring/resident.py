@@ -168,19 +168,20 @@ class ResidentMemory:
         return found
 
     def has_grown(self) -> bool:
-        """Whether there is state of an optimizer, or gradients, that there never was when a step began."""
-        if all(sample() is None for sample in self._samples):  # fully_shard() has put others in their place
-            self._samples = _sample(self._parameters())
+        """Whether there is state of an optimizer, or gradients, that there never was when a step was counted."""
+        return any(now > before for now, before in zip(self._held(), self._most, strict=True))
+
+    def _held(self) -> tuple[int, int]:
+        """Count optimizers' states, and gradients of the samples."""
         states = sum(len(optimizer.state) for optimizer in self._optimizers)
-        gradients = sum(p.grad is not None for p in (seen() for seen in self._samples) if p is not None)
-        most = (max(states, self._most[0]), max(gradients, self._most[1]))
-        has_grown, self._most = most != self._most, most
-        return has_grown
+        return states, sum(p.grad is not None for p in (seen() for seen in self._samples) if p is not None)
 
     def step_begins(self, arguments: Sequence[torch.Tensor]) -> None:
         """Learn that a step begins, and with what."""
         if arguments:
             self._inputs_on = arguments[0].device
+        if all(sample() is None for sample in self._samples):  # fully_shard() has put others in their place
+            self._samples = _sample(self._parameters())
         self._uncollected_steps += 1
 
     def collect_garbage(self, steps: int = 1) -> None:
@@ -207,6 +208,8 @@ class ResidentMemory:
         """Count what exists before a step that begins now, outputs of the one before included."""
         if self._left.are_some(self._present(arguments)):
             self.collect_garbage()
+        states, gradients = self._held()
+        self._most = max(states, self._most[0]), max(gradients, self._most[1])
         resident, present = self.count(arguments), self._present(arguments)
         is_counted = self.device.type == "cuda"  # there all that is allocated is
         return self._left.sort_out(resident, present) if is_counted else self._left.add_to(resident, present)

@@ -9,6 +9,7 @@ from ..records.costs import Profile
 from ..running.execution import Part
 from ..running.program import Program
 from ..torch_private import runtime
+from .current_step import CurrentStep, Forward
 from .first_steps import Given
 from .parts import Parts
 from .planned import PlannedKinds
@@ -22,7 +23,7 @@ class ProgramChoice:
         planned: The plans.
         parts: The captured graphs.
         resident: Counts what existed when the step under way began.
-        spare_bytes: Tells the bytes that a first step may take beyond the budget.
+        spare_bytes: Returns the bytes that a first step may take beyond the budget.
     """
 
     def __init__(
@@ -35,41 +36,19 @@ class ProgramChoice:
     ) -> None:
         self._name, self._planned, self._parts = name, planned, parts
         self._resident, self._spare_bytes = resident, spare_bytes
-        self._kinds, self._first_steps = planned.kinds, planned.first_steps
+        self._first_steps = planned.first_steps
 
-    def choose(self, part: Part, number: int, profile: Profile) -> tuple[Program, bool]:
-        """Choose the program of a part that begins.
-
-        Args:
-            part: The part.
-            number: Its number.
-            profile: Costs of its operations.
-
-        Returns:
-            The program, and whether that is by a plan, be it of another step.
-        """
-        planned = self._kinds.choose(number) or self._kept(part) or self._taken_over(part, profile)
-        return planned or self._least(part, profile), planned is not None
-
-    def foresee(self, part: Part) -> Program:
-        """Find the program that a part would run by now; the step under way does not notice."""
+    def choose(self, step: CurrentStep, part: Part) -> Forward:
+        """Choose the program of a part that is about to run in the step under way; nothing is noted in the step."""
         number, profile = self._parts.prepare(part)
-        with self._kinds.trying():
-            return self.choose(part, number, profile)[0]
-
-    def _kept(self, part: Part) -> Program | None:
-        """Return the program that computes nothing again, for a forward without a backward in its step.
-
-        That is where plain training would fit too, all that such forwards save counted; else None.
-        """
-        if not self._kinds.is_without_backward or not self._planned.has_room_for_waiting():
-            return None
-        return self._first_steps.kept(part)
-
-    def _taken_over(self, part: Part, profile: Profile) -> Program | None:
-        """Return the program of a part by a plan for other sizes, None where there is none that fits."""
-        given = Given(self._resident, self._planned.foreseen, self._planned.budget_bytes)
-        return self._first_steps.take_over(part, profile, tuple(self._kinds.ran), given)
+        kind, program = self._planned.kinds.choose((*step.kind, number), step.expected)
+        if program is None and kind is not None and self._planned.has_room_for_waiting():
+            program = self._first_steps.kept(part)  # the forward has no backward in its step
+        if program is None:
+            given = Given(self._resident, self._planned.foreseen, self._planned.budget_bytes)
+            program = self._first_steps.take_over(step, part, number, profile, given)
+        is_planned = program is not None
+        return Forward(number, part.captured, profile, program or self._least(part, profile), kind, is_planned)
 
     def _least(self, part: Part, profile: Profile) -> Program:
         """Return the program of least memory of a part.

@@ -22,13 +22,13 @@ from ..reporting.report import Stages
 from ..running.execution import Part
 from ..running.program import Program, build
 from ..units import Budget
+from .current_step import CurrentStep, Followed, Planned
 from .kinds import Kind, Known
 
 REMEMBERED = 8  # searches, whose result may serve at another size
 KEPT = 64  # decisions for a part, by what ran before it in its step
 TRACING_BYTES = 2**14  # that tracing takes for itself: states of the random generator, three deep
 BudgetOf = Callable[[Step, Resident], int]  # of a step, with what exists before it
-Planned = tuple[Known, Decisions]  # a step, and what was decided for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,52 +46,11 @@ class Given:
     budget_of: BudgetOf
 
 
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """A forward of the step under way.
-
-    Attributes:
-        captured: What runs.
-        profile: Its costs.
-        program: The program that runs it.
-        is_planned: Whether that is by a plan, be it of another step.
-    """
-
-    captured: Captured
-    profile: Profile
-    program: Program
-    is_planned: bool
-
-    @property
-    def left_bytes(self) -> int:
-        """Bytes of its outputs and of what it saves for its backward."""
-        graph = self.captured.graph
-        storages = {graph.tensors[t].storage for t in (*graph.outputs, *self.program.schedule.saved)} - {None}
-        return sum(graph.sizes[s] for s in storages if s is not None and not graph.storages[s].kind.is_resident)
-
-
-@dataclass(frozen=True, slots=True)
-class Followed:
-    """What was taken over for the rest of a step.
-
-    Attributes:
-        known: The step that it was planned for, at least as large.
-        decisions: For each call.
-    """
-
-    known: Known
-    decisions: tuple[Decisions, ...]
-
-
 class FirstSteps:
     """The programs of steps that have no plan.
 
     Args:
         stages: Shows solving, and adds up its seconds.
-
-    Attributes:
-        foreseen: A known step of the code that the step under way runs, and the bytes that the latter would add with
-            nothing recomputed; None while that is not known.
     """
 
     def __init__(self, stages: Stages) -> None:
@@ -102,17 +61,11 @@ class FirstSteps:
         self._taken_over: weakref.WeakKeyDictionary[Part, dict[Kind, Decisions | None]] = weakref.WeakKeyDictionary()
         self._programs: weakref.WeakKeyDictionary[Part, dict[Decisions, Program]] = weakref.WeakKeyDictionary()
         self._most_bytes = 0  # that were resident
-        self._begun: list[Begun] = []
-        self._alike: list[Planned] = []  # steps that are the same code as the one under way so far
-        self._compared = 0  # how many of its forwards were compared with theirs
-        self._followed: Followed | None = None
-        self.foreseen: tuple[Known, int] | None = None
 
     def forget_plans(self) -> None:
         """Decide anew what to take over: there is another plan, or more is resident."""
         self._taken_over.clear()
         self._programs.clear()
-        self._followed = None
 
     def count(self, resident: Resident) -> None:
         """Learn of what exists before a step: where that is more than ever, what was taken over may not fit."""
@@ -127,23 +80,6 @@ class FirstSteps:
         self._taken_over.pop(part, None)
         self._programs.pop(part, None)
 
-    def begin(self, forward: Begun) -> None:
-        """Learn of a forward that runs, after its program was chosen."""
-        self._begun.append(forward)
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes that the forwards of the step under way have left: outputs, and what is saved for backwards."""
-        return sum(forward.left_bytes for forward in self._begun)
-
-    def end_step(self) -> bool:
-        """Learn that the step under way has ended; say whether all of it was by plans."""
-        is_planned = all(forward.is_planned for forward in self._begun)
-        self._begun.clear()
-        self._alike.clear()
-        self._compared, self._followed, self.foreseen = 0, None, None
-        return is_planned
-
     def kept(self, part: Part) -> Program:
         """Return the program of a part that computes nothing again."""
         program = self._kept.get(part)
@@ -151,96 +87,27 @@ class FirstSteps:
             program = self._kept[part] = _build(part.captured, keep_all(part.captured.graph))
         return program
 
-    def take_over(self, part: Part, profile: Profile, ran: Kind, given: Given) -> Program | None:
-        """Give the program of a part by a plan for the same step at other sizes; None where none fits.
+    def take_over(self, step: CurrentStep, part: Part, number: int, profile: Profile, given: Given) -> Program | None:
+        """Return the program of a part by a plan for the same step at other sizes; None where none fits.
 
         Args:
-            part: The part, about to run.
+            step: The step under way.
+            part: The part, about to run in it.
+            number: Its number.
             profile: Costs of its operations.
-            ran: Numbers of the captured graphs that have run in the step, this one included.
             given: What there is to decide by.
         """
-        found = self._taken_over.setdefault(part, {})
+        found, ran = self._taken_over.setdefault(part, {}), (*step.kind, number)
         if ran not in found:
             with self._stages.stage("solve_s", "solving"):
                 if len(found) == KEPT:
                     found.clear()
-                found[ran] = decisions = self._take_over(part.captured, profile, given)
+                found[ran] = decisions = _take_over(step, part.captured, profile, given)
                 programs = self._programs.setdefault(part, {})
                 if decisions is not None and decisions not in programs:
                     programs[decisions] = _build(part.captured, decisions)
         decisions = found[ran]
         return None if decisions is None else self._programs[part][decisions]
-
-    def _take_over(self, captured: Captured, profile: Profile, given: Given) -> Decisions | None:
-        """Decide for the next forward of the step under way."""
-        place = len(self._begun)
-        self._compare(given)
-        self._alike = [(known, decided) for known, decided in self._alike if known.runs_at(place, captured)]
-        self._compared = place + 1
-        if not self._alike:
-            return None
-        first = self._alike[0][0]
-        if place not in first.places or not all(known.goes_on_as(first, place) for known, _ in self._alike):
-            return None  # nobody knows how the step goes on
-        call = first.places.index(place)
-        followed, is_last = self._followed, call + 1 == len(first.calls)  # all sizes are known then
-        if followed is None or is_last or not is_no_larger(captured.graph, followed.known.captured[call].graph):
-            followed = self._followed = self._follow(captured, profile, call, given)
-        return None if followed is None else followed.decisions[call]
-
-    def _compare(self, given: Given) -> None:
-        """Find the planned steps that are the same code so far."""
-        if not self._compared:
-            self._alike = list(given.planned())
-        for place in range(self._compared, len(self._begun)):
-            captured = self._begun[place].captured
-            self._alike = [(known, decided) for known, decided in self._alike if known.runs_at(place, captured)]
-
-    def _follow(self, captured: Captured, profile: Profile, call: int, given: Given) -> Followed | None:
-        """Choose, of what was decided for steps of the same code, the fastest that fits; None where none does."""
-        begun = [self._begun[place] for place in self._alike[0][0].places[:call]]
-        calls = [*((forward.captured, forward.profile) for forward in begun), (captured, profile)]
-        resident = given.resident()
-        known = self._foresee(calls, resident)
-        if known is None:
-            return None
-        step = known.merge()
-        margin_bytes = max(known.margin_bytes for known, _ in self._alike)
-        traced_bytes = TRACING_BYTES if len(known.calls) > 1 else 0  # graphs are traced while values of others live
-        budget_bytes = given.budget_of(step, resident) - resident.size_bytes - margin_bytes - traced_bytes
-        before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]
-        decided = dict.fromkeys([keep_all(step.graph), *(decisions for _, decisions in self._alike)])
-        candidates = [step.join([*before, *step.split(decisions)[call:]]) for decisions in decided]
-        decisions = fastest_that_fits(step, budget_bytes, candidates)
-        if call + 1 == len(known.calls):
-            self.foreseen = self._alike[0][0], unplanned(step).peak_bytes + margin_bytes
-        return None if decisions is None else Followed(known, step.split(decisions))
-
-    def _foresee(self, calls: Sequence[tuple[Captured, Profile]], resident: Resident) -> Known | None:
-        """Foresee the step under way: what is still to come as in the smallest known step that is not smaller so far.
-
-        Args:
-            calls: What has run of it, and is about to run, with the costs.
-            resident: What exists before it.
-
-        Returns:
-            The step; None where it is larger than all that is known: what is still to come may be larger too.
-        """
-        codes = [own for own, _ in calls]
-
-        @functools.cache
-        def as_run(index: int, missing: frozenset[int]) -> tuple[Graph, Profile]:
-            own, costs = calls[index]
-            return without_missing(own, missing, costs)
-
-        steps, count = [known for known, _ in self._alike], len(calls)
-        if count < len(steps[0].calls):
-            steps = [known for known in steps if known.is_no_smaller(codes)]
-            least_bytes = min((known.bytes_from(count) for known in steps), default=0)
-            steps = [known for known in steps if known.bytes_from(count) == least_bytes]
-        foreseen = [step for known in steps if (step := known.at_sizes(codes, as_run, resident)) is not None]
-        return max(foreseen, key=lambda step: step.outside_bytes, default=None)
 
     def least(
         self,
@@ -283,6 +150,82 @@ class FirstSteps:
                 self._found.append(FirstSolution(step, least))
                 program = self._least[part] = _build(captured, step.split(least.recompute)[0])
         return program
+
+
+def _take_over(step: CurrentStep, captured: Captured, profile: Profile, given: Given) -> Decisions | None:
+    """Decide for the next forward of the step under way."""
+    place, seen = len(step.forwards), step.comparison
+    _compare(step, given)
+    seen.alike = [(known, decided) for known, decided in seen.alike if known.runs_at(place, captured)]
+    seen.compared = place + 1
+    if not seen.alike:
+        return None
+    first = seen.alike[0][0]
+    if place not in first.places or not all(known.goes_on_as(first, place) for known, _ in seen.alike):
+        return None  # nobody knows how the step goes on
+    call = first.places.index(place)
+    followed, is_last = seen.followed, call + 1 == len(first.calls)  # all sizes are known then
+    if followed is None or is_last or not is_no_larger(captured.graph, followed.known.captured[call].graph):
+        followed = seen.followed = _follow(step, captured, profile, call, given)
+    return None if followed is None else followed.decisions[call]
+
+
+def _compare(step: CurrentStep, given: Given) -> None:
+    """Find the planned steps that are the same code so far."""
+    seen = step.comparison
+    if not seen.compared:
+        seen.alike = list(given.planned())
+    for place in range(seen.compared, len(step.forwards)):
+        captured = step.forwards[place].captured
+        seen.alike = [(known, decided) for known, decided in seen.alike if known.runs_at(place, captured)]
+
+
+def _follow(step: CurrentStep, captured: Captured, profile: Profile, call: int, given: Given) -> Followed | None:
+    """Choose, of what was decided for steps of the same code, the fastest that fits; None where none does."""
+    alike = step.comparison.alike
+    begun = [step.forwards[place] for place in alike[0][0].places[:call]]
+    resident = given.resident()
+    known = _foresee(alike, [*((f.captured, f.profile) for f in begun), (captured, profile)], resident)
+    if known is None:
+        return None
+    whole = known.merge()
+    margin_bytes = max(known.margin_bytes for known, _ in alike)
+    traced_bytes = TRACING_BYTES if len(known.calls) > 1 else 0  # graphs are traced while values of others live
+    budget_bytes = given.budget_of(whole, resident) - resident.size_bytes - margin_bytes - traced_bytes
+    before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]
+    decided = dict.fromkeys([keep_all(whole.graph), *(decisions for _, decisions in alike)])
+    candidates = [whole.join([*before, *whole.split(decisions)[call:]]) for decisions in decided]
+    decisions = fastest_that_fits(whole, budget_bytes, candidates)
+    if call + 1 == len(known.calls):
+        step.comparison.foreseen = alike[0][0], unplanned(whole).peak_bytes + margin_bytes
+    return None if decisions is None else Followed(known, whole.split(decisions))
+
+
+def _foresee(alike: Sequence[Planned], calls: Sequence[tuple[Captured, Profile]], resident: Resident) -> Known | None:
+    """Foresee the step under way: what is still to come as in the smallest known step that is not smaller so far.
+
+    Args:
+        alike: The planned steps that run the same code so far.
+        calls: What has run of it, and is about to run, with the costs.
+        resident: What exists before it.
+
+    Returns:
+        The step; None where it is larger than all that is known: what is still to come may be larger too.
+    """
+    codes = [own for own, _ in calls]
+
+    @functools.cache
+    def as_run(index: int, missing: frozenset[int]) -> tuple[Graph, Profile]:
+        own, costs = calls[index]
+        return without_missing(own, missing, costs)
+
+    steps, count = [known for known, _ in alike], len(calls)
+    if count < len(steps[0].calls):
+        steps = [known for known in steps if known.is_no_smaller(codes)]
+        least_bytes = min((known.bytes_from(count) for known in steps), default=0)
+        steps = [known for known in steps if known.bytes_from(count) == least_bytes]
+    foreseen = [step for known in steps if (step := known.at_sizes(codes, as_run, resident)) is not None]
+    return max(foreseen, key=lambda step: step.outside_bytes, default=None)
 
 
 def _without_doubtful(captured: Captured, profile: Profile) -> tuple[Graph, Profile]:

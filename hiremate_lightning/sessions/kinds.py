@@ -8,8 +8,7 @@ told apart: what was measured in it says nothing about a plan.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..capturing.capture import Captured
@@ -185,124 +184,91 @@ class Order:
 
 
 class Kinds:
-    """The kinds of steps seen so far, and the step under way.
+    """The kinds of steps seen so far.
 
     Attributes:
         programs: Of each planned kind, the program for each place in its sequence of forwards.
         latest: The planned kind that ran last, None before there is one.
-        expected: The planned kind that the step under way is likely to be of, None where unknown.
-        ran: Numbers of the captured graphs that have run in this step.
         sights: How often each kind has run.
-        is_without_backward: Whether the graph chosen last has no backward in its step, as it is known.
         by_plans: Kinds that ran by plans throughout, be they of other kinds.
     """
 
     def __init__(self) -> None:
         self.programs: dict[Kind, Mapping[int, Program]] = {}
         self.latest: Kind | None = None
-        self.expected: Kind | None = None
-        self.ran: list[int] = []
-        self.is_without_backward = False
         self.sights: Counter[Kind] = Counter()
         self.by_plans: set[Kind] = set()
-        self._chosen: set[Kind | None] = set()  # whose programs ran in this step
         self._order = Order()
-        self._size_bytes = 0  # of what the step under way was called with
-        self._foreseen: list[Kind] = []  # the kinds that it may be of, the likeliest first
         self._confused: dict[Kind, frozenset[Kind]] = {}  # the kinds that were taken for each other, by kind
 
     def clear(self) -> None:
         """Forget all kinds, between two steps."""
-        self.latest = self.expected = None
-        self._order, self._foreseen = Order(), []
+        self.latest = None
+        self._order = Order()
         for known in (self.programs, self.sights, self.by_plans, self._confused):
             known.clear()
 
     def install(self, kind: Kind, programs: Mapping[int, Program]) -> None:
-        """Take the programs of a planned kind; a step under way has run, or begun with, those before.
-
-        One that is planned for the first time has just ended.
-        """
+        """Take the programs of a planned kind; one that is planned for the first time has just ended."""
         if kind not in self.programs:
             self.latest = kind
         self.programs[kind] = programs
-        if self.ran:
-            self._chosen.add(None)
 
-    def begin(self, size_bytes: int) -> None:
-        """Foresee the kind of the step that begins, with arguments of a size."""
-        self._size_bytes = size_bytes
-        self._foreseen = [*dict.fromkeys(self._order.foresee(size_bytes))]
+    def foresee(self, size_bytes: int) -> tuple[Kind, ...]:
+        """List the kinds that a step may be of whose arguments have a size, the likeliest first."""
+        return tuple(dict.fromkeys(self._order.foresee(size_bytes)))
 
-    @property
-    def foreseen(self) -> Kind | None:
-        """The kind that the step under way is likely to be of, planned or not; None where nothing like it has come."""
-        return next(iter(self._foreseen), None)
+    def likely(self, foreseen: Iterable[Kind]) -> Kind | None:
+        """Return the planned kind that a step is likely to be of; None where nothing has a plan."""
+        return next((kind for kind in foreseen if kind in self.programs), self.latest)
 
-    def likely(self) -> Kind | None:
-        """Return the planned kind that the step under way is likely to be of; None where nothing has a plan."""
-        return next((kind for kind in self._foreseen if kind in self.programs), self.latest)
-
-    def following(self) -> Kind | None:
+    def following(self, foreseen: Iterable[Kind]) -> Kind | None:
         """Return the planned kind that is likely to come after the step that begins; None where none is."""
-        likely = self.likely()
+        likely = self.likely(foreseen)
         kind = None if likely is None else self._order.follower(likely)
         return kind if kind in self.programs else None
 
-    def all_likely(self) -> frozenset[Kind]:
-        """Return the kinds by whose plan the step that begins may run: none before there is one."""
-        likely = self.likely()
-        if likely is None:
-            return frozenset()
-        return frozenset({likely}) if self._order.is_certain else self.alike(likely)
+    def all_likely(self, foreseen: Iterable[Kind]) -> frozenset[Kind]:
+        """Return the kinds by whose plan a step may run: none before there is one."""
+        likely = self.likely(foreseen)
+        return frozenset() if likely is None else self.taken_for(likely)
+
+    def taken_for(self, kind: Kind) -> frozenset[Kind]:
+        """Return the kinds by whose plans a step of a kind may begin, itself included."""
+        return frozenset({kind}) if self._order.is_certain else self._alike(kind)
 
     def confuse(self, one: Kind, other: Kind) -> None:
         """Learn that a step that began as one kind turned out another."""
-        group = self.alike(one) | self.alike(other)
+        group = self._alike(one) | self._alike(other)
         self._confused |= dict.fromkeys(group, group)
 
-    def alike(self, kind: Kind) -> frozenset[Kind]:
-        """Give the kinds that were confused with a kind, itself included."""
+    def _alike(self, kind: Kind) -> frozenset[Kind]:
+        """Return the kinds that were confused with a kind, itself included."""
         return self._confused.get(kind, frozenset({kind}))
 
-    def choose(self, number: int) -> Program | None:
-        """Choose the program of the graph that begins: of the expected kind, else of one that began like this step."""
-        self.ran.append(number)
-        ran, place = tuple(self.ran), len(self.ran) - 1
-        candidates = (self.expected, *reversed(self.programs))
-        kind = next((k for k in candidates if k in self.programs and k[: place + 1] == ran), None)
-        self._chosen.add(kind)
-        program = None if kind is None else self.programs[kind].get(place)
-        self.is_without_backward = kind is not None and program is None
-        return program
+    def choose(self, ran: Kind, expected: Kind | None) -> tuple[Kind | None, Program | None]:
+        """Choose the program of the graph that begins: of the expected kind, else of one that began like the step.
 
-    @contextmanager
-    def trying(self) -> Iterator[None]:
-        """Forget afterwards what is chosen meanwhile."""
-        found = list(self.ran), set(self._chosen), self.is_without_backward
-        try:
-            yield
-        finally:
-            self.ran, self._chosen, self.is_without_backward = found
+        Args:
+            ran: The numbers of the captured graphs of the step, that of this one last.
+            expected: The kind by whose plan the step begins, None for none.
 
-    def end(self) -> tuple[Kind, bool]:
-        """End the step; give its kind, and whether only programs of that kind, or of kinds alike, ran in it."""
-        kind = tuple(self.ran)
+        Returns:
+            The kind, None where no planned one begins so; and the program, None where the graph has no backward.
+        """
+        candidates = (expected, *reversed(self.programs))
+        kind = next((k for k in candidates if k in self.programs and k[: len(ran)] == ran), None)
+        return kind, None if kind is None else self.programs[kind].get(len(ran) - 1)
+
+    def ended(self, kind: Kind, size_bytes: int, is_by_plans: bool) -> None:
+        """Learn of a step that ran captured, what its arguments took, and whether it ran by plans throughout."""
         self.sights[kind] += 1
-        own = frozenset({kind}) if self._order.is_certain else self.alike(kind)
-        is_own = bool(self._chosen) and self._chosen <= own
-        self._order.note(kind, self._size_bytes)
+        self.note(kind, size_bytes)
         if kind in self.programs:
             self.latest = kind
-        self.forget()
-        return kind, is_own
+        if is_by_plans:
+            self.by_plans.add(kind)
 
-    def end_plain(self, kind: Kind | None) -> None:
-        """End a step that ran without its plan; its kind is None where that is not known."""
-        if kind is not None:
-            self._order.note(kind, self._size_bytes)
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget the step under way."""
-        self.ran, self._chosen = [], set()
+    def note(self, kind: Kind, size_bytes: int) -> None:
+        """Learn in which order kinds come, from a step that has ended."""
+        self._order.note(kind, size_bytes)

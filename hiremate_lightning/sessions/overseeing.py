@@ -42,7 +42,7 @@ class _OptimizerListener:
         if session is not None:
             session.optimizer_stepped(optimizer)
             if self._runs.get(optimizer) == session.runs and _has_gradients_of(session.root, optimizer):
-                session.was_passed_by()
+                session.steps.was_passed_by()
                 if session not in announced:
                     session.say(f"{type(session.root).__name__} {UNPLANNED}")
             self._runs[optimizer] = session.runs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -34,7 +34,8 @@ from ..running.execution import Part
 from ..running.program import build
 from ..torch_private import runtime
 from ..units import Budget, format_bytes
-from .first_steps import FirstSteps, Planned
+from .current_step import Planned
+from .first_steps import FirstSteps
 from .kinds import CERTAIN, Kind, Kinds, Known
 from .limits import Limits
 from .parts import Parts
@@ -63,7 +64,7 @@ class PlannedKinds:
     Attributes:
         options: What was asked for; the budget may change.
         plans: The plans so far.
-        kinds: The kinds of steps, and the step under way.
+        kinds: The kinds of steps.
         first_steps: What steps run that have no plan of their own.
         listeners: Called with each plan when it is made, and again when it has been measured.
         shortage: Steps that do not fit the budget, while it is found out which budget they fit.
@@ -145,8 +146,13 @@ class PlannedKinds:
         for kind, plan in decided.items():
             self._take(kind, plan)
 
-    def meet(self, finished: StepRecord | None, resident: Resident) -> None:
+    def meet(self, finished: StepRecord | None, resident: Resident, foreseen: Collection[Kind]) -> None:
         """Plan the step that has ended, if any, and let plans meet what exists before the one that begins.
+
+        Args:
+            finished: The record of the step that has ended, None where it is not to be planned.
+            resident: What exists.
+            foreseen: The kinds that the step may be of, the likeliest first.
 
         Raises:
             InfeasibleBudgetError: If nothing fits the budget and all was seen that may need more; it names what is
@@ -157,7 +163,7 @@ class PlannedKinds:
             if finished is not None:
                 with collecting_what_it_leaves():
                     self.learn(finished, resident)
-            for kind in self.kinds.all_likely():
+            for kind in self.kinds.all_likely(foreseen):
                 self.adapt(kind, resident)
         except InfeasibleBudgetError as error:
             log.info("%s goes on, to find out what all of its steps need: %s", self.name, error)
@@ -438,13 +444,19 @@ class PlannedKinds:
         else:
             log.info("%s: planned again, with that margin", text)
 
-    def expect(self, size_bytes: int) -> Expected:
-        """Return what is known of the step that begins, called with arguments of a size."""
-        kind, following = self.kinds.likely(), self.kinds.following()
+    def expect(self, size_bytes: int, foreseen: Sequence[Kind]) -> Expected:
+        """Return what is known of the step that begins, called with arguments of a size.
+
+        Args:
+            size_bytes: That size.
+            foreseen: The kinds that it may be of, planned or not, the likeliest first.
+        """
+        kind, following = self.kinds.likely(foreseen), self.kinds.following(foreseen)
+        likeliest = next(iter(foreseen), None)
         if kind is None:
-            return Expected(None, self.kinds.foreseen, size_bytes)
+            return Expected(None, likeliest, size_bytes, is_on_host=self._memory.device.type == "cpu")
         next_one = None if following is None else self._expect(following, following, 0)
-        return replace(self._expect(kind, self.kinds.foreseen, size_bytes), following=next_one)
+        return replace(self._expect(kind, likeliest, size_bytes), following=next_one)
 
     def _expect(self, kind: Kind, foreseen: Kind | None, size_bytes: int) -> Expected:
         """Return what is known of a step of a planned kind."""
@@ -467,9 +479,9 @@ class PlannedKinds:
                 f"kind that needs most, until {CERTAIN} steps in a row have come as foreseen."
             )
 
-    def any_is_unfit(self) -> bool:
-        """Whether the step that begins may run by a plan that counts on gradients to die which do not."""
-        return not self._unfit.isdisjoint(self.kinds.all_likely())
+    def any_is_unfit(self, foreseen: Collection[Kind]) -> bool:
+        """Whether a step of these kinds may run by a plan that counts on gradients to die which do not."""
+        return not self._unfit.isdisjoint(self.kinds.all_likely(foreseen))
 
     def update(self, kind: Kind, **measured: Any) -> None:
         """Note on the plan of a kind of step what was measured."""

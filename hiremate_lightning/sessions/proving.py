@@ -111,6 +111,7 @@ class Prover:
         say: Warns.
         foresee: Finds the program by which a part is about to run.
         resident: Counts what exists before the step under way.
+        left_bytes: Counts what its forwards have left.
         traced: Called before a proof: the capture has ended.
         ran: Called when code runs as it was written since it was refused.
     """
@@ -123,11 +124,13 @@ class Prover:
         say: Callable[[str], None],
         foresee: Callable[[Part], Program],
         resident: Callable[[], Resident],
+        left_bytes: Callable[[], int],
         traced: ExitStack,
         ran: Callable[[], None],
     ) -> None:
         self._planned, self._parts, self._stages, self._say = planned, parts, stages, say
-        self._foresee, self._resident, self._traced, self._ran = foresee, resident, traced, ran
+        self._foresee, self._resident, self._left_bytes = foresee, resident, left_bytes
+        self._traced, self._ran = traced, ran
         self._proofs: weakref.WeakSet[Proof] = weakref.WeakSet()
         planned.proved, planned.rounded = self.words, self.rounded
 
@@ -258,7 +261,7 @@ class Prover:
         plan = self._planned.latest
         if plan is not None:
             budget_bytes = max(budget_bytes, plan.budget_bytes)
-        live_bytes = resident.size_bytes + self._planned.first_steps.live_bytes
+        live_bytes = resident.size_bytes + self._left_bytes()
         if device.type == "cuda":
             live_bytes = max(live_bytes, torch.cuda.memory_allocated(device))
         return min(budget_bytes - live_bytes, free_bytes(device))

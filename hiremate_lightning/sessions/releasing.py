@@ -8,9 +8,11 @@ same numbers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
+
+from .kinds import Kind
 
 SETTLED_STEPS = 8  # of a kind that ran by its plan before plain steps are tried
 SAMPLES = 6  # steps of each way that are timed
@@ -32,6 +34,21 @@ class _Trial:
     is_released: bool | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """A step whose time is taken, to the beginning of the next one.
+
+    Attributes:
+        began_at: When it began, in seconds.
+        kind: Its kind.
+        is_plain: Whether it runs without its plan.
+    """
+
+    began_at: float
+    kind: Kind
+    is_plain: bool
+
+
 class Releases:
     """Times kinds of steps with and without their plans, and decides which are given back.
 
@@ -41,44 +58,40 @@ class Releases:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._trials: dict[Hashable, _Trial] = {}
-        self._current: tuple[float, Hashable, bool] | None = None  # when a step began, its kind, if plain
+        self._trials: dict[Kind, _Trial] = {}
 
-    def runs_plain(self, kind: Hashable) -> bool:
+    def runs_plain(self, kind: Kind) -> bool:
         """Whether the next step of a kind, whose plan recomputes nothing and which fits plainly, is to run plain."""
         trial = self._trials.get(kind, _Trial())
         if trial.is_released is not None:
             return trial.is_released
         return trial.settled >= SETTLED_STEPS and len(trial.seconds[False]) > len(trial.seconds[True])
 
-    def step_begins(self, kind: Hashable, is_plain: bool, is_watched: bool) -> None:
-        """Learn that a step begins; what is watched is not timed."""
+    def step_begins(self, kind: Kind, is_plain: bool, is_watched: bool) -> Timing | None:
+        """Learn that a step begins; what is watched is not timed.
+
+        Returns:
+            What `next_begins` is to be given if the step does not fail; None where it is not timed.
+        """
         trial = self._trials.setdefault(kind, _Trial())
         trial.settled += not is_plain and not is_watched
         is_timed = trial.is_released is None and trial.settled >= SETTLED_STEPS and not is_watched
-        self._current = (self._clock(), kind, is_plain) if is_timed else None
+        return Timing(self._clock(), kind, is_plain) if is_timed else None
 
-    def next_begins(self) -> tuple[Hashable, float] | None:
-        """Learn that the step after the latest one begins.
+    def next_begins(self, timing: Timing) -> float | None:
+        """Learn that the step after one that was timed begins.
 
         Returns:
-            A kind that is given back from now on, and the time of its plan over that without it; else None.
+            The time of the plan over that without it, where the kind is given back from now on; else None.
         """
-        if self._current is None:
-            return None
-        began_at, kind, is_plain = self._current
-        self._current, trial = None, self._trials[kind]
-        trial.seconds[is_plain].append(self._clock() - began_at)
+        trial = self._trials[timing.kind]
+        trial.seconds[timing.is_plain].append(self._clock() - timing.began_at)
         if min(map(len, trial.seconds.values())) < SAMPLES:
             return None
         ratio = median(trial.seconds[False]) / median(trial.seconds[True])
         trial.is_released = ratio > CLEARLY_SLOWER
-        return (kind, ratio) if trial.is_released else None
+        return ratio if trial.is_released else None
 
-    def keep(self, kind: Hashable) -> None:
+    def keep(self, kind: Kind) -> None:
         """Learn that a kind takes more than its budget without its plan."""
         self._trials.setdefault(kind, _Trial()).is_released = False
-
-    def forget_step(self) -> None:
-        """Forget the step under way, which has failed."""
-        self._current = None

@@ -22,12 +22,11 @@ from torch import nn
 
 from ..capturing.capture import Captured
 from ..errors import CaptureError
-from ..measuring.profiling import TimedRun
 from ..measuring.recording import Run, StepRecord
-from ..measuring.resident import LITTERED_STEPS, WATCHED_STEPS, Resident, ResidentMemory
+from ..measuring.resident import ResidentMemory
 from ..memory.free_memory import free_bytes
 from ..options import SessionOptions
-from ..out_of_memory import InfeasibleBudgetError, explain
+from ..out_of_memory import explain
 from ..planning.plan import Plan, describe_peak
 from ..planning.solvers import worker
 from ..reporting.report import Reporter, Stages
@@ -36,21 +35,21 @@ from ..rewriting.joint import updates_under_checkpoint
 from ..running.accumulation import Leaves
 from ..running.execution import Part
 from ..running.program import Program
-from ..torch_private import backward_pass, dynamo, tensor_state
+from ..torch_private import backward_pass, dynamo
 from ..units import Budget
 from .announcements import Announcements
 from .backend import planning_backend
 from .choosing import ProgramChoice
+from .current_step import CurrentStep
 from .eager_paths import eager_paths
-from .first_steps import Begun
 from .kinds import Kind
 from .parts import Parts
 from .plain_steps import Call
 from .planned import PlannedKinds
 from .proving import Proof, Prover
-from .small_parts import SmallParts
+from .steps import Steps, tensors_among
 from .unplanned import UnplannedSteps
-from .watching import Saw, Watch, WatchPolicy
+from .watching import WatchPolicy
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -66,6 +65,7 @@ class Session:
         kernels: Where fused operations are kept, None where nothing is fused.
         stages: Shows the stages of planning, and counts their time.
         parts: The captured graphs.
+        steps: The step under way, and the one before it.
         prover: Proves them as they first run.
     """
 
@@ -79,26 +79,18 @@ class Session:
         self.stages = Stages(Reporter(options.verbose))
         self.parts = Parts(self.stages, options.cache_dir, self.kernels, self.say)
         self._memory = ResidentMemory(root, self.parts.waiting, self.parts.retained)
-        self._watching = WatchPolicy()
-        memory, stages = self._memory, self.stages
+        memory, stages, watching = self._memory, self.stages, WatchPolicy()
         self._planned = PlannedKinds(
-            options, self._name, memory, self.parts, stages, self._watching, self.say, self._announcements.say_over
+            options, self._name, memory, self.parts, stages, watching, self.say, self._announcements.say_over
         )
-        self._kinds, self._first_steps = self._planned.kinds, self._planned.first_steps
-        self._choice = ProgramChoice(self._name, self._planned, self.parts, self._resident, self._spare_bytes)
-        self._finished: StepRecord | None = None  # of a kind of step that is not planned yet
         self._unplanned = UnplannedSteps(
             root, self._planned, stages.reporter, self.say, is_allowed=self.kernels is None
         )
-        self._began_with: Resident | None = None  # when the step began, where that was counted
-        self._steps = 0
-        self._small_parts = SmallParts()
-        self._in_backward = False
-        self._has_begun = False
-        self._is_passed_by = False  # by steps that ran since the latest one
-        self._is_broken = False  # to be abandoned when the next one begins
-        self._record: StepRecord | None = None
-        self._timed: TimedRun | None = None
+        self.steps = Steps(
+            memory, self._planned, self._unplanned, watching, self._announcements, lambda: self.parts.count
+        )
+        resident = self.steps.resident
+        self._choice = ProgramChoice(self._name, self._planned, self.parts, resident, self._spare_bytes)
         self._tracing = ExitStack()
         self.ran_as_written = False
         self.prover = Prover(
@@ -106,8 +98,9 @@ class Session:
             self.parts,
             self.stages,
             self.say,
-            self._choice.foresee,
-            self._resident,
+            lambda part: self._choice.choose(self._current, part).program,
+            resident,
+            lambda: self._current.live_bytes,
             self._tracing,
             self._ran_as_written,
         )
@@ -146,17 +139,23 @@ class Session:
     @property
     def is_plain(self) -> bool:
         """Whether the step under way runs as the user wrote it, since that fits the budget at its sizes."""
-        return self._unplanned.bound_bytes is not None
+        return self.steps.plain is not None
 
     @property
     def is_released(self) -> bool:
         """Whether the step under way runs as the user wrote it, though its kind has a plan: that gains nothing."""
-        return self._unplanned.released is not None
+        return self.steps.plain is not None and self.steps.plain.released is not None
 
     @property
     def parameters_of_step(self) -> frozenset[int] | None:
         """Identities of the parameters that captured graphs have got in the step under way; None where not recorded."""
-        return None if self._record is None else frozenset(self._record.parameters)
+        record = self.steps.record
+        return None if record is None else frozenset(record.parameters)
+
+    @property
+    def _current(self) -> CurrentStep:
+        """The step under way; an empty one where there is none."""
+        return self.steps.current or CurrentStep()
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count an optimizer's state as resident."""
@@ -164,7 +163,7 @@ class Session:
 
     def expect_batch(self, batch: Any) -> None:
         """Count a batch in the next step, with what of it the planned modules do not receive."""
-        self._memory.batch = [t for t in tensor_state.leaves(batch) if isinstance(t, torch.Tensor)]
+        self._memory.batch = tensors_among(batch)
 
     def set_budget(self, budget: Budget) -> None:
         """Change the budget; steps already seen are planned anew, nothing is captured again.
@@ -173,31 +172,21 @@ class Session:
             InfeasibleBudgetError: If nothing fits it; then all is as it was.
         """
         self._planned.set_budget(budget)
+        self._current.plans_changed()
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Learn of an optimizer; what follows its step is no longer part of the training step."""
         is_own = self._memory.stepped(optimizer)
         if is_own and self.runs > self._runs_of_update:
             self.updates, self._runs_of_update = self.updates + 1, self.runs
-        if is_own and not backward_pass.is_running() and self._record is not None and self._record.backwards:
-            self._record.close()
-
-    def was_passed_by(self) -> None:
-        """Learn that a step ran without its plan: its gradients were made unseen, so are not seen freed in the next."""
-        self._is_passed_by = True
+        record = self.steps.record
+        if is_own and not backward_pass.is_running() and record is not None and record.backwards:
+            record.close()
 
     def abandon_step(self) -> None:
-        """Forget the step under way, after an exception."""
+        """Drop the step under way, after an exception."""
         self._tracing.close()
-        if self._record is not None:
-            self._record.close()
-        self._record, self._finished, self._timed = None, None, None
-        self._in_backward, self._began_with, self._memory.batch = False, None, []
-        self._unplanned.forget_step()
-        self._kinds.forget()
-        self._watching.forget_step()
-        self._first_steps.end_step()
-        self._has_begun = self._is_broken = False
+        self.steps.fail()
 
     # ---------------------------------------------------------------- capture
 
@@ -229,14 +218,15 @@ class Session:
             code: What asks.
             size_bytes: Of all its values at the largest size so far.
         """
-        if not self._kinds.ran:
+        if not self._current.forwards:
             return False
-        if self._small_parts.let_in(code, size_bytes, self._steps, self.plan):
+        small_parts, step = self.steps.small_parts, self.steps.count
+        if small_parts.let_in(code, size_bytes, step, self.plan):
             self.say(
                 f"Small parts of {self._name} have other sizes in each step: from now on they run without a plan, "
                 "which would take longer to make than it saves."
             )
-        return self._small_parts.may_run(code, size_bytes, self._steps)
+        return small_parts.may_run(code, size_bytes, step)
 
     def take_in(self, captured: Captured) -> Part:
         """Make a part of a captured graph."""
@@ -255,14 +245,14 @@ class Session:
         A call after a backward begins a new step. The first call is traced, and errors of torch.compile become ours.
         """
         is_inside = backward_pass.is_running()
-        if is_inside:  # what is measured can't be ended there: autograd would restore the profiler
-            self._is_broken = True
+        if is_inside:
+            self.steps.called_inside_backward()
             self.say(
                 f"{name} was called inside of a backward, as torch.utils.checkpoint around it does: such calls get no "
                 "plan. Call it without checkpoint: what is computed again is for the plan to decide."
             )
         else:
-            self.begin_step(arguments)
+            self.steps.called(arguments)
         if not self.parts.count:
             worker.warm_up()
             self._tracing.enter_context(self.stages.stage("capture_s", "tracing"))
@@ -273,7 +263,7 @@ class Session:
         try:
             with dynamo.capturing_for_plans(tell, sizes_vary=self.parts.count > 0), eager_paths():
                 yield
-            if self.ran_as_written and not self._kinds.ran and not is_inside:
+            if self.ran_as_written and not self._current.forwards and not is_inside:
                 self.abandon_step()  # none of its backwards would end it
         except dynamo.CompileError as error:
             if not is_inside:
@@ -296,34 +286,33 @@ class Session:
         """Choose the program of a forward."""
         self.runs += 1
         self._tracing.close()
-        number, profile = self.parts.prepare(part)
-        program, planned = self._choice.choose(part, number, profile)
-        self._first_steps.begin(Begun(part.captured, profile, program, planned))
-        if self._timed is not None:
-            program = self._timed.wrap(program)
-        run = None if self._record is None else self._record.begin(part, number, program, arguments)
-        return program, run
+        step = self._current
+        forward = self._choice.choose(step, part)
+        step.forwards.append(forward)
+        program = forward.program if step.timed is None else step.timed.wrap(forward.program)
+        return program, None if step.record is None else step.record.begin(part, forward.number, program, arguments)
 
     def forward_done(self, run: Run | None, outputs: Sequence[Any]) -> None:
         """Note the end of a forward."""
-        if run is not None and self._record is not None:
-            self._record.forward_done(run, outputs)
+        if run is not None and self.steps.record is not None:
+            self.steps.record.forward_done(run, outputs)
 
     def backward_starts(self, run: Run | None, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
         """Note the start of a backward."""
-        self._backward_starts()
-        if run is not None and self._record is not None and run in self._record.runs:
-            self._record.backward_starts(run, tangents, leaves, retains)
+        self.steps.backward_starts()
+        record = self._record_with(run)
+        if run is not None and record is not None:
+            record.backward_starts(run, tangents, leaves, retains)
 
-    def _backward_starts(self) -> None:
-        if not self._in_backward:
-            self._in_backward = True
-            self._memory.backward_starts(self._steps)
+    def _record_with(self, run: Run | None) -> StepRecord | None:
+        """Return the record of the step under way, where a run is of this step; else None."""
+        record = self.steps.record
+        return record if record is not None and run in record.runs else None
 
     def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
         """Learn of values that other code overwrites before the backward: nothing can be computed from them then."""
         part.captured = part.captured.reading_once(storages)
-        self._first_steps.forget_least(part)
+        self._planned.first_steps.forget_least(part)
 
     def must_return(self, part: Part, positions: Collection[int]) -> None:
         """Learn that gradients were handed to autograd beside those that exist, where a plan may count on adding."""
@@ -331,8 +320,9 @@ class Session:
 
     def backward_done(self, run: Run | None) -> None:
         """Note the end of a backward."""
-        if run is not None and self._record is not None and run in self._record.runs:
-            self._record.backward_done(run)
+        record = self._record_with(run)
+        if run is not None and record is not None:
+            record.backward_done(run)
 
     def ran_out(self, error: torch.OutOfMemoryError) -> None:
         """Note on an error what was planned and what is allocated."""
@@ -347,10 +337,6 @@ class Session:
         """Return the bytes that a first step may take beyond the budget: none where no plan may follow."""
         return free_bytes(self._memory.device) if self._planned.may_plan_more() else 0
 
-    def _resident(self) -> Resident:
-        """Give what existed when the step began; where that was not counted, what exists now."""
-        return self._began_with or self._memory.count(())
-
     # ---------------------------------------------------------------- steps
 
     def begin_call(self, name: str, arguments: Any) -> bool:
@@ -358,21 +344,27 @@ class Session:
 
         Inside of a backward, where a call is made again, it runs as it ran before.
         """
-        if backward_pass.is_running():
-            return self.is_plain
-        tensors = _tensors_among(arguments)
-        self._end_what_is_over()
-        if not self._has_begun:
-            self._begin_step(tensors, Call.of(name, tensors))
-        else:
-            self._unplanned.called(Call.of(name, tensors))
+        if not backward_pass.is_running():
+            self.steps.called(arguments, Call.of(name, tensors_among(arguments)))
         return self.is_plain
+
+    def begin_step(self, arguments: Any) -> None:
+        """Begin a step where a backward has ended the one before, or none is under way."""
+        self.steps.called(arguments)
+
+    def end_step(self, at_once: bool = True) -> None:
+        """End the step under way, and its measurement; what was learned is used when the next one begins.
+
+        Args:
+            at_once: Whether it has ended just now, or some time before the next one.
+        """
+        self.steps.end(at_once)
 
     @contextmanager
     def calling_plain(self) -> Iterator[None]:
-        """Surround a call that runs as the user wrote it: where that fails, the step is forgotten."""
+        """Surround a call that runs as the user wrote it: where that fails, the step is dropped."""
         try:
-            with self._unplanned.calling():
+            with self._unplanned.calling(self.steps.plain):
                 yield
         except BaseException:  # Ctrl-C too: the next step must not go on with half of this one
             if not backward_pass.is_running():
@@ -389,176 +381,15 @@ class Session:
             if session is not None:
                 session.plain_backward_starts()
 
-        nodes = {tensor.grad_fn for tensor in _tensors_among(result) if tensor.grad_fn is not None}
+        nodes = {tensor.grad_fn for tensor in tensors_among(result) if tensor.grad_fn is not None}
         for node in nodes:
             node.register_prehook(begins)
-        self._is_broken = self._is_broken or not nodes  # nothing shows where the step ends
+        if not nodes:
+            self._current.is_unseen = True  # nothing shows where the step ends
         return result
 
     def plain_backward_starts(self) -> None:
         """Note the start of a backward of a step that runs plain."""
-        self._backward_starts()
-        if self._record is not None:
-            self._record.plain_backward_starts()
-
-    def begin_step(self, arguments: Any) -> None:
-        """Begin a step where a backward has ended the one before, or none is under way."""
-        self._end_what_is_over()
-        if not self._has_begun:
-            self._begin_step(_tensors_among(arguments))
-
-    def _end_what_is_over(self) -> None:
-        if self._in_backward or self._is_broken:
-            self.end_step(at_once=False)
-
-    def _begin_step(self, arguments: list[torch.Tensor], *calls: Call) -> None:
-        if self._is_passed_by:
-            self._memory.step_ended(None)
-            self._is_passed_by = False
-        if self._small_parts.came_in(self._steps):
-            self._planned.leave(self._small_parts.size_bytes)
-            self._finished = None
-        self._steps += 1
-        self._has_begun = True
-        self._watching.settle()
-        self._memory.step_begins(arguments)
-        size_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in arguments)
-        self._kinds.begin(size_bytes)
-        if self._finished is not None:
-            self._memory.collect_garbage()
-        if self._watches_resident():
-            resident = self._began_with = self._memory.count_before_step(arguments)
-            self._first_steps.count(resident)
-            self._meet(resident)
-        settled, releases = self._unplanned.step_begins(*calls), self._unplanned.releases
-        if self.is_plain:
-            self._kinds.expected = None
-            if self._unplanned.is_to_be_measured:
-                self._record = self._begin_record(arguments)
-            if settled is not None:
-                releases.step_begins(settled, is_plain=True, is_watched=self._record is not None)
-            return
-        all_likely = self._kinds.all_likely()
-        self._kinds.expected = max(all_likely, key=lambda kind: self.plans[kind].unplanned_peak_bytes, default=None)
-        watch = self._watching.step_begins(self._planned.expect(size_bytes))
-        if watch is Watch.MEASURE:
-            self._record = self._begin_record(arguments)
-        has_profile = self._kinds.likely() is not None
-        if watch is Watch.TIME or (watch is Watch.MEASURE and not has_profile and self._memory.device.type == "cpu"):
-            self._timed = TimedRun(self._memory.device)  # a GPU's events would count how long it waits for the host
-        if settled is not None:
-            releases.step_begins(settled, is_plain=False, is_watched=watch is not Watch.NOTHING)
-
-    def _end_plain_step(self, at_once: bool) -> None:
-        record, released = self._record, self._unplanned.released
-        self._record, self._in_backward, self._began_with = None, False, None
-        self._kinds.end_plain(released)
-        self._memory.step_ended(record)
-        if record is not None:
-            record.close(at_once)
-        self._unplanned.step_ended(record)
-
-    def _meet(self, resident: Resident) -> None:
-        """Plan the step that has ended, and let plans meet what exists now.
-
-        Raises:
-            InfeasibleBudgetError: If nothing fits the budget; it says what could not be captured.
-        """
-        finished, self._finished = self._finished, None
-        try:
-            self._planned.meet(finished, resident)
-        except InfeasibleBudgetError as error:
-            if reasons := self._announcements.why_over():
-                explain(error, f"hiremate:{reasons}")
-            raise
-        if finished is not None and finished.signature not in self.plans:
-            self._watching.missed(finished.signature)
-        elif finished is not None:
-            self._unplanned.was_planned(finished.signature)
-
-    def _begin_record(self, arguments: list[torch.Tensor]) -> StepRecord:
-        """Begin to measure a step."""
-        self._memory.collect_garbage(LITTERED_STEPS)
-        resident = self._began_with = self._memory.count_before_step(arguments)
-        sees_frees = self._memory.sees_frees(resident)
-        sizes = (resident.size_bytes, resident.stale_bytes, resident.left_bytes)
-        record = StepRecord(self._memory.device, *sizes, sees_frees, self.root)
-        self._memory.watch_releases(record, arguments)
-        if not record.is_measured and not backward_pass.is_running():
-            self.say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
-        return record
-
-    def _watches_resident(self) -> bool:
-        """Whether to count resident bytes now: they settle within a few steps, and counting takes time."""
-        is_due = self._steps < WATCHED_STEPS or self._steps % 64 == 0 or self._memory.has_grown()
-        is_held = self._planned.shortage.is_held
-        return is_due or is_held or self._finished is not None or self._planned.any_is_unfit()
-
-    def end_step(self, at_once: bool = True) -> None:
-        """End the step under way, and its measurement; what was learned is used when the next one begins.
-
-        Args:
-            at_once: Whether it has ended just now, or some time before the next one.
-        """
-        if self._is_broken:
-            self.abandon_step()
-            return
-        self._has_begun = False
-        if at_once:
-            self._memory.batch = []
-        if self.is_plain:
-            self._end_plain_step(at_once)
-            return
-        if not self._kinds.ran and self._record is None:
-            return
-        is_usual = self._announcements.step_ended(self.parts.count)
-        kind, is_own = self._kinds.end()  # else programs of another kind ran in it, and its plan was not seen
-        self._unplanned.was_foreseen(kind, self._first_steps)
-        if self._first_steps.end_step():
-            self._kinds.by_plans.add(kind)
-        expected = self._kinds.expected
-        if not is_own and expected is not None and kind in self.plans and expected != kind:
-            self._planned.confused(expected, kind)
-        record, timed, resident = self._record, self._timed, self._began_with
-        self._record, self._timed = None, None
-        self._in_backward, self._began_with = False, None
-        self._memory.step_ended(record)
-        saw = Saw.NOTHING
-        if record is not None:
-            record.close(at_once)
-            saw = self._learn_from(record, timed, kind, resident if is_own else None)
-        elif timed is not None and is_own and self.plans[kind].measured.peak_bytes is not None:
-            self._planned.update(kind, step_ms=timed.total_ms, recompute_ms=timed.recompute_ms)
-        self._watching.step_ended(kind, saw, is_usual)
-        is_missed = kind not in self.plans and (record is None or not record.is_whole)
-        if is_missed and self._planned.gets_a_plan(kind):
-            self._watching.missed(kind)
-
-    def _learn_from(self, record: StepRecord, timed: TimedRun | None, kind: Kind, resident: Resident | None) -> Saw:
-        """Keep the record of a step that has ended to plan its kind, or compare its peak with that of its plan.
-
-        Args:
-            record: Of the step.
-            timed: Times of its operations, None where they were not taken.
-            kind: Its kind.
-            resident: What existed before it, None where it did not run by its plan.
-        """
-        if not record.is_whole:
-            return Saw.NOTHING
-        if kind not in self.plans:
-            if record.backwards:
-                record.timed = timed
-                self._finished = record if self._planned.gets_a_plan(kind) else None
-                self._unplanned.finished()
-                self._watching.found(kind)
-            return Saw.NOTHING
-        if resident is None or not record.is_measured:
-            return Saw.NOTHING
-        if record.peak_bytes is None:
-            return Saw.NO_FREES
-        self._planned.peak_measured(kind, record.peak_bytes, self._memory.as_seen(resident))
-        return Saw.PEAK
-
-
-def _tensors_among(values: Any) -> list[torch.Tensor]:
-    return [value for value in tensor_state.leaves(values) if isinstance(value, torch.Tensor)]
+        self.steps.backward_starts()
+        if self.steps.record is not None:
+            self.steps.record.plain_backward_starts()

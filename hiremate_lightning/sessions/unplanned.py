@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 
@@ -19,12 +19,12 @@ from ..measuring.recording import StepRecord
 from ..records.costs import step_time_ms
 from ..reporting.report import Reporter
 from ..units import format_bytes
-from .first_steps import FirstSteps
+from .current_step import CurrentStep, PlainRun
 from .kinds import Kind
 from .plain_peaks import PlainPeaks
 from .plain_steps import Call, PlainSteps
 from .planned import PlannedKinds
-from .releasing import Releases
+from .releasing import Releases, Timing
 from .repeated_blocks import RepeatedBlocks
 
 log = logging.getLogger("hiremate_lightning")
@@ -43,165 +43,153 @@ class UnplannedSteps:
 
     Attributes:
         releases: Times kinds of steps with and without their plans.
-        calls: What the calls of the step under way were given.
-        finished_calls: The same of the step that waits to be planned.
-        released: The kind of the step under way, which runs plain though it has a plan; None for no such step.
-        bound_bytes: What the step under way adds at most, as it runs plain; None for a step that does not.
     """
 
     def __init__(
         self, root: nn.Module, planned: PlannedKinds, reporter: Reporter, say: Callable[[str], None], is_allowed: bool
     ) -> None:
         self.releases = Releases()
-        self.calls: list[Call] = []
-        self.finished_calls: tuple[Call, ...] = ()
-        self.released: Kind | None = None
-        self.bound_bytes: float | None = None
         self._name, self._planned, self._reporter, self._say = type(root).__name__, planned, reporter, say
         self._is_allowed = is_allowed
         self._said = set[str]()
         self._peaks, self._blocks = PlainPeaks(planned), RepeatedBlocks(root)
-        self._is_twice = False  # whether the step under way calls the blocks twice
         self._sizes_vary = False  # whether any step ran plain since its sizes were not known
         self._plain, self._twice = PlainSteps(), PlainSteps()
         self._ran_twice = Counter[tuple[Call, ...]]()  # steps by what they were called with
 
-    def step_begins(self, *calls: Call) -> Kind | None:
-        """Decide about the step that begins with some calls.
+    def step_begins(self, step: CurrentStep) -> Kind | None:
+        """Decide whether a step that begins with some calls runs as the user wrote it.
 
         Returns:
             The kind of the step, where its plan gains nothing; else None.
         """
-        self._note_release()
-        self.calls = list(calls)
-        settled = self._settled_kind()
-        self.released = settled if settled is not None and self.releases.runs_plain(settled) else None
-        self._is_twice, self.bound_bytes = False, self._bound()
-        if self.bound_bytes is None and self.released is None:
-            self.bound_bytes = self._bound_twice()
-            self._is_twice = self.bound_bytes is not None
-            self._ran_twice[tuple(self.calls)] += self._is_twice
-        if self.bound_bytes is not None and self.released is None:
+        settled = self._settled_kind(step)
+        if settled is not None and self.releases.runs_plain(settled):
+            step.plain = self._released(step, settled)
+            return settled
+        step.plain = self._as_written(step) or self._with_blocks_twice(step)
+        if step.plain is not None:
+            self._ran_twice[tuple(step.calls)] += step.plain.is_twice
             self._sizes_vary = True
             self._note(
                 "Steps of other input sizes that fit the budget only with recomputation run without a plan, and "
                 f"compute {self._blocks.count} blocks of {self._name} twice, until their sizes have come often."
-                if self._is_twice
+                if step.plain.is_twice
                 else "Steps of other input sizes that fit the budget as they are run without a plan."
             )
         return settled
 
-    def called(self, call: Call) -> None:
+    def called(self, step: CurrentStep, call: Call) -> None:
         """Learn of a further call of the step under way: if it does not fit as it is, it is captured."""
-        self.calls.append(call)
-        if self.bound_bytes is not None:
-            self.bound_bytes = self._bound_twice() if self._is_twice else self._bound()
+        step.calls.append(call)
+        if step.plain is None:
+            return
+        if step.plain.is_twice:
+            step.plain = self._with_blocks_twice(step)
+        elif step.plain.released is not None:
+            step.plain = self._released(step, step.plain.released)
+        else:
+            step.plain = self._as_written(step)
 
     @contextmanager
-    def calling(self) -> Iterator[None]:
+    def calling(self, plain: PlainRun | None) -> Iterator[None]:
         """Surround a call of a step that runs plain."""
-        with self._blocks.twice() if self._is_twice else self._blocks.observed():
+        with self._blocks.twice() if plain is not None and plain.is_twice else self._blocks.observed():
             yield
 
-    @property
-    def is_to_be_measured(self) -> bool:
-        """Whether to measure the step that begins, which runs plain."""
-        return self.bound_bytes is not None and self._sizes.is_to_be_measured(self.bound_bytes)
+    def is_to_be_measured(self, plain: PlainRun) -> bool:
+        """Whether to measure a step that runs plain."""
+        return self._sizes(plain).is_to_be_measured(plain.bound_bytes)
 
-    @property
-    def _sizes(self) -> PlainSteps:
-        return self._twice if self._is_twice else self._plain
+    def _sizes(self, plain: PlainRun) -> PlainSteps:
+        return self._twice if plain.is_twice else self._plain
 
-    def step_ended(self, record: StepRecord | None) -> None:
-        """Learn from a step that ran plain, and was measured; None where it was not."""
-        released, bound_bytes = self.released, self.bound_bytes
-        self.released = self.bound_bytes = None
-        if record is None or bound_bytes is None:
-            return
+    def measured(self, plain: PlainRun, record: StepRecord) -> None:
+        """Learn from a step that ran plain, and was measured."""
         peak_bytes, plan = record.peak_bytes, self._planned.latest
-        self._sizes.measured(bound_bytes, None if peak_bytes is None else peak_bytes - record.resident_bytes)
-        if released is not None and self._planned.options.budget.share == 1:
+        added_bytes = None if peak_bytes is None else peak_bytes - record.resident_bytes
+        self._sizes(plain).measured(plain.bound_bytes, added_bytes)
+        if plain.released is not None and self._planned.options.budget.share == 1:
             return  # the budget is what plain training takes
         if peak_bytes is not None and plan is not None and peak_bytes > plan.budget_bytes:
-            self.releases.keep(released)
+            if plain.released is not None:
+                self.releases.keep(plain.released)
             self._say(
-                f"A step of a new input size ran without {'a plan' if self._is_twice else 'recomputation'}, since it "
+                f"A step of a new input size ran without {'a plan' if plain.is_twice else 'recomputation'}, since it "
                 "was predicted to fit, and took "
                 f"{format_bytes(peak_bytes)}, above the budget of {format_bytes(plan.budget_bytes)}. "
                 "From now on such predictions have a margin."
             )
 
-    def finished(self) -> None:
-        """Keep what the step that ends was called with, until it is planned."""
-        self.finished_calls = tuple(self.calls)
-
-    def was_planned(self, kind: Kind) -> None:
-        """Learn that the step that had finished has a plan now."""
+    def was_planned(self, kind: Kind, calls: Sequence[Call]) -> None:
+        """Learn that a kind of step has a plan now, and what its calls are given."""
         code, shapes = self._planned.same_code(kind), [t.shape for t in self._planned.plans[kind].graph.tensors]
         for sizes in (self._plain, self._twice):
-            sizes.learn(kind, self.finished_calls, code, shapes=shapes)
+            sizes.learn(kind, calls, code, shapes=shapes)
 
-    def was_foreseen(self, kind: Kind, first_steps: FirstSteps) -> None:
+    def was_foreseen(self, step: CurrentStep) -> None:
         """Learn what the step that ends would have taken plain, where it ran by the plan of another size."""
-        if first_steps.foreseen is not None:
-            known, added_bytes = first_steps.foreseen
-            self._plain.learn(kind, self.calls, self._planned.same_code(known), added_bytes)
+        if step.comparison.foreseen is not None:
+            known, added_bytes = step.comparison.foreseen
+            self._plain.learn(step.kind, step.calls, self._planned.same_code(known), added_bytes)
 
-    def forget_step(self) -> None:
-        """Forget the step under way, which has failed."""
-        self.released = self.bound_bytes = None
-        self.calls.clear()
-        self.releases.forget_step()
+    def note_release(self, timing: Timing) -> None:
+        """Learn that the step after one that was timed begins; announce where its kind runs without its plan now."""
+        ratio = self.releases.next_begins(timing)
+        if ratio is not None:
+            text = (
+                f"A plan of {self._name} recomputes nothing and takes {ratio:.2f} times as long as the code "
+                "without it: such steps run without it from now on."
+            )
+            log.info(text)
+            self._reporter.note(text)
 
-    def _bound(self) -> float | None:
-        """Bound what the step under way adds if it runs plain; None where it is to be captured."""
-        likely, plans = self._planned.kinds.likely(), self._planned.plans
-        if self.released is not None:
-            is_same = self.released in self._plain.called_like(self.calls, plans)
-            return plans[self.released].unplanned.peak_bytes if is_same else None
-        if likely is None or not self._is_allowed or not self.calls:
+    def _released(self, step: CurrentStep, kind: Kind) -> PlainRun | None:
+        """Return how a step of a kind runs whose plan gains nothing; None where its calls are another kind's."""
+        plans = self._planned.plans
+        is_same = kind in self._plain.called_like(step.calls, plans)
+        return PlainRun(plans[kind].unplanned.peak_bytes, kind) if is_same else None
+
+    def _as_written(self, step: CurrentStep) -> PlainRun | None:
+        """Return how the step under way runs plain, of sizes that have no plan; None where it is to be captured."""
+        bound_bytes = self._bound(step)
+        return None if bound_bytes is None else PlainRun(bound_bytes)
+
+    def _bound(self, step: CurrentStep) -> float | None:
+        likely, plans = self._planned.kinds.likely(step.foreseen), self._planned.plans
+        if likely is None or not self._is_allowed or not step.calls:
             return None
-        like = self._plain.called_like(self.calls, plans)
+        like = self._plain.called_like(step.calls, plans)
         if like and self._sizes_vary and all(plans[kind].solution.recompute_ms == 0 for kind in like):
             peaks = self._peaks.as_written()  # as other sizes run; what was captured for this one may be gone
             bound_bytes = max(peaks[kind].added_bytes for kind in like)
             return bound_bytes if self._plain.fits(bound_bytes, peaks) else None
-        return self._plain.bound_bytes(self.calls, self._peaks.as_written(), likely)
+        return self._plain.bound_bytes(step.calls, self._peaks.as_written(), likely)
 
-    def _bound_twice(self) -> float | None:
-        """Bound what the step under way adds if it calls the blocks twice; None where it is to be captured."""
-        likely, blocks = self._planned.kinds.likely(), self._blocks.fit
-        if likely is None or blocks is None or not self._is_allowed or not self.calls or self._has_come_often():
+    def _with_blocks_twice(self, step: CurrentStep) -> PlainRun | None:
+        """Return how the step under way runs if it calls the blocks twice; None where it is to be captured."""
+        likely, blocks = self._planned.kinds.likely(step.foreseen), self._blocks.fit
+        if likely is None or blocks is None or not self._is_allowed or not step.calls or self._has_come_often(step):
             return None
-        return self._twice.bound_bytes(self.calls, self._peaks.called_twice(blocks), likely)
+        bound_bytes = self._twice.bound_bytes(step.calls, self._peaks.called_twice(blocks), likely)
+        return None if bound_bytes is None else PlainRun(bound_bytes, is_twice=True)
 
-    def _has_come_often(self) -> bool:
+    def _has_come_often(self, step: CurrentStep) -> bool:
         """Whether the step under way has cost more time so far, each time it came, than a plan for it would take."""
-        plan, count = self._planned.latest, self._ran_twice[tuple(self.calls)]
+        plan, count = self._planned.latest, self._ran_twice[tuple(step.calls)]
         if plan is None or not count:
             return False
         step_ms = plan.measured.step_ms or step_time_ms(plan.graph, plan.profile)
         planning_ms = 1000 * float(sum(astuple(plan.planning)))
         return count * TWICE_SHARE * step_ms > planning_ms
 
-    def _settled_kind(self) -> Kind | None:
+    def _settled_kind(self, step: CurrentStep) -> Kind | None:
         """Return the kind of the step that begins, where nothing else is called like it and its plan gains nothing."""
-        likely, plans = self._planned.kinds.likely(), self._planned.plans
-        if likely is None or not self._is_allowed or self._plain.called_like(self.calls, plans) != [likely]:
+        likely, plans = self._planned.kinds.likely(step.foreseen), self._planned.plans
+        if likely is None or not self._is_allowed or self._plain.called_like(step.calls, plans) != [likely]:
             return None
         plain_bytes = self._plain.with_margin(plans[likely].unplanned.peak_bytes)
         return likely if self._planned.gains_nothing(likely, plain_bytes) else None
-
-    def _note_release(self) -> None:
-        """Announce a kind of step that runs without its plan from now on."""
-        released = self.releases.next_begins()
-        if released is not None:
-            text = (
-                f"A plan of {self._name} recomputes nothing and takes {released[1]:.2f} times as long as the code "
-                "without it: such steps run without it from now on."
-            )
-            log.info(text)
-            self._reporter.note(text)
 
     def _note(self, text: str) -> None:
         if text not in self._said:

@@ -65,6 +65,8 @@ class Expected:
         has_time: Whether its plan was timed.
         may_grow: Whether code outside of its plan takes memory, which may come to be more.
         is_higher: Whether more is predicted for it than for the steps of its plan whose peaks were measured.
+        is_on_host: Whether it runs on the CPU, where its operations can be timed while its memory is measured: a GPU's
+            events would count how long it waits for the host.
         following: What is known of the step that is likely to come after it, None for nothing.
     """
 
@@ -75,7 +77,32 @@ class Expected:
     has_time: bool = False
     may_grow: bool = False
     is_higher: bool = False
+    is_on_host: bool = False
     following: Expected | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What is watched in a step.
+
+    Attributes:
+        began_at: When the step began, in seconds.
+        watch: What is done beside running it.
+        reason: Why, None for no reason.
+        is_timed: Whether its operations are timed.
+        for_next: The kind that is to follow, where the step is measured to see what that frees; else None.
+    """
+
+    began_at: float
+    watch: Watch
+    reason: Reason | None
+    is_timed: bool
+    for_next: Hashable | None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its memory is measured."""
+        return self.watch is Watch.MEASURE
 
 
 class WatchPolicy:
@@ -92,14 +119,12 @@ class WatchPolicy:
         self._free_looks = Counter[Hashable]()
         self._looks_to_plan = self._count = 0  # of steps that have ended
         self._needs_step_before = set[Hashable]()  # kinds whose peak is seen only where the step before was measured
-        self._was_measured = False  # the latest step
-        self._was_measured_for: Hashable | None = None  # the kind that was to follow
         self._higher = Counter[Hashable]()  # steps of a kind for which more was predicted than for measured ones
         self._gaps: dict[Hashable, int] = {}  # steps of a kind until it is measured again
         self._since = Counter[Hashable]()  # steps of a kind since it was measured again
         self._missed: dict[Hashable, None] = {}
         self._largest_bytes = 0
-        self._current: tuple[float, Watch, Reason | None] | None = None  # when the step under way began, and its watch
+        self._before: Look | None = None  # the step before
         self._ended: tuple[float, Watch, Hashable | None] | None = None  # the step before, until the next one begins
 
     # ---------------------------------------------------------------- the decision
@@ -124,9 +149,10 @@ class WatchPolicy:
         """Decide, and tell why and for which step: it may be for the one that follows, to see what that one frees."""
         reason, following, count = self.reason(expected), expected.following, 1
         if reason in OF_PEAKS and expected.kind in self._needs_step_before:
-            if self._was_measured_for == expected.kind:
+            before = self._before
+            if before is not None and before.for_next == expected.kind:
                 return Watch.MEASURE, reason, expected
-            reason = reason if self._was_measured else None  # else its peak would not be seen
+            reason = reason if before is not None and before.is_measured else None  # else its peak would not be seen
         if reason is None and following is not None and following.kind in self._needs_step_before:
             expected, reason, count = following, self.reason(following), 2
             reason = reason if reason in OF_PEAKS else None
@@ -146,8 +172,8 @@ class WatchPolicy:
 
     # ---------------------------------------------------------------- what it learns
 
-    def step_begins(self, expected: Expected) -> Watch:
-        """Decide about a step that begins now, and note when it began."""
+    def step_begins(self, expected: Expected) -> Look:
+        """Decide about a step that begins now."""
         watch, reason, wanted = self._decide(expected)
         if watch is not Watch.NOTHING and reason is not None:
             self._looks[reason, wanted.foreseen if reason is Reason.PLAN else wanted.kind] += 1
@@ -155,29 +181,32 @@ class WatchPolicy:
             self._free_looks[wanted.kind] += 1
         self._higher[expected.kind] += expected.is_higher
         self._largest_bytes = max(self._largest_bytes, expected.size_bytes)
-        self._was_measured = watch is Watch.MEASURE
-        self._was_measured_for = wanted.kind if watch is Watch.MEASURE and wanted is expected.following else None
-        self._current = self._clock(), watch, reason
-        return watch
+        self._before = None
+        is_first = watch is Watch.MEASURE and expected.kind is None
+        is_timed = watch is Watch.TIME or (is_first and expected.is_on_host)
+        for_next = wanted.kind if watch is Watch.MEASURE and wanted is expected.following else None
+        return Look(self._clock(), watch, reason, is_timed, for_next)
 
-    def step_ended(self, kind: Hashable, saw: Saw = Saw.NOTHING, is_usual: bool = True) -> None:
-        """Learn that the step under way has ended.
+    def plain_step_begins(self, is_informative: bool) -> Look:
+        """Decide about a step that begins now and runs as the user wrote it: it is measured where that says more."""
+        return Look(self._clock(), Watch.MEASURE if is_informative else Watch.NOTHING, None, False, None)
+
+    def step_ended(self, look: Look, kind: Hashable, saw: Saw = Saw.NOTHING, is_usual: bool = True) -> None:
+        """Learn that a step has ended; of one that failed nothing is learned.
 
         Args:
+            look: What was watched in it.
             kind: What it was.
             saw: What came of measuring it.
             is_usual: Whether it did nothing else that takes time, as capturing does.
         """
-        if self._current is None:
-            return
-        began_at, watch, reason = self._current
-        self._current = None
-        self._ended = (began_at, watch, kind) if is_usual else None
+        self._before = look
+        self._ended = (look.began_at, look.watch, kind) if is_usual else None
         self._since[kind] += 1
         self._count += 1
         if saw is Saw.NO_FREES:
             self._needs_step_before.add(kind)
-        if saw is Saw.PEAK and reason is Reason.AGAIN:
+        if saw is Saw.PEAK and look.reason is Reason.AGAIN:
             self._since[kind] = 0
             self._gaps[kind] = 2 * self._gaps.get(kind, AGAIN_AFTER)
 
@@ -203,11 +232,6 @@ class WatchPolicy:
     def found(self, kind: Hashable) -> None:
         """Learn that a step was measured whose kind has no plan."""
         self._missed.pop(kind, None)
-
-    def forget_step(self) -> None:
-        """Forget the step under way, which has failed."""
-        self._current = self._ended = self._was_measured_for = None
-        self._was_measured = False
 
 
 class _Account:

@@ -61,7 +61,7 @@ class TrialSession(Session):
             ConfigurationError: If it was no single forward and backward, or was not measured.
         """
         self.end_step()
-        record, self._finished = self._finished, None
+        record = self.steps.take_record()
         self.expect_batch(batch)
         self.batch_bytes = _bytes_on(self._memory.device, self._memory.batch)
         self.resident = self._memory.count(())

@@ -1,0 +1,285 @@
+"""The steps of one model: each begins, is planned for and measured, and ends or fails.
+
+A forward after a backward begins a new one. What was learned from a step that has ended is used as the next one begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..measuring.profiling import TimedRun
+from ..measuring.recording import StepRecord
+from ..measuring.resident import LITTERED_STEPS, WATCHED_STEPS, Resident, ResidentMemory
+from ..out_of_memory import InfeasibleBudgetError, explain
+from ..torch_private import backward_pass, tensor_state
+from .announcements import Announcements
+from .current_step import CurrentStep, Ended, PlainRun, State
+from .plain_steps import Call
+from .planned import PlannedKinds
+from .small_parts import SmallParts
+from .unplanned import UnplannedSteps
+from .watching import Saw, Watch, WatchPolicy
+
+COUNTED_AGAIN = 64  # steps, after which resident bytes are counted once more
+
+
+class Steps:
+    """Begins and ends the steps of one model.
+
+    Args:
+        memory: What exists before a step.
+        planned: The plans.
+        unplanned: Decides which steps run as the user wrote them.
+        watching: Decides which steps are measured.
+        announcements: Warns.
+        captured_count: Counts the graphs captured so far.
+
+    Attributes:
+        current: The step under way, None between two steps.
+        ended: The step that ended last, until the next one begins; None where none has, or it failed.
+        count: The number of steps that have begun.
+        small_parts: Code that runs without a plan, for which plans leave room.
+    """
+
+    def __init__(
+        self,
+        memory: ResidentMemory,
+        planned: PlannedKinds,
+        unplanned: UnplannedSteps,
+        watching: WatchPolicy,
+        announcements: Announcements,
+        captured_count: Callable[[], int],
+    ) -> None:
+        self.current: CurrentStep | None = None
+        self.ended: CurrentStep | None = None
+        self.count = 0
+        self.small_parts = SmallParts()
+        self._memory, self._planned, self._unplanned = memory, planned, unplanned
+        self._watching, self._announcements = watching, announcements
+        self._captured_count = captured_count
+        self._kinds = planned.kinds
+        self._is_passed_by = False  # by steps that ran since the latest one
+        self._next_is_timed = False
+
+    @property
+    def plain(self) -> PlainRun | None:
+        """How the step under way runs as the user wrote it; None where it runs captured, or there is none."""
+        return None if self.current is None else self.current.plain
+
+    @property
+    def record(self) -> StepRecord | None:
+        """What is measured in the step under way, None for nothing."""
+        return None if self.current is None else self.current.record
+
+    def resident(self) -> Resident:
+        """Return what existed when the step began; where that was not counted, what exists now."""
+        found = None if self.current is None else self.current.resident
+        return found or self._memory.count(())
+
+    def was_passed_by(self) -> None:
+        """Learn that a step ran without its plan: its gradients were made unseen, so are not seen freed in the next."""
+        self._is_passed_by = True
+
+    def time_next(self) -> None:
+        """Time the operations of the next step, whatever else is watched in it."""
+        self._next_is_timed = True
+
+    def take_record(self) -> StepRecord | None:
+        """Return the record of the step that has ended, where it was to be planned; it won't be any more."""
+        ended, self.ended = self.ended, None
+        return ended.record if ended is not None and ended.is_to_be_planned else None
+
+    # ---------------------------------------------------------------- the beginning
+
+    def called(self, arguments: Any, call: Call | None = None) -> None:
+        """Learn of a call of a planned module, or of what is around it: it may begin a step.
+
+        Args:
+            arguments: What it is given.
+            call: The call, None where what is called runs no captured code itself.
+        """
+        tensors = tensors_among(arguments)
+        if self.current is not None and self.current.is_over:
+            self.end(at_once=False)
+        if self.current is None:
+            self._begin(tensors, [] if call is None else [call])
+        elif call is not None:
+            self._unplanned.called(self.current, call)
+
+    def called_inside_backward(self) -> None:
+        """Learn of a call inside of a backward: what it runs is not seen as a part of the step."""
+        self.current = self.current or CurrentStep()
+        self.current.is_unseen = True  # it can't be ended here: autograd would restore the profiler
+
+    def _begin(self, arguments: list[torch.Tensor], calls: list[Call]) -> None:
+        before, self.ended = self.ended, None
+        if self._is_passed_by:
+            self._memory.step_ended(None)
+            self._is_passed_by = False
+        finished = before if before is not None and before.is_to_be_planned else None
+        if self.small_parts.came_in(self.count):
+            self._planned.leave(self.small_parts.size_bytes)
+            finished = None
+        self.count += 1
+        size_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in arguments)
+        step = self.current = CurrentStep(size_bytes, self._kinds.foresee(size_bytes), calls)
+        self._watching.settle()
+        self._memory.step_begins(arguments)
+        if finished is not None:
+            self._memory.collect_garbage()
+        if finished is not None or self._counts_resident(step):
+            step.resident = self._memory.count_before_step(arguments)
+            self._planned.first_steps.count(step.resident)
+            self._meet(finished, step, step.resident)
+        if before is not None and before.timing is not None:
+            self._unplanned.note_release(before.timing)
+        settled = self._unplanned.step_begins(step)
+        self._watch(step, arguments)
+        if settled is not None:
+            is_watched = step.look is not None and step.look.watch is not Watch.NOTHING
+            step.timing = self._unplanned.releases.step_begins(settled, step.plain is not None, is_watched)
+
+    def _counts_resident(self, step: CurrentStep) -> bool:
+        """Whether to count resident bytes now: they settle within a few steps, and counting takes time."""
+        is_due = self.count < WATCHED_STEPS or self.count % COUNTED_AGAIN == 0 or self._memory.has_grown()
+        return is_due or self._planned.shortage.is_held or self._planned.any_is_unfit(step.foreseen)
+
+    def _meet(self, finished: CurrentStep | None, step: CurrentStep, resident: Resident) -> None:
+        """Plan the step that has ended, and let plans meet what exists now.
+
+        Raises:
+            InfeasibleBudgetError: If nothing fits the budget; it says what could not be captured.
+        """
+        record = None if finished is None else finished.record
+        try:
+            self._planned.meet(record, resident, step.foreseen)
+        except InfeasibleBudgetError as error:
+            if reasons := self._announcements.why_over():
+                explain(error, f"hiremate:{reasons}")
+            raise
+        if finished is not None and finished.kind not in self._planned.plans:
+            self._watching.missed(finished.kind)
+        elif finished is not None:
+            self._unplanned.was_planned(finished.kind, finished.calls)
+
+    def _watch(self, step: CurrentStep, arguments: list[torch.Tensor]) -> None:
+        """Choose by whose plan a step begins, and begin to watch it."""
+        if step.plain is not None:
+            step.look = self._watching.plain_step_begins(self._unplanned.is_to_be_measured(step.plain))
+        else:
+            plans, all_likely = self._planned.plans, self._kinds.all_likely(step.foreseen)
+            step.expected = max(all_likely, key=lambda kind: plans[kind].unplanned_peak_bytes, default=None)
+            step.look = self._watching.step_begins(self._planned.expect(step.size_bytes, step.foreseen))
+        if step.look.is_measured:
+            step.record = self._begin_record(step, arguments)
+        if step.look.is_timed or self._next_is_timed:
+            step.timed, self._next_is_timed = TimedRun(self._memory.device), False
+
+    def _begin_record(self, step: CurrentStep, arguments: list[torch.Tensor]) -> StepRecord:
+        """Begin to measure a step."""
+        self._memory.collect_garbage(LITTERED_STEPS)
+        resident = step.resident = self._memory.count_before_step(arguments)
+        sees_frees = self._memory.sees_frees(resident)
+        sizes = (resident.size_bytes, resident.stale_bytes, resident.left_bytes)
+        record = StepRecord(self._memory.device, *sizes, sees_frees, self._memory.root)
+        self._memory.watch_releases(record, arguments)
+        if not record.is_measured and not backward_pass.is_running():
+            self._announcements.say(
+                "Another profiler is running: peaks and code outside the plan can't be measured meanwhile."
+            )
+        return record
+
+    # ---------------------------------------------------------------- the end
+
+    def backward_starts(self) -> None:
+        """Learn that a backward starts."""
+        step = self.current
+        if step is not None and step.state is State.FORWARD:
+            step.state = State.BACKWARD
+            self._memory.backward_starts(self.count)
+        elif step is None:  # of a step that failed, or has ended before
+            self._memory.backward_starts(self.count)
+
+    def fail(self) -> None:
+        """Drop the step under way, after an exception."""
+        step, self.current, self.ended = self.current, None, None
+        self._memory.batch = []
+        if step is not None:
+            step.fail()
+
+    def end(self, at_once: bool = True) -> None:
+        """End the step under way, and its measurement; what was learned is used when the next one begins.
+
+        Args:
+            at_once: Whether it has ended just now, or some time before the next one.
+        """
+        step = self.current
+        if step is not None and step.is_unseen:
+            self.fail()
+            return
+        if at_once:
+            self._memory.batch = []
+        self.current = None
+        if step is None:
+            return
+        if step.plain is not None:
+            self._end_plain(step, step.plain, at_once)
+        elif step.forwards or step.record is not None:
+            self._end_captured(step, at_once)
+
+    def _end_plain(self, step: CurrentStep, plain: PlainRun, at_once: bool) -> None:
+        step.state, self.ended = State.ENDED, step
+        if plain.released is not None:
+            self._kinds.note(plain.released, step.size_bytes)
+        self._memory.step_ended(step.record)
+        if step.record is not None:
+            step.record.close(at_once)
+            self._unplanned.measured(plain, step.record)
+
+    def _end_captured(self, step: CurrentStep, at_once: bool) -> None:
+        is_usual = self._announcements.step_ended(self._captured_count())
+        ended, self.ended = step.end(self._kinds.taken_for(step.kind)), step
+        self._kinds.ended(ended.kind, step.size_bytes, ended.is_by_plans)
+        self._unplanned.was_foreseen(step)
+        kind, expected, plans = ended.kind, ended.expected, self._planned.plans
+        if not ended.is_own and expected is not None and kind in plans and expected != kind:
+            self._planned.confused(expected, kind)
+        self._memory.step_ended(ended.record)
+        if ended.record is not None:
+            ended.record.close(at_once)
+        saw = self._learn_from(step, ended)
+        if step.look is not None:
+            self._watching.step_ended(step.look, kind, saw, is_usual)
+        is_missed = kind not in plans and (ended.record is None or not ended.record.is_whole)
+        if is_missed and self._planned.gets_a_plan(kind):
+            self._watching.missed(kind)
+
+    def _learn_from(self, step: CurrentStep, ended: Ended) -> Saw:
+        """Keep the record of a step to plan its kind, or compare its peak or time with those of its plan."""
+        record, kind, plans = ended.record, ended.kind, self._planned.plans
+        if record is None:
+            if ended.timed is not None and ended.is_own and plans[kind].measured.peak_bytes is not None:
+                self._planned.update(kind, step_ms=ended.timed.total_ms, recompute_ms=ended.timed.recompute_ms)
+            return Saw.NOTHING
+        if not record.is_whole:
+            return Saw.NOTHING
+        if kind not in plans:
+            if record.backwards:
+                record.timed = ended.timed
+                step.is_to_be_planned = self._planned.gets_a_plan(kind)
+                self._watching.found(kind)
+            return Saw.NOTHING
+        if not ended.is_own or ended.resident is None or not record.is_measured:
+            return Saw.NOTHING
+        if record.peak_bytes is None:
+            return Saw.NO_FREES
+        self._planned.peak_measured(kind, record.peak_bytes, self._memory.as_seen(ended.resident))
+        return Saw.PEAK
+
+
+def tensors_among(values: Any) -> list[torch.Tensor]:
+    """List the tensors in a tree of containers."""
+    return [value for value in tensor_state.leaves(values) if isinstance(value, torch.Tensor)]
