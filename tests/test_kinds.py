@@ -13,6 +13,7 @@ from hiremate_lightning.sessions.kinds import CERTAIN, Kinds, Order
 from .exact import quiet
 
 CRITIC, GENERATOR = (0,), (1, 2)
+PLAN = object()  # whatever it says
 
 
 def run(kinds, kind):
@@ -23,9 +24,9 @@ def alternating():
     """Two kinds that have come in turns; each was planned when the next step began."""
     kinds = Kinds()
     run(kinds, CRITIC)
-    kinds.install(CRITIC, {})
+    kinds.install(CRITIC, PLAN, {})
     run(kinds, GENERATOR)
-    kinds.install(GENERATOR, {})
+    kinds.install(GENERATOR, PLAN, {})
     run(kinds, CRITIC)
     return kinds
 
@@ -40,7 +41,7 @@ def test_kinds_that_come_in_turns_are_foreseen_as_soon_as_both_are_planned():
 def test_a_plan_that_is_made_anew_as_its_step_begins_leaves_the_order_of_kinds():
     kinds = alternating()
     run(kinds, GENERATOR)
-    kinds.install(CRITIC, {})
+    kinds.install(CRITIC, PLAN, {})
     run(kinds, CRITIC)
     assert kinds.likely(kinds.foresee(0)) == GENERATOR
 

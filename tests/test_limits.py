@@ -14,28 +14,23 @@ AFTER = Resident(140, 0, kept=frozenset({1, 2}))
 @pytest.fixture
 def limits() -> Limits:
     """Those of a step that was seen in both states."""
-    limits = Limits(is_share=True)
-    limits.budget_bytes(BEFORE, 180)
-    limits.budget_bytes(AFTER, 200)
-    return limits
+    return Limits(is_share=True).meeting(BEFORE, 180).meeting(AFTER, 200)
 
 
 def test_the_budget_is_the_most_that_any_state_of_the_step_may_take(limits):
-    assert limits.budget_bytes(BEFORE, 185) == 200
+    assert limits.meeting(BEFORE, 185).budget_bytes == 200
 
 
 def test_of_each_state_the_latest_budget_counts(limits):
-    assert limits.budget_bytes(AFTER, 190) == 190
+    assert limits.meeting(AFTER, 190).budget_bytes == 190
 
 
 @pytest.mark.parametrize(("is_share", "budget_bytes"), [(True, 280), (False, 260)])
 def test_a_share_of_another_state_has_the_optimizers_state_that_was_made_since(is_share, budget_bytes):
-    limits = Limits(is_share=is_share)
-    limits.budget_bytes(BEFORE, 180)
-    limits.budget_bytes(AFTER, 200)
+    limits = Limits(is_share=is_share).meeting(BEFORE, 180).meeting(AFTER, 200)
     with_state = Resident(180, 0, kinds=(("parameters", 100), ("optimizer state", 80)))
-    assert limits.budget_bytes(with_state, 260) == budget_bytes
-    assert limits.budget_bytes(with_state, 260) == budget_bytes
+    assert limits.meeting(with_state, 260).budget_bytes == budget_bytes
+    assert limits.meeting(with_state, 260).meeting(with_state, 260).budget_bytes == budget_bytes
 
 
 @pytest.mark.parametrize(("peak_bytes", "stays"), [(200, True), (201, False)])
@@ -45,67 +40,50 @@ def test_a_plan_stays_where_it_fits(limits, peak_bytes, stays):
 
 @pytest.mark.parametrize(("peak_bytes", "have_risen"), [(185, True), (197, False), (205, False)])
 def test_a_share_has_risen_where_a_state_of_more_is_seen_and_the_plan_does_not_take_it(peak_bytes, have_risen):
-    limits = Limits(is_share=True)
-    limits.budget_bytes(BEFORE, 180)
-    limits.planned(178)
-    limits.budget_bytes(AFTER, 200)
+    limits = Limits(is_share=True).meeting(BEFORE, 180).with_plan(178).meeting(AFTER, 200)
     assert limits.have_risen(AFTER, peak_bytes) is have_risen
 
 
 def test_nothing_has_risen_since_a_plan_was_made_for_the_state_of_more(limits):
-    limits.planned(200)
-    limits.budget_bytes(BEFORE, 180)
-    assert not limits.have_risen(BEFORE, 150)
+    assert not limits.with_plan(200).meeting(BEFORE, 180).have_risen(BEFORE, 150)
 
 
 def test_nothing_has_risen_where_only_an_optimizer_has_made_its_state(limits):
-    limits.planned(200)
     with_state = Resident(180, 0, kinds=(("parameters", 100), ("optimizer state", 80)))
-    limits.budget_bytes(with_state, 260)
-    assert not limits.have_risen(with_state, 280)
+    assert not limits.with_plan(200).meeting(with_state, 260).have_risen(with_state, 280)
 
 
 def test_a_number_of_bytes_does_not_rise():
-    limits = Limits(is_share=False)
-    limits.budget_bytes(BEFORE, 180)
-    limits.planned(150)
-    limits.budget_bytes(AFTER, 220)
+    limits = Limits(is_share=False).meeting(BEFORE, 180).with_plan(150).meeting(AFTER, 220)
     assert not limits.have_risen(AFTER, 150)
 
 
 def test_the_least_stays_where_it_takes_as_much_as_in_the_state_it_was_made_for(limits):
-    limits.nothing_fits(BEFORE, 210)
-    assert limits.stays(AFTER, 210, is_least=True)
+    assert limits.with_least(BEFORE, 210).stays(AFTER, 210, is_least=True)
 
 
 def test_the_least_of_one_state_goes_where_it_takes_more_in_another(limits):
-    limits.nothing_fits(BEFORE, 210)
-    assert not limits.stays(AFTER, 211, is_least=True)
+    assert not limits.with_least(BEFORE, 210).stays(AFTER, 211, is_least=True)
 
 
 def test_a_plan_that_fitted_goes_where_it_takes_as_much_as_the_least_of_another_state(limits):
-    limits.nothing_fits(BEFORE, 210)
-    assert not limits.stays(AFTER, 210, is_least=False)
+    assert not limits.with_least(BEFORE, 210).stays(AFTER, 210, is_least=False)
 
 
 def test_a_step_in_which_nothing_fits_is_not_planned_again_with_more_resident(limits):
-    limits.nothing_fits(BEFORE, 210)
-    assert limits.stays(Resident(120, 0), 230, is_least=True)
+    assert limits.with_least(BEFORE, 210).stays(Resident(120, 0), 230, is_least=True)
 
 
 def test_a_step_in_which_nothing_fits_is_planned_again_with_less_resident(limits):
-    limits.nothing_fits(AFTER, 210)
-    assert not limits.stays(Resident(120, 0, kept=AFTER.kept), 211, is_least=True)
+    assert not limits.with_least(AFTER, 210).stays(Resident(120, 0, kept=AFTER.kept), 211, is_least=True)
 
 
 def test_a_changed_step_is_planned_again(limits):
-    limits.nothing_fits(AFTER, 210)
-    limits.forget_least()
-    assert not limits.stays(AFTER, 210, is_least=True)
+    assert not limits.with_least(AFTER, 210).without_least().stays(AFTER, 210, is_least=True)
 
 
 def test_a_step_of_one_state_has_its_own_budget_only():
-    limits = Limits(is_share=True)
-    assert limits.budget_bytes(BEFORE, 180) == 180
+    limits = Limits(is_share=True).meeting(BEFORE, 180)
+    assert limits.budget_bytes == 180
     assert limits.stays(BEFORE, 180, is_least=False)
     assert not limits.stays(BEFORE, 181, is_least=False)

@@ -25,7 +25,7 @@ from hiremate_lightning.planning.solvers.decisions import decisions
 from hiremate_lightning.planning.solvers.model import Model
 from hiremate_lightning.planning.solvers.turn_point import segment_policies
 from hiremate_lightning.reporting.breakdown import advice_lines
-from hiremate_lightning.sessions import announcements, first_steps, steps
+from hiremate_lightning.sessions import announcements, deciding, first_steps, plan_maker, steps
 from hiremate_lightning.sessions import planned as planning
 from hiremate_lightning.sessions.targets import targets_of
 from hiremate_lightning.torch_private import dynamo
@@ -470,21 +470,52 @@ def test_a_second_request_with_a_budget_that_nothing_fits_changes_nothing():
     assert session_of(model).options is options
 
 
-def test_a_budget_that_one_of_two_kinds_fits_changes_nothing():
-    model, told = planned("90%"), []
+@pytest.fixture
+def two_kinds() -> tuple[nn.Module, int]:
+    """A model with two kinds of steps, and the budget that the smaller one needs to recompute nothing."""
+    model = planned("90%")
     warm_up(model, steps=4, rows=MANY)
-    small = get_plan(model)
+    small_bytes = get_plan(model).unplanned_peak_bytes
     warm_up(model, steps=4, rows=8 * MANY)
-    session = session_of(model)
-    before, options = dict(session.plans), session.options
-    assert len(before) == 2
+    assert len(session_of(model).plans) == 2
+    return model, small_bytes
+
+
+@pytest.mark.parametrize("fails_at", ["solving", "building programs"])
+def test_a_budget_that_fails_at_the_second_kind_changes_nothing(two_kinds, fails_at, monkeypatch):
+    model, small_bytes = two_kinds
+    session, told, built = session_of(model), [], []
+    before, options = session.plans, session.options
+
+    def build_one(*arguments):
+        built.append(arguments)
+        if len(built) > 1:
+            raise MemoryError
+        return build(*arguments)
+
+    build = plan_maker.build
+    if fails_at == "building programs":
+        monkeypatch.setattr(plan_maker, "build", build_one)
     session.listeners.append(told.append)
-    with pytest.raises(InfeasibleBudgetError), warnings.catch_warnings(record=True) as said:
-        hiremate(model, small.unplanned_peak_bytes, verbose=False)
-    assert dict(session.plans) == before
+    with pytest.raises((InfeasibleBudgetError, MemoryError)), warnings.catch_warnings(record=True) as said:
+        hiremate(model, small_bytes if fails_at == "solving" else "80%", verbose=False)
+    assert session.plans == before
     assert session.options is options
     assert told == []
     assert not said
+    monkeypatch.undo()
+    hiremate(model, "80%", verbose=False)
+    assert [plan.budget_bytes for plan in told] == [plan.budget_bytes for plan in session.plans.values()]
+
+
+def test_listeners_hear_of_a_budget_once_all_kinds_have_their_plans(two_kinds):
+    model, _ = two_kinds
+    session, seen = session_of(model), []
+    before = dict(session.plans)
+    session.listeners.append(lambda plan: seen.append(dict(session.plans)))
+    hiremate(model, "80%", verbose=False)
+    assert seen == [dict(session.plans)] * 2
+    assert all(seen[0][kind] is not before[kind] for kind in before)
 
 
 def test_a_step_whose_backward_failed_is_not_what_is_planned():
@@ -699,7 +730,7 @@ def test_the_first_step_of_another_kind_above_its_budget_is_said_once():
         ((kind, plan),) = planned_kinds.plans.items()
         planned_kinds._see_first(kind, plan.budget_bytes + 2**20)
         assert not said  # the first kind of all
-        planned_kinds.plans[(*kind, 1)] = plan
+        planned_kinds.kinds.install((*kind, 1), plan, {})
         for excess in (2**10, 2**20, 2**21):
             planned_kinds._see_first((*kind, 1), plan.budget_bytes + excess)
     (text,) = said
@@ -714,7 +745,7 @@ def test_the_least_memory_is_announced_again_where_more_of_it_is_resident_or_mea
             step(model, index)
         life = targets_of(model).session
         ((kind, plan),) = life.plans.items()
-        resident = life._planned._known[kind].resident
+        resident = life._planned.kinds[kind].known.resident
         more = replace(resident, size_bytes=resident.size_bytes + 2**20)
         life._planned.adapt(kind, more)  # an optimizer's state has appeared, say
         life._planned.adapt(kind, more)
@@ -727,7 +758,7 @@ def test_the_least_memory_is_announced_again_where_more_of_it_is_resident_or_mea
 @pytest.mark.filterwarnings("ignore:Nothing fits")
 def test_what_can_not_fit_is_not_planned_again_when_more_is_resident(monkeypatch):
     made = []
-    monkeypatch.setattr(planning, "make_plan", lambda *args, **options: made.append(1) or make_plan(*args, **options))
+    monkeypatch.setattr(plan_maker, "make_plan", lambda *args, **options: made.append(1) or make_plan(*args, **options))
     model = warm_up(planned("1 KiB", on_infeasible="warn"))
     before = get_plan(model).resident_bytes
     optimizer = torch.optim.AdamW(model.parameters())
@@ -875,8 +906,9 @@ def test_a_late_second_backward_does_not_cut_the_next_step_short():
     session, output = session_of(model), model(batch())
     output.sum().backward(retain_graph=True)
     session.end_step()
-    output.sum().backward()
-    (model(batch(1)) * model(batch(2))).sum().backward()
+    with recorded():
+        output.sum().backward()
+        (model(batch(1)) * model(batch(2))).sum().backward()
     assert session.steps.current.kind == (0, 0)
 
 
@@ -1243,9 +1275,10 @@ def test_an_error_that_memory_has_run_out_says_what_was_planned(steps_before, mo
 
     if steps_before:
         session = session_of(model)
-        for kind, programs in session._planned.kinds.programs.items():
-            broken = {place: replace(p, backward=run_out(p)) for place, p in programs.items()}
-            monkeypatch.setitem(session._planned.kinds.programs, kind, broken)
+        kinds = session._planned.kinds
+        for kind in kinds.plans:
+            programs = kinds[kind].programs.items()
+            kinds.change(kind, programs={place: replace(p, backward=run_out(p)) for place, p in programs})
     else:
         monkeypatch.setattr(TimedRun, "_run", lambda *arguments, **options: run_out(None)(arguments))
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:
@@ -1532,13 +1565,13 @@ def test_a_plan_is_corrected_again_where_the_first_margin_was_too_small():
         step(model, index)
     life = targets_of(model).session
     ((kind, plan),) = life.plans.items()
-    resident = life._planned._known[kind].resident
-    for correction in range(1, planning.CORRECTIONS + 1):
+    resident = life._planned.kinds[kind].known.resident
+    for correction in range(1, deciding.CORRECTIONS + 1):
         peak_bytes = plan.budget_bytes + 1000  # what runs outside takes more, whatever is planned
         life._planned.peak_measured(kind, peak_bytes, resident)
         margin_bytes = plan.budget_bytes + 1000 - plan.planned_peak_bytes
-        assert life._planned._known[kind].margin_bytes == margin_bytes
-        assert life._planned._known[kind].corrections == correction
+        assert life._planned.kinds[kind].known.margin_bytes == margin_bytes
+        assert life._planned.kinds[kind].known.corrections == correction
         plan = life.plans[kind]
         assert plan.planned_peak_bytes <= plan.budget_bytes - margin_bytes
     with pytest.warns(HiRemateWarning, match="after planning with a margin"):
@@ -1552,7 +1585,7 @@ def test_a_margin_that_no_plan_leaves_does_not_stop_training_when_something_else
         step(model, index)
     life = targets_of(model).session
     ((kind, plan),) = life.plans.items()
-    resident = life._planned._known[kind].resident
+    resident = life._planned.kinds[kind].known.resident
     with pytest.warns(HiRemateWarning, match="no plan leaves that margin: the plan stays"):
         life._planned.peak_measured(kind, 2 * plan.budget_bytes, resident)
     life._planned.adapt(kind, replace(resident, size_bytes=resident.size_bytes - 1024))
@@ -1566,7 +1599,7 @@ def test_a_peak_is_compared_with_what_existed_before_its_step_where_another_kind
         for index in range(12):
             step(model, index, ROWS - 8 if index % 4 == 3 else ROWS)  # the last batch of each epoch is smaller
     assert not said
-    assert all(known.margin_bytes == 0 for known in session_of(model)._planned._known.values())
+    assert all(known.margin_bytes == 0 for known in session_of(model)._planned.kinds.known.values())
 
 
 def test_what_an_early_zero_grad_saves_is_said_and_true():

@@ -209,7 +209,7 @@ class _Graph:
         self._trains = has_gradients(inputs) and any(isinstance(value, torch.SymInt) for value in inputs)
         with session.stages.stage("capture_s", "tracing"):
             prove = session.prover.prove if session.options.verify else None
-            backend = planning_backend(self._take_in, session.kernels, session.may_run_captured, prove)
+            backend = planning_backend(self._take_in, session.kernels, session.let_run_captured, prove)
             self._run = backend(module, inputs)
 
     def _take_in(self, captured: Captured) -> Part:

@@ -44,6 +44,7 @@ class Resident:
         kinds: Name and bytes of what makes up `size_bytes`.
         waiting_bytes: Those of them that graphs hold whose backward is still to come.
         plain_waiting_bytes: What these graphs hold in plain training.
+        used: Bytes and storages of the gradients that the optimizer has used, where these are taken to be freed.
     """
 
     size_bytes: int
@@ -53,6 +54,7 @@ class Resident:
     kinds: tuple[tuple[str, int], ...] = field(default=(), compare=False)
     waiting_bytes: int = 0
     plain_waiting_bytes: int = 0
+    used: tuple[int, frozenset[int]] = field(default=(0, frozenset()), compare=False)
 
     @property
     def state_bytes(self) -> int:
@@ -101,7 +103,6 @@ class ResidentMemory:
         self._uncollected_steps = LITTERED_STEPS  # begun since garbage was collected
         self._stepped = False  # whether an optimizer has used the gradients
         self._frees_gradients = True  # whether they are freed between forward and backward then
-        self._used = (0, frozenset[int]())  # bytes and storages of those that were taken to be, when counted last
 
     @property
     def device(self) -> torch.device:
@@ -262,13 +263,12 @@ class ResidentMemory:
             size_bytes, known = torch.cuda.memory_allocated(self.device) - stale, size_bytes
             kinds["other"] = max(0, size_bytes - known)
         kept = frozenset(map(tensor_state.storage_id, gradients_of))
-        self._used = (stale, kept if stale else frozenset())
-        still_kept = frozenset[int]() if stale else kept
-        return Resident(size_bytes, stale, 0, still_kept, tuple(kinds.items()), waiting_bytes, plain_bytes)
+        still_kept, used = (frozenset[int](), (stale, kept)) if stale else (kept, (0, frozenset[int]()))
+        return Resident(size_bytes, stale, 0, still_kept, tuple(kinds.items()), waiting_bytes, plain_bytes, used)
 
     def as_seen(self, resident: Resident) -> Resident:
-        """Give what existed before the step that has just ended: gradients that it was to free may have stayed."""
-        size_bytes, kept = self._used
+        """Return what existed before the step that has just ended: gradients that it was to free may have stayed."""
+        size_bytes, kept = resident.used
         if self._frees_gradients or not kept:
             return resident
         kinds = {**dict(resident.kinds), "gradients": size_bytes}

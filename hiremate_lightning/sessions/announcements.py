@@ -6,17 +6,26 @@ import warnings
 from collections import Counter
 
 from ..errors import HiRemateWarning
+from ..planning.plan import Plan
+from ..records.schedule import keep_all, lower
+from ..records.simulation import simulate
 from ..torch_private import dynamo
+from ..units import Budget, format_bytes
 
 CAPTURES = 8  # consecutive steps in which something is captured before that is announced: it goes on like that
 REASONS = 5  # why graphs end that a message lists, the most frequent first
 
 
 class Announcements:
-    """The warnings of one session."""
+    """The warnings of one session.
 
-    def __init__(self) -> None:
-        self._said: set[str] = set()
+    Args:
+        name: Of the model.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._said: set[str] = set()  # texts, and what is warned of once whatever the text
         self._breaks = dynamo.graph_breaks()
         self._captured = 0  # graphs when the latest step ended
         self._capturing_steps = 0  # consecutive steps in each of which something was captured
@@ -69,3 +78,70 @@ class Announcements:
                 found,
             )
         return is_usual
+
+    # ---------------------------------------------------------------- plans and budgets
+
+    def full(self, count: int) -> None:
+        """Warn that there are as many plans as allowed."""
+        self.say(
+            f"There are {count} plans already (max_plans): other steps run as was planned for another input "
+            "shape, where that fits, or else at the least memory. Each new shape takes seconds as it first appears: "
+            "pad to a few shapes, or raise max_plans."
+        )
+
+    def held(self, budget: Budget, steps: int) -> None:
+        """Warn that nothing fits the budget, and that at most so many steps run before an error says what would."""
+        self.say_over(
+            f"The budget {budget} is too small: steps run at the least memory until all that may need "
+            f"more was seen, at most {steps}. Then an error says which budget is enough."
+        )
+
+    def first_step(self, peak_bytes: int, excess_bytes: int) -> None:
+        """Warn, once, that the first step of another kind took more than its budget."""
+        if "first step" in self._said:
+            return
+        self._said.add("first step")
+        took = f"{format_bytes(peak_bytes)}, {format_bytes(excess_bytes)} above its budget"
+        self.say(
+            f"The first step of another kind took {took}: it had no plan yet. So may others that data or input "
+            "shapes bring; the next step of each has its plan."
+        )
+
+    def least(self, peak_bytes: int, budget_bytes: int) -> None:
+        """Warn that nothing fits the budget."""
+        least, budget = format_bytes(peak_bytes), format_bytes(budget_bytes)
+        self.say_over(f"Nothing fits the budget of {budget}: the step runs at the least memory found, {least}.")
+
+    def checkpointing(self, plan: Plan) -> None:
+        """Warn, once, that a plan takes the place of what the user's code runs again by itself."""
+        if "checkpointing" in self._said or all(node.checkpoint is None for node in plan.graph.nodes):
+            return
+        self._said.add("checkpointing")
+        kept = simulate(plan.graph, plan.profile, lower(plan.graph, keep_all(plan.graph)))
+        own, without = format_bytes(plan.unplanned.peak_bytes), format_bytes(kept.peak_bytes)
+        self.say(
+            f"{self._name} calls torch.utils.checkpoint, in whose place the plan decides what runs again. A step adds "
+            f"{own} with checkpoint, and would add {without} without: shares of a budget are of the former."
+        )
+
+    def algorithms(self) -> None:
+        """Warn that what is computed again may differ in the last bits."""
+        self.say(
+            "torch.backends.cudnn.benchmark is on: convolutions that are computed again may take another algorithm "
+            "than before, and differ in the last bits. Turn it off for the same numbers bit for bit."
+        )
+
+    def returned(self) -> None:
+        """Warn that two sets of gradients are planned for."""
+        self.say(
+            "Gradients can't be added where they appear any more, since a hook sees them, another term of the "
+            "loss has some too, or autograd.grad asks for them: two sets of them are planned for from now on."
+        )
+
+    def confused(self, budget_bytes: int, certain: int) -> None:
+        """Warn that a step began by the plan of another kind of step."""
+        self.say(
+            "A step began by the plan of another kind of step, and went another way: it may have taken more than "
+            f"its budget of {format_bytes(budget_bytes)}. From now on such steps begin by the plan of the "
+            f"kind that needs most, until {certain} steps in a row have come as foreseen."
+        )

@@ -27,7 +27,7 @@ from ..running.program import stub_modules
 from ..running.straight_line import compiled
 from ..torch_private import aot, autocasting, backward_pass, tensor_state, user_compiled
 from ..torch_private.changes import lost_changes
-from ..torch_private.each_size import EachSize, MayRunCaptured, sizes_among
+from ..torch_private.each_size import EachSize, LetRunCaptured, sizes_among
 from ..torch_private.eager_tracing import traced_as_eager
 from .proving import Proof
 
@@ -37,7 +37,7 @@ log = logging.getLogger("hiremate_lightning")
 def planning_backend(
     make_part: Callable[[Captured], Part],
     kernels: Kernels | None = None,
-    may_run_captured: MayRunCaptured = lambda code, size_bytes: False,
+    let_run_captured: LetRunCaptured = lambda code, size_bytes: False,
     prove: Callable[[Proof, Sequence[Any]], None] | None = None,
     say: Callable[[str], None] = log.warning,
 ) -> Any:
@@ -46,7 +46,7 @@ def planning_backend(
     Args:
         make_part: Called once for each joint graph; the part that it returns runs in the graph's place.
         kernels: Where the kernels of fused operations are kept; None to fuse nothing.
-        may_run_captured: Whether code whose sizes don't repeat may run without a plan, see `EachSize`.
+        let_run_captured: Lets code whose sizes don't repeat run without a plan, see `EachSize`.
         prove: Proves code before it runs, see `Proof`; None to believe what is captured.
         say: Warns.
 
@@ -79,7 +79,7 @@ def planning_backend(
                 "torch.compile."
             )
         sizes = sizes_among(module, inputs)
-        return EachSize(module, sizes, trace, may_run_captured).run if sizes else trace(module, inputs)[0]
+        return EachSize(module, sizes, trace, let_run_captured).run if sizes else trace(module, inputs)[0]
 
     return backend
 

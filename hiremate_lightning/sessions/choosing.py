@@ -42,10 +42,10 @@ class ProgramChoice:
         """Choose the program of a part that is about to run in the step under way; nothing is noted in the step."""
         number, profile = self._parts.prepare(part)
         kind, program = self._planned.kinds.choose((*step.kind, number), step.expected)
-        if program is None and kind is not None and self._planned.has_room_for_waiting():
+        if program is None and kind is not None and self._planned.kinds.have_room_for_waiting():
             program = self._first_steps.kept(part)  # the forward has no backward in its step
         if program is None:
-            given = Given(self._resident, self._planned.foreseen, self._planned.budget_bytes)
+            given = Given(self._resident, self._planned.kinds.foreseen, self._planned.maker.budget_bytes)
             program = self._first_steps.take_over(step, part, number, profile, given)
         is_planned = program is not None
         return Forward(number, part.captured, profile, program or self._least(part, profile), kind, is_planned)
@@ -60,7 +60,7 @@ class ProgramChoice:
         """
         options, is_alone = self._planned.options, runtime.process_group_store() is None
         is_checked = is_alone and options.budget.share is None and options.plan.on_infeasible == "raise"
-        budget_of = self._planned.budget_bytes if is_checked else None
+        budget_of = self._planned.maker.budget_bytes if is_checked else None
         return self._first_steps.least(
             part, profile, self._resident, options.budget, budget_of, options.plan, self._name, self._spare_bytes
         )

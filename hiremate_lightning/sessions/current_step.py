@@ -13,7 +13,8 @@ from ..measuring.resident import Resident
 from ..records.costs import Profile
 from ..records.step import Decisions
 from ..running.program import Program
-from .kinds import Kind, Known
+from .kinds import Kind
+from .known import Known
 from .plain_steps import Call
 from .releasing import Timing
 from .watching import Look

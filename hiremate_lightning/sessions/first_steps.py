@@ -23,7 +23,8 @@ from ..running.execution import Part
 from ..running.program import Program, build
 from ..units import Budget
 from .current_step import CurrentStep, Followed, Planned
-from .kinds import Kind, Known
+from .kinds import Kind
+from .known import Known
 
 REMEMBERED = 8  # searches, whose result may serve at another size
 KEPT = 64  # decisions for a part, by what ran before it in its step

@@ -7,20 +7,17 @@ told apart: what was measured in it says nothing about a plan.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
 
-from ..capturing.capture import Captured
 from ..measuring.resident import Resident
-from ..memory.allocator import in_blocks
-from ..planning.solvers.base import Strategy
-from ..records.costs import Profile
-from ..records.graph import Graph
-from ..records.scaling import at_size, difference, is_no_larger
-from ..records.step import Call, Step, merge
-from ..running.execution import Part
+from ..planning.plan import Plan
+from ..records.step import Decisions
 from ..running.program import Program
+from .known import Known
 
 LENGTHS = (32, 16, 8, 4, 2, 1, 0)  # of what came before a step, by which it is foreseen
 REMEMBERED = 4096  # sequences
@@ -28,117 +25,6 @@ ANY_SIZE = -1  # in place of the size of a step
 CERTAIN = 64  # steps that came as foreseen, one after the other, after which the next one is trusted to
 
 Kind = tuple[int, ...]  # the numbers of the captured graphs that a step runs forward, in order
-
-
-@dataclass(frozen=True)
-class Known:
-    """A kind of step that has been seen.
-
-    Attributes:
-        calls: What it runs.
-        order: Order of the backwards.
-        parts: The part of each call.
-        captured: What of it each call runs.
-        places: For each call, its place among all forwards of the step.
-        missing: For each call, positions of the gradients of outputs that don't arrive.
-        added: For each call, gradients that are only added to those of parameters, with the parameters' storages.
-        resident: What existed when it began, as planned.
-        solve: What solves it, and remembers.
-        margin_bytes: By how much an earlier plan was measured above what it predicted.
-        corrections: How often it was planned again for such a margin.
-        without_backward_bytes: What its forwards without a backward would save more if they computed nothing again.
-    """
-
-    calls: tuple[Call, ...]
-    order: tuple[int, ...]
-    parts: tuple[Part, ...]
-    captured: tuple[Captured, ...]
-    places: tuple[int, ...]
-    missing: tuple[frozenset[int], ...]
-    added: tuple[Mapping[int, frozenset[int]], ...]
-    resident: Resident
-    solve: Strategy
-    margin_bytes: int = 0
-    corrections: int = 0
-    without_backward_bytes: int = 0
-
-    @property
-    def more_bytes(self) -> int:
-        """What graphs that wait would hold more if nothing of them were computed again: before this step and in it."""
-        before = self.resident
-        return self.without_backward_bytes + before.plain_waiting_bytes - before.waiting_bytes
-
-    def merge(self) -> Step:
-        """Put it into one graph, as allocated, in which gradients that are added to those that exist die at once."""
-        calls = [
-            call.without_gradients({t for t, storages in added.items() if storages <= self.resident.kept})
-            for call, added in zip(self.calls, self.added, strict=True)
-        ]
-        step = merge(calls, self.order, self.resident.stale_bytes, self.resident.left_bytes)
-        return replace(step, graph=in_blocks(step.graph, self.captured[0].device))
-
-    def runs_at(self, place: int, captured: Captured) -> bool:
-        """Whether the code of its forward at a place is that captured, at whatever size.
-
-        Of forwards without a backward nothing is known.
-        """
-        if place not in self.places:
-            return place < self.places[-1]
-        own = self.captured[self.places.index(place)]
-        return own is captured or difference(own.graph, captured.graph) is None
-
-    def goes_on_as(self, other: Known, place: int) -> bool:
-        """Whether it is the same code as another step from a place on."""
-        pairs = zip(self.places, other.captured, strict=False)
-        return (self.places, self.order) == (other.places, other.order) and all(
-            self.runs_at(at, captured) for at, captured in pairs if at >= place
-        )
-
-    def at_sizes(
-        self,
-        begun: Sequence[Captured],
-        as_run: Callable[[int, frozenset[int]], tuple[Graph, Profile]],
-        resident: Resident,
-    ) -> Known | None:
-        """Foresee the step from its first calls at other sizes; the others take what they take here.
-
-        Args:
-            begun: What these calls run, of the same code as here.
-            as_run: Gives the graph of one of them, and its costs, without what these missing gradients would bring.
-            resident: What exists before the step.
-
-        Returns:
-            The step; None where what remains of a call without what is missing is other code.
-        """
-        calls, others = list(self.calls), self.captured[len(begun) :]
-        for index in range(len(begun)):
-            call = at_size(calls[index], *as_run(index, self.missing[index]))
-            if call is None:
-                return None
-            calls[index] = call
-        return replace(self, calls=tuple(calls), captured=(*begun, *others), resident=resident)
-
-    def is_no_smaller(self, begun: Sequence[Captured]) -> bool:
-        """Whether its first calls are nowhere smaller than these, of the same code."""
-        return all(is_no_larger(one.graph, own.graph) for one, own in zip(begun, self.captured, strict=False))
-
-    def bytes_from(self, call: int) -> int:
-        """Add up the bytes of all values of a call and those after it."""
-        return sum(sum(later.graph.sizes) for later in self.calls[call:])
-
-    @property
-    def outside_bytes(self) -> int:
-        """Add up what runs outside of its calls, each at its peak."""
-        return sum(call.outside_bytes for call in self.calls)
-
-    def returning(self, part: Part, positions: Collection[int]) -> Known:
-        """Know that gradients of a part are not only added; the same where that was known."""
-        found, values = {part.captured.backward_outputs[position] for position in positions}, part.captured.fx_values
-        added = tuple(
-            {t: storages for t, storages in added.items() if own is not part or values[t] not in found}
-            for own, added in zip(self.parts, self.added, strict=True)
-        )
-        return self if added == self.added else replace(self, added=added)
 
 
 class Order:
@@ -183,36 +69,125 @@ class Order:
         self._recent.append(self._numbers.setdefault(kind, len(self._numbers)))
 
 
+class Status(Enum):
+    """What is known of a kind of step."""
+
+    SEEN = "it has run, and has no plan"
+    PLANNED = "it has a plan, whose peak was not measured"
+    MEASURED = "the peak of its plan was measured"
+    TIMED = "the peak and the time of its plan were measured"
+
+
+@dataclass(frozen=True, slots=True)
+class KindRecord:
+    """All that is known of one kind of step.
+
+    Attributes:
+        sights: How often it has run.
+        is_by_plans: Whether it ran by plans throughout, be they of other kinds.
+        known: What it runs; None before that was described.
+        plan: Its plan, None before there is one.
+        programs: The program for each place in its sequence of forwards.
+        before: What existed before its steps, by the parameters whose gradients existed.
+        is_unfit: Whether its plan counts on gradients to be freed that are not.
+        is_searching: Whether its next step is the first in which cuDNN chooses algorithms.
+        seen_bytes: The largest predicted peak of the states of its plan whose peak was measured; None for none.
+        said_bytes: The largest peak that was announced of it, where nothing fits.
+        taken_for: The kinds that were confused with it.
+    """
+
+    sights: int = 0
+    is_by_plans: bool = False
+    known: Known | None = None
+    plan: Plan | None = None
+    programs: Mapping[int, Program] = field(default_factory=dict)
+    before: Mapping[frozenset[int], Resident] = field(default_factory=dict)
+    is_unfit: bool = False
+    is_searching: bool = False
+    seen_bytes: int | None = None
+    said_bytes: int = 0
+    taken_for: frozenset[Kind] = frozenset()
+
+    @property
+    def status(self) -> Status:
+        """What is known of its plan."""
+        if self.plan is None:
+            return Status.SEEN
+        if self.plan.measured.peak_bytes is None:
+            return Status.PLANNED
+        return Status.MEASURED if self.plan.measured.step_ms is None else Status.TIMED
+
+
 class Kinds:
     """The kinds of steps seen so far.
 
     Attributes:
-        programs: Of each planned kind, the program for each place in its sequence of forwards.
         latest: The planned kind that ran last, None before there is one.
-        sights: How often each kind has run.
-        by_plans: Kinds that ran by plans throughout, be they of other kinds.
     """
 
     def __init__(self) -> None:
-        self.programs: dict[Kind, Mapping[int, Program]] = {}
         self.latest: Kind | None = None
-        self.sights: Counter[Kind] = Counter()
-        self.by_plans: set[Kind] = set()
+        self._records: dict[Kind, KindRecord] = {}  # those that were described last, in the order of that
         self._order = Order()
-        self._confused: dict[Kind, frozenset[Kind]] = {}  # the kinds that were taken for each other, by kind
+        self._plans: dict[Kind, Plan] | None = None
+
+    def __getitem__(self, kind: Kind) -> KindRecord:
+        return self._records.get(kind, KindRecord())
+
+    @property
+    def plans(self) -> Mapping[Kind, Plan]:
+        """The plans so far."""
+        if self._plans is None:
+            self._plans = {kind: record.plan for kind, record in self._records.items() if record.plan is not None}
+        return self._plans
+
+    @property
+    def known(self) -> dict[Kind, Known]:
+        """What the kinds run that were described."""
+        return {kind: record.known for kind, record in self._records.items() if record.known is not None}
+
+    def described(self, kind: Kind) -> Known:
+        """Return what a kind runs that was described."""
+        known = self[kind].known
+        assert known is not None, "only kinds that were described are planned"
+        return known
+
+    @property
+    def plan_count(self) -> int:
+        """The number of plans; what is the same step at the same sizes has one."""
+        return len({id(known.solve) for known in self.known.values()})
+
+    @property
+    def records(self) -> dict[Kind, KindRecord]:
+        """A copy of all that is known."""
+        return dict(self._records)
+
+    def restore(self, records: Mapping[Kind, KindRecord]) -> None:
+        """Take back all that has changed since these were all that was known."""
+        self._records, self._plans = dict(records), None
+
+    def change(self, kind: Kind, **changes: Any) -> None:
+        """Learn something of a kind."""
+        self._records[kind] = replace(self[kind], **changes)
+        if "plan" in changes:
+            self._plans = None
+
+    def describe(self, kind: Kind, known: Known) -> None:
+        """Learn what a kind runs; where nobody knew, it comes after all others from now on."""
+        record = self[kind] if self[kind].known is not None else self._records.pop(kind, KindRecord())
+        self._records[kind] = replace(record, known=known)
 
     def clear(self) -> None:
-        """Forget all kinds, between two steps."""
-        self.latest = None
-        self._order = Order()
-        for known in (self.programs, self.sights, self.by_plans, self._confused):
-            known.clear()
+        """Forget all kinds between two steps, except for what existed before them, and what was said."""
+        self.latest, self._order, self._plans = None, Order(), None
+        for kind, record in self._records.items():
+            self._records[kind] = KindRecord(before=record.before, said_bytes=record.said_bytes)
 
-    def install(self, kind: Kind, programs: Mapping[int, Program]) -> None:
-        """Take the programs of a planned kind; one that is planned for the first time has just ended."""
-        if kind not in self.programs:
+    def install(self, kind: Kind, plan: Plan, programs: Mapping[int, Program], **changes: Any) -> None:
+        """Take the plan of a kind and its programs; a kind that is planned for the first time has just ended."""
+        if self[kind].plan is None:
             self.latest = kind
-        self.programs[kind] = programs
+        self.change(kind, plan=plan, programs=programs, seen_bytes=None, **changes)
 
     def foresee(self, size_bytes: int) -> tuple[Kind, ...]:
         """List the kinds that a step may be of whose arguments have a size, the likeliest first."""
@@ -220,13 +195,13 @@ class Kinds:
 
     def likely(self, foreseen: Iterable[Kind]) -> Kind | None:
         """Return the planned kind that a step is likely to be of; None where nothing has a plan."""
-        return next((kind for kind in foreseen if kind in self.programs), self.latest)
+        return next((kind for kind in foreseen if kind in self.plans), self.latest)
 
     def following(self, foreseen: Iterable[Kind]) -> Kind | None:
         """Return the planned kind that is likely to come after the step that begins; None where none is."""
         likely = self.likely(foreseen)
         kind = None if likely is None else self._order.follower(likely)
-        return kind if kind in self.programs else None
+        return kind if kind in self.plans else None
 
     def all_likely(self, foreseen: Iterable[Kind]) -> frozenset[Kind]:
         """Return the kinds by whose plan a step may run: none before there is one."""
@@ -235,16 +210,13 @@ class Kinds:
 
     def taken_for(self, kind: Kind) -> frozenset[Kind]:
         """Return the kinds by whose plans a step of a kind may begin, itself included."""
-        return frozenset({kind}) if self._order.is_certain else self._alike(kind)
+        return frozenset({kind}) if self._order.is_certain else self[kind].taken_for | {kind}
 
     def confuse(self, one: Kind, other: Kind) -> None:
         """Learn that a step that began as one kind turned out another."""
-        group = self._alike(one) | self._alike(other)
-        self._confused |= dict.fromkeys(group, group)
-
-    def _alike(self, kind: Kind) -> frozenset[Kind]:
-        """Return the kinds that were confused with a kind, itself included."""
-        return self._confused.get(kind, frozenset({kind}))
+        group = self[one].taken_for | self[other].taken_for | {one, other}
+        for kind in group:
+            self.change(kind, taken_for=group)
 
     def choose(self, ran: Kind, expected: Kind | None) -> tuple[Kind | None, Program | None]:
         """Choose the program of the graph that begins: of the expected kind, else of one that began like the step.
@@ -256,19 +228,39 @@ class Kinds:
         Returns:
             The kind, None where no planned one begins so; and the program, None where the graph has no backward.
         """
-        candidates = (expected, *reversed(self.programs))
-        kind = next((k for k in candidates if k in self.programs and k[: len(ran)] == ran), None)
-        return kind, None if kind is None else self.programs[kind].get(len(ran) - 1)
+        likeliest_last = [*self.plans, *(() if expected is None else (expected,))]
+        kind = next((k for k in reversed(likeliest_last) if k in self.plans and k[: len(ran)] == ran), None)
+        return kind, None if kind is None else self[kind].programs.get(len(ran) - 1)
 
     def ended(self, kind: Kind, size_bytes: int, is_by_plans: bool) -> None:
         """Learn of a step that ran captured, what its arguments took, and whether it ran by plans throughout."""
-        self.sights[kind] += 1
         self.note(kind, size_bytes)
-        if kind in self.programs:
+        if kind in self.plans:
             self.latest = kind
-        if is_by_plans:
-            self.by_plans.add(kind)
+        record = self[kind]
+        self.change(kind, sights=record.sights + 1, is_by_plans=record.is_by_plans or is_by_plans)
 
     def note(self, kind: Kind, size_bytes: int) -> None:
         """Learn in which order kinds come, from a step that has ended."""
         self._order.note(kind, size_bytes)
+
+    def foreseen(self) -> Iterator[tuple[Known, Decisions]]:
+        """List what each planned kind runs, and what its plan recomputes."""
+        return ((self.described(kind), plan.solution.recompute) for kind, plan in self.plans.items())
+
+    def same_code(self, step: Kind | Known) -> Kind:
+        """Return the first known kind of step that runs the code of a known step, at whatever sizes."""
+        own = step if isinstance(step, Known) else self.described(step)
+        return next(other for other, known in self.known.items() if known is own or known.goes_on_as(own, 0))
+
+    def any_is_unfit(self, foreseen: Iterable[Kind]) -> bool:
+        """Whether a step of these kinds may run by a plan that counts on gradients to die which do not."""
+        return any(self[kind].is_unfit for kind in self.all_likely(foreseen))
+
+    def have_room_for_waiting(self) -> bool:
+        """Whether all planned steps fit as plain training runs them, with all that forwards save which wait."""
+        pairs = ((plan, self.described(kind)) for kind, plan in self.plans.items())
+        return all(
+            plan.unplanned_peak_bytes + known.more_bytes + known.margin_bytes <= plan.budget_bytes
+            for plan, known in pairs
+        )

@@ -6,27 +6,39 @@ same step comes in several states, each with a graph of its own, and one plan ha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
 from ..measuring.resident import Resident
 
 WORTH_A_PLAN = 0.05  # of what a step may add: where the budget rises by more, it is planned once more
 
 
+@dataclass(frozen=True, slots=True)
 class Limits:
     """The budgets of the steps of one kind, and where nothing fits them, by the gradients that exist before a step.
 
-    Args:
+    Attributes:
         is_share: Whether the budget is a share of what a step adds to what exists.
+        budgets: The budget in each state that was seen.
+        least: Where nothing fits: bytes that existed, and the least peak found.
+        state_bytes: Bytes of optimizers' state before the latest step.
+        of_plan: The budget that the latest plan was made for, and its peak, without optimizers' state.
     """
 
-    def __init__(self, is_share: bool) -> None:
-        self._is_share = is_share
-        self._budgets: dict[frozenset[int], int] = {}
-        self._planned = 0, 0  # the budget that the latest plan was made for and its peak, without optimizers' state
-        self._least: dict[frozenset[int], tuple[int, int]] = {}  # bytes that existed, and the least peak found
-        self._state_bytes = 0  # of optimizers' state, when a budget was given last
+    is_share: bool
+    budgets: Mapping[frozenset[int], int] = field(default_factory=dict)
+    least: Mapping[frozenset[int], tuple[int, int]] = field(default_factory=dict)
+    state_bytes: int = 0
+    of_plan: tuple[int, int] = (0, 0)
 
-    def budget_bytes(self, resident: Resident, own_bytes: int) -> int:
-        """Give the budget of a step: the most that any state of it may take.
+    @property
+    def budget_bytes(self) -> int:
+        """The budget of a step: the most that any state of it may take."""
+        return max(self.budgets.values())
+
+    def meeting(self, resident: Resident, own_bytes: int) -> Limits:
+        """Return the limits with the budget of a step.
 
         A share is of what a step adds to what exists. Where gradients don't exist yet that gives fewer bytes, though
         more is added, and the bytes of the other states are there all the same. So they are where an optimizer has made
@@ -36,22 +48,24 @@ class Limits:
             resident: What exists before the step.
             own_bytes: The budget in this state alone, resident bytes included.
         """
-        more_bytes = resident.state_bytes - self._state_bytes if self._is_share else 0
-        self._budgets = {kept: size_bytes + more_bytes for kept, size_bytes in self._budgets.items()}
-        self._state_bytes = resident.state_bytes
-        self._budgets[resident.kept] = own_bytes
-        return max(self._budgets.values())
+        more_bytes = resident.state_bytes - self.state_bytes if self.is_share else 0
+        budgets = {kept: size_bytes + more_bytes for kept, size_bytes in self.budgets.items()}
+        return replace(self, budgets={**budgets, resident.kept: own_bytes}, state_bytes=resident.state_bytes)
 
-    def planned(self, peak_bytes: int) -> None:
-        """Note what a plan takes that was made for them."""
-        self._planned = self._without_state(peak_bytes)
+    def with_plan(self, peak_bytes: int) -> Limits:
+        """Return the limits where a plan was made for them that takes so much."""
+        return replace(self, of_plan=self._without_state(peak_bytes))
 
     def _without_state(self, peak_bytes: int) -> tuple[int, int]:
-        return max(self._budgets.values()) - self._state_bytes, peak_bytes - self._state_bytes
+        return self.budget_bytes - self.state_bytes, peak_bytes - self.state_bytes
 
-    def nothing_fits(self, resident: Resident, least_bytes: int) -> None:
-        """Note the least peak that was found in a state in which nothing fits."""
-        self._least[resident.kept] = resident.size_bytes, least_bytes
+    def with_least(self, resident: Resident, least_bytes: int) -> Limits:
+        """Return the limits where nothing fits in a state, and so much is the least peak that was found."""
+        return replace(self, least={**self.least, resident.kept: (resident.size_bytes, least_bytes)})
+
+    def without_least(self) -> Limits:
+        """Return the limits of a step that has changed, so that something may fit."""
+        return replace(self, least={})
 
     def stays(self, resident: Resident, peak_bytes: int, is_least: bool) -> bool:
         """Whether a plan may stay: it fits, or another one would not fit either, or takes as much in another state.
@@ -61,10 +75,10 @@ class Limits:
             peak_bytes: What the plan takes then.
             is_least: Whether it was made in a state in which nothing fits.
         """
-        least = [least_bytes for _, least_bytes in self._least.values()] if is_least else []
-        if peak_bytes <= max((*self._budgets.values(), *least)):
+        least = [least_bytes for _, least_bytes in self.least.values()] if is_least else []
+        if peak_bytes <= max((*self.budgets.values(), *least)):
             return True
-        size_bytes, _ = self._least.get(resident.kept, (resident.size_bytes + 1, 0))
+        size_bytes, _ = self.least.get(resident.kept, (resident.size_bytes + 1, 0))
         return size_bytes <= resident.size_bytes
 
     def have_risen(self, resident: Resident, peak_bytes: int) -> bool:
@@ -76,12 +90,8 @@ class Limits:
             resident: What exists before the step.
             peak_bytes: What the plan takes then.
         """
-        (budget_bytes, peak_bytes), (before_bytes, peak_before_bytes) = self._without_state(peak_bytes), self._planned
+        (budget_bytes, peak_bytes), (before_bytes, peak_before_bytes) = self._without_state(peak_bytes), self.of_plan
         risen_bytes = budget_bytes - before_bytes
         room_bytes = risen_bytes - (peak_bytes - peak_before_bytes)
-        clearly_bytes = WORTH_A_PLAN * (max(self._budgets.values()) - resident.size_bytes)
-        return self._is_share and min(risen_bytes, room_bytes) > clearly_bytes
-
-    def forget_least(self) -> None:
-        """Forget where nothing fits: the step itself has changed."""
-        self._least.clear()
+        clearly_bytes = WORTH_A_PLAN * (self.budget_bytes - resident.size_bytes)
+        return self.is_share and min(risen_bytes, room_bytes) > clearly_bytes

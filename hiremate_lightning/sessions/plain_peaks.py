@@ -39,7 +39,7 @@ class PlainPeaks:
         return self._each(partial(self._twice_bytes, blocks))
 
     def _each(self, added_bytes: Callable[[Kind], int]) -> dict[Kind, PlainPeak]:
-        plans, known = self._planned.plans, self._planned.known
+        plans, known = self._planned.plans, self._planned.kinds.known
         most_resident_bytes = max((plan.resident_bytes for plan in plans.values()), default=0)
         is_share = self._planned.options.budget.share is not None
         found = {}
@@ -52,7 +52,7 @@ class PlainPeaks:
 
     def _forget_others(self, kind: Kind) -> None:
         """Forget what was simulated of a kind of step before something else was learned of it."""
-        known = self._planned.known[kind]
+        known = self._planned.kinds.known[kind]
         before = known.resident.kept, known.resident.stale_bytes, known.resident.left_bytes
         found = self._simulated.get(kind)
         if found is None or found[0] is not known.calls or found[1] != before:
@@ -64,7 +64,7 @@ class PlainPeaks:
     def _twice_bytes(self, blocks: Blocks, kind: Kind) -> int:
         found = self._twice.get(kind)
         if found is None or found[0] is not blocks:
-            step = self._planned.known[kind].merge()
+            step = self._planned.kinds.known[kind].merge()
             graph = with_checkpoints(step.graph, blocks.calls_in(step))
             self._twice[kind] = found = blocks, simulate_plain(graph, step.profile).peak_bytes
         return found[1]

@@ -132,7 +132,7 @@ class Prover:
         self._foresee, self._resident, self._left_bytes = foresee, resident, left_bytes
         self._traced, self._ran = traced, ran
         self._proofs: weakref.WeakSet[Proof] = weakref.WeakSet()
-        planned.proved, planned.rounded = self.words, self.rounded
+        planned.maker.proved, planned.maker.rounded = self.words, self.rounded
 
     def words(self) -> str:
         """What is proved so far, "" where nothing was to be proved."""
@@ -257,7 +257,7 @@ class Prover:
     def _free_bytes(self, step: Step, device: torch.device) -> int:
         """Return the bytes that the budget, and the device, leave beside what is there."""
         resident = self._resident()
-        budget_bytes = self._planned.budget_bytes(step, resident)
+        budget_bytes = self._planned.maker.budget_bytes(step, resident)
         plan = self._planned.latest
         if plan is not None:
             budget_bytes = max(budget_bytes, plan.budget_bytes)

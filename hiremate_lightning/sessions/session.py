@@ -71,7 +71,7 @@ class Session:
 
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:
         self.root = root
-        self._announcements = Announcements()
+        self._announcements = Announcements(type(root).__name__)
         self.say, self.why_uncaptured = self._announcements.say, self._announcements.why_uncaptured
         self.kernels = Kernels(self.say) if options.compile else None
         self.runs = self.updates = 0
@@ -80,9 +80,7 @@ class Session:
         self.parts = Parts(self.stages, options.cache_dir, self.kernels, self.say)
         self._memory = ResidentMemory(root, self.parts.waiting, self.parts.retained)
         memory, stages, watching = self._memory, self.stages, WatchPolicy()
-        self._planned = PlannedKinds(
-            options, self._name, memory, self.parts, stages, watching, self.say, self._announcements.say_over
-        )
+        self._planned = PlannedKinds(options, self._name, memory, self.parts, stages, watching, self._announcements)
         self._unplanned = UnplannedSteps(
             root, self._planned, stages.reporter, self.say, is_allowed=self.kernels is None
         )
@@ -199,8 +197,8 @@ class Session:
             assert found is not None, "a model is alive while it is called"
             return found
 
-        def may_run_captured(code: object, size_bytes: int) -> bool:
-            return session().may_run_captured(code, size_bytes)
+        def let_run_captured(code: object, size_bytes: int) -> bool:
+            return session().let_run_captured(code, size_bytes)
 
         def prove(proof: Proof, arguments: Sequence[Any]) -> None:
             session().prover.prove(proof, arguments)
@@ -208,15 +206,18 @@ class Session:
         def say(text: str) -> None:
             session().say(text)
 
-        given = self.kernels, may_run_captured, prove if self.options.verify else None, say
+        given = self.kernels, let_run_captured, prove if self.options.verify else None, say
         return planning_backend(lambda captured: session().take_in(captured), *given)
 
-    def may_run_captured(self, code: object, size_bytes: int) -> bool:
-        """Whether code whose sizes don't repeat may run as captured: where it is small, beside planned code.
+    def let_run_captured(self, code: object, size_bytes: int) -> bool:
+        """Let code whose sizes don't repeat run as captured, where it is small beside planned code.
 
         Args:
             code: What asks.
             size_bytes: Of all its values at the largest size so far.
+
+        Returns:
+            Whether it may run so now; from the next step on plans leave room for it.
         """
         if not self._current.forwards:
             return False
@@ -334,8 +335,11 @@ class Session:
         self.ran_as_written = True
 
     def _spare_bytes(self) -> int:
-        """Return the bytes that a first step may take beyond the budget: none where no plan may follow."""
-        return free_bytes(self._memory.device) if self._planned.may_plan_more() else 0
+        """Return the bytes that a first step may take beyond the budget; none, announced, where no plan may follow."""
+        if self._planned.has_place():
+            return free_bytes(self._memory.device)
+        self._planned.announce_full()
+        return 0
 
     # ---------------------------------------------------------------- steps
 

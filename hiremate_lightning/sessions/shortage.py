@@ -16,7 +16,8 @@ from ..out_of_memory import InfeasibleBudgetError
 from ..planning.planner import AT_LEAST, Need, infeasible, least_need
 from ..planning.solvers.base import Problem, SolveOptions
 from ..records.step import Step
-from .kinds import Kind, Known
+from .kinds import Kind, KindRecord
+from .known import Known
 
 HELD_STEPS = 8  # that may run above a budget, to see what others need
 SILENT_STEPS = 2  # of them, after which it is said: mostly the error comes before
@@ -27,24 +28,23 @@ BudgetOf = Callable[[Step, Resident, Kind], int]  # of a step of a kind, and wha
 
 
 class Shortage:
-    """What existed before the steps of each kind, and whether training goes on until more is known.
+    """Whether some step does not fit the budget, and whether training goes on until more is known.
 
     Attributes:
         is_held: Whether some step does not fit the budget.
+        are_measured: Whether code outside of the graphs was measured in all steps that were described.
         less_bytes: How much less another process of the training has for such a step.
     """
 
     def __init__(self) -> None:
-        self.is_held = False
+        self.is_held, self.are_measured = False, True
         self.less_bytes = 0
         self._held_steps = 0
-        self._seen: dict[Kind, dict[frozenset[int], Resident]] = {}  # by the parameters whose gradients existed
         self._updated = 0, 0  # optimizers' steps so far, and the bytes of their state then
         self._has_settled = False  # whether all optimizers have stepped, and their state grows no more
         self._waits = True  # whether more is to be seen; where no optimizer is known, nobody knows what that is
         self._had_stale = False  # whether there were gradients that the next backward was expected to find freed
         self._batch_bytes = 0  # of the largest batch
-        self._are_measured = True
 
     def begin_step(self, resident: Resident, memory: ResidentMemory) -> None:
         """Learn what exists before a step."""
@@ -65,11 +65,6 @@ class Shortage:
         self.is_held = True
         self.less_bytes = max(self.less_bytes, error.less_bytes)
 
-    def see(self, kind: Kind, resident: Resident, is_measured: bool = True) -> None:
-        """Learn what existed before a step of a kind, and whether code outside of its graphs was measured."""
-        self._seen.setdefault(kind, {})[resident.kept] = resident
-        self._are_measured = self._are_measured and is_measured
-
     @property
     def is_to_be_announced(self) -> bool:
         """Whether to say now that steps run above the budget, and that an error is to come."""
@@ -81,26 +76,28 @@ class Shortage:
         return not self._waits or self._held_steps >= HELD_STEPS
 
     def error(
-        self, known: Mapping[Kind, Known], options: SessionOptions, budget_of: BudgetOf, name: str
+        self, records: Mapping[Kind, KindRecord], options: SessionOptions, budget_of: BudgetOf, name: str
     ) -> InfeasibleBudgetError | None:
         """Build the error that names what is enough for the steps seen; None where all fit the budget after all.
 
         Args:
-            known: The kinds of steps.
+            records: The kinds of steps.
             options: What was asked for.
             budget_of: Returns the budget of a step.
             name: What is planned.
         """
         needs, short = list[Need](), dict[int, int]()
-        for kind in self._seen.keys() & known.keys():
-            states = [replace(known[kind], resident=self._with_all(seen)) for seen in self._seen[kind].values()]
+        for kind, record in records.items():
+            if record.known is None or not record.before:
+                continue
+            states = [replace(record.known, resident=self._with_all(seen)) for seen in record.before.values()]
             budget_bytes = max(budget_of(state.merge(), state.resident, kind) for state in states)
             own = [_need(state, options.plan.time_limit_s, self.less_bytes) for state in states]
             short.update((need.peak_bytes, budget_bytes) for need in own if need.peak_bytes > budget_bytes)
             needs += own
         if not short:
             return None
-        is_known = self._has_settled and self._are_measured
+        is_known = self._has_settled and self.are_measured
         return infeasible(needs, options.budget, short[max(short)], name, SO_FAR if is_known else AT_LEAST, ADVICE)
 
     def _with_all(self, resident: Resident) -> Resident:

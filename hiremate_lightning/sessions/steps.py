@@ -6,6 +6,7 @@ A forward after a backward begins a new one. What was learned from a step that h
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,15 +14,19 @@ import torch
 from ..measuring.profiling import TimedRun
 from ..measuring.recording import StepRecord
 from ..measuring.resident import LITTERED_STEPS, WATCHED_STEPS, Resident, ResidentMemory
+from ..memory.metering import MemoryMeter
 from ..out_of_memory import InfeasibleBudgetError, explain
+from ..planning.planner import GUARD_BYTES, guard_bytes
 from ..torch_private import backward_pass, tensor_state
 from .announcements import Announcements
 from .current_step import CurrentStep, Ended, PlainRun, State
+from .deciding import Action
+from .kinds import Kind
 from .plain_steps import Call
 from .planned import PlannedKinds
 from .small_parts import SmallParts
 from .unplanned import UnplannedSteps
-from .watching import Saw, Watch, WatchPolicy
+from .watching import Expected, Saw, Watch, WatchPolicy
 
 COUNTED_AGAIN = 64  # steps, after which resident bytes are counted once more
 
@@ -145,7 +150,7 @@ class Steps:
     def _counts_resident(self, step: CurrentStep) -> bool:
         """Whether to count resident bytes now: they settle within a few steps, and counting takes time."""
         is_due = self.count < WATCHED_STEPS or self.count % COUNTED_AGAIN == 0 or self._memory.has_grown()
-        return is_due or self._planned.shortage.is_held or self._planned.any_is_unfit(step.foreseen)
+        return is_due or self._planned.shortage.is_held or self._kinds.any_is_unfit(step.foreseen)
 
     def _meet(self, finished: CurrentStep | None, step: CurrentStep, resident: Resident) -> None:
         """Plan the step that has ended, and let plans meet what exists now.
@@ -172,11 +177,35 @@ class Steps:
         else:
             plans, all_likely = self._planned.plans, self._kinds.all_likely(step.foreseen)
             step.expected = max(all_likely, key=lambda kind: plans[kind].unplanned_peak_bytes, default=None)
-            step.look = self._watching.step_begins(self._planned.expect(step.size_bytes, step.foreseen))
+            step.look = self._watching.step_begins(self._expect(step))
         if step.look.is_measured:
             step.record = self._begin_record(step, arguments)
         if step.look.is_timed or self._next_is_timed:
             step.timed, self._next_is_timed = TimedRun(self._memory.device), False
+
+    def _expect(self, step: CurrentStep) -> Expected:
+        """Return what is known of a step that begins."""
+        kind, following = self._kinds.likely(step.foreseen), self._kinds.following(step.foreseen)
+        foreseen = next(iter(step.foreseen), None)
+        if kind is None:
+            is_on_host = self._memory.device.type == "cpu"
+            return Expected(None, foreseen, step.size_bytes, is_on_host=is_on_host)
+        next_one = None if following is None else self._expect_planned(following, following, 0)
+        return replace(self._expect_planned(kind, foreseen, step.size_bytes), following=next_one)
+
+    def _expect_planned(self, kind: Kind, foreseen: Kind | None, size_bytes: int) -> Expected:
+        """Return what is known of a step of a planned kind."""
+        record, plan = self._kinds[kind], self._planned.plans[kind]
+        is_free = not MemoryMeter.is_running(self._memory.device)
+        higher_bytes = 0 if record.seen_bytes is None else plan.planned_peak_bytes - record.seen_bytes
+        return Expected(
+            kind,
+            foreseen,
+            size_bytes,
+            record.status,
+            may_grow=is_free and self._kinds.described(kind).outside_bytes > GUARD_BYTES,
+            is_higher=is_free and higher_bytes > guard_bytes(plan.budget_bytes),  # and not by a loss that is kept
+        )
 
     def _begin_record(self, step: CurrentStep, arguments: list[torch.Tensor]) -> StepRecord:
         """Begin to measure a step."""
@@ -254,7 +283,7 @@ class Steps:
         if step.look is not None:
             self._watching.step_ended(step.look, kind, saw, is_usual)
         is_missed = kind not in plans and (ended.record is None or not ended.record.is_whole)
-        if is_missed and self._planned.gets_a_plan(kind):
+        if is_missed and self._planned.decide_to_plan(kind).action is Action.REPLAN:
             self._watching.missed(kind)
 
     def _learn_from(self, step: CurrentStep, ended: Ended) -> Saw:
@@ -269,7 +298,7 @@ class Steps:
         if kind not in plans:
             if record.backwards:
                 record.timed = ended.timed
-                step.is_to_be_planned = self._planned.gets_a_plan(kind)
+                step.is_to_be_planned = self._planned.decide_to_plan(kind).action is Action.REPLAN
                 self._watching.found(kind)
             return Saw.NOTHING
         if not ended.is_own or ended.resident is None or not record.is_measured:

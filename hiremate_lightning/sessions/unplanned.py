@@ -123,7 +123,7 @@ class UnplannedSteps:
 
     def was_planned(self, kind: Kind, calls: Sequence[Call]) -> None:
         """Learn that a kind of step has a plan now, and what its calls are given."""
-        code, shapes = self._planned.same_code(kind), [t.shape for t in self._planned.plans[kind].graph.tensors]
+        code, shapes = self._planned.kinds.same_code(kind), [t.shape for t in self._planned.plans[kind].graph.tensors]
         for sizes in (self._plain, self._twice):
             sizes.learn(kind, calls, code, shapes=shapes)
 
@@ -131,7 +131,7 @@ class UnplannedSteps:
         """Learn what the step that ends would have taken plain, where it ran by the plan of another size."""
         if step.comparison.foreseen is not None:
             known, added_bytes = step.comparison.foreseen
-            self._plain.learn(step.kind, step.calls, self._planned.same_code(known), added_bytes)
+            self._plain.learn(step.kind, step.calls, self._planned.kinds.same_code(known), added_bytes)
 
     def note_release(self, timing: Timing) -> None:
         """Learn that the step after one that was timed begins; announce where its kind runs without its plan now."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum
 from statistics import median
+
+from .kinds import Kind, Status
 
 SHARE = 0.01  # of the time of so many steps that watching may take
 STEPS = 500
@@ -61,8 +63,7 @@ class Expected:
         kind: The planned kind that it is likely to be of, None where nothing has a plan.
         foreseen: The kind that it is likely to be of, planned or not; None where nothing like it came before.
         size_bytes: Of what it is called with.
-        has_peak: Whether the peak of its plan was measured.
-        has_time: Whether its plan was timed.
+        status: What is known of that kind.
         may_grow: Whether code outside of its plan takes memory, which may come to be more.
         is_higher: Whether more is predicted for it than for the steps of its plan whose peaks were measured.
         is_on_host: Whether it runs on the CPU, where its operations can be timed while its memory is measured: a GPU's
@@ -70,11 +71,10 @@ class Expected:
         following: What is known of the step that is likely to come after it, None for nothing.
     """
 
-    kind: Hashable | None
-    foreseen: Hashable | None
+    kind: Kind | None
+    foreseen: Kind | None
     size_bytes: int
-    has_peak: bool = False
-    has_time: bool = False
+    status: Status = Status.PLANNED
     may_grow: bool = False
     is_higher: bool = False
     is_on_host: bool = False
@@ -97,12 +97,33 @@ class Look:
     watch: Watch
     reason: Reason | None
     is_timed: bool
-    for_next: Hashable | None
+    for_next: Kind | None
 
     @property
     def is_measured(self) -> bool:
         """Whether its memory is measured."""
         return self.watch is Watch.MEASURE
+
+
+@dataclass
+class _Watched:
+    """What was watched of one kind of step.
+
+    Attributes:
+        looks: How often it was watched, by reason.
+        free_looks: How often in all.
+        higher: Steps for which more was predicted than for measured ones.
+        gap: Steps until it is measured again.
+        since: Steps since it was measured again.
+        needs_step_before: Whether its peak is seen only where the step before was measured.
+    """
+
+    looks: Counter[Reason] = field(default_factory=Counter)
+    free_looks: int = 0
+    higher: int = 0
+    gap: int = AGAIN_AFTER
+    since: int = 0
+    needs_step_before: bool = False
 
 
 class WatchPolicy:
@@ -115,31 +136,26 @@ class WatchPolicy:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._account = _Account()
-        self._looks = Counter[tuple[Reason, Hashable]]()
-        self._free_looks = Counter[Hashable]()
+        self._watched = dict[Kind | None, _Watched]()
         self._looks_to_plan = self._count = 0  # of steps that have ended
-        self._needs_step_before = set[Hashable]()  # kinds whose peak is seen only where the step before was measured
-        self._higher = Counter[Hashable]()  # steps of a kind for which more was predicted than for measured ones
-        self._gaps: dict[Hashable, int] = {}  # steps of a kind until it is measured again
-        self._since = Counter[Hashable]()  # steps of a kind since it was measured again
-        self._missed: dict[Hashable, None] = {}
+        self._missed: dict[Kind, None] = {}
         self._largest_bytes = 0
         self._before: Look | None = None  # the step before
-        self._ended: tuple[float, Watch, Hashable | None] | None = None  # the step before, until the next one begins
+        self._ended: tuple[float, Watch, Kind] | None = None  # the step before, until the next one begins
 
     # ---------------------------------------------------------------- the decision
 
     def reason(self, expected: Expected) -> Reason | None:
         """Find why to watch the step that begins, None for no reason."""
+        own = self._watched.get(expected.kind, _Watched())
         is_larger = expected.size_bytes > self._largest_bytes
         if expected.kind is None or is_larger or expected.foreseen in self._missed:
             return Reason.PLAN
-        if not expected.has_peak or (expected.is_higher and self._higher[expected.kind] >= OFTEN):
+        if expected.status is Status.PLANNED or (expected.is_higher and own.higher >= OFTEN):
             return Reason.PEAK
-        if not expected.has_time:
+        if expected.status is Status.MEASURED:
             return Reason.TIME
-        is_due = self._since[expected.kind] >= self._gaps.get(expected.kind, AGAIN_AFTER)
-        return Reason.AGAIN if expected.may_grow and is_due else None
+        return Reason.AGAIN if expected.may_grow and own.since >= own.gap else None
 
     def decide(self, expected: Expected) -> Watch:
         """Decide whether to measure the step that begins, to time it, or neither."""
@@ -148,12 +164,12 @@ class WatchPolicy:
     def _decide(self, expected: Expected) -> tuple[Watch, Reason | None, Expected]:
         """Decide, and tell why and for which step: it may be for the one that follows, to see what that one frees."""
         reason, following, count = self.reason(expected), expected.following, 1
-        if reason in OF_PEAKS and expected.kind in self._needs_step_before:
+        if reason in OF_PEAKS and self._needs_step_before(expected):
             before = self._before
             if before is not None and before.for_next == expected.kind:
                 return Watch.MEASURE, reason, expected
             reason = reason if before is not None and before.is_measured else None  # else its peak would not be seen
-        if reason is None and following is not None and following.kind in self._needs_step_before:
+        if reason is None and following is not None and self._needs_step_before(following):
             expected, reason, count = following, self.reason(following), 2
             reason = reason if reason in OF_PEAKS else None
         if reason is None:
@@ -162,24 +178,32 @@ class WatchPolicy:
         is_worth_it = self._is_free(reason, expected) or self._account.affords(watch, count)
         return (watch if is_worth_it else Watch.NOTHING), reason, expected
 
+    def _needs_step_before(self, expected: Expected) -> bool:
+        """Whether the peak of a kind is seen only where the step before was measured."""
+        return self._watched.get(expected.kind, _Watched()).needs_step_before
+
     def _is_free(self, reason: Reason, expected: Expected) -> bool:
         """Whether the kind, or the size, has not used up the looks that it has whatever they take."""
+        own = self._watched.get(expected.foreseen if reason is Reason.PLAN else expected.kind, _Watched())
         if reason is Reason.PLAN:
-            return self._looks[reason, expected.foreseen] < FREE[reason] and self._looks_to_plan < FREE_TO_PLAN
+            return own.looks[reason] < FREE[reason] and self._looks_to_plan < FREE_TO_PLAN
         if reason is Reason.AGAIN and self._count > STEPS:
             return False
-        return self._looks[reason, expected.kind] < FREE[reason] and self._free_looks[expected.kind] < FREE_OF_KIND
+        return own.looks[reason] < FREE[reason] and own.free_looks < FREE_OF_KIND
 
     # ---------------------------------------------------------------- what it learns
+
+    def _of(self, kind: Kind | None) -> _Watched:
+        return self._watched.setdefault(kind, _Watched())
 
     def step_begins(self, expected: Expected) -> Look:
         """Decide about a step that begins now."""
         watch, reason, wanted = self._decide(expected)
         if watch is not Watch.NOTHING and reason is not None:
-            self._looks[reason, wanted.foreseen if reason is Reason.PLAN else wanted.kind] += 1
+            self._of(wanted.foreseen if reason is Reason.PLAN else wanted.kind).looks[reason] += 1
             self._looks_to_plan += reason is Reason.PLAN
-            self._free_looks[wanted.kind] += 1
-        self._higher[expected.kind] += expected.is_higher
+            self._of(wanted.kind).free_looks += 1
+        self._of(expected.kind).higher += expected.is_higher
         self._largest_bytes = max(self._largest_bytes, expected.size_bytes)
         self._before = None
         is_first = watch is Watch.MEASURE and expected.kind is None
@@ -191,7 +215,7 @@ class WatchPolicy:
         """Decide about a step that begins now and runs as the user wrote it: it is measured where that says more."""
         return Look(self._clock(), Watch.MEASURE if is_informative else Watch.NOTHING, None, False, None)
 
-    def step_ended(self, look: Look, kind: Hashable, saw: Saw = Saw.NOTHING, is_usual: bool = True) -> None:
+    def step_ended(self, look: Look, kind: Kind, saw: Saw = Saw.NOTHING, is_usual: bool = True) -> None:
         """Learn that a step has ended; of one that failed nothing is learned.
 
         Args:
@@ -202,13 +226,12 @@ class WatchPolicy:
         """
         self._before = look
         self._ended = (look.began_at, look.watch, kind) if is_usual else None
-        self._since[kind] += 1
+        own = self._of(kind)
+        own.since += 1
         self._count += 1
-        if saw is Saw.NO_FREES:
-            self._needs_step_before.add(kind)
+        own.needs_step_before = own.needs_step_before or saw is Saw.NO_FREES
         if saw is Saw.PEAK and look.reason is Reason.AGAIN:
-            self._since[kind] = 0
-            self._gaps[kind] = 2 * self._gaps.get(kind, AGAIN_AFTER)
+            own.since, own.gap = 0, 2 * own.gap
 
     def settle(self) -> None:
         """Put the time of the step that has ended into the account; to be called as the next one begins."""
@@ -217,19 +240,20 @@ class WatchPolicy:
             self._ended = None
             self._account.add(self._clock() - began_at, watch, kind)
 
-    def planned(self, kind: Hashable) -> None:
+    def planned(self, kind: Kind) -> None:
         """Learn that a kind of step has another plan, whose peak and time are to be seen."""
+        looks = self._of(kind).looks
         for reason in (Reason.PEAK, Reason.TIME):
-            self._looks[reason, kind] = min(self._looks[reason, kind], FREE[reason] - 2)
+            looks[reason] = min(looks[reason], FREE[reason] - 2)
 
-    def missed(self, kind: Hashable) -> None:
+    def missed(self, kind: Kind) -> None:
         """Learn that a step was to be measured, for its kind to be planned, and was not."""
         self._missed.pop(kind, None)
         self._missed[kind] = None
         if len(self._missed) > REMEMBERED:
             del self._missed[next(iter(self._missed))]
 
-    def found(self, kind: Hashable) -> None:
+    def found(self, kind: Kind) -> None:
         """Learn that a step was measured whose kind has no plan."""
         self._missed.pop(kind, None)
 
@@ -239,11 +263,11 @@ class _Account:
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS)  # seconds of each, and those for watching
-        self._usual: dict[Hashable, float] = {}  # seconds of the latest unwatched step of each kind
+        self._usual: dict[Kind, float] = {}  # seconds of the latest unwatched step of each kind
         self._extra = {Watch.TIME: deque[float](maxlen=5), Watch.MEASURE: deque[float](maxlen=5)}
         self._unwatched_s = 0.0  # since a step was watched
 
-    def add(self, seconds: float, watch: Watch, kind: Hashable) -> None:
+    def add(self, seconds: float, watch: Watch, kind: Kind) -> None:
         """Add a step."""
         if watch is Watch.NOTHING:
             self._usual[kind] = seconds

@@ -27,7 +27,7 @@ KEPT = 128  # traces of one graph, the latest used ones: each takes megabytes of
 UNREPEATED = 4  # sizes in a row that have not come before: after more of them, it is asked whether to go on tracing
 Run = Callable[..., Any]
 Trace = Callable[[fx.GraphModule, Sequence[Any]], tuple[Run, int]]
-MayRunCaptured = Callable[[object, int], bool]
+LetRunCaptured = Callable[[object, int], bool]
 
 
 def sizes_among(module: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
@@ -53,12 +53,12 @@ class EachSize:
         sizes: Positions of the inputs that are sizes.
         trace: Gives what runs in the place of code of definite sizes, and the bytes of all its values, from that code
             and inputs without memory.
-        may_run_captured: Whether this code may run as captured where its sizes don't repeat, given the bytes of all its
-            values at the largest size; asked each time.
+        let_run_captured: Lets this code run as captured where its sizes don't repeat, given the bytes of all its
+            values at the largest size, and returns whether it may; called each time.
     """
 
     def __init__(
-        self, module: fx.GraphModule, sizes: Sequence[int], trace: Trace, may_run_captured: MayRunCaptured
+        self, module: fx.GraphModule, sizes: Sequence[int], trace: Trace, let_run_captured: LetRunCaptured
     ) -> None:
         count = len(module.graph.find_nodes(op="placeholder"))
         self._module = module
@@ -66,7 +66,7 @@ class EachSize:
         self._sizes = tuple(sizes)
         self._others = tuple(position for position in range(count) if position not in self._sizes)
         self._trace = trace
-        self._may_run_captured = may_run_captured
+        self._let_run_captured = let_run_captured
         self._unrepeated = 0  # sizes in a row
         self._largest_bytes = (0, 0)  # of the inputs of what was traced, and of all its values
         self._is_particular = False
@@ -94,7 +94,7 @@ class EachSize:
         if self._unrepeated <= UNREPEATED:
             return False
         inputs_bytes, all_bytes = self._largest_bytes
-        return self._may_run_captured(self, all_bytes) and _bytes_of(others) <= inputs_bytes
+        return self._let_run_captured(self, all_bytes) and _bytes_of(others) <= inputs_bytes
 
     def _trace_for(self, sizes: tuple[int, ...], others: Sequence[Any]) -> Run:
         module = _with_numbers(self._module, dict(zip(self._sizes, sizes, strict=True)))
