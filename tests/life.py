@@ -1,0 +1,90 @@
+"""A small network with dropout and batch norm, and what the tests of sessions do with it."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+
+import torch
+from torch import nn
+
+from hiremate_lightning import HiRemateWarning, hiremate
+from hiremate_lightning.sessions.targets import targets_of
+
+WIDTH, ROWS, MANY = 16, 256, 4096
+
+
+class Net(nn.Module):
+    """A chain in which activations outweigh weights, with dropout and batch norm."""
+
+    def __init__(self, depth: int = 3, width: int = WIDTH) -> None:
+        super().__init__()
+        self.body = nn.Sequential()
+        for _ in range(depth):
+            self.body.extend([nn.Linear(width, width), nn.BatchNorm1d(width), nn.GELU(), nn.Dropout(0.1)])
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+def batch(seed: int = 0, rows: int = ROWS, width: int = WIDTH) -> torch.Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+
+
+def make(seed: int = 1, **options) -> Net:
+    torch.manual_seed(seed)
+    return Net(**options)
+
+
+def planned(budget="75%", seed: int = 1, **options) -> Net:
+    return hiremate(make(seed), budget, **{"verbose": False, **options})
+
+
+def step(model: nn.Module, seed: int = 0, rows: int = ROWS) -> torch.Tensor:
+    """Do one training step, without an optimizer."""
+    model.zero_grad()
+    loss = model(batch(seed, rows)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def warm_up(model: nn.Module, steps: int = 2, rows: int = ROWS) -> nn.Module:
+    """Do the steps after which a plan runs."""
+    for index in range(steps):
+        step(model, index, rows)
+    return model
+
+
+def session_of(model: nn.Module):
+    return targets_of(model).session
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def run_both(act, budget="75%", warm: int = 3, **options) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Do the same with a planned and with a plain model, from the same random state."""
+    results = []
+    for is_planned in (True, False):
+        model = planned(budget, **options) if is_planned else make()
+        torch.manual_seed(2)
+        warm_up(model, warm)
+        results.append(act(model))
+    return results[0], results[1]
+
+
+@contextlib.contextmanager
+def recorded():
+    """Collect the package's warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", HiRemateWarning)
+        said: list[str] = []
+        yield said
+    said.extend(str(w.message) for w in caught if issubclass(w.category, HiRemateWarning))
