@@ -122,7 +122,7 @@ class Result:
 
 
 @dataclass
-class _Run:
+class _Training:
     """What a training run left."""
 
     steps: list[dict[str, Any]] = field(default_factory=list)  # name -> tensor or None, of each step
@@ -153,13 +153,13 @@ def _resident_bytes(module: Any, optimizer: Any, batch: Any) -> int:
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
-def _train(case: Any, steps: int = STEPS) -> _Run:
+def _train(case: Any, steps: int = STEPS) -> _Training:
     """Take some AdamW steps, and keep all that must be equal."""
     import torch
 
     from hiremate_lightning.memory.metering import MemoryMeter
 
-    module, run = case.module.train(), _Run()
+    module, run = case.module.train(), _Training()
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     _seed(SEED)
@@ -198,7 +198,7 @@ def _copy(tensor: Any) -> Any:
     return wide.numpy().copy()  # numpy has no bfloat16; every half is a float
 
 
-def _difference(found: _Run, expected: _Run) -> str:
+def _difference(found: _Training, expected: _Training) -> str:
     """Say in words what differs first and most, "" where all is equal bit for bit."""
     differing, worst = 0, 0.0
     first = ""
@@ -246,7 +246,7 @@ def _build(name: str) -> Any:
     return entry_of(name).build()
 
 
-def _planned(name: str, budget: Any, **options: Any) -> tuple[_Run, Any, Any, float]:
+def _planned(name: str, budget: Any, **options: Any) -> tuple[_Training, Any, Any, float]:
     """Train a new copy of a model under a budget; give the run, its plan, its session, and seconds of planning."""
     from hiremate_lightning import get_plan, hiremate
     from hiremate_lightning.sessions.targets import targets_of

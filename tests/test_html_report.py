@@ -147,7 +147,7 @@ def test_estimates_are_called_estimates(tmp_path: Path):
     )
 
 
-def test_a_missing_folder_is_found_before_solving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_folder_raises_before_anything_is_solved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("hiremate_lightning.reporting.html_report.curve", None)  # not called
     with pytest.raises(ConfigurationError, match=r"There is no folder '.*nowhere' to write plan.html to"):
         write_html(mixed_plan(2), tmp_path / "nowhere" / "plan.html")

@@ -8,27 +8,34 @@ import time
 import pytest
 
 from hiremate_lightning.planning.solvers import SolveOptions, Status, mip_backend
-from hiremate_lightning.planning.solvers.mip_backend import BACKENDS, Program, Result, backend_name, failure, solve
+from hiremate_lightning.planning.solvers.mip_backend import (
+    BACKENDS,
+    LinearProgram,
+    Result,
+    backend_name,
+    failure,
+    solve,
+)
 
 
-def knapsack() -> Program:
+def knapsack() -> LinearProgram:
     """Values 5, 4 and 3 with weights 2, 3 and 1, of which 5 fit."""
-    program = Program()
+    program = LinearProgram()
     items = [program.variable(-value) for value in (5.0, 4.0, 3.0)]
     program.row("weight", list(zip(items, (2.0, 3.0, 1.0), strict=True)), upper=5.0)
     return program
 
 
-def hard() -> Program:
+def hard() -> LinearProgram:
     """A knapsack with many rows, which takes minutes to close."""
-    rng, program = random.Random(0), Program()
+    rng, program = random.Random(0), LinearProgram()
     items = [program.variable(-rng.randint(50, 99)) for _ in range(60)]
     for row in range(40):
         program.row(f"row_{row}", [(item, float(rng.randint(10, 99))) for item in items], upper=900.0)
     return program
 
 
-def with_backend(program: Program, backend: str, seconds: float = 10.0, **how: bool) -> Result:
+def with_backend(program: LinearProgram, backend: str, seconds: float = 10.0, **how: bool) -> Result:
     return solve(program, SolveOptions(backend=backend), seconds, **how)  # type: ignore[arg-type]
 
 
@@ -59,7 +66,7 @@ def test_what_no_value_meets_is_infeasible(backend: str, relax: bool):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_row_with_two_limits_holds_on_both_sides(backend: str):
-    program = Program()
+    program = LinearProgram()
     first, second = program.variable(1.0, upper=9.0), program.variable(-1.0, upper=9.0)
     program.row("difference", [(second, 1.0), (first, -1.0)], lower=-2.0, upper=3.0)
     result = with_backend(program, backend)
@@ -86,12 +93,12 @@ def test_a_start_is_taken_where_time_is_too_short_to_find_better(backend: str):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_solving_prints_nothing(backend: str, relax: bool, capfd: pytest.CaptureFixture[str]):
     with_backend(knapsack(), backend, relax=relax)
-    with_backend(Program(), backend, relax=relax)
+    with_backend(LinearProgram(), backend, relax=relax)
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_program_without_variables_is_decided_by_its_rows():
-    program = Program()
+    program = LinearProgram()
     assert solve(program, SolveOptions(), 1.0) == Result(Status.OPTIMAL, (), 0.0, 0.0)
     program.row("at most -1", [], upper=-1.0)
     assert solve(program, SolveOptions(), 1.0).status is Status.INFEASIBLE

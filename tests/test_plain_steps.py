@@ -8,7 +8,7 @@ from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.sessions.plain_steps import ROUNDING, TRIES, UNMEASURED_RATIO, Call, PlainPeak, PlainSteps
+from hiremate_lightning.sessions.plain_steps import ROUNDING, TRIES, UNMEASURED_RATIO, ModuleCall, PlainPeak, PlainSteps
 from hiremate_lightning.sessions.targets import targets_of
 
 from .exact import simple_loop, train_both
@@ -17,8 +17,8 @@ WIDTH = 32
 KIND, OTHER, THIRD = (0,), (1,), (2,)
 
 
-def call(*sizes: int, name: str = "", dtype: torch.dtype = torch.float32) -> Call:
-    return Call(name, (dtype,), (sizes,))
+def call(*sizes: int, name: str = "", dtype: torch.dtype = torch.float32) -> ModuleCall:
+    return ModuleCall(name, (dtype,), (sizes,))
 
 
 def known(*kinds: tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]], room: int = 10**9):

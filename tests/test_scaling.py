@@ -14,7 +14,7 @@ from hiremate_lightning.records.graph import Graph, Storage, StorageKind
 from hiremate_lightning.records.scaling import Line, Sample, Scaling, are_same, at_size, difference
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.simulation import simulate
-from hiremate_lightning.records.step import Call, Gap, Stage
+from hiremate_lightning.records.step import Call, Gap, GapPart
 
 from .tiny import Builder, chain, transformer
 
@@ -56,13 +56,13 @@ def test_the_step_at_a_sampled_size_is_the_sample():
 
 def test_a_step_is_foreseen_at_another_size_with_the_outside_as_it_grows():
     graph, profile = chain(3)
-    gap, stage = Gap(10, 101), Stage((), 7)
+    gap, stage = Gap(10, 101), GapPart((), 7)
     call = Call(shaped(graph, (6, 10)), profile, before_deaths=(stage,), after_forward=gap, before_backward=gap)
 
     larger = at_size(call, shaped(graph, (6, 15)), profile)
     assert larger.graph == shaped(graph, (6, 15))
     assert (larger.after_forward, larger.before_backward, larger.before_forward) == (Gap(15, 152), Gap(15, 152), Gap())
-    assert larger.before_deaths == (Stage((), 11),)
+    assert larger.before_deaths == (GapPart((), 11),)
 
     smaller = at_size(call, shaped(graph, (6, 5)), profile)
     assert (smaller.after_forward, smaller.before_deaths) == (gap, (stage,))

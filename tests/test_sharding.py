@@ -79,7 +79,7 @@ def test_losses_gradients_and_weights_are_those_without_a_plan(ranks: Ranks, cas
 
 
 @pytest.mark.parametrize("case", [*CASES, *HEAVY], ids=str)
-def test_units_are_planned_at_the_second_step_in_silence(ranks: Ranks, case: Case):
+def test_units_get_one_plan_at_the_second_step_without_warnings(ranks: Ranks, case: Case):
     for left in ranks:
         _, planned = left[case.name]
         assert planned.said == [] or case.splits  # see below

@@ -13,7 +13,7 @@ from hiremate_lightning.planning.solvers.model import Model, Policy
 from hiremate_lightning.records.graph import OUTSIDE, Phase, StorageKind
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.simulation import simulate
-from hiremate_lightning.records.step import Call, Gap, Stage, merge
+from hiremate_lightning.records.step import Call, Gap, GapPart, merge
 
 from .lazily import recompute_lazily
 from .tiny import KB, Builder, chain
@@ -224,7 +224,7 @@ def three_calls(*between_backwards, after_last=NOTHING, before_first=NOTHING):
 
 @pytest.mark.parametrize(("given_bytes", "live_bytes"), [(0, 1000), (300, 700), (1000, 0), (2000, 0)])
 @pytest.mark.parametrize("where", ["beginning", "turn", "between backwards"])
-def test_what_is_held_outside_is_given_back_later(where, given_bytes, live_bytes):
+def test_bytes_that_outside_code_frees_later_live_until_then(where, given_bytes, live_bytes):
     """FSDP2 gathers the parameters of a unit before its backward, and frees them before the next unit's."""
 
     def live_at_the_end(held_bytes, given_bytes):
@@ -277,7 +277,7 @@ def test_stale_gradients_count_in_the_forward_and_are_gone_in_the_backward():
 
 def test_stale_gradients_are_gone_when_the_backward_is_called():
     graph, profile = chain(3)
-    call = Call(graph, profile, before_deaths=(Stage((), 500),), after_forward=Gap(0, 2000))
+    call = Call(graph, profile, before_deaths=(GapPart((), 500),), after_forward=Gap(0, 2000))
 
     def peaks(called_at):
         step = merge([replace(call, called_at=called_at)], [0], stale_bytes=10_000)
@@ -292,7 +292,7 @@ def test_stale_gradients_are_gone_when_the_backward_is_called():
 @pytest.mark.parametrize("calls", [1, 2])
 def test_outputs_of_the_step_before_are_gone_when_the_last_forward_returns(calls):
     graph, profile = chain(3)
-    stages = (Stage((), 500),)
+    stages = (GapPart((), 500),)
     made = [replace(c, before_deaths=stages) for c in ([Call(graph, profile)] if calls == 1 else two_calls(3))]
 
     def peaks(left_bytes):

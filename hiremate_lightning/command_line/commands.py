@@ -45,7 +45,7 @@ from .offline import OfflineOptions, OfflineStep, Rates, capture_offline, rates_
 
 FIT_SIZES = (4, 8)  # batch sizes that `fit` captures: 1 and 2 are special to many operators
 FIT_PLANS = 12  # most sizes that `fit` plans
-Found = TypeVar("Found", Plan, BatchSizeResult)
+Answer = TypeVar("Answer", Plan, BatchSizeResult)
 AUTOCAST_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -349,9 +349,9 @@ def _say(console: Console, lines: Sequence[str]) -> None:
 
 
 def _show(
-    found: Found,
-    table: Callable[[Found], RenderableType],
-    lines: Callable[[Found], Sequence[str]],
+    found: Answer,
+    table: Callable[[Answer], RenderableType],
+    lines: Callable[[Answer], Sequence[str]],
     notes: Sequence[str],
 ) -> None:
     """Show what was found: drawn on a terminal, in plain lines elsewhere."""

@@ -73,7 +73,7 @@ def _parse_input(text: str) -> Input:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ModelCall:
     """A module, and what it is called with."""
 
     module: nn.Module
@@ -125,7 +125,7 @@ class Workload:
         """
         return _unpack(_make(self.factory, self.name), self.name)[0]
 
-    def build(self, size: int | None = None) -> Call:
+    def build(self, size: int | None = None) -> ModelCall:
         """Build the module and its inputs, on the default device.
 
         Args:
@@ -138,17 +138,17 @@ class Workload:
         if self.inputs:
             args = tuple(i.make(size) for i in self.inputs if not i.name)
             kwargs = {i.name: i.make(size) for i in self.inputs if i.name}
-            return Call(module, args, kwargs)
+            return ModelCall(module, args, kwargs)
         if not args and not kwargs:
             raise ConfigurationError(
                 f"{self.name} gives a module without inputs. Name them, such as --input 64x3x224x224, "
                 "or let the factory return (module, inputs)."
             )
-        call = Call(module, args, kwargs)
+        call = ModelCall(module, args, kwargs)
         return call if size is None or size == call.size else _resized(call, size)
 
 
-def _resized(call: Call, size: int) -> Call:
+def _resized(call: ModelCall, size: int) -> ModelCall:
     """Give every tensor whose first dimension is the batch size another one."""
     old = call.size
 
@@ -157,7 +157,7 @@ def _resized(call: Call, size: int) -> Call:
             return value.new_zeros((size, *value.shape[1:])).requires_grad_(value.requires_grad)
         return value
 
-    return Call(call.module, *call.changed(resize))
+    return ModelCall(call.module, *call.changed(resize))
 
 
 def _make(factory: Any, name: str) -> Any:

@@ -42,7 +42,7 @@ from ..sessions.backend import planning_backend
 from ..sessions.eager_paths import eager_paths
 from ..sessions.refusals import refuse
 from ..torch_private import dynamo, tensor_state
-from .factory import Call, Workload
+from .factory import ModelCall, Workload
 
 aten = torch.ops.aten
 log = logging.getLogger("hiremate_lightning")
@@ -313,7 +313,7 @@ def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def _forward(call: Call, conductor: _Conductor, options: OfflineOptions) -> Any:
+def _forward(call: ModelCall, conductor: _Conductor, options: OfflineOptions) -> Any:
     """Run the forward through torch.compile."""
     planning = planning_backend(conductor.take_in)
 
@@ -361,7 +361,7 @@ def _loss(result: Any, kind: str) -> torch.Tensor:
     return sum((t.sum() for t in outputs[1:]), outputs[0].sum())
 
 
-def _build(workload: Workload, options: OfflineOptions, size: int | None, mode: Any) -> Call:
+def _build(workload: Workload, options: OfflineOptions, size: int | None, mode: Any) -> ModelCall:
     """Build a workload with as little memory as it lets us.
 
     Fake tensors can't have their type changed once they are parameters, and tensors of the meta device can't be read.
@@ -380,7 +380,7 @@ def _build(workload: Workload, options: OfflineOptions, size: int | None, mode: 
     return workload.build(size)
 
 
-def _on_fakes(call: Call, device: torch.device) -> Call:
+def _on_fakes(call: ModelCall, device: torch.device) -> ModelCall:
     """Give everything that is not a fake tensor on the device a fake one there; the module is copied for that."""
     memo: dict[int, Any] = {}
     for value in _tensors_of(call.module):
@@ -392,7 +392,7 @@ def _on_fakes(call: Call, device: torch.device) -> Call:
         return _fake_of(value, device) if is_real else value
 
     module = copy.deepcopy(call.module, memo) if memo else call.module
-    return Call(module, *call.changed(as_fake))
+    return ModelCall(module, *call.changed(as_fake))
 
 
 def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -428,7 +428,7 @@ def _optimizer_state(module: nn.Module, options: OfflineOptions) -> Iterator[tor
         yield from (v for v in tensor_state.leaves(state) if isinstance(v, torch.Tensor))
 
 
-def _resident(call: Call, state: Iterator[torch.Tensor], device: torch.device) -> tuple[tuple[str, int], ...]:
+def _resident(call: ModelCall, state: Iterator[torch.Tensor], device: torch.device) -> tuple[tuple[str, int], ...]:
     """Count what exists before a step."""
     groups = {
         "parameters": call.module.parameters(),

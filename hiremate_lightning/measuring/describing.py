@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..memory.metering import Interval
 from ..records.costs import Profile
-from ..records.step import Call, Gap, Output, Stage
+from ..records.step import Call, Gap, GapPart, Output
 from .profiling import as_laid_out
 from .recording import CALLED, LEFT, Run, StepRecord, bytes_of, release_label
 
@@ -71,7 +71,7 @@ class _Description:
         died = self._died(run, label, place)
         stages, called_at = self._stages(run, label, lived, died)
         is_alone = not died and all(i == run.index for i, _ in lived)
-        unknown = [] if is_alone else [Stage(tuple(lived), 0)]  # nobody knows when they die: a plan may save some
+        unknown = [] if is_alone else [GapPart(tuple(lived), 0)]  # nobody knows when they die: a plan may save some
         return Call(
             graph=graph,
             profile=profile,
@@ -160,7 +160,7 @@ class _Description:
         run: Run,
         following: str,
         died: Iterable[Output],
-        stages: Sequence[Stage],
+        stages: Sequence[GapPart],
         tangents: Run | None,
         freed_bytes: int,
     ) -> Gap:
@@ -189,14 +189,14 @@ class _Description:
 
     def _stages(
         self, run: Run, following: str, lived: Iterable[Output], died: Iterable[Output]
-    ) -> tuple[list[Stage], int | None]:
+    ) -> tuple[list[GapPart], int | None]:
         """Divide what runs outside after a forward by the deaths of outputs, and where the backward is called.
 
         Returns:
             The stages, and how many of them come before that call, None where none does. Nothing where a death was not
             seen.
         """
-        sizes, dead, stages = self._sizes(died), set[int](), list[Stage]()
+        sizes, dead, stages = self._sizes(died), set[int](), list[GapPart]()
         storage_of = {release_label(i, t): self._record.runs[i].outputs[t][1] for i, t in died}
         intervals = self._intervals(f"f{run.index}", following)
         calls = [i for i, interval in enumerate(intervals) if interval.label == CALLED]
@@ -213,7 +213,7 @@ class _Description:
             if position == called:
                 called_at = len(stages)
             if not stages or position == called or alive != stages[-1].alive:
-                stages.append(Stage(alive, 0))
+                stages.append(GapPart(alive, 0))
             freed_bytes = sum(sizes[s] for s in dead) + (0 if called_at is None else stale_bytes)
             freed_bytes += returned_bytes if position >= left else 0
             above_bytes = interval.peak_bytes - intervals[0].start_bytes + freed_bytes

@@ -18,7 +18,7 @@ from functools import cached_property
 
 from .costs import Profile
 from .graph import OUTSIDE, Graph, Storage, Tensor
-from .step import Call, Gap, Stage
+from .step import Call, Gap, GapPart
 
 MAX_POWER = 2.0  # of the size, that anything measured is taken to grow by
 
@@ -105,7 +105,7 @@ def at_size(call: Call, graph: Graph, profile: Profile) -> Call | None:
         call,
         graph=graph,
         profile=profile,
-        before_deaths=tuple(Stage(s.alive, math.ceil(growth * s.peak_bytes)) for s in call.before_deaths),
+        before_deaths=tuple(GapPart(s.alive, math.ceil(growth * s.peak_bytes)) for s in call.before_deaths),
         before_forward=grown(call.before_forward),
         after_forward=grown(call.after_forward),
         before_backward=grown(call.before_backward),

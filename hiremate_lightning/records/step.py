@@ -37,7 +37,7 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class GapPart:
     """Outside code after a forward, while certain outputs lived.
 
     Attributes:
@@ -89,7 +89,7 @@ class Call:
     released_bytes: int = 0
     outlasting: tuple[int, ...] = ()
     is_retained: bool = False
-    before_deaths: tuple[Stage, ...] = ()
+    before_deaths: tuple[GapPart, ...] = ()
     called_at: int | None = None
     before_forward: Gap = Gap()
     after_forward: Gap = Gap()

@@ -1,7 +1,7 @@
 """What the pictures of a plan show, as plain data: two runs of the step, and time against budget.
 
-A `Run` holds what occupies memory at each operation of the plain or of the planned step. `Frontier` holds schedules
-that were found for other budgets, the bound below which none exists, and where the plan lies.
+A `DrawnStep` holds what occupies memory at each operation of the plain or of the planned step. `Frontier` holds
+schedules that were found for other budgets, the bound below which none exists, and where the plan lies.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INK, FAINT, BUDGET = "#22262d", "#6b7280", "#c2185b"
 
 
 @dataclass(frozen=True)
-class Run:
+class DrawnStep:
     """One of the two steps that are drawn.
 
     Attributes:
@@ -83,15 +83,15 @@ class Run:
         return position >= self.simulation.turn and node.phase is Phase.FORWARD
 
 
-def plain_run(plan: Plan) -> Run:
+def plain_run(plan: Plan) -> DrawnStep:
     """Give the step with everything kept."""
     graph, profile = as_plain(plan.graph, plan.profile)
-    return Run(plan, graph, "plain", lower(graph, as_written(graph)), plan.unplanned, profile.workspace_bytes)
+    return DrawnStep(plan, graph, "plain", lower(graph, as_written(graph)), plan.unplanned, profile.workspace_bytes)
 
 
-def planned_run(plan: Plan) -> Run:
+def planned_run(plan: Plan) -> DrawnStep:
     """Give the step under the plan."""
-    return Run(plan, plan.graph, "planned", plan.schedule, plan.planned, plan.profile.workspace_bytes)
+    return DrawnStep(plan, plan.graph, "planned", plan.schedule, plan.planned, plan.profile.workspace_bytes)
 
 
 def resident_bands(plan: Plan) -> tuple[tuple[str, str, int], ...]:

@@ -19,7 +19,7 @@ from ..planning.solvers.base import Problem, SolveOptions
 from ..planning.solvers.curve import Curve, curve
 from ..units import format_bytes, format_ratio, format_time
 from .breakdown import ModuleRow, add_uses, advice_lines, module_rows, node_words, place_words
-from .figures import COLOURS, Run, frontier_of, frontier_words, planned_run, resident_bands, short_source
+from .figures import COLOURS, DrawnStep, frontier_of, frontier_words, planned_run, resident_bands, short_source
 from .frontier_svg import frontier_svg
 from .lifetimes import Band, Lifetime
 from .svg_report import LEFT, PANEL, Timeline, check_plan, writable
@@ -115,7 +115,7 @@ class _Page:
         runs = [self._run(run, top) for run, top in zip(self.timeline.runs, self.timeline.tops, strict=True)]
         return {**place, "resident": self.plan.resident_bytes, "nodes": nodes, "runs": runs}
 
-    def _run(self, run: Run, top: int) -> dict[str, Any]:
+    def _run(self, run: DrawnStep, top: int) -> dict[str, Any]:
         starts = [round(start, 4) for start in run.starts_ms]
         steps = [
             [moment.node, int(run.is_again(at)), moment.peak_bytes, *(sizes[at] for sizes in run.bands.values())]

@@ -16,7 +16,7 @@ from pathlib import Path
 from ..errors import ConfigurationError
 from ..planning.plan import Plan, plan_title
 from ..units import format_bytes, format_time
-from .figures import BUDGET, COLOURS, FAINT, INK, Run, binary_unit, plain_run, planned_run, resident_bands
+from .figures import BUDGET, COLOURS, FAINT, INK, DrawnStep, binary_unit, plain_run, planned_run, resident_bands
 
 MIN_WIDTH = 480
 LEFT, RIGHT, TOP = 52, 12, 34  # pixels around a panel
@@ -108,7 +108,7 @@ class Timeline:
     width: int
 
     @cached_property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[DrawnStep, ...]:
         """The plain step, and the planned one below it."""
         return plain_run(self.plan), planned_run(self.plan)
 
@@ -163,7 +163,7 @@ class Timeline:
             ]
         )
 
-    def _panel(self, run: Run, top: int) -> Iterable[str]:
+    def _panel(self, run: DrawnStep, top: int) -> Iterable[str]:
         peak = format_bytes(self.plan.resident_bytes + run.simulation.peak_bytes)
         words = f"<tspan font-weight='600'>{run.name.capitalize()} step</tspan>: peak {peak}"
         yield f'<text x="{LEFT}" y="{top - 8}">{words}, {format_time(run.simulation.time_ms)}</text>'
@@ -188,20 +188,20 @@ class Timeline:
             yield f'<path d="M{LEFT} {y}H{self.width - RIGHT}" {dashes}/>'
         yield self._peak_mark(run, top)
 
-    def _peak_mark(self, run: Run, top: int) -> str:
+    def _peak_mark(self, run: DrawnStep, top: int) -> str:
         """Circle the peak, which may be at an operation that takes no time."""
         at = run.simulation.timeline.index(run.simulation.peak_moment)
         x = LEFT + run.starts_ms[at] / self.end_ms * self.columns
         y = self._y(self.plan.resident_bytes + run.simulation.peak_bytes, top)
         return f'<circle cx="{x:.1f}" cy="{y}" r="5" class="peak" fill="none" stroke="{INK}" stroke-width="2"/>'
 
-    def _layers(self, run: Run) -> Iterable[tuple[str, Sequence[int]]]:
+    def _layers(self, run: DrawnStep) -> Iterable[tuple[str, Sequence[int]]]:
         for _, colour, size_bytes in resident_bands(self.plan):
             yield colour, [size_bytes] * len(run.simulation.timeline)
         for band, sizes in run.bands.items():
             yield COLOURS[band], sizes
 
-    def _moments(self, run: Run) -> list[int]:
+    def _moments(self, run: DrawnStep) -> list[int]:
         """For each column, the operation that stands for it, to the end of the step."""
         timeline = run.simulation.timeline
         last = max(1, min(self.columns, math.ceil(run.starts_ms[-1] / self.end_ms * self.columns)))

@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from ..torch_private import aot
 from .joint import written_values
 
-Terms = Mapping[int, int]  # by position of an input: of how many terms its gradient is the sum
+TermCounts = Mapping[int, int]  # by position of an input: of how many terms its gradient is the sum
 
 
 class OtherTermsError(Exception):
@@ -34,7 +34,7 @@ class OtherTermsError(Exception):
         terms: Of how many terms gradients are.
     """
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: TermCounts) -> None:
         super().__init__(f"gradients of several terms, by input: {terms}")
         self.terms = terms
 
@@ -47,7 +47,7 @@ class Contributions:
         of_leaves: Of how many terms the gradients of leaves are, by position, where it is more than one.
     """
 
-    def __init__(self, inputs: Sequence[Any], terms: Terms) -> None:
+    def __init__(self, inputs: Sequence[Any], terms: TermCounts) -> None:
         """Begin with what is expected.
 
         Args:
@@ -59,10 +59,10 @@ class Contributions:
         self._computed = [i for i in self._with_gradient if not inputs[i].is_leaf and inputs[i].layout is torch.strided]
         self._readers: list[int] = []
         self._leaves = [i for i in self._with_gradient if inputs[i].is_leaf and inputs[i].layout is torch.strided]
-        self.of_leaves: Terms = {}
-        self.terms: Terms = {position: count for position, count in terms.items() if position in self._computed}
+        self.of_leaves: TermCounts = {}
+        self.terms: TermCounts = {position: count for position, count in terms.items() if position in self._computed}
 
-    def settle(self, terms: Terms) -> None:
+    def settle(self, terms: TermCounts) -> None:
         """Take the terms that a trace has found, for another one, which is the last."""
         self.terms, self._is_settled = terms, True
 
@@ -200,7 +200,7 @@ def additions(total: Any, count: int) -> list[tuple[fx.Node, fx.Node]]:
     return [(arrived[inner][1], rest[0][1]), *rest] if rest else []
 
 
-def sums_alone(gradients: Sequence[Any], terms: Terms) -> Terms:
+def sums_alone(gradients: Sequence[Any], terms: TermCounts) -> TermCounts:
     """Give those of the gradients of leaves that are sums of several terms, each added up for this gradient alone.
 
     Args:

@@ -30,10 +30,10 @@ NORMALIZE = (
     "hiremate.normalize"  # reads what the batch norm reads, its mean and its inverse deviation; gives its output
 )
 
-Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+OperatorCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
-def call_of(op: str, drawn: fx.Node, inputs: Sequence[fx.Node]) -> Call:
+def call_of(op: str, drawn: fx.Node, inputs: Sequence[fx.Node]) -> OperatorCall:
     """Give what a replay node runs.
 
     Args:

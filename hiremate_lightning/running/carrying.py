@@ -21,7 +21,7 @@ from .accumulation import on_default_stream
 RAN, SHARED = "ran", "shared leaves"  # in the notes about a backward
 
 
-class Run(Protocol):
+class SavedRun(Protocol):
     """What a run of a captured graph keeps for its backward.
 
     Attributes:
@@ -46,7 +46,7 @@ class Shared:
         self.total: torch.Tensor | None = None
 
 
-def shared_leaves(run: Run) -> dict[int, Shared]:
+def shared_leaves(run: SavedRun) -> dict[int, Shared]:
     """Give the leaves of a run, by position, for whose gradients the order counts; its backward is about to run."""
     notes = backward_pass.notes()
     if notes is None:
@@ -81,7 +81,7 @@ def hand_on(gradients: Sequence[Any], shared: Mapping[int, Shared], summed: Coll
     return results
 
 
-def _find_shared(run: Run, ran: set[int]) -> dict[int, Shared]:
+def _find_shared(run: SavedRun, ran: set[int]) -> dict[int, Shared]:
     """Find the leaves to whose gradients none but captured graphs contribute, all still to come, one of them a sum.
 
     Gives them by their identities.

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ..capturing.capture import Captured, capture
 from ..errors import CaptureError
 from ..rewriting import assignments, casts, losses, pooling, views
-from ..rewriting.contributions import Contributions, OtherTermsError, Terms, sums_alone
+from ..rewriting.contributions import Contributions, OtherTermsError, TermCounts, sums_alone
 from ..rewriting.fused_kernel import Kernels
 from ..rewriting.fusion import fuse
 from ..rewriting.kernels import run_as_eager
@@ -61,7 +61,7 @@ def planning_backend(
         return autocasting.leaving_as_found(module, run_in_place(module, inputs))
 
     def run_in_place(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        terms: Terms = {}  # at the size traced last
+        terms: TermCounts = {}  # at the size traced last
 
         def trace(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Callable[..., Any], int]:
             nonlocal terms
@@ -124,7 +124,9 @@ class _Compilation:
         """Bytes of all values of what was traced, be they needed or not; 0 where nothing of it has a gradient."""
         return 0 if self._captured is None else sum(self._captured.graph.sizes)
 
-    def compile(self, module: fx.GraphModule, inputs: Sequence[Any], terms: Terms) -> tuple[Callable[..., Any], Terms]:
+    def compile(
+        self, module: fx.GraphModule, inputs: Sequence[Any], terms: TermCounts
+    ) -> tuple[Callable[..., Any], TermCounts]:
         """Trace captured code; where gradients turn out to be of other terms than expected, once more with those.
 
         Gives what runs in its place, and the terms that it has.
@@ -135,7 +137,9 @@ class _Compilation:
             except user_compiled.NotCompiledError as missing:
                 missing.compile()
 
-    def _trace(self, module: fx.GraphModule, inputs: Sequence[Any], terms: Terms) -> tuple[Callable[..., Any], Terms]:
+    def _trace(
+        self, module: fx.GraphModule, inputs: Sequence[Any], terms: TermCounts
+    ) -> tuple[Callable[..., Any], TermCounts]:
         backward_pass.watch()
         self._parameters = frozenset(i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
         for device_type in {inputs[i].device.type for i in self._parameters}:

@@ -15,7 +15,7 @@ from ..records.step import Decisions
 from ..running.program import Program
 from .kinds import Kind
 from .known import Known
-from .plain_steps import Call
+from .plain_steps import ModuleCall
 from .releasing import Timing
 from .watching import Look
 
@@ -154,7 +154,7 @@ class CurrentStep:
 
     size_bytes: int = 0
     foreseen: tuple[Kind, ...] = ()
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)
     state: State = State.FORWARD
     is_unseen: bool = False
     resident: Resident | None = None

@@ -53,7 +53,7 @@ class _Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ModuleCall:
     """What one call of a planned module is given.
 
     Attributes:
@@ -67,16 +67,16 @@ class Call:
     shapes: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def of(name: str, tensors: Sequence[torch.Tensor]) -> Call:
+    def of(name: str, tensors: Sequence[torch.Tensor]) -> ModuleCall:
         """Describe a call with some tensors."""
-        return Call(name, tuple(t.dtype for t in tensors), tuple(tuple(t.shape) for t in tensors))
+        return ModuleCall(name, tuple(t.dtype for t in tensors), tuple(tuple(t.shape) for t in tensors))
 
 
 class PlainSteps:
     """Predicts what a plain step takes at sizes that were not planned, and corrects that by what is measured."""
 
     def __init__(self) -> None:
-        self._calls: dict[Kind, tuple[Call, ...]] = {}
+        self._calls: dict[Kind, tuple[ModuleCall, ...]] = {}
         self._code: dict[Kind, Kind] = {}
         self._foreseen: dict[Kind, int] = {}
         self._ratio = UNMEASURED_RATIO
@@ -87,7 +87,7 @@ class PlainSteps:
     def learn(
         self,
         kind: Kind,
-        calls: Sequence[Call],
+        calls: Sequence[ModuleCall],
         code: Kind,
         added_bytes: int | None = None,
         shapes: Iterable[tuple[int, ...]] = (),
@@ -106,7 +106,7 @@ class PlainSteps:
         if added_bytes is not None:
             self._foreseen[kind] = added_bytes
 
-    def called_like(self, calls: Sequence[Call], kinds: Iterable[Kind]) -> list[Kind]:
+    def called_like(self, calls: Sequence[ModuleCall], kinds: Iterable[Kind]) -> list[Kind]:
         """List those of some kinds whose first calls were given exactly what these are given."""
         return [kind for kind in kinds if self._calls.get(kind, ())[: len(calls)] == tuple(calls)]
 
@@ -114,7 +114,7 @@ class PlainSteps:
         """Return what a plain step takes, of which the captured graph takes so many bytes."""
         return added_bytes * self._ratio
 
-    def bound_bytes(self, calls: Sequence[Call], peaks: Mapping[Kind, PlainPeak], likely: Kind) -> float | None:
+    def bound_bytes(self, calls: Sequence[ModuleCall], peaks: Mapping[Kind, PlainPeak], likely: Kind) -> float | None:
         """Bound what the step under way adds to the resident bytes at its peak, if it runs plain and that fits.
 
         Args:
@@ -148,7 +148,7 @@ class PlainSteps:
         """Whether a plain step fits, of which the captured graph takes so many bytes at most."""
         return self.with_margin(bound_bytes) * ROUNDING <= max(peak.room_bytes for peak in peaks.values())
 
-    def _samples(self, calls: Sequence[Call], peaks: Mapping[Kind, PlainPeak]) -> dict[Kind, list[_Sample]]:
+    def _samples(self, calls: Sequence[ModuleCall], peaks: Mapping[Kind, PlainPeak]) -> dict[Kind, list[_Sample]]:
         """Return the known steps whose calls look the same but for sizes, by their code."""
         form, found = _form(calls), dict[Kind, list[_Sample]]()
         known = self._foreseen | {kind: peak.added_bytes for kind, peak in peaks.items()}
@@ -180,11 +180,11 @@ class PlainSteps:
             self._tries = 0
 
 
-def _form(calls: Sequence[Call]) -> tuple[tuple[Any, ...], ...]:
+def _form(calls: Sequence[ModuleCall]) -> tuple[tuple[Any, ...], ...]:
     return tuple((call.name, call.dtypes, tuple(map(len, call.shapes))) for call in calls)
 
 
-def _sizes(calls: Sequence[Call]) -> tuple[int, ...]:
+def _sizes(calls: Sequence[ModuleCall]) -> tuple[int, ...]:
     return tuple(size for call in calls for shape in call.shapes for size in shape)
 
 

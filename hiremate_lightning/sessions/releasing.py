@@ -20,7 +20,7 @@ CLEARLY_SLOWER = 1.15  # a plan than eager PyTorch, or it stays
 
 
 @dataclass
-class _Trial:
+class _Timings:
     """What is known of a kind of step.
 
     Attributes:
@@ -58,11 +58,11 @@ class Releases:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._trials: dict[Kind, _Trial] = {}
+        self._trials: dict[Kind, _Timings] = {}
 
     def runs_plain(self, kind: Kind) -> bool:
         """Whether the next step of a kind, whose plan recomputes nothing and which fits plainly, is to run plain."""
-        trial = self._trials.get(kind, _Trial())
+        trial = self._trials.get(kind, _Timings())
         if trial.is_released is not None:
             return trial.is_released
         return trial.settled >= SETTLED_STEPS and len(trial.seconds[False]) > len(trial.seconds[True])
@@ -73,7 +73,7 @@ class Releases:
         Returns:
             What `next_begins` is to be given if the step does not fail; None where it is not timed.
         """
-        trial = self._trials.setdefault(kind, _Trial())
+        trial = self._trials.setdefault(kind, _Timings())
         trial.settled += not is_plain and not is_watched
         is_timed = trial.is_released is None and trial.settled >= SETTLED_STEPS and not is_watched
         return Timing(self._clock(), kind, is_plain) if is_timed else None
@@ -94,4 +94,4 @@ class Releases:
 
     def keep(self, kind: Kind) -> None:
         """Learn that a kind takes more than its budget without its plan."""
-        self._trials.setdefault(kind, _Trial()).is_released = False
+        self._trials.setdefault(kind, _Timings()).is_released = False

@@ -150,7 +150,7 @@ class RepeatedBlocks:
     def _call_twice(self, _: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled() or _has_hooks(module):  # which may have come since
             return hooks.plain_call(module, *args, **kwargs)
-        call = _Call(module, args, kwargs)
+        call = _BlockCall(module, args, kwargs)
         return checkpoint(call, *_tensors_in((args, kwargs)), use_reentrant=False)
 
 
@@ -164,7 +164,7 @@ class _Stand:
         return self._call(self._path, self._module, args, kwargs)
 
 
-class _Call:
+class _BlockCall:
     """Calls a block with what it was given, again with copies of the objects that the first call may have changed."""
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ from .current_step import CurrentStep
 from .eager_paths import eager_paths
 from .kinds import Kind
 from .parts import Parts
-from .plain_steps import Call
+from .plain_steps import ModuleCall
 from .planned import PlannedKinds
 from .proving import Proof, Prover
 from .steps import Steps, tensors_among
@@ -349,7 +349,7 @@ class Session:
         Inside of a backward, where a call is made again, it runs as it ran before.
         """
         if not backward_pass.is_running():
-            self.steps.called(arguments, Call.of(name, tensors_among(arguments)))
+            self.steps.called(arguments, ModuleCall.of(name, tensors_among(arguments)))
         return self.is_plain
 
     def begin_step(self, arguments: Any) -> None:

@@ -22,7 +22,7 @@ from .announcements import Announcements
 from .current_step import CurrentStep, Ended, PlainRun, State
 from .deciding import Action
 from .kinds import Kind
-from .plain_steps import Call
+from .plain_steps import ModuleCall
 from .planned import PlannedKinds
 from .small_parts import SmallParts
 from .unplanned import UnplannedSteps
@@ -99,7 +99,7 @@ class Steps:
 
     # ---------------------------------------------------------------- the beginning
 
-    def called(self, arguments: Any, call: Call | None = None) -> None:
+    def called(self, arguments: Any, call: ModuleCall | None = None) -> None:
         """Learn of a call of a planned module, or of what is around it: it may begin a step.
 
         Args:
@@ -119,7 +119,7 @@ class Steps:
         self.current = self.current or CurrentStep()
         self.current.is_unseen = True  # it can't be ended here: autograd would restore the profiler
 
-    def _begin(self, arguments: list[torch.Tensor], calls: list[Call]) -> None:
+    def _begin(self, arguments: list[torch.Tensor], calls: list[ModuleCall]) -> None:
         before, self.ended = self.ended, None
         if self._is_passed_by:
             self._memory.step_ended(None)

@@ -22,7 +22,7 @@ from ..units import format_bytes
 from .current_step import CurrentStep, PlainRun
 from .kinds import Kind
 from .plain_peaks import PlainPeaks
-from .plain_steps import Call, PlainSteps
+from .plain_steps import ModuleCall, PlainSteps
 from .planned import PlannedKinds
 from .releasing import Releases, Timing
 from .repeated_blocks import RepeatedBlocks
@@ -55,7 +55,7 @@ class UnplannedSteps:
         self._peaks, self._blocks = PlainPeaks(planned), RepeatedBlocks(root)
         self._sizes_vary = False  # whether any step ran plain since its sizes were not known
         self._plain, self._twice = PlainSteps(), PlainSteps()
-        self._ran_twice = Counter[tuple[Call, ...]]()  # steps by what they were called with
+        self._ran_twice = Counter[tuple[ModuleCall, ...]]()  # steps by what they were called with
 
     def step_begins(self, step: CurrentStep) -> Kind | None:
         """Decide whether a step that begins with some calls runs as the user wrote it.
@@ -79,7 +79,7 @@ class UnplannedSteps:
             )
         return settled
 
-    def called(self, step: CurrentStep, call: Call) -> None:
+    def called(self, step: CurrentStep, call: ModuleCall) -> None:
         """Learn of a further call of the step under way: if it does not fit as it is, it is captured."""
         step.calls.append(call)
         if step.plain is None:
@@ -121,7 +121,7 @@ class UnplannedSteps:
                 "From now on such predictions have a margin."
             )
 
-    def was_planned(self, kind: Kind, calls: Sequence[Call]) -> None:
+    def was_planned(self, kind: Kind, calls: Sequence[ModuleCall]) -> None:
         """Learn that a kind of step has a plan now, and what its calls are given."""
         code, shapes = self._planned.kinds.same_code(kind), [t.shape for t in self._planned.plans[kind].graph.tensors]
         for sizes in (self._plain, self._twice):

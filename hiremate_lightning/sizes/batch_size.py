@@ -37,7 +37,7 @@ from ..sessions.refusals import refuse
 from ..sessions.targets import Target, Targets, targets_of
 from ..units import Budget, format_bytes, format_ratio, parse_budget
 from .size_result import BatchSizeResult, result_lines, result_table
-from .size_search import Forecast, Found, Limit, Objective, Trial, search, trial_of
+from .size_search import Forecast, FoundSize, Limit, Objective, SizeTrial, search, trial_of
 from .size_trials import SizeRunner, SizeTask, TrialSession
 from .training_state import Stateful, TrainingState
 
@@ -209,7 +209,7 @@ class SizeFinder:
         self._asked = asked
         self._options = options
         self._reporter = Reporter(asked.verbose)
-        self._trials: dict[int, Trial] = {}
+        self._trials: dict[int, SizeTrial] = {}
         self._max_overhead = options.max_overhead
         self._failed: set[int] = set()
         self._spare_bytes = 0  # by how much a prediction was wrong
@@ -249,7 +249,7 @@ class SizeFinder:
         self._reporter.show(lambda: result_table(result), lambda: result_lines(result))
         return result
 
-    def _find(self) -> Found:
+    def _find(self) -> FoundSize:
         self._sample_two()
         self._sample_half_way()
         high = self._options.max_val
@@ -372,12 +372,12 @@ class SizeFinder:
             self._runner.validation_line(scaling.sizes),
         )
 
-    def _predict(self, high: int) -> Found:
+    def _predict(self, high: int) -> FoundSize:
         """Search for the best size up to one; ranks agree on the smallest."""
         forecast = self._forecast()
         if not self._agree(forecast is not None) or forecast is None:
             seen = max(self._runner.seen)
-            return Found(seen if seen <= high else max(1, int(STEP_BACK * high)), Limit.GRAPH, 0)
+            return FoundSize(seen if seen <= high else max(1, int(STEP_BACK * high)), Limit.GRAPH, 0)
         found = search(forecast, high, self._max_overhead, self._options.objective, self._options.max_trials)
         size = self._agree(found.size)
         if size < 1:
@@ -435,7 +435,7 @@ class SizeFinder:
         self._spare_bytes += max(0, excess)
         return bool(self._agree(excess <= 0))
 
-    def _fall_back(self, failed: Found) -> Found:
+    def _fall_back(self, failed: FoundSize) -> FoundSize:
         """Take the largest size of those that ran, at the least memory, and that a plan was predicted to fit."""
         forecast = self._forecast()
         sizes = [size for size in sorted(self._runner.seen, reverse=True) if size not in self._failed]

@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 
 from ..units import format_bytes, format_ratio
-from .size_search import Trial
+from .size_search import SizeTrial
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class BatchSizeResult:
     budget_bytes: int
     max_overhead: float
     margin: float
-    trials: tuple[Trial, ...]
+    trials: tuple[SizeTrial, ...]
     real_steps: int
     seconds: float
 
@@ -47,7 +47,7 @@ class BatchSizeResult:
         return self.size
 
     @property
-    def trial(self) -> Trial | None:
+    def trial(self) -> SizeTrial | None:
         """What is known of the size; None where its plan could not be predicted."""
         return next((trial for trial in self.trials if trial.size == self.size), None)
 
@@ -82,7 +82,7 @@ def rows(result: BatchSizeResult) -> list[tuple[str, ...]]:
     ]
 
 
-def _verified(trial: Trial, budget_bytes: int) -> str:
+def _verified(trial: SizeTrial, budget_bytes: int) -> str:
     if trial.measured_peak_bytes is None:
         return "no"
     return "yes" if trial.measured_peak_bytes <= budget_bytes else "over the budget"

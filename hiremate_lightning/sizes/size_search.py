@@ -48,7 +48,7 @@ class Limit(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class SizeTrial:
     """One size.
 
     Attributes:
@@ -100,7 +100,7 @@ class Forecast:
         self._options = options
         self._fixed_ms = fixed_ms
         self._validation = validation_bytes
-        self.trials: dict[int, Trial] = {}
+        self.trials: dict[int, SizeTrial] = {}
 
     def least_bytes(self, size: int) -> int:
         """Give the smallest peak found at a size, resident bytes included."""
@@ -120,7 +120,7 @@ class Forecast:
         """Give the largest size up to one at which the least memory fits, and validation; 0 for none."""
         return largest(lambda s: max(self.validation_bytes(s), self.least_bytes(s)), self.limit_bytes, 1, high)
 
-    def trial(self, size: int) -> Trial:
+    def trial(self, size: int) -> SizeTrial:
         """Plan a size; once."""
         if size not in self.trials:
             budget = Budget(size_bytes=self.limit_bytes)
@@ -154,11 +154,11 @@ class Forecast:
         return Step(sample.graph, sample.profile, owners=(), spans=())
 
 
-def trial_of(size: int, plan: Plan, fixed_ms: float) -> Trial:
+def trial_of(size: int, plan: Plan, fixed_ms: float) -> SizeTrial:
     """Read a trial off a plan."""
     fits = plan.planned_peak_bytes <= plan.budget_bytes
     step_ms = plan.planned.time_ms + fixed_ms
-    return Trial(
+    return SizeTrial(
         size,
         plan.planned_peak_bytes,
         plan.unplanned_peak_bytes,
@@ -169,7 +169,7 @@ def trial_of(size: int, plan: Plan, fixed_ms: float) -> Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundSize:
     """What a search has found.
 
     Attributes:
@@ -183,7 +183,7 @@ class Found:
     unplanned_size: int
 
 
-def search(forecast: Forecast, high: int, max_overhead: float, objective: Objective, max_plans: int) -> Found:
+def search(forecast: Forecast, high: int, max_overhead: float, objective: Objective, max_plans: int) -> FoundSize:
     """Find the best size.
 
     Args:
@@ -198,7 +198,7 @@ def search(forecast: Forecast, high: int, max_overhead: float, objective: Object
     """
     feasible = forecast.largest_feasible(high)
     if feasible < 1 or not forecast.accepts(1, max_overhead):
-        return Found(0, Limit.MEMORY, 0)
+        return FoundSize(0, Limit.MEMORY, 0)
     plain = largest(forecast.unplanned_bytes, forecast.limit_bytes, 1, feasible)
     size, limit = _largest_within(forecast, max(1, plain), feasible, max_overhead, max_plans)
     if limit is Limit.MEMORY:
@@ -206,7 +206,7 @@ def search(forecast: Forecast, high: int, max_overhead: float, objective: Object
         limit = _what_limits(forecast, size, high)
     if objective is Objective.THROUGHPUT:
         size, limit = _fastest(forecast, max(1, plain), size, limit, max_overhead)
-    return Found(size, limit, plain)
+    return FoundSize(size, limit, plain)
 
 
 def _beyond(forecast: Forecast, size: int, high: int, max_overhead: float, max_plans: int) -> int:

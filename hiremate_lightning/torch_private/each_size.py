@@ -25,8 +25,8 @@ from . import checkpoints, dynamo, tensor_state
 
 KEPT = 128  # traces of one graph, the latest used ones: each takes megabytes of the host's memory
 UNREPEATED = 4  # sizes in a row that have not come before: after more of them, it is asked whether to go on tracing
-Run = Callable[..., Any]
-Trace = Callable[[fx.GraphModule, Sequence[Any]], tuple[Run, int]]
+Runner = Callable[..., Any]
+Trace = Callable[[fx.GraphModule, Sequence[Any]], tuple[Runner, int]]
 LetRunCaptured = Callable[[object, int], bool]
 
 
@@ -70,7 +70,7 @@ class EachSize:
         self._unrepeated = 0  # sizes in a row
         self._largest_bytes = (0, 0)  # of the inputs of what was traced, and of all its values
         self._is_particular = False
-        self._traced: OrderedDict[tuple[Any, ...], Run] = OrderedDict()
+        self._traced: OrderedDict[tuple[Any, ...], Runner] = OrderedDict()
 
     def run(self, *arguments: Any) -> Any:
         """Run what was traced for the sizes among the arguments; where that fails, the code as it was captured."""
@@ -96,7 +96,7 @@ class EachSize:
         inputs_bytes, all_bytes = self._largest_bytes
         return self._let_run_captured(self, all_bytes) and _bytes_of(others) <= inputs_bytes
 
-    def _trace_for(self, sizes: tuple[int, ...], others: Sequence[Any]) -> Run:
+    def _trace_for(self, sizes: tuple[int, ...], others: Sequence[Any]) -> Runner:
         module = _with_numbers(self._module, dict(zip(self._sizes, sizes, strict=True)))
         devices = {value.device for value in others if isinstance(value, torch.Tensor)}
         generators = torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"])
@@ -150,7 +150,7 @@ def _with_numbers(module: fx.GraphModule, numbers: Mapping[int, int]) -> fx.Grap
     return copy
 
 
-def _trace_apart(module: fx.GraphModule, values: Sequence[Any], trace: Trace) -> tuple[Run, bool, int]:
+def _trace_apart(module: fx.GraphModule, values: Sequence[Any], trace: Trace) -> tuple[Runner, bool, int]:
     """Trace code after Dynamo has guarded it; say too whether what comes holds for all values of the same sizes.
 
     It doesn't where AOTAutograd asks for guards: on inputs that overlap, or on numbers that are no sizes.

@@ -27,7 +27,7 @@ from torch._dynamo.variables.functions import UserFunctionVariable, WrapperUserF
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
-from .user_kernels import Call, NotCompiledError, Operation, context_of, end_graph_at, ended
+from .user_kernels import KernelCall, NotCompiledError, Operation, context_of, end_graph_at, ended
 
 __all__ = ["NotCompiledError", "cut_out", "is_authors", "opaque_words"]
 
@@ -109,7 +109,7 @@ def _marked(tracer: Any, function: Any, inline: Callable[[], Any]) -> Any:
             hints=[],
         )
     before = set(tracer.output.graph.nodes)
-    call = Call(function, *_autocast())
+    call = KernelCall(function, *_autocast())
     result = inline()
     for node in tracer.output.graph.nodes:
         if node not in before and node.op != "placeholder":
@@ -152,15 +152,15 @@ def cut_out(module: fx.GraphModule) -> list[Operation]:
     return found
 
 
-def _calls(graph: fx.Graph) -> dict[Call, list[fx.Node]]:
-    calls: dict[Call, list[fx.Node]] = {}
+def _calls(graph: fx.Graph) -> dict[KernelCall, list[fx.Node]]:
+    calls: dict[KernelCall, list[fx.Node]] = {}
     for node in graph.nodes:
         if _MARK in node.meta:
             calls.setdefault(node.meta[_MARK], []).append(node)
     return calls
 
 
-def _cut(module: fx.GraphModule, call: Call, nodes: list[fx.Node]) -> Operation | None:
+def _cut(module: fx.GraphModule, call: KernelCall, nodes: list[fx.Node]) -> Operation | None:
     inside = set(nodes)
     read = list(dict.fromkeys(a for node in nodes for a in node.all_input_nodes if a not in inside))
     given = [node for node in nodes if any(user not in inside for user in node.users)]

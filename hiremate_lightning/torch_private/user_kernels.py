@@ -36,7 +36,7 @@ _Shown = tuple[tuple[_Layout, bool], ...]  # of inputs, and whether each gets a 
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class KernelCall:
     """A call of a function that its author compiled, as Dynamo captured it.
 
     Attributes:
@@ -96,7 +96,7 @@ class Operation:
         calls_modules: As above.
     """
 
-    def __init__(self, call: Call, module: fx.GraphModule, calls_modules: bool = False) -> None:
+    def __init__(self, call: KernelCall, module: fx.GraphModule, calls_modules: bool = False) -> None:
         self.name, self.calls_modules = call.name, calls_modules
         self.__name__ = f"compiled_{call.function.__name__}"
         self._call, self._module = call, module
@@ -301,7 +301,7 @@ class _MoreThanKernelsError(Exception):
 class _Maker:
     """Compiles what a function computes as its author's torch.compile does, and takes the kernels from there."""
 
-    def __init__(self, call: Call, module: fx.GraphModule, shown: _Shown) -> None:
+    def __init__(self, call: KernelCall, module: fx.GraphModule, shown: _Shown) -> None:
         self._call, self._module, self._shown = call, module, shown
         self._has_gradients = any(gets_one for _, gets_one in shown)
         self._made: list[tuple[fx.GraphModule, Any]] = []  # the forward, and the backward where there is one

@@ -25,7 +25,7 @@ from functools import partial
 from ..partition import Cluster, PartitionOptions, partition
 from .base import Problem, Solution, Status, strategy
 from .incumbent import Search
-from .mip_backend import Program, solve
+from .mip_backend import LinearProgram, solve
 from .model import Model
 from .phases import PhasedProgram
 from .refine import Restriction, refine, solve_by
@@ -87,8 +87,8 @@ def _options(model: Model, inside: Sequence[int]) -> list[frozenset[int]]:
     return list(options) or [frozenset(inside)]
 
 
-def _cluster_program(model: Model, inside: Sequence[int]) -> tuple[Program, Mapping[int, int], int]:
-    program = Program()
+def _cluster_program(model: Model, inside: Sequence[int]) -> tuple[LinearProgram, Mapping[int, int], int]:
+    program = LinearProgram()
     keep = {s: program.variable(1e-9 * model.sizes[s] / 2**20) for s in inside}
     run = {n: program.variable(model.cost_ms[n]) for n in dict.fromkeys(model.producer[s] for s in inside)}
 

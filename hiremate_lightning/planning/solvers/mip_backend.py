@@ -24,7 +24,7 @@ BACKENDS = ("HIGHS", "CBC")  # python-mip's names, the preferred one first
 
 
 @dataclass
-class Program:
+class LinearProgram:
     """Minimise costs over variables in [lower, upper] under linear rows.
 
     Attributes:
@@ -50,7 +50,7 @@ class Program:
         """Add a row: lower <= sum of terms <= upper."""
         self.rows.append((name, terms, lower, upper))
 
-    def with_fixed(self, values: Sequence[float], free: Container[int]) -> Program:
+    def with_fixed(self, values: Sequence[float], free: Container[int]) -> LinearProgram:
         """Return the program with its integer variables fixed at values that fit, except those that stay free."""
         bounds = [
             bound if number in free or not integer else (value, value)
@@ -89,7 +89,7 @@ def failure(backend: str) -> str:
     Returns:
         Why that failed, in one line; empty where it worked.
     """
-    program = Program()
+    program = LinearProgram()
     program.row("two_of_three", [(program.variable(cost), 1.0) for cost in (2.0, 3.0, 5.0)], lower=2.0)
     with _logs_of_python_mip() as logged:
         try:
@@ -120,7 +120,7 @@ def _logs_of_python_mip() -> Iterator[list[str]]:
 
 
 def solve(
-    program: Program,
+    program: LinearProgram,
     options: SolveOptions,
     time_limit_s: float,
     relax: bool = False,
@@ -157,21 +157,21 @@ def solve(
     return _read(model, variables, program, status, relax)
 
 
-def _without_variables(program: Program) -> Result:
+def _without_variables(program: LinearProgram) -> Result:
     """Check the rows of a program without variables; python-mip would print that there is nothing to optimize."""
     if all(lower <= 0.0 <= upper for _, _, lower, upper in program.rows):
         return Result(Status.OPTIMAL, (), 0.0, 0.0)
     return Result(Status.INFEASIBLE)
 
 
-def _add_variables(model: mip.Model, program: Program, relax: bool) -> list[mip.Var]:
+def _add_variables(model: mip.Model, program: LinearProgram, relax: bool) -> list[mip.Var]:
     return [
         model.add_var(lb=lower, ub=upper, obj=cost, var_type=mip.INTEGER if integer and not relax else mip.CONTINUOUS)
         for cost, (lower, upper), integer in zip(program.costs, program.bounds, program.is_integer, strict=True)
     ]
 
 
-def _add_rows(model: mip.Model, program: Program, variables: list[mip.Var]) -> None:
+def _add_rows(model: mip.Model, program: LinearProgram, variables: list[mip.Var]) -> None:
     for name, terms, lower, upper in program.rows:
         chosen, coefficients = [variables[v] for v, _ in terms], [c for _, c in terms]
         if lower > -math.inf:
@@ -181,7 +181,7 @@ def _add_rows(model: mip.Model, program: Program, variables: list[mip.Var]) -> N
 
 
 def _read(
-    model: mip.Model, variables: list[mip.Var], program: Program, status: mip.OptimizationStatus, relax: bool
+    model: mip.Model, variables: list[mip.Var], program: LinearProgram, status: mip.OptimizationStatus, relax: bool
 ) -> Result:
     if status is mip.OptimizationStatus.INFEASIBLE:
         return Result(Status.INFEASIBLE)

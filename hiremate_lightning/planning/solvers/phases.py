@@ -36,14 +36,14 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 
-from .mip_backend import Program
+from .mip_backend import LinearProgram
 from .model import Model, Policy, Replay, Rows
 from .row_memory import UNIT, RowMemory
 
 SMALL_SHARE = 0.0005  # of the budget: values that together stay below it are kept without being modelled
 PARTS, MOST_ADDED = 8, 2  # positions checked from one round on: so many, and so far apart
 
-Terms = list[tuple[int, float]]
+LinearTerms = list[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class PhasedProgram:
         small_share: float = SMALL_SHARE,
     ) -> None:
         self.model, self.limit, self.checks = model, limit_bytes, checks
-        self.program = Program()
+        self.program = LinearProgram()
         self.held: dict[tuple[int, int], int] = {}
         self.run: dict[tuple[int, int], int] = {}
         self.small = _small(model, small_share * limit_bytes)
@@ -141,7 +141,7 @@ class PhasedProgram:
         for node in dict.fromkeys(model.producer[s] for s in self._needed[phase] if s in model.producer):
             self.run[phase, node] = self.program.variable(model.cost_ms[node])
 
-    def _there(self, phase: int, storage: int) -> Terms:
+    def _there(self, phase: int, storage: int) -> LinearTerms:
         """Give S[t, d] + R[t, p(d)]."""
         terms = [(self.held[phase, storage], 1.0)] if (phase, storage) in self.held else []
         node = self.model.producer.get(storage, -1)

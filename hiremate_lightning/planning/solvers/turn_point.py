@@ -24,7 +24,7 @@ from dataclasses import replace
 from .base import Problem, Solution, Status, strategy
 from .greedy import Found, keep_more
 from .incumbent import Search, begin, keep_everything
-from .mip_backend import Program, solve
+from .mip_backend import LinearProgram, solve
 from .model import Model, Policy
 from .segments import keep_sets
 
@@ -76,13 +76,13 @@ def _instants(model: Model) -> list[int]:
     return list(dict.fromkeys([chosen[0], max(range(count), key=lambda p: need[p]), *chosen]))
 
 
-def _program(model: Model, limit_bytes: int, instant: int | None = None) -> tuple[Program, dict[int, int]]:
+def _program(model: Model, limit_bytes: int, instant: int | None = None) -> tuple[LinearProgram, dict[int, int]]:
     """Build (1) to (3) at the turn, or at an instant of the backward; give also the variable of each choice."""
     first = 0 if instant is None else instant
     used = [s for s in model.choices if s in model.uses and model.uses[s][-1] >= first]
     chosen = _closure(model, used)
     operands = set() if instant is None else set(model.reads[instant])
-    program = Program()
+    program = LinearProgram()
     keep = {s: program.variable(0.0, lower=float(s in operands)) for s in chosen}
     nodes = dict.fromkeys(model.producer[s] for s in chosen if s in model.producer)
     run = {node: program.variable(model.cost_ms[node]) for node in nodes}
