@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ..memory.metering import Interval
 from ..records.costs import Profile
 from ..records.step import Call, Gap, GapPart, Output
+from .marks import CALLED, LEFT, START, Event, Mark, Span
 from .profiling import as_laid_out
-from .recording import CALLED, LEFT, Run, StepRecord, bytes_of, release_label
+from .recording import Run, StepRecord, bytes_of
 
 
 def describe(record: StepRecord, profiles: Mapping[int, Profile]) -> tuple[list[Call], list[int]]:
@@ -66,10 +66,10 @@ class _Description:
             place: Positions among the planned runs, by index.
         """
         graph, profile = run.as_run(profile)
-        label = f"B{first.index}" if following is None else f"F{following.index}"
-        lived, stay = self._lived(run, f"f{run.index}", place), self._lived(run, label, place)
-        died = self._died(run, label, place)
-        stages, called_at = self._stages(run, label, lived, died)
+        mark = Event.BACKWARD.of(first.index) if following is None else Event.FORWARD.of(following.index)
+        lived, stay = self._lived(run, Event.FORWARD_DONE.of(run.index), place), self._lived(run, mark, place)
+        died = self._died(run, mark, place)
+        stages, called_at = self._stages(run, mark, lived, died)
         is_alone = not died and all(i == run.index for i, _ in lived)
         unknown = [] if is_alone else [GapPart(tuple(lived), 0)]  # nobody knows when they die: a plan may save some
         return Call(
@@ -85,7 +85,7 @@ class _Description:
             called_at=called_at,
             after_forward=self._gap_after_forward(
                 run,
-                label,
+                mark,
                 died,
                 stages,
                 first if following is None else None,
@@ -130,25 +130,27 @@ class _Description:
         for ended, starting in enumerate(order):
             may_hold = order[ended:]
             links = {output for other in may_hold for output in other.links.values()}
-            for t in (t for i, t in self._record.alive_at.get(f"B{starting.index}", ()) if i == run.index):
+            alive = self._record.alive_at.get(Event.BACKWARD.of(starting.index), ())
+            for t in (t for i, t in alive if i == run.index):
                 is_saved = (run.index, t) in links or (run in may_hold and run.saves(t))
                 if not is_saved and run.graph.tensors[t].storage not in held:
                     found[t] = ended + 1
         return tuple(found.items())
 
-    def _lived(self, run: Run, label: str, among: Collection[int]) -> list[Output]:
+    def _lived(self, run: Run, mark: Mark, among: Collection[int]) -> list[Output]:
         """List the outputs of a run, and of those before it that are among some, that lived at a mark."""
-        return [(i, t) for i, t in self._record.alive_at.get(label, ()) if i <= run.index and i in among]
+        return [(i, t) for i, t in self._record.alive_at.get(mark, ()) if i <= run.index and i in among]
 
     def _gap_before_forward(self, run: Run) -> Gap:
-        gap = self._between("start", f"F{run.index}") or Gap()
+        gap = self._between(START, Event.FORWARD.of(run.index)) or Gap()
         return Gap(max(0, gap.held_bytes), gap.peak_bytes)
 
-    def _died(self, run: Run, following: str, among: Collection[int]) -> list[Output]:
+    def _died(self, run: Run, following: Mark, among: Collection[int]) -> list[Output]:
         """List the outputs whose memory was given back before a mark: nobody held them, nothing saved lies there."""
-        if self._between(f"f{run.index}", following) is None or following not in self._record.alive_at:
+        done = Event.FORWARD_DONE.of(run.index)
+        if self._between(done, following) is None or following not in self._record.alive_at:
             return []
-        lived, alive = self._lived(run, f"f{run.index}", among), set(self._lived(run, following, among))
+        lived, alive = self._lived(run, done, among), set(self._lived(run, following, among))
         return [(i, t) for i, t in lived if (i, t) not in alive and not self._record.runs[i].saves(t)]
 
     def _sizes(self, outputs: Iterable[Output]) -> dict[int, int]:
@@ -158,7 +160,7 @@ class _Description:
     def _gap_after_forward(
         self,
         run: Run,
-        following: str,
+        following: Mark,
         died: Iterable[Output],
         stages: Sequence[GapPart],
         tangents: Run | None,
@@ -177,7 +179,7 @@ class _Description:
             tangents: The run whose backward is next, None between two forwards.
             freed_bytes: Stale bytes that were freed.
         """
-        gap = self._between(f"f{run.index}", following)
+        gap = self._between(Event.FORWARD_DONE.of(run.index), following)
         if gap is None:
             return Gap()
         died_bytes = sum(self._sizes(died).values()) + (0 if tangents is None else self._record.returned_bytes)
@@ -188,7 +190,7 @@ class _Description:
         return Gap(held_bytes, peak_bytes)
 
     def _stages(
-        self, run: Run, following: str, lived: Iterable[Output], died: Iterable[Output]
+        self, run: Run, following: Mark, lived: Iterable[Output], died: Iterable[Output]
     ) -> tuple[list[GapPart], int | None]:
         """Divide what runs outside after a forward by the deaths of outputs, and where the backward is called.
 
@@ -197,16 +199,17 @@ class _Description:
             seen.
         """
         sizes, dead, stages = self._sizes(died), set[int](), list[GapPart]()
-        storage_of = {release_label(i, t): self._record.runs[i].outputs[t][1] for i, t in died}
-        intervals = self._intervals(f"f{run.index}", following)
-        calls = [i for i, interval in enumerate(intervals) if interval.label == CALLED]
-        is_last = following == f"B{self._record.backwards[0]}"  # between two forwards it is another backward
+        storage_of = {Mark(Event.RELEASED, i, t): self._record.runs[i].outputs[t][1] for i, t in died}
+        spans = self._spans(Event.FORWARD_DONE.of(run.index), following)
+        calls = [i for i, span in enumerate(spans) if span.mark == CALLED]
+        # Between two forwards the call is of another backward.
+        is_last = following == Event.BACKWARD.of(self._record.backwards[0])
         called = calls[-1] if calls and is_last else None
         returned_bytes = self._record.returned_bytes if is_last else 0
-        left = next((i for i, interval in enumerate(intervals) if interval.label == LEFT), len(intervals))
+        left = next((i for i, span in enumerate(spans) if span.mark == LEFT), len(spans))
         called_at, stale_bytes = None, self._record.freed_bytes
-        for position, interval in enumerate(intervals[:-1]):
-            storage = storage_of.get(interval.label)
+        for position, span in enumerate(spans[:-1]):
+            storage = storage_of.get(span.mark)
             if storage is not None:
                 dead.add(storage)
             alive = tuple((i, t) for i, t in lived if self._record.runs[i].outputs[t][1] not in dead)
@@ -216,7 +219,7 @@ class _Description:
                 stages.append(GapPart(alive, 0))
             freed_bytes = sum(sizes[s] for s in dead) + (0 if called_at is None else stale_bytes)
             freed_bytes += returned_bytes if position >= left else 0
-            above_bytes = interval.peak_bytes - intervals[0].start_bytes + freed_bytes
+            above_bytes = span.peak_bytes - spans[0].start_bytes + freed_bytes
             stages[-1] = replace(stages[-1], peak_bytes=max(stages[-1].peak_bytes, above_bytes))
         return (stages, called_at) if dead == sizes.keys() else ([], None)
 
@@ -228,7 +231,7 @@ class _Description:
             run: The one whose backward is next.
             released_bytes: Of outputs that outside code lets go of.
         """
-        gap = self._between(f"b{previous.index}", f"B{run.index}")
+        gap = self._between(Event.BACKWARD_DONE.of(previous.index), Event.BACKWARD.of(run.index))
         if gap is None:
             return Gap()
         freed_bytes = bytes_of(previous.graph, previous.passed_on) + previous.accumulated_bytes + released_bytes
@@ -237,21 +240,21 @@ class _Description:
 
     def _gap_after_backward(self, run: Run) -> Gap:
         """Tell what outside code needs until the whole backward ends."""
-        gap = self._between(f"b{run.index}", f"e{run.index}") or Gap()
+        gap = self._between(Event.BACKWARD_DONE.of(run.index), Event.ENDED.of(run.index)) or Gap()
         return Gap(0, gap.peak_bytes)
 
-    def _between(self, first: str, last: str) -> Gap | None:
+    def _between(self, first: Mark, last: Mark) -> Gap | None:
         """Tell how memory grew and peaked between two marks, None where that was not measured."""
-        intervals = self._intervals(first, last)
-        if not intervals:
+        spans = self._spans(first, last)
+        if not spans:
             return None
-        *between, end = intervals
-        base = intervals[0].start_bytes
-        peak = max((interval.peak_bytes for interval in between), default=base)
+        *between, end = spans
+        base = spans[0].start_bytes
+        peak = max((span.peak_bytes for span in between), default=base)
         return Gap(end.start_bytes - base, max(0, peak - base))
 
-    def _intervals(self, first: str, last: str) -> Sequence[Interval]:
-        """List the intervals from one mark to another, both included; none where one of them is missing."""
-        intervals = self._record.intervals
-        at = {interval.label: position for position, interval in enumerate(intervals)}
-        return intervals[at[first] : at[last] + 1] if first in at and last in at else ()
+    def _spans(self, first: Mark, last: Mark) -> Sequence[Span]:
+        """List the spans from one mark to another, both included; none where one of them is missing."""
+        spans = self._record.spans
+        at = {span.mark: position for position, span in enumerate(spans)}
+        return spans[at[first] : at[last] + 1] if first in at and last in at else ()

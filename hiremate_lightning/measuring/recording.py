@@ -19,7 +19,7 @@ from torch import fx
 from ..capturing.absent import without_missing
 from ..capturing.capture import Captured
 from ..memory.allocator import allocated_bytes
-from ..memory.metering import Interval, MemoryMeter
+from ..memory.metering import MemoryMeter
 from ..records.costs import Profile
 from ..records.graph import Graph
 from ..records.step import Output
@@ -27,11 +27,8 @@ from ..running.accumulation import Leaves, addable, existing
 from ..running.execution import Part, missing_gradients
 from ..running.program import Program
 from ..torch_private import backward_pass, sharding, tensor_state
+from .marks import CALLED, LEFT, Event, Mark, Span, peak_of_step, spans_of
 from .profiling import TimedRun
-
-CALLED = "called"  # mark of the call of the backward
-LEFT = "left"  # mark at which the last output of the step before is released
-UNCOUNTED = "uncounted"  # marks at which other tensors are released that were there before the step
 
 
 @dataclass(eq=False)
@@ -126,8 +123,8 @@ class StepRecord:
         parameters: Which parameters they were given, by identity.
         timed: Times of its operations, None where they were not taken.
         alive_at: Which outputs of the runs lived, by mark.
-        intervals: What was measured from each mark to the next, when that has ended; nothing where memory is not
-            measured. What was there before, and counted nowhere, is not taken for memory that the step gave back.
+        spans: What was measured from each mark to the next, when that has ended; nothing where memory is not measured.
+            What was there before, and counted nowhere, is not taken for memory that the step gave back.
     """
 
     def __init__(
@@ -143,7 +140,7 @@ class StepRecord:
         self._sharded = root if root is not None and sharding.has_units(root) else None
         self._stale_bytes, self._left_bytes = stale_bytes, left_bytes
         self._watched: tuple[int, bool] | None = None  # what the step before left: bytes, and whether taken for stale
-        self._left = set[str]()  # of this step's outputs, those that the next one has not seen released
+        self._left = set[Mark]()  # of this step's outputs, those that the next one has not seen released
         self._next: weakref.ref[StepRecord] | None = None
         self._thread = threading.get_ident()
         self.resident_bytes = resident_bytes + stale_bytes + left_bytes
@@ -153,13 +150,14 @@ class StepRecord:
         self.parameters = set[int]()
         self.timed: TimedRun | None = None
         self._tangents: dict[int, Callable[[], bool]] = {}  # of the running backward, whether each of them lives
-        self.alive_at: dict[str, list[Output]] = {}
+        self.alive_at: dict[Mark, list[Output]] = {}
+        self._marks: dict[str, Mark] = {}
         self._meter: MemoryMeter | None = None
         self._is_closed = False
         self._unwatch: list[Callable[[], Any]] = []
-        self.intervals: Sequence[Interval] = ()
+        self.spans: Sequence[Span] = ()
         self._ended = 0  # how many of the backwards have ended, with all that they are part of
-        self._counted: list[Interval] = []
+        self._peak_bytes = 0
         if device is not None and MemoryMeter.is_available(device):
             self._meter = MemoryMeter(device)
             self._meter.start()
@@ -200,12 +198,12 @@ class StepRecord:
         """Whether what the step before left was freed as the last forward returned; None where there was nothing."""
         if self._watched is None or not self.backwards:
             return None
-        labels = [interval.label for interval in self.intervals]
-        returned = f"f{max(self.backwards)}"
-        if returned not in labels or LEFT not in labels[labels.index(returned) :]:
+        marks = [span.mark for span in self.spans]
+        returned = Event.FORWARD_DONE.of(max(self.backwards))
+        if returned not in marks or LEFT not in marks[marks.index(returned) :]:
             return False
-        before = self.intervals[labels.index(returned) : labels.index(LEFT)]
-        return all(interval.peak_bytes == interval.start_bytes for interval in before)
+        before = self.spans[marks.index(returned) : marks.index(LEFT)]
+        return all(span.peak_bytes == span.start_bytes for span in before)
 
     def watch_left(self, before: StepRecord, left_bytes: int, is_stale: bool) -> None:
         """Mark when the outputs that the step before has left are released.
@@ -217,13 +215,14 @@ class StepRecord:
         """
         self._watched = left_bytes, is_stale
         living = ((run, tensor) for run in before.runs for tensor in _living(run))
-        before._left = {release_label(r.index, t) for r, t in living if r.graph.tensors[t].shape}
+        before._left = {Mark(Event.RELEASED, r.index, t) for r, t in living if r.graph.tensors[t].shape}
         before._next = weakref.ref(self)
 
     def watch_uncounted(self, tensors: Iterable[torch.Tensor]) -> None:
         """Mark when tensors are released that were there before and are counted nowhere."""
         for tensor in tensors:
-            self._unwatch.append(self._mark_release(tensor, f"{UNCOUNTED} {tensor.untyped_storage().nbytes()}"))
+            mark = Mark(Event.UNCOUNTED, size_bytes=tensor.untyped_storage().nbytes())
+            self._unwatch.append(self._mark_release(tensor, mark))
 
     def begin(self, part: Part, number: int, program: Program, arguments: Sequence[Any]) -> Run:
         """Note that a forward starts."""
@@ -241,9 +240,9 @@ class StepRecord:
         given, lent = [id(value) for value in arguments if isinstance(value, torch.nn.Parameter)], self._lent()
         self.parameters.update(given, (lent[p] for p in given if p in lent))
         run.passed_on = _passed_on(part, arguments, lent)
-        self._note_alive(f"F{run.index}")
+        self._note_alive(Event.FORWARD.of(run.index))
         self.runs.append(run)
-        self._mark(f"F{run.index}")
+        self._mark(Event.FORWARD.of(run.index))
         return run
 
     def _lent(self) -> dict[int, int]:
@@ -258,9 +257,9 @@ class StepRecord:
         for node, value in zip(captured.forward_outputs, outputs, strict=True):
             if node in tensor_of and _is_dense(value):
                 run.outputs[tensor_of[node]] = (tensor_state.watch_storage(value), tensor_state.storage_id(value))
-                self._mark_release(value, release_label(run.index, tensor_of[node]))
-        self._note_alive(f"f{run.index}")
-        self._mark(f"f{run.index}")
+                self._mark_release(value, Mark(Event.RELEASED, run.index, tensor_of[node]))
+        self._note_alive(Event.FORWARD_DONE.of(run.index))
+        self._mark(Event.FORWARD_DONE.of(run.index))
 
     def backward_called(self) -> None:
         """Note that someone calls a backward, which begins with what runs outside, the loss say."""
@@ -279,9 +278,9 @@ class StepRecord:
         run.made_outside = {storage: made for storage, made in run.made_outside.items() if made[0]()}
         watched = enumerate(tangents)
         self._tangents = {position: tensor_state.watch_storage(t) for position, t in watched if _is_dense(t)}
-        self._note_alive(f"B{run.index}")
+        self._note_alive(Event.BACKWARD.of(run.index))
         self.backwards.append(run.index)
-        self._mark(f"B{run.index}")
+        self._mark(Event.BACKWARD.of(run.index))
 
     def plain_backward_starts(self) -> None:
         """Note that a backward starts of code that runs as the user wrote it."""
@@ -289,49 +288,51 @@ class StepRecord:
 
     def _plain_backward_ended(self) -> None:
         if not self._is_closed:
-            self._mark("e")
+            self._mark(Mark(Event.ENDED))
 
     def backward_done(self, run: Run) -> None:
         """Note that a backward ended, and which outputs someone else than the part itself held meanwhile."""
         run.alive = _living(run)
         run.released_bytes = sum(size_bytes for lives, size_bytes in run.made_outside.values() if not lives())
         run.outlasting = tuple(position for position, lives in self._tangents.items() if lives())
-        self._mark(f"b{run.index}")
+        self._mark(Event.BACKWARD_DONE.of(run.index))
         backward_pass.at_end(lambda: self._backward_ended(run))
 
     def _backward_ended(self, run: Run) -> None:
         """Note that the whole backward has ended; what follows, the optimizer's step say, is not part of the plan."""
         self._ended += 1
         if not self._is_closed:
-            self._mark(f"e{run.index}")
+            self._mark(Event.ENDED.of(run.index))
 
-    def _note_alive(self, label: str) -> None:
-        self.alive_at[label] = [(run.index, tensor) for run in self.runs for tensor in _living(run)]
+    def _note_alive(self, mark: Mark) -> None:
+        self.alive_at[mark] = [(run.index, tensor) for run in self.runs for tensor in _living(run)]
 
-    def _mark(self, label: str) -> None:
+    def _mark(self, mark: Mark) -> None:
         if self._meter is not None:
-            self._meter.mark(label)
+            self._marks[mark.label] = mark
+            self._meter.mark(mark.label)
 
-    def _mark_release(self, value: torch.Tensor, label: str) -> Callable[[], Any]:
+    def _mark_release(self, value: torch.Tensor, mark: Mark) -> Callable[[], Any]:
         """Mark when a tensor's memory is given back, until what is returned is called."""
         reference = weakref.ref(self)  # outputs may be kept for ever
 
-        def mark() -> None:
+        def note() -> None:
             record = reference()
             if record is not None:
-                record._released(label)
+                record._released(mark)
 
-        return tensor_state.at_release(value, mark)
+        return tensor_state.at_release(value, note)
 
-    def _released(self, label: str) -> None:
+    def _released(self, mark: Mark) -> None:
         """Mark that an output is released; the last one after this step in the next one's record."""
         record: StepRecord | None = self
         if self._is_closed:
-            is_last = self._left == {label}
-            self._left.discard(label)
-            record, label = self._next() if self._next is not None and is_last else None, LEFT
+            is_last = self._left == {mark}
+            self._left.discard(mark)
+            record, mark = self._next() if self._next is not None and is_last else None, LEFT
         if record is not None and record._meter is not None and not record._is_closed:
-            record._meter.mark_release(label)
+            record._marks[mark.label] = mark
+            record._meter.mark_release(mark.label)
 
     def close(self, at_once: bool = True) -> None:
         """End the measurement; once is enough.
@@ -346,15 +347,15 @@ class StepRecord:
             self._meter.stop()
             for unwatch in self._unwatch:  # they may stay for ever, and others will watch them
                 unwatch()
-            self.intervals = _without_releases(self._meter.intervals)
-            self._counted = _of_step(self.intervals, at_once)
+            self.spans = spans_of(self._meter.intervals, self._marks)
+            self._peak_bytes = peak_of_step(self.spans, at_once)
 
     @property
     def peak_bytes(self) -> int | None:
         """Peak of the step, resident bytes included; None where it was not measured to its end."""
         if self._meter is None or self._meter.lost_marks or not self._sees_frees:
             return None
-        return self.resident_bytes + max((interval.peak_bytes for interval in self._counted), default=0)
+        return self.resident_bytes + self._peak_bytes
 
     def left_bytes(self, present: Collection[int]) -> int:
         """Return the bytes of outputs that someone holds after the step, beside the storages that count already.
@@ -368,34 +369,6 @@ class StepRecord:
                     seen.add(storage)
                     total += bytes_of(run.graph, (tensor,))
         return total
-
-
-def release_label(run: int, tensor: int) -> str:
-    """Give the mark at which an output's memory was given back."""
-    return f"released {run} {tensor}"
-
-
-def _of_step(intervals: Sequence[Interval], at_once: bool) -> list[Interval]:
-    """List the intervals before the last backward's end, all marks after which are of releases; of others all.
-
-    Where the step has not ended at once, the last interval is left out of the others too.
-    """
-    labels = [interval.label for interval in intervals]
-    ended = max((i for i, label in enumerate(labels) if label.startswith("e")), default=len(labels))
-    if any(label.startswith("B") for label in labels[ended:]):  # another one failed, or has others run after it
-        ended = len(labels)
-    return list(intervals[: min(ended, len(labels) if at_once else len(labels) - 1)])
-
-
-def _without_releases(intervals: Sequence[Interval]) -> list[Interval]:
-    """Count what was there before, and nobody counted, as if it were never released."""
-    found, released_bytes = list[Interval](), 0
-    for interval in intervals:
-        if interval.label == f"{UNCOUNTED} {interval.released_bytes}":
-            released_bytes += interval.released_bytes
-        start_bytes, peak_bytes = interval.start_bytes + released_bytes, interval.peak_bytes + released_bytes
-        found.append(replace(interval, start_bytes=start_bytes, peak_bytes=peak_bytes))
-    return found
 
 
 def _storage_bytes(values: Sequence[Any]) -> tuple[int, ...]:

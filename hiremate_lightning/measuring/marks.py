@@ -1,0 +1,91 @@
+"""Marks in the memory measurement of a step, and what was measured between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ..memory.metering import Interval
+
+
+class Event(Enum):
+    """What happens at a mark."""
+
+    START = "the step begins"
+    FORWARD = "a forward starts"
+    FORWARD_DONE = "a forward has ended"
+    CALLED = "someone calls the backward"
+    BACKWARD = "a backward starts"
+    BACKWARD_DONE = "a backward has ended"
+    ENDED = "the whole backward has ended, with all that it is part of"
+    RELEASED = "an output is released"
+    LEFT = "the last output of the step before is released"
+    UNCOUNTED = "another tensor is released that was there before the step"
+
+    def of(self, run: int) -> Mark:
+        """Return the mark of a run."""
+        return Mark(self, run)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A mark.
+
+    Attributes:
+        event: What happens.
+        run: The run to which it happens, 0 for none.
+        tensor: The output that is released.
+        size_bytes: Bytes of what is released and was counted nowhere.
+    """
+
+    event: Event
+    run: int = 0
+    tensor: int = 0
+    size_bytes: int = 0
+
+    @property
+    def label(self) -> str:
+        """What a meter is told."""
+        return f"{self.event.name} {self.run} {self.tensor} {self.size_bytes}"
+
+
+START, CALLED, LEFT = Mark(Event.START), Mark(Event.CALLED), Mark(Event.LEFT)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What was measured from a mark to the next one.
+
+    Attributes:
+        mark: The mark.
+        start_bytes: Live bytes at the mark, above those at the start of the step.
+        peak_bytes: The most that lived since.
+    """
+
+    mark: Mark
+    start_bytes: int
+    peak_bytes: int
+
+
+def spans_of(intervals: Sequence[Interval], marks: Mapping[str, Mark]) -> list[Span]:
+    """Return what was measured, as if what was there before, and nobody counted, were never released."""
+    found, released_bytes = list[Span](), 0
+    for interval in intervals:
+        mark = marks.get(interval.label, START)
+        if mark.event is Event.UNCOUNTED and mark.size_bytes == interval.released_bytes:
+            released_bytes += interval.released_bytes
+        found.append(Span(mark, interval.start_bytes + released_bytes, interval.peak_bytes + released_bytes))
+    return found
+
+
+def peak_of_step(spans: Sequence[Span], at_once: bool) -> int:
+    """Return the peak up to the last backward's end, all marks after which are of releases; of other steps to theirs.
+
+    Where the step has not ended at once, the last span is left out of the others.
+    """
+    events = [span.mark.event for span in spans]
+    ended = max((i for i, event in enumerate(events) if event is Event.ENDED), default=len(events))
+    if Event.BACKWARD in events[ended:]:  # another one failed, or has others run after it
+        ended = len(events)
+    return max((span.peak_bytes for span in spans[: min(ended, len(events) - (not at_once))]), default=0)
