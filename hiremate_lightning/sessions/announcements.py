@@ -79,6 +79,38 @@ class Announcements:
             )
         return is_usual
 
+    # ---------------------------------------------------------------- captured code
+
+    def uncaptured(self, name: str, reason: str) -> None:
+        """Warn of a part of a planned module that torch.compile could not capture."""
+        self.say(f"torch.compile could not capture a part of {name}, which runs without a plan: {reason}")
+
+    def called_inside_backward(self, name: str) -> None:
+        """Warn that a planned module was called inside of a backward."""
+        self.say(
+            f"{name} was called inside of a backward, as torch.utils.checkpoint around it does: such calls get no "
+            "plan. Call it without checkpoint: what is computed again is for the plan to decide."
+        )
+
+    def updates_under_checkpoint(self) -> None:
+        """Warn of buffers that plain PyTorch updates twice."""
+        self.say(
+            f"{self._name} calls torch.utils.checkpoint around code that updates buffers, as batch norms do. Plain "
+            "PyTorch runs such code twice in a step, and updates them twice; here it updates them once. Call it "
+            "without checkpoint: what is computed again is for the plan to decide."
+        )
+
+    def small_parts(self) -> None:
+        """Warn that small code of other sizes in each step runs without a plan."""
+        self.say(
+            f"Small parts of {self._name} have other sizes in each step: from now on they run without a plan, "
+            "which would take longer to make than it saves."
+        )
+
+    def profiled(self) -> None:
+        """Warn that nothing can be measured while another profiler runs."""
+        self.say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
+
     # ---------------------------------------------------------------- plans and budgets
 
     def full(self, count: int) -> None:

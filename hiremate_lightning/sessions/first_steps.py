@@ -1,61 +1,66 @@
-"""Steps that have no plan: they run as was planned for the same code at other sizes, or else at the least memory."""
+"""Which program a captured graph runs by: that of a plan, one taken over from other sizes, or that of least memory.
+
+Steps that have no plan run as was planned for the same code at other sizes, or else at the least memory.
+"""
 
 from __future__ import annotations
 
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ..capturing.absent import without_missing
 from ..capturing.capture import Captured
 from ..measuring.resident import Resident
 from ..memory.allocator import in_blocks
-from ..planning.planner import FirstSolution, PlanOptions, fastest_that_fits, first_solution, unplanned
+from ..planning.planner import FirstSolution, fastest_that_fits, first_solution, unplanned
 from ..records.costs import Profile, step_time_ms
 from ..records.graph import Graph
 from ..records.scaling import is_no_larger
 from ..records.schedule import keep_all, lower
-from ..records.step import Call, Decisions, Step, merge
+from ..records.step import Call, Decisions, merge
 from ..reporting.report import Stages
 from ..running.execution import Part
 from ..running.program import Program, build
-from ..units import Budget
-from .current_step import CurrentStep, Followed, Planned
-from .kinds import Kind
+from ..torch_private import runtime
+from .current_step import CurrentStep, Followed, Forward, Planned
+from .kinds import Kind, Kinds
 from .known import Known
+from .parts import Parts
+from .plan_maker import PlanMaker
 
 REMEMBERED = 8  # searches, whose result may serve at another size
 KEPT = 64  # decisions for a part, by what ran before it in its step
 TRACING_BYTES = 2**14  # that tracing takes for itself: states of the random generator, three deep
-BudgetOf = Callable[[Step, Resident], int]  # of a step, with what exists before it
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """What the programs of first steps are decided by, found out where it is needed.
-
-    Attributes:
-        resident: Counts what existed before the step.
-        planned: Lists steps, and what was decided for them.
-        budget_of: Gives the budget of a step, resident bytes included.
-    """
-
-    resident: Callable[[], Resident]
-    planned: Callable[[], Iterable[Planned]]
-    budget_of: BudgetOf
 
 
 class FirstSteps:
-    """The programs of steps that have no plan.
+    """Chooses the programs of the steps of one model.
 
     Args:
+        name: Of the model.
+        maker: Knows the budget.
+        kinds: The kinds of steps, with their plans.
+        parts: The captured graphs.
         stages: Shows solving, and adds up its seconds.
+        resident: Counts what existed when the step under way began.
+        spare_bytes: Returns the bytes that a first step may take beyond the budget.
     """
 
-    def __init__(self, stages: Stages) -> None:
-        self._stages = stages
+    def __init__(
+        self,
+        name: str,
+        maker: PlanMaker,
+        kinds: Kinds,
+        parts: Parts,
+        stages: Stages,
+        resident: Callable[[], Resident],
+        spare_bytes: Callable[[], int],
+    ) -> None:
+        self._name, self._maker, self._kinds, self._parts, self._stages = name, maker, kinds, parts, stages
+        self._resident, self._spare_bytes = resident, spare_bytes
         self._found: deque[FirstSolution] = deque(maxlen=REMEMBERED)
         self._least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
         self._kept: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
@@ -81,125 +86,115 @@ class FirstSteps:
         self._taken_over.pop(part, None)
         self._programs.pop(part, None)
 
-    def kept(self, part: Part) -> Program:
-        """Return the program of a part that computes nothing again."""
-        program = self._kept.get(part)
-        if program is None:
-            program = self._kept[part] = _build(part.captured, keep_all(part.captured.graph))
-        return program
+    def choose(self, step: CurrentStep, part: Part) -> Forward:
+        """Choose the program of a part that is about to run in the step under way; nothing is noted in the step.
 
-    def take_over(self, step: CurrentStep, part: Part, number: int, profile: Profile, given: Given) -> Program | None:
-        """Return the program of a part by a plan for the same step at other sizes; None where none fits.
-
-        Args:
-            step: The step under way.
-            part: The part, about to run in it.
-            number: Its number.
-            profile: Costs of its operations.
-            given: What there is to decide by.
+        Raises:
+            InfeasibleBudgetError: If the part alone fits neither the budget nor what is free.
         """
+        number, profile = self._parts.prepare(part)
+        kind, program = self._kinds.choose((*step.kind, number), step.expected)
+        if program is None and kind is not None and self._kinds.have_room_for_waiting():
+            program = self._keep(part)  # the forward has no backward in its step
+        program = program or self._take_over(step, part, number, profile)
+        is_planned = program is not None
+        return Forward(number, part.captured, profile, program or self._find_least(part, profile), kind, is_planned)
+
+    def _keep(self, part: Part) -> Program:
+        """Return the program of a part that computes nothing again."""
+        if part not in self._kept:
+            self._kept[part] = _build(part.captured, keep_all(part.captured.graph))
+        return self._kept[part]
+
+    def _take_over(self, step: CurrentStep, part: Part, number: int, profile: Profile) -> Program | None:
+        """Return the program of a part by a plan for the same step at other sizes; None where none fits."""
         found, ran = self._taken_over.setdefault(part, {}), (*step.kind, number)
         if ran not in found:
             with self._stages.stage("solve_s", "solving"):
                 if len(found) == KEPT:
                     found.clear()
-                found[ran] = decisions = _take_over(step, part.captured, profile, given)
+                found[ran] = decisions = self._decide(step, part.captured, profile)
                 programs = self._programs.setdefault(part, {})
                 if decisions is not None and decisions not in programs:
                     programs[decisions] = _build(part.captured, decisions)
         decisions = found[ran]
         return None if decisions is None else self._programs[part][decisions]
 
-    def least(
-        self,
-        part: Part,
-        profile: Profile,
-        resident: Callable[[], Resident],
-        budget: Budget,
-        budget_of: BudgetOf | None,
-        options: PlanOptions,
-        name: str,
-        free_bytes: Callable[[], int],
-    ) -> Program:
+    def _find_least(self, part: Part, profile: Profile) -> Program:
         """Return the program of least memory of a part.
 
-        Args:
-            part: The part.
-            profile: Costs of its operations.
-            resident: Counts what existed before the step.
-            budget: The budget as asked for.
-            budget_of: Gives the budget of a step, resident bytes included; None where it is not to be checked.
-            options: How to plan.
-            name: What is planned, for reports.
-            free_bytes: Returns the bytes that the part may add beyond the budget.
-
-        Raises:
-            InfeasibleBudgetError: If the part alone fits neither the budget nor what is free.
+        Where not even the captured part alone fits, training stops before it runs, or, if there is memory to run it
+        once, after: what else the step takes, a second view of a picture or a loss that is a network, is known then.
+        Where there are several processes it runs in any case: one that stops alone leaves the others waiting in a
+        collective.
         """
-        program = self._least.get(part)
-        if program is None:
+        if part not in self._least:
+            options, is_alone = self._maker.options, runtime.process_group_store() is None
+            is_checked = is_alone and options.budget.share is None and options.plan.on_infeasible == "raise"
             with self._stages.stage("solve_s", "solving"):
-                captured, before = part.captured, resident()
+                captured, before = part.captured, self._resident()
                 graph, costs = _without_doubtful(captured, profile)
                 step = merge([Call(in_blocks(graph, captured.device), costs)], [0])
-                budget_bytes = 0 if budget_of is None else budget_of(step, before)
-                progress = self._stages.reporter.solving(step_time_ms(captured.graph, profile))
-                resident_bytes = before.size_bytes
                 least = first_solution(
-                    step, budget, budget_bytes, resident_bytes, options, name, progress, self._found, free_bytes
+                    step,
+                    options.budget,
+                    self._maker.budget_bytes(step, before) if is_checked else 0,
+                    before.size_bytes,
+                    options.plan,
+                    self._name,
+                    self._stages.reporter.solving(step_time_ms(captured.graph, profile)),
+                    self._found,
+                    self._spare_bytes,
                 )
                 self._found.append(FirstSolution(step, least))
-                program = self._least[part] = _build(captured, step.split(least.recompute)[0])
-        return program
+                self._least[part] = _build(captured, step.split(least.recompute)[0])
+        return self._least[part]
 
-
-def _take_over(step: CurrentStep, captured: Captured, profile: Profile, given: Given) -> Decisions | None:
-    """Decide for the next forward of the step under way."""
-    place, seen = len(step.forwards), step.comparison
-    _compare(step, given)
-    seen.alike = [(known, decided) for known, decided in seen.alike if known.runs_at(place, captured)]
-    seen.compared = place + 1
-    if not seen.alike:
-        return None
-    first = seen.alike[0][0]
-    if place not in first.places or not all(known.goes_on_as(first, place) for known, _ in seen.alike):
-        return None  # nobody knows how the step goes on
-    call = first.places.index(place)
-    followed, is_last = seen.followed, call + 1 == len(first.calls)  # all sizes are known then
-    if followed is None or is_last or not is_no_larger(captured.graph, followed.known.captured[call].graph):
-        followed = seen.followed = _follow(step, captured, profile, call, given)
-    return None if followed is None else followed.decisions[call]
-
-
-def _compare(step: CurrentStep, given: Given) -> None:
-    """Find the planned steps that are the same code so far."""
-    seen = step.comparison
-    if not seen.compared:
-        seen.alike = list(given.planned())
-    for place in range(seen.compared, len(step.forwards)):
-        captured = step.forwards[place].captured
+    def _decide(self, step: CurrentStep, captured: Captured, profile: Profile) -> Decisions | None:
+        """Decide for the next forward of the step under way."""
+        place, seen = len(step.forwards), step.comparison
+        self._compare(step)
         seen.alike = [(known, decided) for known, decided in seen.alike if known.runs_at(place, captured)]
+        seen.compared = place + 1
+        if not seen.alike:
+            return None
+        first = seen.alike[0][0]
+        if place not in first.places or not all(known.goes_on_as(first, place) for known, _ in seen.alike):
+            return None  # nobody knows how the step goes on
+        call = first.places.index(place)
+        followed, is_last = seen.followed, call + 1 == len(first.calls)  # all sizes are known then
+        if followed is None or is_last or not is_no_larger(captured.graph, followed.known.captured[call].graph):
+            followed = seen.followed = self._follow(step, captured, profile, call)
+        return None if followed is None else followed.decisions[call]
 
+    def _compare(self, step: CurrentStep) -> None:
+        """Find the planned steps that are the same code so far."""
+        seen = step.comparison
+        if not seen.compared:
+            seen.alike = list(self._kinds.foreseen())
+        for place in range(seen.compared, len(step.forwards)):
+            captured = step.forwards[place].captured
+            seen.alike = [(known, decided) for known, decided in seen.alike if known.runs_at(place, captured)]
 
-def _follow(step: CurrentStep, captured: Captured, profile: Profile, call: int, given: Given) -> Followed | None:
-    """Choose, of what was decided for steps of the same code, the fastest that fits; None where none does."""
-    alike = step.comparison.alike
-    begun = [step.forwards[place] for place in alike[0][0].places[:call]]
-    resident = given.resident()
-    known = _foresee(alike, [*((f.captured, f.profile) for f in begun), (captured, profile)], resident)
-    if known is None:
-        return None
-    whole = known.merge()
-    margin_bytes = max(known.margin_bytes for known, _ in alike)
-    traced_bytes = TRACING_BYTES if len(known.calls) > 1 else 0  # graphs are traced while values of others live
-    budget_bytes = given.budget_of(whole, resident) - resident.size_bytes - margin_bytes - traced_bytes
-    before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]
-    decided = dict.fromkeys([keep_all(whole.graph), *(decisions for _, decisions in alike)])
-    candidates = [whole.join([*before, *whole.split(decisions)[call:]]) for decisions in decided]
-    decisions = fastest_that_fits(whole, budget_bytes, candidates)
-    if call + 1 == len(known.calls):
-        step.comparison.foreseen = alike[0][0], unplanned(whole).peak_bytes + margin_bytes
-    return None if decisions is None else Followed(known, whole.split(decisions))
+    def _follow(self, step: CurrentStep, captured: Captured, profile: Profile, call: int) -> Followed | None:
+        """Choose, of what was decided for steps of the same code, the fastest that fits; None where none does."""
+        alike = step.comparison.alike
+        begun = [step.forwards[place] for place in alike[0][0].places[:call]]
+        resident = self._resident()
+        known = _foresee(alike, [*((f.captured, f.profile) for f in begun), (captured, profile)], resident)
+        if known is None:
+            return None
+        whole = known.merge()
+        margin_bytes = max(known.margin_bytes for known, _ in alike)
+        traced_bytes = TRACING_BYTES if len(known.calls) > 1 else 0  # graphs are traced while values of others live
+        budget_bytes = self._maker.budget_bytes(whole, resident) - resident.size_bytes - margin_bytes - traced_bytes
+        before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]
+        decided = dict.fromkeys([keep_all(whole.graph), *(decisions for _, decisions in alike)])
+        candidates = [whole.join([*before, *whole.split(decisions)[call:]]) for decisions in decided]
+        decisions = fastest_that_fits(whole, budget_bytes, candidates)
+        if call + 1 == len(known.calls):
+            step.comparison.foreseen = alike[0][0], unplanned(whole).peak_bytes + margin_bytes
+        return None if decisions is None else Followed(known, whole.split(decisions))
 
 
 def _foresee(alike: Sequence[Planned], calls: Sequence[tuple[Captured, Profile]], resident: Resident) -> Known | None:

@@ -15,7 +15,7 @@ from ..options import SessionOptions
 from ..out_of_memory import InfeasibleBudgetError
 from ..planning.plan import Plan
 from ..planning.planner import GUARD_BYTES
-from ..reporting.report import Stages
+from ..reporting.report import Reporter
 from ..rewriting.joint import may_choose_anew
 from ..running.execution import Part
 from ..running.program import Program
@@ -25,7 +25,6 @@ from .deciding import Action, Decision, Evidence, Reason, decide
 from .first_steps import FirstSteps
 from .kinds import CERTAIN, Kind, Kinds
 from .known import Known
-from .parts import Parts
 from .plan_maker import PlanMaker
 from .shortage import HELD_STEPS, Shortage
 from .watching import WatchPolicy
@@ -39,40 +38,38 @@ class PlannedKinds:
     """The plans of one model, by kind of step.
 
     Args:
-        options: What was asked for.
         name: Of the model.
+        maker: Makes the plans.
+        kinds: The kinds of its steps.
+        first_steps: Chooses what steps run, those too that have no plan of their own.
         memory: What exists before a step.
-        parts: The captured graphs.
-        stages: Shows the stages of planning, and counts their time.
+        reporter: Shows plans.
         watching: Decides which steps are measured.
         announcements: Warns.
 
     Attributes:
+        name: Of the model.
+        maker: Makes the plans.
         kinds: The kinds of steps, with their plans.
-        first_steps: What steps run that have no plan of their own.
         listeners: Called with each plan when it is made, and again when it has been measured.
         shortage: Steps that do not fit the budget, while it is found out which budget they fit.
-        maker: Makes the plans.
-        name: Of the model.
     """
 
     def __init__(
         self,
-        options: SessionOptions,
         name: str,
+        maker: PlanMaker,
+        kinds: Kinds,
+        first_steps: FirstSteps,
         memory: ResidentMemory,
-        parts: Parts,
-        stages: Stages,
+        reporter: Reporter,
         watching: WatchPolicy,
         announcements: Announcements,
     ) -> None:
-        self.name, self.kinds = name, Kinds()
-        self.maker = PlanMaker(options, name, self.kinds, memory, parts, stages)
-        self.first_steps = FirstSteps(stages)
+        self.name, self.maker, self.kinds, self._first_steps = name, maker, kinds, first_steps
+        self._memory, self._reporter, self._watching, self._announcements = memory, reporter, watching, announcements
         self.listeners: list[Callable[[Plan], None]] = []
         self.shortage = Shortage()
-        self._memory, self._reporter, self._watching = memory, stages.reporter, watching
-        self._announcements = announcements
         self._dropped: Plan | None = None  # the latest one of those that were dropped
 
     @property
@@ -94,7 +91,7 @@ class PlannedKinds:
         """Leave so many bytes free from now on, for code without a plan: between two steps, all plans are made anew."""
         self.maker.left_bytes, self._dropped = size_bytes, self.latest
         self.kinds.clear()
-        self.first_steps.forget_plans()
+        self._first_steps.forget_plans()
 
     def set_budget(self, budget: Budget) -> None:
         """Change the budget; steps already seen are planned anew, nothing is captured again.
@@ -240,7 +237,7 @@ class PlannedKinds:
         is_searching = searches or self.kinds[kind].is_searching
         self.kinds.install(kind, plan, programs, known=replace(known, limits=limits), is_searching=is_searching)
         self._watching.planned(kind)
-        self.first_steps.forget_plans()
+        self._first_steps.forget_plans()
 
     def _announce(self, kind: Kind, plan: Plan) -> None:
         """Report a plan, and warn of what it brings."""

@@ -23,7 +23,7 @@ from torch import nn
 from ..capturing.capture import Captured
 from ..errors import CaptureError
 from ..measuring.recording import Run, StepRecord
-from ..measuring.resident import ResidentMemory
+from ..measuring.resident import Resident, ResidentMemory
 from ..memory.free_memory import free_bytes
 from ..options import SessionOptions
 from ..out_of_memory import explain
@@ -39,12 +39,13 @@ from ..torch_private import backward_pass, dynamo
 from ..units import Budget
 from .announcements import Announcements
 from .backend import planning_backend
-from .choosing import ProgramChoice
 from .current_step import CurrentStep
 from .eager_paths import eager_paths
-from .kinds import Kind
+from .first_steps import FirstSteps
+from .kinds import Kind, Kinds
 from .parts import Parts
 from .plain_steps import ModuleCall
+from .plan_maker import PlanMaker
 from .planned import PlannedKinds
 from .proving import Proof, Prover
 from .steps import Steps, tensors_among
@@ -79,16 +80,20 @@ class Session:
         self.stages = Stages(Reporter(options.verbose))
         self.parts = Parts(self.stages, options.cache_dir, self.kernels, self.say)
         self._memory = ResidentMemory(root, self.parts.waiting, self.parts.retained)
-        memory, stages, watching = self._memory, self.stages, WatchPolicy()
-        self._planned = PlannedKinds(options, self._name, memory, self.parts, stages, watching, self._announcements)
+        memory, stages, watching, kinds = self._memory, self.stages, WatchPolicy(), Kinds()
+        maker = PlanMaker(options, self._name, kinds, memory, self.parts, stages)
+
+        def resident() -> Resident:
+            return self.steps.resident()
+
+        given = self._name, maker, kinds
+        self._first_steps = FirstSteps(*given, self.parts, stages, resident, self._spare_bytes)
+        said = self._announcements
+        self._planned = PlannedKinds(*given, self._first_steps, memory, stages.reporter, watching, said)
         self._unplanned = UnplannedSteps(
             root, self._planned, stages.reporter, self.say, is_allowed=self.kernels is None
         )
-        self.steps = Steps(
-            memory, self._planned, self._unplanned, watching, self._announcements, lambda: self.parts.count
-        )
-        resident = self.steps.resident
-        self._choice = ProgramChoice(self._name, self._planned, self.parts, resident, self._spare_bytes)
+        self.steps = Steps(memory, self._planned, self._unplanned, self._first_steps, watching, said, self.parts)
         self._tracing = ExitStack()
         self.ran_as_written = False
         self.prover = Prover(
@@ -96,7 +101,7 @@ class Session:
             self.parts,
             self.stages,
             self.say,
-            lambda part: self._choice.choose(self._current, part).program,
+            lambda part: self._first_steps.choose(self._current, part).program,
             resident,
             lambda: self._current.live_bytes,
             self._tracing,
@@ -223,20 +228,13 @@ class Session:
             return False
         small_parts, step = self.steps.small_parts, self.steps.count
         if small_parts.let_in(code, size_bytes, step, self.plan):
-            self.say(
-                f"Small parts of {self._name} have other sizes in each step: from now on they run without a plan, "
-                "which would take longer to make than it saves."
-            )
+            self._announcements.small_parts()
         return small_parts.may_run(code, size_bytes, step)
 
     def take_in(self, captured: Captured) -> Part:
         """Make a part of a captured graph."""
         if updates_under_checkpoint(captured.joint):
-            self.say(
-                f"{self._name} calls torch.utils.checkpoint around code that updates buffers, as batch norms do. Plain "
-                "PyTorch runs such code twice in a step, and updates them twice; here it updates them once. Call it "
-                "without checkpoint: what is computed again is for the plan to decide."
-            )
+            self._announcements.updates_under_checkpoint()
         return self.parts.add(captured, self)
 
     @contextmanager
@@ -248,10 +246,7 @@ class Session:
         is_inside = backward_pass.is_running()
         if is_inside:
             self.steps.called_inside_backward()
-            self.say(
-                f"{name} was called inside of a backward, as torch.utils.checkpoint around it does: such calls get no "
-                "plan. Call it without checkpoint: what is computed again is for the plan to decide."
-            )
+            self._announcements.called_inside_backward(name)
         else:
             self.steps.called(arguments)
         if not self.parts.count:
@@ -259,7 +254,7 @@ class Session:
             self._tracing.enter_context(self.stages.stage("capture_s", "tracing"))
 
         def tell(reason: str) -> None:
-            self.say(f"torch.compile could not capture a part of {name}, which runs without a plan: {reason}")
+            self._announcements.uncaptured(name, reason)
 
         try:
             with dynamo.capturing_for_plans(tell, sizes_vary=self.parts.count > 0), eager_paths():
@@ -288,7 +283,7 @@ class Session:
         self.runs += 1
         self._tracing.close()
         step = self._current
-        forward = self._choice.choose(step, part)
+        forward = self._first_steps.choose(step, part)
         step.forwards.append(forward)
         program = forward.program if step.timed is None else step.timed.wrap(forward.program)
         return program, None if step.record is None else step.record.begin(part, forward.number, program, arguments)
@@ -313,7 +308,7 @@ class Session:
     def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
         """Learn of values that other code overwrites before the backward: nothing can be computed from them then."""
         part.captured = part.captured.reading_once(storages)
-        self._planned.first_steps.forget_least(part)
+        self._first_steps.forget_least(part)
 
     def must_return(self, part: Part, positions: Collection[int]) -> None:
         """Learn that gradients were handed to autograd beside those that exist, where a plan may count on adding."""

@@ -5,7 +5,6 @@ A forward after a backward begins a new one. What was learned from a step that h
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,9 @@ from ..torch_private import backward_pass, tensor_state
 from .announcements import Announcements
 from .current_step import CurrentStep, Ended, PlainRun, State
 from .deciding import Action
+from .first_steps import FirstSteps
 from .kinds import Kind
+from .parts import Parts
 from .plain_steps import ModuleCall
 from .planned import PlannedKinds
 from .small_parts import SmallParts
@@ -38,9 +39,10 @@ class Steps:
         memory: What exists before a step.
         planned: The plans.
         unplanned: Decides which steps run as the user wrote them.
+        first_steps: Chooses what steps run.
         watching: Decides which steps are measured.
         announcements: Warns.
-        captured_count: Counts the graphs captured so far.
+        parts: The captured graphs.
 
     Attributes:
         current: The step under way, None between two steps.
@@ -54,18 +56,18 @@ class Steps:
         memory: ResidentMemory,
         planned: PlannedKinds,
         unplanned: UnplannedSteps,
+        first_steps: FirstSteps,
         watching: WatchPolicy,
         announcements: Announcements,
-        captured_count: Callable[[], int],
+        parts: Parts,
     ) -> None:
         self.current: CurrentStep | None = None
         self.ended: CurrentStep | None = None
         self.count = 0
         self.small_parts = SmallParts()
         self._memory, self._planned, self._unplanned = memory, planned, unplanned
-        self._watching, self._announcements = watching, announcements
-        self._captured_count = captured_count
-        self._kinds = planned.kinds
+        self._first_steps, self._watching, self._announcements = first_steps, watching, announcements
+        self._parts, self._kinds = parts, planned.kinds
         self._is_passed_by = False  # by steps that ran since the latest one
         self._next_is_timed = False
 
@@ -137,7 +139,7 @@ class Steps:
             self._memory.collect_garbage()
         if finished is not None or self._counts_resident(step):
             step.resident = self._memory.count_before_step(arguments)
-            self._planned.first_steps.count(step.resident)
+            self._first_steps.count(step.resident)
             self._meet(finished, step, step.resident)
         if before is not None and before.timing is not None:
             self._unplanned.note_release(before.timing)
@@ -216,9 +218,7 @@ class Steps:
         record = StepRecord(self._memory.device, *sizes, sees_frees, self._memory.root)
         self._memory.watch_releases(record, arguments)
         if not record.is_measured and not backward_pass.is_running():
-            self._announcements.say(
-                "Another profiler is running: peaks and code outside the plan can't be measured meanwhile."
-            )
+            self._announcements.profiled()
         return record
 
     # ---------------------------------------------------------------- the end
@@ -269,7 +269,7 @@ class Steps:
             self._unplanned.measured(plain, step.record)
 
     def _end_captured(self, step: CurrentStep, at_once: bool) -> None:
-        is_usual = self._announcements.step_ended(self._captured_count())
+        is_usual = self._announcements.step_ended(self._parts.count)
         ended, self.ended = step.end(self._kinds.taken_for(step.kind)), step
         self._kinds.ended(ended.kind, step.size_bytes, ended.is_by_plans)
         self._unplanned.was_foreseen(step)
