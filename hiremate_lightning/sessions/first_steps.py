@@ -163,7 +163,7 @@ class FirstSteps:
             return None  # nobody knows how the step goes on
         call = first.places.index(place)
         followed, is_last = seen.followed, call + 1 == len(first.calls)  # all sizes are known then
-        if followed is None or is_last or not is_no_larger(captured.graph, followed.known.captured[call].graph):
+        if followed is None or is_last or not is_no_larger(captured.graph, followed.known.calls[call].captured.graph):
             followed = seen.followed = self._follow(step, captured, profile, call)
         return None if followed is None else followed.decisions[call]
 

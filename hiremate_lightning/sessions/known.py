@@ -17,18 +17,42 @@ from ..running.execution import Part
 from .limits import Limits
 
 
+@dataclass(frozen=True, slots=True)
+class KnownCall:
+    """One call of a known step.
+
+    Attributes:
+        call: What it runs, forward and backward, and what runs outside around it.
+        part: Its part.
+        captured: What of the part it runs.
+        place: Its place among all forwards of the step.
+        missing: Positions of the gradients of outputs that don't arrive.
+        added: Gradients that are only added to those of parameters, with the parameters' storages.
+    """
+
+    call: Call
+    part: Part
+    captured: Captured
+    place: int
+    missing: frozenset[int]
+    added: Mapping[int, frozenset[int]]
+
+    def beside(self, kept: frozenset[int]) -> Call:
+        """Return the call where gradients of some parameters exist: those that are added to them die at once."""
+        return self.call.without_gradients({t for t, storages in self.added.items() if storages <= kept})
+
+    def runs(self, captured: Captured) -> bool:
+        """Whether its code is that captured, at whatever size."""
+        return self.captured is captured or difference(self.captured.graph, captured.graph) is None
+
+
 @dataclass(frozen=True)
 class Known:
     """A kind of step that has been seen.
 
     Attributes:
-        calls: What it runs.
+        calls: Its calls that have a backward, in the order of their forwards.
         order: Order of the backwards.
-        parts: The part of each call.
-        captured: What of it each call runs.
-        places: For each call, its place among all forwards of the step.
-        missing: For each call, positions of the gradients of outputs that don't arrive.
-        added: For each call, gradients that are only added to those of parameters, with the parameters' storages.
         resident: What existed when it began, as planned.
         solve: What solves it, and remembers.
         limits: Its budgets.
@@ -37,13 +61,8 @@ class Known:
         without_backward_bytes: What its forwards without a backward would save more if they computed nothing again.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[KnownCall, ...]
     order: tuple[int, ...]
-    parts: tuple[Part, ...]
-    captured: tuple[Captured, ...]
-    places: tuple[int, ...]
-    missing: tuple[frozenset[int], ...]
-    added: tuple[Mapping[int, frozenset[int]], ...]
     resident: Resident
     solve: Strategy
     limits: Limits
@@ -52,36 +71,35 @@ class Known:
     without_backward_bytes: int = 0
 
     @property
+    def places(self) -> tuple[int, ...]:
+        """For each call, its place among all forwards of the step."""
+        return tuple(call.place for call in self.calls)
+
+    @property
     def more_bytes(self) -> int:
         """What graphs that wait would hold more if nothing of them were computed again: before this step and in it."""
         before = self.resident
         return self.without_backward_bytes + before.plain_waiting_bytes - before.waiting_bytes
 
     def merge(self) -> Step:
-        """Put it into one graph, as allocated, in which gradients that are added to those that exist die at once."""
-        calls = [
-            call.without_gradients({t for t, storages in added.items() if storages <= self.resident.kept})
-            for call, added in zip(self.calls, self.added, strict=True)
-        ]
-        step = merge(calls, self.order, self.resident.stale_bytes, self.resident.left_bytes)
-        return replace(step, graph=in_blocks(step.graph, self.captured[0].device))
+        """Put it into one graph, as allocated."""
+        before, calls = self.resident, [call.beside(self.resident.kept) for call in self.calls]
+        step = merge(calls, self.order, before.stale_bytes, before.left_bytes)
+        return replace(step, graph=in_blocks(step.graph, self.calls[0].captured.device))
 
     def runs_at(self, place: int, captured: Captured) -> bool:
         """Whether the code of its forward at a place is that captured, at whatever size.
 
         Of forwards without a backward nothing is known.
         """
-        if place not in self.places:
-            return place < self.places[-1]
-        own = self.captured[self.places.index(place)]
-        return own is captured or difference(own.graph, captured.graph) is None
+        own = next((call for call in self.calls if call.place == place), None)
+        return place < self.calls[-1].place if own is None else own.runs(captured)
 
     def goes_on_as(self, other: Known, place: int) -> bool:
         """Whether it is the same code as another step from a place on."""
-        pairs = zip(self.places, other.captured, strict=False)
-        return (self.places, self.order) == (other.places, other.order) and all(
-            self.runs_at(at, captured) for at, captured in pairs if at >= place
-        )
+        pairs = zip(self.calls, other.calls, strict=False)
+        is_alike = (self.places, self.order) == (other.places, other.order)
+        return is_alike and all(one.runs(call.captured) for one, call in pairs if one.place >= place)
 
     def at_sizes(
         self,
@@ -93,38 +111,41 @@ class Known:
 
         Args:
             begun: What these calls run, of the same code as here.
-            as_run: Gives the graph of one of them, and its costs, without what these missing gradients would bring.
+            as_run: Returns the graph of one of them, and its costs, without what these missing gradients would bring.
             resident: What exists before the step.
 
         Returns:
             The step; None where what remains of a call without what is missing is other code.
         """
-        calls, others = list(self.calls), self.captured[len(begun) :]
-        for index in range(len(begun)):
-            call = at_size(calls[index], *as_run(index, self.missing[index]))
+        calls = list(self.calls)
+        for index, captured in enumerate(begun):
+            call = at_size(calls[index].call, *as_run(index, calls[index].missing))
             if call is None:
                 return None
-            calls[index] = call
-        return replace(self, calls=tuple(calls), captured=(*begun, *others), resident=resident)
+            calls[index] = replace(calls[index], call=call, captured=captured)
+        return replace(self, calls=tuple(calls), resident=resident)
 
     def is_no_smaller(self, begun: Sequence[Captured]) -> bool:
         """Whether its first calls are nowhere smaller than these, of the same code."""
-        return all(is_no_larger(one.graph, own.graph) for one, own in zip(begun, self.captured, strict=False))
+        return all(is_no_larger(one.graph, own.captured.graph) for one, own in zip(begun, self.calls, strict=False))
 
     def bytes_from(self, call: int) -> int:
         """Add up the bytes of all values of a call and those after it."""
-        return sum(sum(later.graph.sizes) for later in self.calls[call:])
+        return sum(sum(later.call.graph.sizes) for later in self.calls[call:])
 
     @property
     def outside_bytes(self) -> int:
         """Add up what runs outside of its calls, each at its peak."""
-        return sum(call.outside_bytes for call in self.calls)
+        return sum(own.call.outside_bytes for own in self.calls)
 
     def returning(self, part: Part, positions: Collection[int]) -> Known:
         """Know that gradients of a part are not only added; the same where that was known."""
         found, values = {part.captured.backward_outputs[position] for position in positions}, part.captured.fx_values
-        added = tuple(
-            {t: storages for t, storages in added.items() if own is not part or values[t] not in found}
-            for own, added in zip(self.parts, self.added, strict=True)
+        calls = tuple(
+            own
+            if own.part is not part
+            else replace(own, added={t: of for t, of in own.added.items() if values[t] not in found})
+            for own in self.calls
         )
-        return self if added == self.added else replace(self, added=added)
+        is_same = all(own.added == known.added for own, known in zip(calls, self.calls, strict=True))
+        return self if is_same else replace(self, calls=calls)

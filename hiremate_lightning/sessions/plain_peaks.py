@@ -10,8 +10,8 @@ from typing import Any
 from ..records.graph import Graph, StorageKind
 from ..records.schedule import with_checkpoints
 from ..records.simulation import simulate_plain
-from ..records.step import Call
 from .kinds import Kind
+from .known import KnownCall
 from .plain_steps import PlainPeak
 from .planned import PlannedKinds
 from .repeated_blocks import Blocks
@@ -28,7 +28,9 @@ class PlainPeaks:
         self._planned = planned
         self._twice: dict[Kind, tuple[Blocks, int]] = {}
         self._without: dict[tuple[Kind, frozenset[int]], int | None] = {}
-        self._simulated: dict[Kind, tuple[tuple[Call, ...], tuple[Any, ...]]] = {}  # calls, and what existed before
+        self._simulated: dict[
+            Kind, tuple[tuple[KnownCall, ...], tuple[Any, ...]]
+        ] = {}  # calls, and what existed before
 
     def as_written(self) -> dict[Kind, PlainPeak]:
         """Return what each planned kind of step takes, with the margin that its plan needed."""

@@ -24,7 +24,7 @@ from ..running.program import Program, build
 from ..torch_private import runtime
 from ..units import Budget
 from .kinds import Kind, Kinds
-from .known import Known
+from .known import Known, KnownCall
 from .limits import Limits
 from .parts import Parts
 
@@ -86,23 +86,22 @@ class PlanMaker:
         if len(graphs) < len(kind):
             return None
         known = self._kinds.known.values()
-        return next((k for k in known if are_same([c.graph for c in k.captured], graphs)), None)
+        return next((k for k in known if are_same([call.captured.graph for call in k.calls], graphs)), None)
 
     def describe(self, record: StepRecord, resident: Resident) -> Known:
         """Describe a kind of step by the record of one, and by what exists before the next."""
         twin = self.captured_before(record.signature)
-        calls, order = describe(record, self._parts.profiles)
+        described, order = describe(record, self._parts.profiles)
+        calls = described if twin is None else [own.call for own in twin.calls]
         runs = [run for run in record.runs if run.index in record.backwards]
         others = [run for run in record.runs if run.index not in record.backwards]
         solver = worker.apart(self.options.plan.solver)
         return Known(
-            calls=tuple(calls) if twin is None else twin.calls,
+            calls=tuple(
+                KnownCall(call, run.part, run.part.captured, run.index, run.missing, run.added)
+                for call, run in zip(calls, runs, strict=True)
+            ),
             order=tuple(order),
-            parts=tuple(run.part for run in runs),
-            captured=tuple(run.part.captured for run in runs),
-            places=tuple(run.index for run in runs),
-            missing=tuple(run.missing for run in runs),
-            added=tuple(run.added for run in runs),
             resident=resident,
             solve=shared(Remembering(solver), runtime.process_group_store()) if twin is None else twin.solve,
             limits=self.new_limits(),
@@ -134,5 +133,5 @@ class PlanMaker:
                 progress=self._stages.reporter.solving(step_time_ms(step.graph, step.profile)),
             )
         plan = replace(plan, resident_parts=before.kinds, proved=self.proved(), rounded=self.rounded())
-        decided = zip(known.captured, known.places, step.split(plan.solution.recompute), strict=True)
-        return plan, {place: build(own, lower(own.graph, decisions)) for own, place, decisions in decided}
+        pairs = zip(known.calls, step.split(plan.solution.recompute), strict=True)
+        return plan, {own.place: build(own.captured, lower(own.captured.graph, rows)) for own, rows in pairs}

@@ -214,7 +214,7 @@ class PlannedKinds:
 
     def _may_be_small_by_chance(self, kind: Kind, known: Known) -> bool:
         """Whether a share says little at the first sight: forwards have no backward, as of dropped layers."""
-        has_dropped = len(known.places) < len(kind)
+        has_dropped = len(known.calls) < len(kind)
         return self.options.budget.share is not None and has_dropped and self.kinds[kind].sights == 1
 
     # ---------------------------------------------------------------- plans are made
