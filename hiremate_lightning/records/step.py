@@ -204,6 +204,16 @@ def _is_read_after(graph: Graph, storage: int, position: int) -> bool:
     return not from_it.isdisjoint((*later, *graph.gradients))
 
 
+@dataclass(frozen=True, slots=True)
+class _MergedNode:
+    """A node of the merged graph, with its costs and its owner: a call, and its index there; None for the outside."""
+
+    node: Node
+    time_ms: float
+    workspace_bytes: int
+    owner: tuple[int, int] | None
+
+
 class _Merger:
     """Appends the records of each call, its indices shifted behind those before."""
 
@@ -211,7 +221,7 @@ class _Merger:
         self.calls = calls
         self.stale_bytes = stale_bytes
         self.left_bytes = left_bytes
-        self.nodes: list[Node] = []
+        self.nodes: list[_MergedNode] = []
         self.tensors: list[Tensor] = []
         self.storages: list[Storage] = []
         self.forward: list[int] = []
@@ -219,13 +229,9 @@ class _Merger:
         self.inputs: list[int] = []
         self.held: list[int] = []
         self.retained: list[int] = []
-        self.times: list[float] = []
-        self.workspaces: list[int] = []
-        self.owners: list[tuple[int, int] | None] = []
         self.outside: list[tuple[Gap, list[int], list[int], Phase]] = []
-        self.node_at: list[int] = []
-        self.tensor_at: list[int] = []
-        self.storage_at: list[int] = []
+        self.node_at: list[int] = []  # the first node of each call
+        self.tensor_at: list[int] = []  # its first tensor
         self.stale_until = 0  # the outside beyond which nothing stale lives
         self.left_until = 0  # and none of the outputs of the step before
         self.after_forward: list[int] = []  # the outside after each forward
@@ -238,7 +244,6 @@ class _Merger:
         graph, nodes, tensors, storages = call.graph, len(self.nodes), len(self.tensors), len(self.storages)
         self.node_at.append(nodes)
         self.tensor_at.append(tensors)
-        self.storage_at.append(storages)
         self.storages.extend(graph.storages)
         linked = {graph.tensors[t].storage: self._linked_storage(link) for t, link in call.links.items()}
         for tensor in graph.tensors:
@@ -247,21 +252,18 @@ class _Merger:
                 storage = linked[storage] if storage in linked else storage + storages
             producer = None if tensor.producer is None else tensor.producer + nodes
             self.tensors.append(replace(tensor, storage=storage, producer=producer))
-        for position, node in enumerate(graph.nodes):
-            self.nodes.append(
-                replace(
-                    node,
-                    inputs=tuple(t + tensors for t in node.inputs),
-                    outputs=tuple(t + tensors for t in node.outputs),
-                    replays=None if node.replays is None else node.replays + nodes,
-                    takes=None if node.takes is None else node.takes + tensors,
-                    plain_inputs=tuple(t + tensors for t in node.plain_inputs),
-                    checkpoint=None if node.checkpoint is None else node.checkpoint + nodes,
-                )
+        costs = zip(call.profile.time_ms, call.profile.workspace_bytes, strict=True)
+        for position, (node, (time_ms, workspace_bytes)) in enumerate(zip(graph.nodes, costs, strict=True)):
+            moved = replace(
+                node,
+                inputs=tuple(t + tensors for t in node.inputs),
+                outputs=tuple(t + tensors for t in node.outputs),
+                replays=None if node.replays is None else node.replays + nodes,
+                takes=None if node.takes is None else node.takes + tensors,
+                plain_inputs=tuple(t + tensors for t in node.plain_inputs),
+                checkpoint=None if node.checkpoint is None else node.checkpoint + nodes,
             )
-            self.owners.append((index, position))
-        self.times.extend(call.profile.time_ms)
-        self.workspaces.extend(call.profile.workspace_bytes)
+            self.nodes.append(_MergedNode(moved, time_ms, workspace_bytes, (index, position)))
         self.forward.extend(n + nodes for n in graph.forward)
         self.inputs.extend(t + tensors for t in graph.inputs if t not in call.links)
         self.held.extend(t + tensors for t in call.alive)
@@ -345,7 +347,7 @@ class _Merger:
             if t not in call.passed_on or i == backward_order[-1]
         ]
         graph = Graph(
-            nodes=tuple(self.nodes),
+            nodes=tuple(merged.node for merged in self.nodes),
             tensors=tuple(self.tensors),
             storages=tuple(self.storages),
             forward=tuple(number.get(n, n) for n in self.forward),
@@ -358,9 +360,10 @@ class _Merger:
             retained=tuple(self.retained),
         )
         saved_bytes = _taken_bytes(graph)
-        workspaces = (size - saved_bytes.get(i, 0) for i, size in enumerate(self.workspaces))
-        profile = Profile(tuple(self.times), tuple(workspaces), self.calls[0].profile.device)
-        return Step(graph, profile, tuple(self.owners), tuple(spans[i] for i in range(len(self.calls))))
+        workspaces = tuple(merged.workspace_bytes - saved_bytes.get(i, 0) for i, merged in enumerate(self.nodes))
+        times, owners = tuple(m.time_ms for m in self.nodes), tuple(merged.owner for merged in self.nodes)
+        profile = Profile(times, workspaces, self.calls[0].profile.device)
+        return Step(graph, profile, owners, tuple(spans[i] for i in range(len(self.calls))))
 
     def _append_beginning(self, stale_until: int, left_until: int | None) -> int:
         """Begin with what outside code makes before the first forward, and with what the step before has left."""
@@ -429,8 +432,9 @@ class _Merger:
         tensor = len(self.tensors)
         self.tensors.append(Tensor(name, len(self.storages), (size_bytes,), "uint8", producer))
         self.storages.append(Storage(size_bytes, StorageKind.ACTIVATION))
-        self.nodes[producer] = replace(self.nodes[producer], outputs=(*self.nodes[producer].outputs, tensor))
-        self.nodes[reader] = replace(self.nodes[reader], inputs=(*self.nodes[reader].inputs, tensor))
+        made, read = self.nodes[producer], self.nodes[reader]
+        self.nodes[producer] = replace(made, node=replace(made.node, outputs=(*made.node.outputs, tensor)))
+        self.nodes[reader] = replace(read, node=replace(read.node, inputs=(*read.node.inputs, tensor)))
 
     def _freed_bytes(self, read: Sequence[int]) -> int:
         """Add up the gradients that die in outside code, whose memory it may take for what it holds."""
@@ -447,10 +451,8 @@ class _Merger:
         made = {self.tensors[t].storage for t in handed} if phase is Phase.BACKWARD else ()
         known_bytes = held_bytes + sum(self.storages[storage].size_bytes for storage in made if storage is not None)
         outputs = (*handed, tensor)
-        self.nodes.append(Node(OUTSIDE, OUTSIDE, phase, tuple(dict.fromkeys(read)), outputs, OUTSIDE, is_random=True))
+        outside = Node(OUTSIDE, OUTSIDE, phase, tuple(dict.fromkeys(read)), outputs, OUTSIDE, is_random=True)
         self.held.append(tensor)
-        self.times.append(0.0)
         reused_bytes = self._freed_bytes(read) if phase is Phase.BACKWARD and gap.held_bytes > 0 else 0
-        self.workspaces.append(max(gap.peak_bytes - known_bytes, -reused_bytes))
-        self.owners.append(None)
+        self.nodes.append(_MergedNode(outside, 0.0, max(gap.peak_bytes - known_bytes, -reused_bytes), None))
         return node

@@ -1,12 +1,9 @@
-"""The session: all state of one planned model, and the life of its plans.
+"""The session of one planned model: what its calls, its captured graphs and its users ask and tell.
 
-Its first training step runs at the least memory, or as was planned for another input shape, while torch.compile
+The first training step runs at the least memory, or as was planned for another input shape, while torch.compile
 captures every graph of the step and the code outside of them is measured. At the start of the next step all of it is
 planned as one problem, and the plan takes over without capturing anything again. The step after that is measured: its
 peak against the prediction, and in one more step its time.
-
-What makes a step: a forward after a backward begins a new one. Programs are chosen by the captured graphs that have run
-so far in the step, so several kinds of steps (a GAN's two, another input shape) have their own plans side by side.
 """
 
 from __future__ import annotations
@@ -66,8 +63,8 @@ class Session:
         kernels: Where fused operations are kept, None where nothing is fused.
         stages: Shows the stages of planning, and counts their time.
         parts: The captured graphs.
+        prover: Proves captured code as it first runs.
         steps: The step under way, and the one before it.
-        prover: Proves them as they first run.
     """
 
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:

@@ -1,6 +1,8 @@
 """The steps of one model: each begins, is planned for and measured, and ends or fails.
 
 A forward after a backward begins a new one. What was learned from a step that has ended is used as the next one begins.
+Programs are chosen by the captured graphs that have run so far in the step, so several kinds of steps (a GAN's two,
+another input shape) have their own plans side by side.
 """
 
 from __future__ import annotations
