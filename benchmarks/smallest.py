@@ -23,7 +23,7 @@ from provenance import provenance
 from solvers import load
 
 from hiremate_lightning.planning.solvers import Problem, SolveOptions, get_strategy, lower_bound, smallest_budget
-from hiremate_lightning.planning.solvers.model import Model, Policy
+from hiremate_lightning.planning.solvers.model import Policy, StepModel
 
 BLOCKS = {  # pattern of the paths of the blocks, where it isn't the first list of modules
     "convnext": r".*stages\.\d+\.blocks\.\d+",
@@ -36,7 +36,7 @@ FIRST_LIST = r".*?\.\d+(?=\.|$)"
 RESOLUTION = 0.005
 
 
-def checkpoint_per_block(model: Model, pattern: str) -> int:
+def checkpoint_per_block(model: StepModel, pattern: str) -> int:
     """Give the peak where only what crosses the borders of blocks is kept."""
     graph = model.graph
 
@@ -67,7 +67,7 @@ def smallest_solved(whole: Problem, low: int, high: int, limit_s: float) -> int:
     return high
 
 
-def proven_bytes(model: Model, most: int) -> int:
+def proven_bytes(model: StepModel, most: int) -> int:
     """Find the largest budget that the relaxations prove too small, to a thousandth of the unplanned peak."""
     low, high = 0, most
     while high - low > model.keep_all_bytes // 1000:
@@ -94,7 +94,7 @@ def main() -> None:
     sys.stdout.write(f"|{'--|' * 5}\n")
     for name in names:
         whole = load(options.folder, name)
-        model = Model(whole)
+        model = StepModel(whole)
         heuristic = smallest_budget(replace(whole, budget_bytes=0)).peak_bytes
         too_small = proven_bytes(model, heuristic)
         solved = smallest_solved(whole, too_small, heuristic, options.limit)

@@ -23,7 +23,7 @@ from pathlib import Path
 from provenance import provenance
 
 from hiremate_lightning.planning.solvers import Problem, SolveOptions, get_strategy, smallest_budget, strategy_names
-from hiremate_lightning.planning.solvers.model import Model
+from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.records.costs import profile_from_json
 from hiremate_lightning.records.graph import graph_from_json
 
@@ -32,7 +32,7 @@ def load(folder: Path, name: str) -> Problem:
     """Read a step; its budget is what keeping everything takes."""
     graph = graph_from_json((folder / f"{name}.graph.json").read_text())
     profile = profile_from_json((folder / f"{name}.profile.json").read_text())
-    return Problem(graph, profile, Model(Problem(graph, profile, 0)).keep_all_bytes)
+    return Problem(graph, profile, StepModel(Problem(graph, profile, 0)).keep_all_bytes)
 
 
 def make_different(problem: Problem) -> Problem:
@@ -42,7 +42,7 @@ def make_different(problem: Problem) -> Problem:
     graph = replace(problem.graph, storages=tuple(storages))
     times = tuple(time_ms * draw.uniform(0.75, 1.33) for time_ms in problem.profile.time_ms)
     profile = replace(problem.profile, time_ms=times)
-    return Problem(graph, profile, Model(Problem(graph, profile, 0)).keep_all_bytes)
+    return Problem(graph, profile, StepModel(Problem(graph, profile, 0)).keep_all_bytes)
 
 
 def row(name: str, whole: Problem, percent: int, strategy: str, limits: SolveOptions) -> str:

@@ -9,7 +9,7 @@ from itertools import combinations
 
 from hiremate_lightning.planning.solvers.base import Problem, SolveOptions, replay
 from hiremate_lightning.planning.solvers.decisions import decisions
-from hiremate_lightning.planning.solvers.model import Model, Policy, Rows
+from hiremate_lightning.planning.solvers.model import Policy, Rows, StepModel
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import Graph, StorageKind
 
@@ -96,7 +96,7 @@ def problem_of(step: tuple[Graph, Profile], budget_bytes: int, **options: float 
     return Problem(*step, budget_bytes, SolveOptions(**options))  # type: ignore[arg-type]
 
 
-def random_policy(model: Model, rng: random.Random) -> Policy:
+def random_policy(model: StepModel, rng: random.Random) -> Policy:
     """Keep and drop at random."""
     kept = frozenset(s for s in model.choices if rng.random() < 0.5)
     positions = range(len(model.reads))
@@ -104,7 +104,7 @@ def random_policy(model: Model, rng: random.Random) -> Policy:
     return Policy(kept, drops)
 
 
-def lazy_rows(model: Model) -> Iterator[Rows]:
+def lazy_rows(model: StepModel) -> Iterator[Rows]:
     """Enumerate what policies can do: all sets kept, and after each position all sets dropped."""
     free = [s for s in model.choices if s in model.producer]
     for count in range(len(free) + 1):
@@ -112,7 +112,7 @@ def lazy_rows(model: Model) -> Iterator[Rows]:
             yield from _continue(model, [], {*kept, *model.fixed})
 
 
-def _continue(model: Model, rows: Rows, live: set[int]) -> Iterator[Rows]:
+def _continue(model: StepModel, rows: Rows, live: set[int]) -> Iterator[Rows]:
     position, later = len(rows), set(model.choices)
     row: list[int] = []
     now = set(live)
@@ -130,11 +130,11 @@ def _continue(model: Model, rows: Rows, live: set[int]) -> Iterator[Rows]:
             yield from _continue(model, [*rows, row], now.difference(dropped))
 
 
-def _feeds(model: Model, storage: int) -> bool:
+def _feeds(model: StepModel, storage: int) -> bool:
     return any(storage in needs for needs in model.needs.values())
 
 
-def all_lazy(model: Model, limit: int = 4000) -> list[Rows] | None:
+def all_lazy(model: StepModel, limit: int = 4000) -> list[Rows] | None:
     """List what lazy policies can do, fastest first; None for more than a limit."""
     found: dict[tuple[tuple[int, ...], ...], Rows] = {}
     for tried, rows in enumerate(lazy_rows(model)):
@@ -146,7 +146,7 @@ def all_lazy(model: Model, limit: int = 4000) -> list[Rows] | None:
 
 def lazy_frontier(problem: Problem, limit: int = 4000) -> list[tuple[int, float]] | None:
     """Simulate all lazy schedules; give peak and time of those that none beats in both, None for too many to try."""
-    model = Model(problem)
+    model = StepModel(problem)
     everything = all_lazy(model, limit)
     if everything is None:
         return None

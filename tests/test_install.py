@@ -28,7 +28,7 @@ from hiremate_lightning.integrations.accelerate import prepare_hiremate
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.solvers import Problem, SolveOptions, Status
 from hiremate_lightning.planning.solvers.mip_backend import BACKENDS, failure
-from hiremate_lightning.planning.solvers.model import Model
+from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.planning.solvers.worker import apart, backend_failures
 
 from .tiny import transformer
@@ -82,7 +82,7 @@ def test_highs_is_the_library_that_the_package_asks_for() -> None:
 def test_a_plan_is_as_good_as_with_the_pinned_solver(percent: int) -> None:
     graph, profile = transformer()
     whole = Problem(graph, profile, 0)
-    budget_bytes = Model(whole).keep_all_bytes * percent // 100
+    budget_bytes = StepModel(whole).keep_all_bytes * percent // 100
     solution = apart("portfolio")(replace(whole, budget_bytes=budget_bytes, options=SolveOptions(time_limit_s=20.0)))
 
     assert solution.status is Status.OPTIMAL

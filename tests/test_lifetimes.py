@@ -10,7 +10,7 @@ import pytest
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.solvers.base import Problem
 from hiremate_lightning.planning.solvers.decisions import decisions
-from hiremate_lightning.planning.solvers.model import Model
+from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.records.graph import Graph
 from hiremate_lightning.records.schedule import Schedule, keep_all, lower
 from hiremate_lightning.records.simulation import simulate
@@ -31,7 +31,7 @@ def bytes_by_operation(graph: Graph, schedule: Schedule, length: int) -> list[in
 def test_blocks_add_up_to_the_simulated_bytes_at_every_operation(seed: int, is_retained: bool):
     step = random_graph(seed, length=8)
     graph, profile = retaining(step) if is_retained else step
-    model = Model(Problem(graph, profile, 0))
+    model = StepModel(Problem(graph, profile, 0))
     recompute = decisions(model, model.replay(random_policy(model, random.Random(seed))).rows)
     schedule = lower(graph, recompute)
     timeline = simulate(graph, profile, schedule).timeline

@@ -86,19 +86,6 @@ def test_gradients_accumulate_over_several_backwards():
     assert_same(found, expected)
 
 
-def test_a_retained_graph_can_be_run_backward_again():
-    def act(model):
-        model.zero_grad()
-        loss = model(batch(9)).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return gradients(model)
-
-    found, expected = run_both(act)
-    assert_same(found, expected)
-
-
 @pytest.mark.parametrize("until", ["the next forward", "a second backward", "the end of the step"])
 def test_what_a_retained_backward_keeps_is_planned_for(until):
     model, held, batches = planned("60%"), [None], [batch(index, MANY) for index in range(8)]
@@ -134,14 +121,6 @@ def test_retained_tensors_are_counted_and_not_watched(retains):
         output.sum().backward(retain_graph=retains)
 
     assert len(record._unwatch) == 1  # the product
-
-
-def test_a_second_backward_gives_the_usual_error():
-    model = warm_up(planned(), steps=3)
-    output = model(batch())
-    output.sum().backward()
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        output.sum().backward()
 
 
 def test_training_goes_on_after_a_second_backward_failed():

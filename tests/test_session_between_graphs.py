@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.planning.solvers.base import Problem, replay
 from hiremate_lightning.planning.solvers.decisions import decisions
-from hiremate_lightning.planning.solvers.model import Model
+from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.planning.solvers.turn_point import segment_policies
 from hiremate_lightning.sessions.targets import targets_of
 from hiremate_lightning.torch_private import dynamo
@@ -42,7 +42,7 @@ def test_what_one_part_hands_to_the_next_is_counted_once():
         model.zero_grad()
     plan = get_plan(model)
     problem = Problem(plan.graph, plan.profile, 0)
-    replayed = Model(problem)
+    replayed = StepModel(problem)
     for policy in segment_policies(replayed):
         found = replayed.replay(policy)
         assert found.peak_bytes == pytest.approx(replay(problem, decisions(replayed, found.rows)).peak_bytes, abs=64)

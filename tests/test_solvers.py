@@ -34,7 +34,7 @@ from hiremate_lightning.planning.solvers import (
 from hiremate_lightning.planning.solvers.decisions import decisions
 from hiremate_lightning.planning.solvers.least_memory import _near, find_smallest
 from hiremate_lightning.planning.solvers.mip_backend import solve
-from hiremate_lightning.planning.solvers.model import Model, Policy
+from hiremate_lightning.planning.solvers.model import Policy, StepModel
 from hiremate_lightning.planning.solvers.phases import Checks, PhasedProgram
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import Graph, StorageKind
@@ -82,7 +82,7 @@ def test_the_random_graphs_have_every_kind_of_node_and_most_can_be_searched():
     replayed = [graph.nodes[node.replays] for graph in graphs for node in graph.nodes if node.replays is not None]
     assert {node.is_repeatable for node in replayed} == {True, False}
     assert any(len(node.outputs) > 1 and node.is_repeatable for graph in graphs for node in graph.nodes)
-    assert any(Model(problem_of((g, p), 0)).fixed for g, p in (random_graph(seed) for seed in range(20)))
+    assert any(StepModel(problem_of((g, p), 0)).fixed for g, p in (random_graph(seed) for seed in range(20)))
     assert sum(bool(frontier_of(seed)[1]) for seed in SEEDS) >= 18
 
 
@@ -94,7 +94,7 @@ def test_the_random_graphs_have_every_kind_of_node_and_most_can_be_searched():
 def test_the_fast_replay_agrees_with_the_simulator_to_the_byte(seed: int, length: int, is_retained: bool):
     step = random_graph(seed, length)
     problem = problem_of(retaining(step) if is_retained else step, 0)
-    model, rng = Model(problem), random.Random(seed)
+    model, rng = StepModel(problem), random.Random(seed)
     for _ in range(3):
         fast = model.replay(random_policy(model, rng))
         simulated = replay(problem, decisions(model, fast.rows))
@@ -112,7 +112,7 @@ def test_a_state_is_needed_as_long_as_what_is_drawn_from_it_again():
     gradient = b.op("gx", (gradient, output), 40, backward=True)
     b.replay(0, (state,), mask)
     b.replay(0, (x, mask), output)
-    model = Model(problem_of(b.graph(outputs=(y,), gradients=(gradient,)), 0))
+    model = StepModel(problem_of(b.graph(outputs=(y,), gradients=(gradient,)), 0))
     storages = [model.storage_of[t] for t in (output, mask, state)]
     assert [model.last_need(storage) for storage in storages] == [1, 1, 1]
 
@@ -121,7 +121,7 @@ def test_keeping_everything_is_plain_training():
     for seed in range(60):
         step = random_graph(seed // 2)
         problem = problem_of(retaining(step) if seed % 2 else step, 0)
-        model = Model(problem)
+        model = StepModel(problem)
         kept = model.replay(Policy(frozenset(model.choices)))
         assert kept.recompute_ms == 0
         assert kept.peak_bytes == model.keep_all_bytes == replay(problem, keep_all(problem.graph)).peak_bytes
@@ -129,7 +129,7 @@ def test_keeping_everything_is_plain_training():
 
 def test_a_value_that_cannot_be_recomputed_is_kept_whatever_the_policy_says():
     problem = problem_of(random_graph(1), 0)
-    model = Model(problem)
+    model = StepModel(problem)
     assert model.fixed
     rows = model.replay(Policy(frozenset(), frozenset((s, 0) for s in model.fixed))).rows
     assert replay(problem, decisions(model, rows)).peak_bytes
@@ -173,7 +173,7 @@ def test_the_bound_is_below_the_exhaustive_search(seed: int):
     step, frontier = frontier_of(seed)
     for budget in budgets_of(frontier):
         best = best_ms(frontier, budget)
-        bound = lower_bound(Model(problem_of(step, budget)), budget, time.monotonic() + 10)
+        bound = lower_bound(StepModel(problem_of(step, budget)), budget, time.monotonic() + 10)
         if best is not None:
             assert bound is not None
             assert bound <= best + TOLERANCE_MS
@@ -266,7 +266,9 @@ def test_on_a_transformer_larger_budgets_are_not_slower():
 def test_the_bound_falls_as_the_budget_grows():
     step = transformer(4)
     whole = replay(problem_of(step, 0), keep_all(step[0])).peak_bytes
-    bounds = [lower_bound(Model(problem_of(step, 0)), whole * t // 10, time.monotonic() + 20) for t in range(10, 3, -1)]
+    bounds = [
+        lower_bound(StepModel(problem_of(step, 0)), whole * t // 10, time.monotonic() + 20) for t in range(10, 3, -1)
+    ]
     known = [bound for bound in bounds if bound is not None]
     assert known == sorted(known)
     assert known[0] == 0
@@ -283,7 +285,7 @@ def test_values_that_the_backward_reads_late_may_go_between():
 # ---------------------------------------------------------------- memory while values are recomputed
 
 
-def whole_program(model: Model, limit: int, in_order: bool) -> PhasedProgram:
+def whole_program(model: StepModel, limit: int, in_order: bool) -> PhasedProgram:
     """Make the program that checks memory at every instant, and while any value is recomputed."""
     pairs = frozenset((position, node) for position in range(len(model.reads) + 1) for node in model.makes)
     positions = tuple(range(len(model.reads)))
@@ -294,7 +296,7 @@ def whole_program(model: Model, limit: int, in_order: bool) -> PhasedProgram:
 @settings(derandomize=True, deadline=None, max_examples=150)
 @given(st.integers(0, 10**6), st.integers(2, 12), st.booleans())
 def test_every_schedule_satisfies_the_program_of_its_own_peak(seed: int, length: int, in_order: bool):
-    model, rng = Model(problem_of(random_graph(seed, length), 0)), random.Random(seed)
+    model, rng = StepModel(problem_of(random_graph(seed, length), 0)), random.Random(seed)
     rows = model.rows(random_policy(model, rng))
     for position in range(len(rows)):
         rows = model.in_order(rows, position) if in_order else rows
@@ -318,7 +320,7 @@ def in_units(step: tuple[Graph, Profile], unit: int) -> tuple[Graph, Profile]:
 def test_what_the_program_in_the_order_of_the_forward_gives_fits():
     solved = 0
     for seed in range(200):
-        model = Model(problem_of(in_units(random_graph(seed, 6), KB), 0))
+        model = StepModel(problem_of(in_units(random_graph(seed, 6), KB), 0))
         limit = int(0.7 * model.keep_all_bytes)
         program = whole_program(model, limit, in_order=True)
         result = solve(program.program, SolveOptions(), 20.0)
@@ -335,7 +337,7 @@ def test_what_the_program_in_the_order_of_the_forward_gives_fits():
 def test_a_step_whose_peak_is_in_the_middle_of_recomputing_is_solved_to_a_proof(seed: int):
     """Where room was left around such a place instead, nothing was proven, and the last two took 12 and 5 % longer."""
     step = in_units(random_graph(seed, 30), KB)
-    whole = Model(problem_of(step, 0)).keep_all_bytes
+    whole = StepModel(problem_of(step, 0)).keep_all_bytes
     assert get_strategy("portfolio")(problem_of(step, whole // 2)).status is Status.OPTIMAL
 
 
@@ -455,7 +457,7 @@ def test_solving_prints_nothing(capfd: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize("percent", [90, 80, 70, 60, 50])
 def test_clusters_cost_less_than_a_point_against_every_position_checked(blocks: int, percent: int):
     step = transformer(blocks)
-    budget = Model(problem_of(step, 0)).keep_all_bytes * percent // 100
+    budget = StepModel(problem_of(step, 0)).keep_all_bytes * percent // 100
     flat, merged = (get_strategy(name)(problem_of(step, budget)) for name in ("checkmate", "hilp"))
     assert flat.status in (Status.OPTIMAL, Status.INFEASIBLE)
     assert merged.is_feasible == flat.is_feasible

@@ -9,7 +9,7 @@ import pytest
 
 from hiremate_lightning.planning.solvers.base import Problem
 from hiremate_lightning.planning.solvers.decisions import decisions
-from hiremate_lightning.planning.solvers.model import Model, Policy
+from hiremate_lightning.planning.solvers.model import Policy, StepModel
 from hiremate_lightning.records.graph import OUTSIDE, Phase, StorageKind
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.simulation import simulate
@@ -87,7 +87,7 @@ def test_strategies_count_what_links_two_calls_as_the_simulation_does(reads_resu
     first, (graph, profile) = chain(3), linked_chain(3, reads_results=reads_results)
     link = {graph.inputs[0]: (0, first[0].outputs[0])}
     step = merge([Call(*first), Call(graph, profile, links=link, passed_on=graph.gradients)], [1, 0])
-    model = Model(Problem(step.graph, step.profile, 0))
+    model = StepModel(Problem(step.graph, step.profile, 0))
     for count in range(len(model.choices) + 1):
         for kept in combinations(model.choices, count):
             replayed = model.replay(Policy(frozenset(kept) | model.fixed))

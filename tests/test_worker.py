@@ -19,7 +19,7 @@ from hiremate_lightning.callbacks import HiRemateBatchSizeFinder, HiRemateCallba
 from hiremate_lightning.integrations.accelerate import prepare_hiremate
 from hiremate_lightning.planning.solvers import Problem, SolveOptions, Status, get_strategy, worker
 from hiremate_lightning.planning.solvers.base import Solution, strategy
-from hiremate_lightning.planning.solvers.model import Model
+from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.planning.solvers.worker import Worker, WorkerLostError, apart, backend_failures, check_strategy
 
 from .tiny import transformer
@@ -37,7 +37,7 @@ def own_worker():
 def problem_at(percent, **options):
     graph, profile = transformer()
     whole = Problem(graph, profile, 0)
-    return Problem(graph, profile, Model(whole).keep_all_bytes * percent // 100, SolveOptions(**options))
+    return Problem(graph, profile, StepModel(whole).keep_all_bytes * percent // 100, SolveOptions(**options))
 
 
 def test_it_finds_what_solving_in_place_finds():

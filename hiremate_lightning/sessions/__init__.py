@@ -2,6 +2,6 @@
 
 Begin with `session`, which others call. `steps` begins and ends each step, and `current_step` keeps what lasts for one.
 `first_steps` chooses the program of each captured graph. `kinds` keeps one record for each kind of step; `planned` lets
-plans meet what happens, `deciding` decides what becomes of them, and `plan_maker` makes them. `watching` decides what is
-measured and timed.
+plans meet what happens, `deciding` decides what becomes of them, and `plan_maker` makes them. `watching` decides what
+is measured and timed.
 """

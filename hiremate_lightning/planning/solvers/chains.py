@@ -18,7 +18,7 @@ import numpy.typing as npt
 from .base import Problem, Solution, strategy
 from .greedy import Found
 from .incumbent import Search, begin, keep_everything
-from .model import Model, Policy
+from .model import Policy, StepModel
 from .stages import Stage, policy_of, stages
 
 LENGTHS = (6, 10, 16, 24, 36, 50)  # of the chains that are tried
@@ -97,7 +97,7 @@ def static_checkpoints(sizes: Sequence[int]) -> list[int]:
     return best[::-1]
 
 
-def _segment_bytes(model: Model, chain: Sequence[Stage]) -> Array:
+def _segment_bytes(model: StepModel, chain: Sequence[Stage]) -> Array:
     count = len(chain)
     tapes = np.concatenate(([0.0], np.cumsum([_bytes(model, s.tape) for s in chain])))
     table = np.zeros((count, count + 1))
@@ -109,11 +109,11 @@ def _segment_bytes(model: Model, chain: Sequence[Stage]) -> Array:
     return table
 
 
-def _bytes(model: Model, storages: Sequence[int]) -> int:
+def _bytes(model: StepModel, storages: Sequence[int]) -> int:
     return sum(model.sizes[s] for s in storages)
 
 
-def min_memory_policies(model: Model) -> Iterator[Policy]:
+def min_memory_policies(model: StepModel) -> Iterator[Policy]:
     """Give, for chains of several lengths, the policy of least memory by each of the two objectives."""
     for length in LENGTHS:
         chain = stages(model, length)
@@ -152,7 +152,7 @@ class Tape:
     extra_ms: float
 
 
-def tapes(model: Model, stage: Stage) -> list[Tape]:
+def tapes(model: StepModel, stage: Stage) -> list[Tape]:
     """Give options for a stage: its whole tape, and less and less of it, what is cheap per byte first."""
     order = sorted(
         (s for s in stage.tape if s in model.producer),
@@ -174,7 +174,7 @@ def tapes(model: Model, stage: Stage) -> list[Tape]:
 class _Table:
     """C[s, t][m]: least time to run the backward of stages s to t from the input of s with m slots, and how."""
 
-    def __init__(self, model: Model, chain: Sequence[Stage], budget_bytes: float) -> None:
+    def __init__(self, model: StepModel, chain: Sequence[Stage], budget_bytes: float) -> None:
         self.chain, self.model = chain, model
         self.slot = max(1.0, budget_bytes / SLOTS)
         self.options = [tapes(model, stage) for stage in chain]
@@ -242,7 +242,7 @@ class _Table:
         return held
 
 
-def rotor_policy(model: Model, chain: Sequence[Stage], budget_bytes: float) -> Policy | None:
+def rotor_policy(model: StepModel, chain: Sequence[Stage], budget_bytes: float) -> Policy | None:
     """Solve a chain under a working budget; None where the table finds nothing."""
     held = _Table(model, chain, budget_bytes).held_at()
     if held is None:

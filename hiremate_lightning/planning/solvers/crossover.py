@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from .greedy import Found
 from .incumbent import Search
-from .model import Model, Policy
+from .model import Policy, StepModel
 
 FITTING = 3  # policies that fit, the fastest first, to be mixed with those that don't
 
@@ -38,7 +38,7 @@ def try_crossovers(search: Search, policies: Iterable[Policy], deadline: float) 
                     return
 
 
-def _bisections(model: Model, large: Policy, small: Policy, limit: int) -> Iterator[Found]:
+def _bisections(model: StepModel, large: Policy, small: Policy, limit: int) -> Iterator[Found]:
     """Give what is on the way to the most of the large policy that fits, from either end of the forward."""
     for large_first in (True, False):
         fits, too_much = 0, len(model.graph.forward)  # nodes under the large policy
@@ -53,7 +53,7 @@ def _bisections(model: Model, large: Policy, small: Policy, limit: int) -> Itera
                 too_much = count
 
 
-def _mix(model: Model, large: Policy, small: Policy, count: int, large_first: bool) -> Policy:
+def _mix(model: StepModel, large: Policy, small: Policy, count: int, large_first: bool) -> Policy:
     """Use the large policy for so many nodes at one end of the forward, the small one for the others."""
     cut = count if large_first else len(model.graph.forward) - count
     early, late = (large, small) if large_first else (small, large)

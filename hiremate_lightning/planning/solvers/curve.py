@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from .base import Problem, Solution, Status, Strategy, get_strategy
 from .least_memory import smallest_budget
-from .model import Model
+from .model import StepModel
 
 DEFAULT_POINTS = 10
 
@@ -120,7 +120,7 @@ def curve(problem: Problem, budgets: Sequence[int] = (), strategy: str = "portfo
         The curve, which includes the schedule of least memory and plain training.
     """
     smallest = smallest_budget(problem)
-    whole_bytes = Model(problem).keep_all_bytes
+    whole_bytes = StepModel(problem).keep_all_bytes
     smallest = replace(smallest, status=Status.FEASIBLE)
     found = Curve(problem, (smallest,), ())
     chosen = sorted(budgets) or _spread(smallest.peak_bytes, whole_bytes)

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from ...records.graph import Phase
 from ...records.schedule import ensure
-from .model import Model, Rows
+from .model import Rows, StepModel
 
 
-def decisions(model: Model, rows: Rows) -> tuple[tuple[int, ...], ...]:
+def decisions(model: StepModel, rows: Rows) -> tuple[tuple[int, ...], ...]:
     """Give the nodes to run before each backward position, views and all else that costs nothing included.
 
     Args:
@@ -22,7 +22,7 @@ def decisions(model: Model, rows: Rows) -> tuple[tuple[int, ...], ...]:
 class _Lowering:
     """What is available as the backward goes on."""
 
-    def __init__(self, model: Model, rows: Rows) -> None:
+    def __init__(self, model: StepModel, rows: Rows) -> None:
         self._model, self._rows = model, rows
         graph = model.graph
         self._on: dict[int | None, list[int]] = {}  # the forward's tensors on each storage

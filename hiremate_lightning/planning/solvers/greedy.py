@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .model import Model, Policy, Replay
+from .model import Policy, Replay, StepModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +42,22 @@ class Found:
         return (self.replay.recompute_ms, self.replay.peak_bytes)
 
 
-Order = Callable[[Model, Candidate, set[int]], float]
+Order = Callable[[StepModel, Candidate, set[int]], float]
 
 
-def cheapest(model: Model, candidate: Candidate, there: set[int]) -> float:
+def cheapest(model: StepModel, candidate: Candidate, there: set[int]) -> float:
     """Order by the time of recomputation for each byte."""
     return _chain_ms(model, candidate.storage, there) / max(1, model.sizes[candidate.storage])
 
 
-def largest(model: Model, candidate: Candidate, there: set[int]) -> float:
+def largest(model: StepModel, candidate: Candidate, there: set[int]) -> float:
     """Order by bytes, whatever time it takes."""
     return -model.sizes[candidate.storage]
 
 
-def evict(model: Model, policy: Policy, limit_bytes: int, deadline: float, order: Order = cheapest) -> Iterator[Found]:
+def evict(
+    model: StepModel, policy: Policy, limit_bytes: int, deadline: float, order: Order = cheapest
+) -> Iterator[Found]:
     """Give up values at the peak, one after the other.
 
     Args:
@@ -80,7 +82,7 @@ def evict(model: Model, policy: Policy, limit_bytes: int, deadline: float, order
         yield current
 
 
-def _evictions(model: Model, current: Found, order: Order) -> Iterator[Found]:
+def _evictions(model: StepModel, current: Found, order: Order) -> Iterator[Found]:
     """Try the candidates at the peak, in that order; give those that lower the bytes there."""
     there = set(current.policy.kept | model.fixed)
     ranked = sorted(_candidates(model, current.replay), key=lambda c: (order(model, c, there), c.storage))
@@ -94,7 +96,7 @@ def _evictions(model: Model, current: Found, order: Order) -> Iterator[Found]:
             yield Found(moved, after)
 
 
-def neighbours(model: Model, current: Found) -> Iterator[Policy]:
+def neighbours(model: StepModel, current: Found) -> Iterator[Policy]:
     """Give each policy that gives up one more value at the peak, whatever the peak is then."""
     for candidate in _candidates(model, current.replay):
         moved = _without(current.policy, candidate)
@@ -108,7 +110,7 @@ def _without(policy: Policy, candidate: Candidate) -> Policy:
     return replace(policy, drops=policy.drops | {(candidate.storage, candidate.last_use)})
 
 
-def _candidates(model: Model, replay: Replay) -> list[Candidate]:
+def _candidates(model: StepModel, replay: Replay) -> list[Candidate]:
     """List what lives through the peak and is not used there."""
     last: dict[int, int] = {}
     then: dict[int, int] = {}  # position of the first use after the peak
@@ -138,7 +140,7 @@ def _candidates(model: Model, replay: Replay) -> list[Candidate]:
     return found
 
 
-def _steps(model: Model, replay: Replay) -> Iterator[tuple[int, int, Sequence[int], Sequence[int]]]:
+def _steps(model: StepModel, replay: Replay) -> Iterator[tuple[int, int, Sequence[int], Sequence[int]]]:
     """Give position, node, storages read and storages made of all that runs in the backward."""
     for position, row in enumerate(replay.rows[: len(model.reads)]):
         for node in row:
@@ -146,7 +148,7 @@ def _steps(model: Model, replay: Replay) -> Iterator[tuple[int, int, Sequence[in
         yield position, model.graph.backward[position], model.reads[position], ()
 
 
-def _chain_ms(model: Model, storage: int, there: set[int]) -> float:
+def _chain_ms(model: StepModel, storage: int, there: set[int]) -> float:
     """Give the time to recompute a value from what is kept."""
     total, stack, seen = 0.0, [storage], set[int]()
     while stack:
@@ -160,7 +162,7 @@ def _chain_ms(model: Model, storage: int, there: set[int]) -> float:
     return total
 
 
-def keep_more(model: Model, found: Found, limit_bytes: int, deadline: float) -> Found:
+def keep_more(model: StepModel, found: Found, limit_bytes: int, deadline: float) -> Found:
     """Keep more values, and drop fewer, as long as the peak stays within the limit; never slower than what came in.
 
     Args:
@@ -183,7 +185,7 @@ def keep_more(model: Model, found: Found, limit_bytes: int, deadline: float) -> 
     return found
 
 
-def _take_if_better(model: Model, found: Found, limit_bytes: int, **changes: frozenset) -> Found:  # type: ignore[type-arg]
+def _take_if_better(model: StepModel, found: Found, limit_bytes: int, **changes: frozenset) -> Found:  # type: ignore[type-arg]
     changed = replace(found.policy, **changes)
     after = model.replay(changed)
     better = after.peak_bytes <= limit_bytes and after.recompute_ms < found.replay.recompute_ms - 1e-9

@@ -26,7 +26,7 @@ from ..partition import Cluster, PartitionOptions, partition
 from .base import Problem, Solution, Status, strategy
 from .incumbent import Search
 from .mip_backend import LinearProgram, solve
-from .model import Model
+from .model import StepModel
 from .phases import PhasedProgram
 from .refine import Restriction, refine, solve_by
 
@@ -36,7 +36,7 @@ OPTION_LIMIT_S = 2.0
 Frontier = tuple[frozenset[int], ...]
 
 
-def frontiers(model: Model, clusters: Sequence[Cluster]) -> dict[int, Frontier]:
+def frontiers(model: StepModel, clusters: Sequence[Cluster]) -> dict[int, Frontier]:
     """Give each cluster's options, as the values that are kept; equal clusters are solved once.
 
     Args:
@@ -59,7 +59,7 @@ def frontiers(model: Model, clusters: Sequence[Cluster]) -> dict[int, Frontier]:
     return found
 
 
-def values_of(model: Model, cluster: Cluster) -> list[int]:
+def values_of(model: StepModel, cluster: Cluster) -> list[int]:
     """Give the choices that a cluster makes and that no other cluster reads in the forward."""
     nodes = set(cluster.nodes)
     made = {s for n in cluster.nodes for s in model.graph.allocates[n]}
@@ -71,7 +71,7 @@ def values_of(model: Model, cluster: Cluster) -> list[int]:
     return [s for s in model.choices if s in made and s not in outside and s in model.producer]
 
 
-def _options(model: Model, inside: Sequence[int]) -> list[frozenset[int]]:
+def _options(model: StepModel, inside: Sequence[int]) -> list[frozenset[int]]:
     """Solve the turn-point program of a cluster under several limits; options that save as much appear once."""
     program, keep, limit_row = _cluster_program(model, inside)
     total = sum(model.sizes[s] for s in inside if s in model.uses)
@@ -87,7 +87,7 @@ def _options(model: Model, inside: Sequence[int]) -> list[frozenset[int]]:
     return list(options) or [frozenset(inside)]
 
 
-def _cluster_program(model: Model, inside: Sequence[int]) -> tuple[LinearProgram, Mapping[int, int], int]:
+def _cluster_program(model: StepModel, inside: Sequence[int]) -> tuple[LinearProgram, Mapping[int, int], int]:
     program = LinearProgram()
     keep = {s: program.variable(1e-9 * model.sizes[s] / 2**20) for s in inside}
     run = {n: program.variable(model.cost_ms[n]) for n in dict.fromkeys(model.producer[s] for s in inside)}

@@ -11,7 +11,7 @@ from ...records.schedule import keep_all
 from .base import Problem, Solution, Status, replay
 from .decisions import decisions
 from .greedy import Found, evict, keep_more
-from .model import Model, Policy
+from .model import Policy, StepModel
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Search:
     """
 
     problem: Problem
-    model: Model
+    model: StepModel
     start: float
     best: Found | None = None
     bound_ms: float = 0.0
@@ -111,7 +111,7 @@ class Search:
 def begin(problem: Problem) -> Search:
     """Start a search."""
     start = time.monotonic()
-    return Search(problem, Model(problem), start)
+    return Search(problem, StepModel(problem), start)
 
 
 def keep_everything(graph: Graph, peak_bytes: int) -> Solution:

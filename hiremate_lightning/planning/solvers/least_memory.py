@@ -23,7 +23,7 @@ from ...records.costs import estimate
 from .base import Problem, Solution, Status, strategy
 from .decisions import decisions
 from .greedy import Found, cheapest, evict, keep_more, largest, neighbours
-from .model import LEAST_MS, Model
+from .model import LEAST_MS, StepModel
 from .turn_point import segment_policies
 
 STARTS = 3  # segmentations from which evictions start
@@ -33,7 +33,7 @@ SEARCH_S, DEEP_S, KEEP_S = 4.0, 8.0, 1.0
 SLACK, FASTER = 0.005, 0.5  # share of the peak that is given for so much less time
 
 
-def find_smallest(model: Model, time_limit_s: float, budget_bytes: int = 0) -> Found:
+def find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int = 0) -> Found:
     """Find a policy of small peak, and for that peak of short time.
 
     Args:
@@ -45,14 +45,14 @@ def find_smallest(model: Model, time_limit_s: float, budget_bytes: int = 0) -> F
     return Found(found.policy, model.replay(found.policy))
 
 
-def _with_estimated_times(model: Model) -> Model:
+def _with_estimated_times(model: StepModel) -> StepModel:
     times = estimate(model.graph).time_ms
     found = copy(model)
     found.cost_ms = {node: max(times[node], LEAST_MS) for node in model.makes}
     return found
 
 
-def _find_smallest(model: Model, time_limit_s: float, budget_bytes: int) -> Found:
+def _find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int) -> Found:
     *segments, everything = [Found(p, model.replay(p)) for p in segment_policies(model)]
     segments.sort(key=lambda f: (f.replay.peak_bytes, f.rank))
     near, lowest = _near([*segments[:1], everything], budget_bytes), []
@@ -79,7 +79,7 @@ def _find_smallest(model: Model, time_limit_s: float, budget_bytes: int) -> Foun
     return smallest
 
 
-def _deepen(model: Model, found: Found, deadline: float) -> Iterator[Found]:
+def _deepen(model: StepModel, found: Found, deadline: float) -> Iterator[Found]:
     """Look behind the values at the peak, and go where the peak is lower, again and again."""
     better: Found | None = found
     while better is not None:
@@ -88,7 +88,7 @@ def _deepen(model: Model, found: Found, deadline: float) -> Iterator[Found]:
             yield better
 
 
-def _lower(model: Model, found: Found, deadline: float) -> Found | None:
+def _lower(model: StepModel, found: Found, deadline: float) -> Found | None:
     """Give up one value at the peak after the other, and evict from there until the peak is lower than it was."""
     steps = 0
     for policy, order in product(neighbours(model, found), (largest, cheapest)):
@@ -110,7 +110,7 @@ def _by_peak(found: Found) -> tuple[int, tuple[float, int]]:
     return found.replay.peak_bytes, found.rank
 
 
-def _filled(model: Model, found: Found, time_limit_s: float) -> Found:
+def _filled(model: StepModel, found: Found, time_limit_s: float) -> Found:
     return keep_more(model, found, found.replay.peak_bytes, time.monotonic() + min(KEEP_S, time_limit_s))
 
 
@@ -131,7 +131,7 @@ def _near(found: list[Found], budget_bytes: int) -> list[Found]:
 def least_memory(problem: Problem) -> Solution:
     """Find the smallest peak, and for that peak a short time of recomputation."""
     start = time.monotonic()
-    model = Model(problem)
+    model = StepModel(problem)
     best = find_smallest(model, problem.options.time_limit_s, problem.budget_bytes)
     return Solution(
         strategy="least_memory",

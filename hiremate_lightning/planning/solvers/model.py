@@ -3,8 +3,8 @@
 A *choice* is a forward storage that the backward needs, or that recomputing such a one needs. Views cost nothing and
 are left out here; `decisions` puts them back. A *policy* says which choices are kept through the turn, and after
 which backward position a value is dropped although it is used again, so that it is recomputed once more.
-`Model.replay` gives peak and time of a policy in time linear in the graph; the independent simulator has the last word
-on what leaves the planner.
+`StepModel.replay` returns peak and time of a policy in time linear in the graph; the independent simulator has the last
+word on what leaves the planner.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _by_position(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
     return found
 
 
-class Model:
+class StepModel:
     """Arrays made once from a problem.
 
     Attributes:

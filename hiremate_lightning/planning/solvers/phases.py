@@ -37,7 +37,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from .mip_backend import LinearProgram
-from .model import Model, Policy, Replay, Rows
+from .model import Policy, Replay, Rows, StepModel
 from .row_memory import UNIT, RowMemory
 
 SMALL_SHARE = 0.0005  # of the budget: values that together stay below it are kept without being modelled
@@ -75,7 +75,7 @@ class PhasedProgram:
 
     def __init__(
         self,
-        model: Model,
+        model: StepModel,
         limit_bytes: int,
         checks: Checks,
         small_share: float = SMALL_SHARE,
@@ -242,7 +242,7 @@ class PhasedProgram:
         return values
 
 
-def _small(model: Model, most_bytes: float) -> frozenset[int]:
+def _small(model: StepModel, most_bytes: float) -> frozenset[int]:
     """Give the values that are too small to matter, the smallest first."""
     total, found = 0, set()
     for storage in sorted(model.choices, key=lambda s: (model.sizes[s], s)):
@@ -253,7 +253,7 @@ def _small(model: Model, most_bytes: float) -> frozenset[int]:
     return frozenset(found)
 
 
-def first_checks(model: Model) -> Checks:
+def first_checks(model: StepModel) -> Checks:
     """Choose the instants to begin with: the largest need of the early backward, and the largest of all."""
     need = [model.gradients[p] + sum(model.sizes[s] for s in reads) for p, reads in enumerate(model.reads)]
     count = len(need)
@@ -263,7 +263,7 @@ def first_checks(model: Model) -> Checks:
     return Checks(tuple(sorted({early, max(range(count), key=lambda p: need[p])})))
 
 
-def add_checks(checks: Checks, model: Model, replay: Replay, limit_bytes: int) -> Checks:
+def add_checks(checks: Checks, model: StepModel, replay: Replay, limit_bytes: int) -> Checks:
     """Add checks where a replay passes the limit: at the worst position, and at another one far from it.
 
     Returns:
@@ -285,7 +285,7 @@ def add_checks(checks: Checks, model: Model, replay: Replay, limit_bytes: int) -
     return checks
 
 
-def _check_at(position: int, checks: Checks, model: Model, replay: Replay, limit_bytes: int) -> Checks:
+def _check_at(position: int, checks: Checks, model: StepModel, replay: Replay, limit_bytes: int) -> Checks:
     """Check the node at a position; or, where recomputing before it takes too much, the positions around, then that."""
     if replay.row_peaks[position] <= limit_bytes:
         return replace(checks, instants=tuple(sorted({*checks.instants, position})))
@@ -295,7 +295,7 @@ def _check_at(position: int, checks: Checks, model: Model, replay: Replay, limit
     return replace(checks, rows=checks.rows | _over(model, replay.rows, position, limit_bytes))
 
 
-def _over(model: Model, rows: Rows, position: int, limit_bytes: int) -> frozenset[tuple[int, int]]:
+def _over(model: StepModel, rows: Rows, position: int, limit_bytes: int) -> frozenset[tuple[int, int]]:
     """Give the pairs of a position and a node recomputed before it that take more than the limit."""
     found = zip(rows[position], model.row_bytes(rows, position), strict=True)
     return frozenset((position, node) for node, size_bytes in found if size_bytes > limit_bytes)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from .mip_backend import LinearProgram
-from .model import Model
+from .model import StepModel
 
 UNIT = 2**20  # bytes are scaled to MiB: coefficients near 1 keep the solver exact
 
@@ -34,7 +34,7 @@ class RowMemory:
     """
 
     def __init__(
-        self, model: Model, program: LinearProgram, position: int, run: Mapping[int, int], held: Mapping[int, int]
+        self, model: StepModel, program: LinearProgram, position: int, run: Mapping[int, int], held: Mapping[int, int]
     ) -> None:
         """Number what may be recomputed.
 

@@ -12,14 +12,14 @@ import numpy as np
 from .base import Problem, Solution, strategy
 from .greedy import Found
 from .incumbent import Search, begin, keep_everything
-from .model import Model, Policy, Rows
+from .model import Policy, Rows, StepModel
 
 SLOTS = 500  # of memory in the knapsack's table
 WORKING_BUDGETS = tuple(1.0 - 0.05 * number for number in range(15))
 FRACTIONS = tuple(number / 40 for number in range(40, -1, -1))
 
 
-def knapsack_policies(model: Model) -> list[Policy]:
+def knapsack_policies(model: StepModel) -> list[Policy]:
     """Give, for each fraction of the saved bytes, the values that would take longest to recompute."""
     items = [s for s in model.choices if s in model.producer and s in model.uses and model.sizes[s]]
     total = sum(model.sizes[s] for s in items)
@@ -60,7 +60,7 @@ def knapsack(problem: Problem) -> Solution:
     return search.answer("knapsack")
 
 
-def walk(model: Model, limit_bytes: float) -> Rows:
+def walk(model: StepModel, limit_bytes: float) -> Rows:
     """Walk through the backward with a limited memory, as TW-Remat's second stage does.
 
     Values are held as long as they fit; where a value doesn't, those of least time per byte that the running node
@@ -89,13 +89,13 @@ def walk(model: Model, limit_bytes: float) -> Rows:
     return [*rows, last]
 
 
-def _held_at_turn(model: Model, limit_bytes: float) -> set[int]:
+def _held_at_turn(model: StepModel, limit_bytes: float) -> set[int]:
     live = {s for s in model.choices if s in model.uses or s in model.fixed}
     _evict(model, live, limit_bytes - (model.gradients[0] if model.gradients else 0), set())
     return live
 
 
-def _evict(model: Model, live: set[int], room: float, pinned: set[int]) -> None:
+def _evict(model: StepModel, live: set[int], room: float, pinned: set[int]) -> None:
     total = sum(model.sizes[s] for s in live)
     if total <= room:
         return
@@ -110,7 +110,7 @@ def _evict(model: Model, live: set[int], room: float, pinned: set[int]) -> None:
         total -= model.sizes[storage]
 
 
-def _make(model: Model, storage: int, live: set[int], row: list[int], room: float, pinned: set[int]) -> None:
+def _make(model: StepModel, storage: int, live: set[int], row: list[int], room: float, pinned: set[int]) -> None:
     stack = [storage]
     while stack:
         top = stack[-1]
@@ -130,7 +130,7 @@ def _make(model: Model, storage: int, live: set[int], row: list[int], room: floa
         )
 
 
-def _sources(model: Model, storage: int) -> tuple[int, ...]:
+def _sources(model: StepModel, storage: int) -> tuple[int, ...]:
     return model.needs[model.producer[storage]] if storage in model.producer else ()
 
 

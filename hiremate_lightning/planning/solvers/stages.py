@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..partition import backward_starts, cut_runs
-from .model import Model, Policy
+from .model import Policy, StepModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Stage:
     rest_bytes: int
 
 
-def stages(model: Model, count: int) -> list[Stage]:
+def stages(model: StepModel, count: int) -> list[Stage]:
     """Cut a step into at most so many stages."""
     runs = cut_runs(model.graph, count)
     cuts = [0]
@@ -58,7 +58,7 @@ def stages(model: Model, count: int) -> list[Stage]:
     return made
 
 
-def policy_of(model: Model, held: Mapping[int, frozenset[int]], kept: frozenset[int]) -> Policy:
+def policy_of(model: StepModel, held: Mapping[int, frozenset[int]], kept: frozenset[int]) -> Policy:
     """Give the policy that holds given choices at the start of some backward positions, and no others.
 
     Args:
@@ -77,6 +77,6 @@ def policy_of(model: Model, held: Mapping[int, frozenset[int]], kept: frozenset[
     return Policy(kept | model.fixed, frozenset(drops), frozenset(early))
 
 
-def _is_used(model: Model, storage: int, position: int) -> bool:
+def _is_used(model: StepModel, storage: int, position: int) -> bool:
     """Whether a choice may be read at or after a position: directly, or to recompute another one."""
     return storage not in model.fixed and model.last_need(storage) >= position

@@ -25,7 +25,7 @@ from .base import Problem, Solution, Status, strategy
 from .greedy import Found, keep_more
 from .incumbent import Search, begin, keep_everything
 from .mip_backend import LinearProgram, solve
-from .model import Model, Policy
+from .model import Policy, StepModel
 from .segments import keep_sets
 
 LIMITS = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6, 0.5, 0.4, 0.3)  # of the bytes that the budget leaves at the turn
@@ -33,7 +33,7 @@ BOUND_INSTANTS = 10
 BOUND_SHARE = 0.2  # of the time left, for the bound
 
 
-def lower_bound(model: Model, limit_bytes: int, deadline: float) -> float | None:
+def lower_bound(model: StepModel, limit_bytes: int, deadline: float) -> float | None:
     """Bound the recompute time of every schedule within a limit from below.
 
     At each of several backward positions, all that the backward reads from there on is in memory or will be
@@ -62,7 +62,7 @@ def lower_bound(model: Model, limit_bytes: int, deadline: float) -> float | None
     return best
 
 
-def _instants(model: Model) -> list[int]:
+def _instants(model: StepModel) -> list[int]:
     """Choose the start of the backward, the positions that need most, and the largest of each part of the backward."""
     need = [
         model.gradients[p] + sum(model.sizes[s] for s in reads if s in model.producer or s in model.fixed)
@@ -76,7 +76,7 @@ def _instants(model: Model) -> list[int]:
     return list(dict.fromkeys([chosen[0], max(range(count), key=lambda p: need[p]), *chosen]))
 
 
-def _program(model: Model, limit_bytes: int, instant: int | None = None) -> tuple[LinearProgram, dict[int, int]]:
+def _program(model: StepModel, limit_bytes: int, instant: int | None = None) -> tuple[LinearProgram, dict[int, int]]:
     """Build (1) to (3) at the turn, or at an instant of the backward; give also the variable of each choice."""
     first = 0 if instant is None else instant
     used = [s for s in model.choices if s in model.uses and model.uses[s][-1] >= first]
@@ -103,7 +103,7 @@ def _program(model: Model, limit_bytes: int, instant: int | None = None) -> tupl
     return program, keep
 
 
-def _closure(model: Model, used: list[int]) -> list[int]:
+def _closure(model: StepModel, used: list[int]) -> list[int]:
     """Give the storages used, and those that recomputing them may read, in order of production."""
     seen, stack = set(used), list(used)
     while stack:
@@ -114,7 +114,7 @@ def _closure(model: Model, used: list[int]) -> list[int]:
     return [s for s in model.choices if s in seen]
 
 
-def segment_policies(model: Model) -> list[Policy]:
+def segment_policies(model: StepModel) -> list[Policy]:
     """Give the policies that keep what crosses narrow cuts of the forward, and the one that keeps everything."""
     choices = frozenset(model.choices)
     sets = dict.fromkeys([*(kept & choices for kept in keep_sets(model.graph)), choices])
@@ -193,7 +193,7 @@ def try_segments(search: Search, deadline: float) -> None:
 @strategy("none")
 def none(problem: Problem) -> Solution:
     """Keep everything, as plain training does; feasible where the budget allows it."""
-    peak = Model(problem).keep_all_bytes
+    peak = StepModel(problem).keep_all_bytes
     solution = keep_everything(problem.graph, peak)
     if peak <= problem.budget_bytes:
         return solution
