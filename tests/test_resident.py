@@ -62,3 +62,31 @@ class Counted(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.append(self.memory.count(()))
         return self.layer(x)
+
+
+def test_growth_is_seen_until_it_is_counted():
+    model = nn.Linear(4, 4)
+    optimizer, memory = torch.optim.Adam(model.parameters()), ResidentMemory(model)
+    memory.watch(optimizer)
+    memory.count_before_step([])
+    assert not memory.has_grown()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert memory.has_grown()
+    assert memory.has_grown(), "a query changes nothing"
+    memory.count_before_step([])
+    assert not memory.has_grown()
+
+
+def test_a_count_in_between_does_not_change_what_was_seen_before_a_step():
+    model = nn.Linear(4, 4)
+    optimizer, memory = torch.optim.SGD(model.parameters()), ResidentMemory(model)
+    memory.watch(optimizer)
+    model(torch.ones(1, 4)).sum().backward()
+    memory.stepped(optimizer)
+    before = memory.count_before_step([])
+    assert before.stale_bytes > 0
+    memory.backward_starts(1)  # the gradients are still there: they were not to be freed
+    memory.count(())
+    seen = memory.as_seen(before)
+    assert (seen.stale_bytes, seen.size_bytes) == (0, before.size_bytes + before.stale_bytes)

@@ -41,7 +41,7 @@ class PlainPeaks:
         return self._each(partial(self._twice_bytes, blocks))
 
     def _each(self, added_bytes: Callable[[Kind], int]) -> dict[Kind, PlainPeak]:
-        plans, known = self._planned.plans, self._planned.kinds.known
+        plans, kinds = self._planned.plans, self._planned.kinds
         most_resident_bytes = max((plan.resident_bytes for plan in plans.values()), default=0)
         is_share = self._planned.options.budget.share is not None
         found = {}
@@ -49,12 +49,12 @@ class PlainPeaks:
             self._forget_others(kind)
             room_bytes = plan.budget_bytes - (plan.resident_bytes if is_share else most_resident_bytes)
             without = partial(self._bytes_without, kind)
-            found[kind] = PlainPeak(added_bytes(kind) + known[kind].margin_bytes, room_bytes, without)
+            found[kind] = PlainPeak(added_bytes(kind) + kinds.described(kind).margin_bytes, room_bytes, without)
         return found
 
     def _forget_others(self, kind: Kind) -> None:
         """Forget what was simulated of a kind of step before something else was learned of it."""
-        known = self._planned.kinds.known[kind]
+        known = self._planned.kinds.described(kind)
         before = known.resident.kept, known.resident.stale_bytes, known.resident.left_bytes
         found = self._simulated.get(kind)
         if found is None or found[0] is not known.calls or found[1] != before:
@@ -66,7 +66,7 @@ class PlainPeaks:
     def _twice_bytes(self, blocks: Blocks, kind: Kind) -> int:
         found = self._twice.get(kind)
         if found is None or found[0] is not blocks:
-            step = self._planned.kinds.known[kind].merge()
+            step = self._planned.kinds.described(kind).merge()
             graph = with_checkpoints(step.graph, blocks.calls_in(step))
             self._twice[kind] = found = blocks, simulate_plain(graph, step.profile).peak_bytes
         return found[1]
