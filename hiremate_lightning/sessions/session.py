@@ -68,35 +68,35 @@ class Session:
     """
 
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:
-        self.root = root
-        self._announcements = Announcements(type(root).__name__)
-        self.say, self.why_uncaptured = self._announcements.say, self._announcements.why_uncaptured
+        self.root, self._name = root, type(root).__name__
+        self._announcements = said = Announcements(self._name)
+        self.say, self.why_uncaptured = said.say, said.why_uncaptured
         self.kernels = Kernels(self.say) if options.compile else None
         self.runs = self.updates = 0
         self._runs_of_update = 0  # forwards before the latest update
-        self.stages = Stages(Reporter(options.verbose))
-        self.parts = Parts(self.stages, options.cache_dir, self.kernels, self.say)
-        self._memory = ResidentMemory(root, self.parts.waiting, self.parts.retained)
-        memory, stages, watching, kinds = self._memory, self.stages, WatchPolicy(), Kinds()
-        maker = PlanMaker(options, self._name, kinds, memory, self.parts, stages)
+        self.ran_as_written = False
+        self.stages = stages = Stages(Reporter(options.verbose))
+        self.parts = parts = Parts(stages, options.cache_dir, self.kernels, self.say)
+        self._memory = memory = ResidentMemory(root, parts.waiting, parts.retained)
 
         def resident() -> Resident:
             return self.steps.resident()
 
-        given = self._name, maker, kinds
-        self._first_steps = FirstSteps(*given, self.parts, stages, resident, self._spare_bytes)
-        said = self._announcements
-        self._planned = PlannedKinds(*given, self._first_steps, memory, stages.reporter, watching, said)
+        kinds, watching = Kinds(), WatchPolicy()
+        maker = PlanMaker(options, self._name, kinds, memory, parts, stages)
+        self._first_steps = FirstSteps(self._name, maker, kinds, parts, stages, resident, self._spare_bytes)
+        self._planned = PlannedKinds(
+            self._name, maker, kinds, self._first_steps, memory, stages.reporter, watching, said
+        )
         self._unplanned = UnplannedSteps(
             root, self._planned, stages.reporter, self.say, is_allowed=self.kernels is None
         )
-        self.steps = Steps(memory, self._planned, self._unplanned, self._first_steps, watching, said, self.parts)
+        self.steps = Steps(memory, self._planned, self._unplanned, self._first_steps, watching, said, parts)
         self._tracing = ExitStack()
-        self.ran_as_written = False
         self.prover = Prover(
             self._planned,
-            self.parts,
-            self.stages,
+            parts,
+            stages,
             self.say,
             lambda part: self._first_steps.choose(self._current, part).program,
             resident,
@@ -126,10 +126,6 @@ class Session:
     def listeners(self) -> list[Callable[[Plan], None]]:
         """Called with each plan when it is made, and again when it has been measured."""
         return self._planned.listeners
-
-    @property
-    def _name(self) -> str:
-        return type(self.root).__name__
 
     @property
     def captured_count(self) -> int:
