@@ -16,6 +16,7 @@ from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.rewriting import losses
 from hiremate_lightning.rewriting.losses import cross_entropy, cross_entropy_gradient
+from hiremate_lightning.torch_private import inductor
 
 from .exact import added_peaks, captured_by, simple_loop, train_both
 
@@ -40,7 +41,7 @@ def targets(rows: int) -> Tensor:
     return found
 
 
-ROW_COUNTS = pytest.mark.parametrize("rows", [0, 1, 7, 8, 128, 129, ROWS, 1000])
+ROW_COUNTS = pytest.mark.parametrize("rows", [0, 1, 8, 129, 1000])
 REDUCTIONS = pytest.mark.parametrize("reduction", [0, 1, 2], ids=["none", "mean", "sum"])
 DTYPES = pytest.mark.parametrize(
     ("of", "dtype"),
@@ -190,13 +191,8 @@ CHOICES: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
-@pytest.mark.parametrize(("make", "count"), CHOICES.values(), ids=CHOICES)
-def test_only_losses_whose_logarithms_nothing_else_reads_are_joined(make, count):
-    ops = [node.op for node in captured_by(make(), batch(0)).graph.nodes]
-    assert sum(op.startswith("hiremate.cross_entropy") for op in ops) == count
-
-
-def test_a_loss_is_made_by_rows_beside_fused_kernels_too():
+def test_a_loss_is_made_by_rows_beside_fused_kernels_too(monkeypatch):
+    monkeypatch.setattr(inductor, "compile_graph", lambda module, _: lambda arguments: module(*arguments))
     graph = captured_by(Words(entropy), batch(0), compile="inductor").graph
     assert {"hiremate.cross_entropy", "hiremate.cross_entropy_gradient"} <= {node.op for node in graph.nodes}
 
@@ -208,10 +204,15 @@ def total(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output.mean()
 
 
-@pytest.mark.parametrize("budget", ["100%", "80%"])
 @pytest.mark.parametrize(("make", "count"), CHOICES.values(), ids=CHOICES)
-def test_training_is_exact(make, count, budget):
-    train_both(make, simple_loop(batch, loss_of=total), budget, on_infeasible="warn")
+def test_training_is_exact_and_only_losses_whose_logarithms_nothing_else_reads_are_joined(make, count):
+    plan = train_both(make, simple_loop(batch, loss_of=total))
+    assert sum(node.op.startswith("hiremate.cross_entropy") for node in plan.graph.nodes) == count
+
+
+@pytest.mark.parametrize("name", ["half", "returned logits", "weighted"])
+def test_training_without_recomputation_is_exact(name):
+    train_both(CHOICES[name][0], simple_loop(batch, loss_of=total), "100%")
 
 
 MANY = 20 * CLASSES

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.rewriting import pooling
+from hiremate_lightning.torch_private import inductor
 
 from .exact import added_peaks, captured_by, simple_loop, train_both
 
@@ -39,7 +40,6 @@ WINDOWS = {
     "gaps": {"kernel_size": 2, "stride": 5},
     "all": {"kernel_size": SIZE},
 }
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 def both_ways(source: Tensor, **options) -> tuple[list[Tensor], list[Tensor], torch.dtype]:
@@ -76,7 +76,7 @@ def part_bytes(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("part_bytes")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("channels", [3, CHANNELS])
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
 @pytest.mark.parametrize("options", WINDOWS.values(), ids=WINDOWS)
@@ -88,7 +88,7 @@ def test_pictures_are_pooled_as_by_pytorch(options, last, channels, dtype):
 
 
 @pytest.mark.usefixtures("part_bytes")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
 @pytest.mark.parametrize("options", [{"kernel_size": 2}, {"kernel_size": 3, "stride": 2, "padding": 1}], ids=str)
 def test_volumes_are_pooled_as_by_pytorch(options, last, dtype):
@@ -213,13 +213,8 @@ def batch(index: int) -> Tensor:
     return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(index))
 
 
-@pytest.mark.parametrize(("make", "count"), CHOICES.values(), ids=CHOICES)
-def test_only_pools_whose_places_nothing_else_reads_are_joined(make, count):
-    ops = [node.op for node in captured_by(make(), batch(0)).graph.nodes]
-    assert ops.count("hiremate.max_pool") == ops.count("hiremate.max_pool_gradient") == count
-
-
-def test_pools_are_joined_beside_fused_kernels_too():
+def test_pools_are_joined_beside_fused_kernels_too(monkeypatch):
+    monkeypatch.setattr(inductor, "compile_graph", lambda module, _: lambda arguments: module(*arguments))
     graph = captured_by(Pooled(activated), batch(0), compile="inductor").graph
     assert {"hiremate.max_pool", "hiremate.max_pool_gradient"} <= {node.op for node in graph.nodes}
 
@@ -228,8 +223,10 @@ def test_pools_are_joined_beside_fused_kernels_too():
 
 
 @pytest.mark.parametrize(("make", "count"), CHOICES.values(), ids=CHOICES)
-def test_training_is_exact(make, count):
-    train_both(make, simple_loop(batch), "70%")
+def test_training_is_exact_and_only_pools_whose_places_nothing_else_reads_are_joined(make, count):
+    plan = train_both(make, simple_loop(batch), "70%")
+    ops = [node.op for node in plan.graph.nodes]
+    assert ops.count("hiremate.max_pool") == ops.count("hiremate.max_pool_gradient") == count
 
 
 class Forces(nn.Module):
