@@ -40,14 +40,14 @@ def smallest_budget_of(name):
     return plan.resident_bytes + smallest_budget(Problem(plan.graph, plan.profile, 0)).peak_bytes
 
 
-@pytest.mark.parametrize("budget", ["70%", "50%", "smallest"])
+@pytest.mark.parametrize("budget", ["50%", "smallest"])
 @pytest.mark.parametrize("name", EVERY_MODEL)
 def test_training_under_a_plan_is_plain_training_within_the_budget(name, budget, plain_runs):
     expected = plain_runs(name)
     model = build(name)
     keys = list(model.module.state_dict())
     asked = smallest_budget_of(name) if budget == "smallest" else budget
-    hiremate(model.module, asked, time_limit_s=10, verbose=False)
+    hiremate(model.module, asked, time_limit_s=10 if budget == "smallest" else 4, verbose=False)
 
     found = train(model, STEPS, measured=MEASURED)
 

@@ -11,7 +11,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 # Frozen embeddings, which run before what is captured, are taken to stay to the end of the step, and don't.
 PREDICTED_HIGH = {"lora": 1.03}
-QUICK = ("bert", "llama", "t5", "mixer", "dit", "fno", "sage", "lora")
+QUICK = ("llama", "t5", "mixer", "dit", "fno", "sage", "lora")
 
 
 @pytest.fixture
