@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hiremate_lightning.errors import ConfigurationError
-from hiremate_lightning.planning.partition import Cluster, PartitionOptions, cut_runs, partition
+from hiremate_lightning.planning.partition import Cluster, cut_runs, partition
 
 from .helpers import random_graph
 from .tiny import chain, transformer
 
-METHODS = ("cuts", "groups")
 STEPS = {
     "chain": chain(60),
     "transformer": transformer(12),
@@ -20,19 +18,17 @@ STEPS = {
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("method", METHODS)
-def test_every_node_is_in_exactly_one_leaf(method, step):
+def test_every_node_is_in_exactly_one_leaf(step):
     graph = STEPS[step][0]
-    top = partition(graph, PartitionOptions(method, max_nodes=6, max_top=8))
+    top = partition(graph, max_nodes=6, max_top=8)
     assert sorted(n for leaf in top.leaves for n in leaf.nodes) == sorted(graph.forward)
     assert sorted(top.nodes) == sorted(graph.forward)
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("method", METHODS)
-def test_clusters_close_no_cycle(method, step):
+def test_clusters_close_no_cycle(step):
     graph = STEPS[step][0]
-    leaves = partition(graph, PartitionOptions(method, max_nodes=6, max_top=8)).leaves
+    leaves = partition(graph, max_nodes=6, max_top=8).leaves
     cluster_of = {n: i for i, leaf in enumerate(leaves) for n in leaf.nodes}
     maker = {t: n for n in graph.forward for t in graph.nodes[n].outputs}
     reads = {(cluster_of[n], cluster_of[maker[t]]) for n in graph.forward for t in graph.nodes[n].inputs if t in maker}
@@ -48,38 +44,29 @@ def working(graph, leaf):
     return sum(bool(graph.allocates[n]) for n in leaf.nodes)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_leaves_keep_the_limit(method):
+def test_leaves_keep_the_limit():
     for graph, _ in STEPS.values():
-        for leaf in partition(graph, PartitionOptions(method, max_nodes=6, max_top=8)).leaves:
+        for leaf in partition(graph, max_nodes=6, max_top=8).leaves:
             assert working(graph, leaf) <= 6
-
-
-def test_the_top_keeps_its_limit():
-    graph = STEPS["chain"][0]
-    assert len(partition(graph, PartitionOptions("cuts", max_nodes=2, max_top=8)).children) <= 8
 
 
 def depth(cluster: Cluster) -> int:
     return 1 + max((depth(child) for child in cluster.children), default=0)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_levels_nest(method):
-    assert depth(partition(STEPS["chain"][0], PartitionOptions(method, max_nodes=3, max_top=4))) >= 3
+def test_levels_nest():
+    assert depth(partition(STEPS["chain"][0], max_nodes=3, max_top=4)) >= 3
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_equal_blocks_have_equal_keys(method):
-    few = partition(transformer(6)[0], PartitionOptions(method, max_nodes=20)).leaves
-    many = partition(transformer(24)[0], PartitionOptions(method, max_nodes=20)).leaves
+def test_equal_blocks_have_equal_keys():
+    few = partition(transformer(6)[0]).leaves
+    many = partition(transformer(24)[0]).leaves
     assert len(many) > len(few)
     assert len({leaf.key for leaf in many}) <= len({leaf.key for leaf in few}) + 4
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_same_graph_gives_the_same_partition(method):
-    first, second = (partition(transformer(8)[0], PartitionOptions(method)) for _ in range(2))
+def test_the_same_graph_gives_the_same_partition():
+    first, second = (partition(transformer(8)[0]) for _ in range(2))
     assert first == second
 
 
@@ -88,8 +75,3 @@ def test_cut_runs_are_runs():
     runs = cut_runs(graph, 5)
     assert len(runs) <= 5
     assert [n for run in runs for n in run] == list(graph.forward)
-
-
-def test_an_unknown_method_names_the_known_ones():
-    with pytest.raises(ConfigurationError, match="cuts, groups"):
-        partition(STEPS["chain"][0], PartitionOptions("stripes"))

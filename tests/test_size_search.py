@@ -48,7 +48,7 @@ def test_the_largest_within_a_limit_is_that_of_a_scan(steps, limit):
         asked.append(size)
         return values[size - 1]
 
-    assert largest(value, limit, 1, len(values)) == sum(v <= limit for v in values)
+    assert largest(value, limit, len(values)) == sum(v <= limit for v in values)
     assert set(asked) <= set(range(1, len(values) + 1))
 
 
@@ -59,7 +59,7 @@ def test_values_on_a_line_take_few_trials():
         asked.append(size)
         return 12_345 + 678 * size
 
-    assert largest(value, 10**6, 1, 8192) == (10**6 - 12_345) // 678
+    assert largest(value, 10**6, 8192) == (10**6 - 12_345) // 678
     assert len(asked) <= 6
 
 

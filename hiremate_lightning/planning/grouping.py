@@ -17,6 +17,8 @@ from itertools import product
 
 from ..records.graph import Graph
 
+ALPHA = 0.5  # exponent of the number of nodes in the score; HiRemate's default
+
 Levels = list[list[tuple[int, ...]]]
 
 
@@ -41,14 +43,13 @@ class _Item:
     read: frozenset[int]
 
 
-def group(graph: Graph, max_nodes: int, max_top: int, alpha: float) -> Levels:
+def group(graph: Graph, max_nodes: int, max_top: int) -> Levels:
     """Group the forward of a step.
 
     Args:
         graph: The step.
         max_nodes: M_l, the most parts of a group.
         max_top: M_t, the most groups of the last level; more where no candidate is left.
-        alpha: Exponent of the number of nodes in the score.
 
     Returns:
         Levels from the bottom up. Groups of the first hold forward nodes, those of the others hold indices of groups
@@ -57,7 +58,7 @@ def group(graph: Graph, max_nodes: int, max_top: int, alpha: float) -> Levels:
     items = _single_nodes(graph)
     levels: Levels = []
     while len(items) > max_top or not levels:
-        grouped = _Round(graph, items, max_nodes, max_top if levels else 1, alpha).run()
+        grouped = _Round(graph, items, max_nodes, max_top if levels else 1).run()
         if levels and len(grouped) == len(items):
             break
         levels.append([_flat(items, g.parts) if not levels else g.parts for g in grouped])
@@ -106,9 +107,9 @@ def _single_nodes(graph: Graph) -> list[_Item]:
 class _Round:
     """One round: contracts items until few enough are left, or no candidate is."""
 
-    def __init__(self, graph: Graph, items: list[_Item], max_nodes: int, max_top: int, alpha: float) -> None:
+    def __init__(self, graph: Graph, items: list[_Item], max_nodes: int, max_top: int) -> None:
         self.sizes = graph.sizes
-        self.max_nodes, self.max_top, self.alpha = max_nodes, max_top, alpha
+        self.max_nodes, self.max_top = max_nodes, max_top
         self.groups: dict[int, _Item] = {
             i: _Item((i,), item.first, item.last, item.size, item.made, item.read) for i, item in enumerate(items)
         }
@@ -187,7 +188,7 @@ class _Round:
         inside = set(members)
         passed = {s for s in made if any(self._find(r) not in inside for r in self.readers.get(s, ()))}
         nodes = sum(self.groups[m].size for m in members)
-        score = sum(self.sizes[s] for s in read | passed) * max(1, nodes) ** self.alpha
+        score = sum(self.sizes[s] for s in read | passed) * max(1, nodes) ** ALPHA
         return score, min(self.groups[m].first for m in members), members
 
     def _is_convex(self, members: tuple[int, ...]) -> bool:

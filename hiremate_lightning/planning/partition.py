@@ -1,15 +1,13 @@
 """Clusters of the forward, each with its backward: where to cut a step, and which of the pieces are equal.
 
 A `Cluster` is a set of forward nodes; the backward nodes that read what they made belong to it too. Clusters nest: a
-leaf has at most `max_nodes` nodes, and so many children has any other one; the top has at most `max_top`. Two ways of
-making them:
+leaf has at most `max_nodes` nodes, and so many children has any other one; the top has at most `max_top`. H-Partition
+of HiRemate makes them, see `grouping`. Two clusters are equal if their `key` is: the same operations on the same
+shapes, wired the same, in the same order.
 
-*cuts*  The forward, in its order, is cut where least lives across the cut in both passes, by dynamic programming; a
-        cut between two modules counts for less the higher it is in the tree of modules, so that repeated blocks are
-        cut alike. Clusters are runs of the forward, hence a chain with skips, whatever the network.
-*groups*  H-Partition of HiRemate, see `grouping`.
-
-Two clusters are equal if their `key` is: the same operations on the same shapes, wired the same, in the same order.
+`cut_runs` cuts the forward into runs, in its order, where least lives across the cut in both passes, by dynamic
+programming. A cut between two modules counts for less the higher it is in the tree of modules, so that repeated blocks
+are cut alike. Runs are a chain with skips, whatever the network.
 """
 
 from __future__ import annotations
@@ -17,32 +15,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
-from ..errors import ConfigurationError
 from ..records.graph import Graph
 from .grouping import group
 
-MODULE_WEIGHT = 0.8
-
-
-@dataclass(frozen=True, slots=True)
-class PartitionOptions:
-    """How to partition.
-
-    Attributes:
-        method: "cuts" or "groups".
-        max_nodes: M_l, the most nodes of a leaf and children of a cluster; HiRemate's default.
-        max_top: M_t, the most children of the top; HiRemate's default.
-        alpha: Exponent of the size in the score of "groups"; HiRemate's default.
-        module_weight: Factor on the bytes of a cut for each level of modules that it separates; 1 ignores modules.
-    """
-
-    method: str = "groups"
-    max_nodes: int = 20
-    max_top: int = 30
-    alpha: float = 0.5
-    module_weight: float = MODULE_WEIGHT
+MODULE_WEIGHT = 0.8  # factor on the bytes of a cut for each level of modules that it separates
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,33 +45,29 @@ class Cluster:
         return tuple(leaf for child in self.children for leaf in child.leaves)
 
 
-def partition(graph: Graph, options: PartitionOptions = PartitionOptions()) -> Cluster:
-    """Partition the forward of a step.
+def partition(graph: Graph, max_nodes: int = 20, max_top: int = 30) -> Cluster:
+    """Partition the forward of a step; by default into clusters of HiRemate's sizes.
 
     Args:
         graph: The step.
-        options: How.
+        max_nodes: M_l, the most nodes of a leaf and children of a cluster.
+        max_top: M_t, the most children of the top.
 
     Returns:
         The top cluster.
     """
-    if options.method == "groups":
-        bottom, *levels = group(graph, options.max_nodes, options.max_top, options.alpha)
-        clusters = [Cluster(nodes, structural_key(graph, nodes)) for nodes in bottom]
-        for level in levels:
-            clusters = [_merge(graph, [clusters[i] for i in members]) for members in level]
-        return _merge(graph, clusters)
-    if options.method != "cuts":
-        raise ConfigurationError(f"Unknown way of partitioning {options.method!r}. Choose one of: cuts, groups")
-    weights = cut_weights(graph, options.module_weight)
-    return _nest(graph, [tuple(run) for run in _runs(graph, weights, options.max_nodes)], options)
+    bottom, *levels = group(graph, max_nodes, max_top)
+    clusters = [Cluster(nodes, structural_key(graph, nodes)) for nodes in bottom]
+    for level in levels:
+        clusters = [_merge(graph, [clusters[i] for i in members]) for members in level]
+    return _merge(graph, clusters)
 
 
-def cut_runs(graph: Graph, count: int, module_weight: float = MODULE_WEIGHT) -> list[tuple[int, ...]]:
+def cut_runs(graph: Graph, count: int) -> list[tuple[int, ...]]:
     """Cut the forward into at most so many runs, where least lives across."""
     works = sum(map(bool, (graph.allocates[n] for n in graph.forward)))
     size = max(1, -(-works // max(1, count)) * 5 // 4)
-    weights = cut_weights(graph, module_weight)
+    weights = cut_weights(graph)
     while len(runs := _runs(graph, weights, size)) > count:
         size = size * 5 // 4 + 1
     return [tuple(run) for run in runs]
@@ -114,7 +88,7 @@ def crossing_bytes(graph: Graph) -> list[int]:
     for storage, position in made.items():
         change[position + 1] += graph.sizes[storage]
         change[last[storage] + 1] -= graph.sizes[storage]
-    forward = _running(change)
+    forward = list(accumulate(change))
     backward = _gradient_bytes(graph)
     turn = backward_starts(graph, range(length))
     return [forward[cut] + backward[turn[cut]] for cut in range(length)]
@@ -146,15 +120,7 @@ def _gradient_bytes(graph: Graph) -> list[int]:
     for storage, end in last.items():
         change[made[storage] + 1] += graph.sizes[storage]
         change[end + 1] -= graph.sizes[storage]
-    return _running(change)
-
-
-def _running(change: Sequence[int]) -> list[int]:
-    total, sums = 0, []
-    for amount in change:
-        total += amount
-        sums.append(total)
-    return sums
+    return list(accumulate(change))
 
 
 def _read(graph: Graph, node: int) -> list[int]:
@@ -162,7 +128,7 @@ def _read(graph: Graph, node: int) -> list[int]:
     return [s for s in found if s is not None]
 
 
-def cut_weights(graph: Graph, module_weight: float) -> list[float]:
+def cut_weights(graph: Graph) -> list[float]:
     """Give the cost of a cut before each forward position: bytes across, less where modules end."""
     modules = [tuple(graph.nodes[n].module.split(".")) for n in graph.forward]
     weights = []
@@ -174,13 +140,13 @@ def cut_weights(graph: Graph, module_weight: float) -> list[float]:
                 (i for i, (a, b) in enumerate(pairs) if a != b), min(map(len, modules[position - 1 : position + 1]))
             )
         levels = max(len(modules[position]), len(modules[position - 1])) - same if position else 0
-        weights.append((1 + crossing) * module_weight**levels)
+        weights.append((1 + crossing) * MODULE_WEIGHT**levels)
     return weights
 
 
 def _runs(graph: Graph, weights: Sequence[float], max_nodes: int) -> list[list[int]]:
     """Cut the forward into runs of at most `max_nodes` nodes that allocate, at the least total weight of cuts."""
-    works = _running([int(bool(graph.allocates[n])) for n in graph.forward])
+    works = list(accumulate(int(bool(graph.allocates[n])) for n in graph.forward))
     cuts = _cheapest_cuts(works, weights, max_nodes)
     edges = [0, *cuts, len(graph.forward)]
     return [list(graph.forward[a:b]) for a, b in pairwise(edges) if b > a]
@@ -208,16 +174,6 @@ def _cheapest_cuts(works: Sequence[int], weights: Sequence[float], most: int) ->
         if end > 0:
             cuts.append(end)
     return cuts[::-1]
-
-
-def _nest(graph: Graph, runs: Sequence[tuple[int, ...]], options: PartitionOptions) -> Cluster:
-    """Put neighbours together until the top has few enough children."""
-    level = [Cluster(nodes, structural_key(graph, nodes)) for nodes in runs]
-    while len(level) > options.max_top:
-        size = min(options.max_nodes, -(-len(level) // options.max_top))
-        groups = [level[i : i + max(2, size)] for i in range(0, len(level), max(2, size))]
-        level = [_merge(graph, group) for group in groups]
-    return _merge(graph, level)
 
 
 def _merge(graph: Graph, clusters: Sequence[Cluster]) -> Cluster:

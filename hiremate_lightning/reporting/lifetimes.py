@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import accumulate
 
 from ..records.graph import OUTSIDE, Graph, StorageKind
 from ..records.schedule import Compute, Operation, Schedule
@@ -84,16 +85,8 @@ def band_bytes(lives: Iterable[Lifetime], length: int) -> dict[Band, list[int]]:
         if life.first <= life.last:
             changes[life.band][life.first] += life.size_bytes
             changes[life.band][life.last + 1] -= life.size_bytes
-    found = {band: _running_sum(steps[:length]) for band, steps in changes.items()}
+    found = {band: list(accumulate(steps[:length])) for band, steps in changes.items()}
     return {band: sizes for band, sizes in found.items() if any(sizes)}
-
-
-def _running_sum(steps: Sequence[int]) -> list[int]:
-    total, sums = 0, []
-    for step in steps:
-        total += step
-        sums.append(total)
-    return sums
 
 
 def _named(graph: Graph, life: Lifetime, turn: int, stale: set[int | None]) -> Lifetime:

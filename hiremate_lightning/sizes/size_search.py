@@ -118,7 +118,7 @@ class Forecast:
 
     def largest_feasible(self, high: int) -> int:
         """Give the largest size up to one at which the least memory fits, and validation; 0 for none."""
-        return largest(lambda s: max(self.validation_bytes(s), self.least_bytes(s)), self.limit_bytes, 1, high)
+        return largest(lambda s: max(self.validation_bytes(s), self.least_bytes(s)), self.limit_bytes, high)
 
     def trial(self, size: int) -> SizeTrial:
         """Plan a size; once."""
@@ -199,7 +199,7 @@ def search(forecast: Forecast, high: int, max_overhead: float, objective: Object
     feasible = forecast.largest_feasible(high)
     if feasible < 1 or not forecast.accepts(1, max_overhead):
         return FoundSize(0, Limit.MEMORY, 0)
-    plain = largest(forecast.unplanned_bytes, forecast.limit_bytes, 1, feasible)
+    plain = largest(forecast.unplanned_bytes, forecast.limit_bytes, feasible)
     size, limit = _largest_within(forecast, max(1, plain), feasible, max_overhead, max_plans)
     if limit is Limit.MEMORY:
         size = _beyond(forecast, size, high, max_overhead, max_plans)
@@ -226,7 +226,7 @@ def _what_limits(forecast: Forecast, size: int, high: int) -> Limit:
     return Limit.VALIDATION if forecast.validation_bytes(size + 1) > forecast.limit_bytes else Limit.MEMORY
 
 
-def largest(value: Callable[[int], int], limit: int, low: int, high: int) -> int:
+def largest(value: Callable[[int], int], limit: int, high: int) -> int:
     """Find the largest size whose value is within a limit, where values grow with the size, about evenly.
 
     The next size to try is where the line between the two ends meets the limit, the middle where that has not helped.
@@ -234,15 +234,14 @@ def largest(value: Callable[[int], int], limit: int, low: int, high: int) -> int
     Args:
         value: Gives the value of a size.
         limit: Largest value allowed.
-        low: Smallest size to try.
         high: Largest size to try.
 
     Returns:
-        The size; `low - 1` where none is within the limit.
+        The size; 0 where none is within the limit.
     """
-    at_low, at_high = value(low), value(high)
+    low, at_low, at_high = 1, value(1), value(high)
     if at_low > limit:
-        return low - 1
+        return 0
     if at_high <= limit:
         return high
     while high - low > 1:

@@ -36,8 +36,6 @@ class SolveOptions:
     Attributes:
         time_limit_s: Wall-clock seconds for all of it; the plan's quality, never its validity, depends on it.
         gap: Relative gap of the total step time at which solving stops; differences below .005 are hardly measurable.
-        threads: Threads of one MIP solve. HiGHS keeps one count for the life of a process; one is as fast on these
-            models.
         backend: MIP solver of python-mip: "HIGHS", "CBC", or "" for the first of them that works.
         progress: Called as solving goes on, with the least recompute time found (infinite before there is one) and the
             proven bound on it, in milliseconds.
@@ -45,7 +43,6 @@ class SolveOptions:
 
     time_limit_s: float = 30.0
     gap: float = 0.005
-    threads: int = 1
     backend: str = ""
     progress: Callable[[float, float], None] | None = field(default=None, compare=False)
 

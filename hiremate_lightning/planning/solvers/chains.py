@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from .base import Problem, Solution, strategy
 from .greedy import Found
-from .incumbent import Search, begin, keep_everything
+from .incumbent import Search, begin, searching
 from .model import Policy, StepModel
 from .stages import Stage, policy_of, stages
 
@@ -264,8 +264,8 @@ def try_rotor(search: Search, deadline: float) -> None:
                 search.offer(Found(policy, search.model.replay(policy)))
 
 
-@strategy("rotor")
-def rotor(problem: Problem) -> Solution:
+@searching("rotor")
+def rotor(search: Search) -> None:
     """Hold stage inputs and tapes by the persistent dynamic programme for chains with options.
 
     Sources: Herrmann, Beaumont, Eyraud-Dubois, Hermann, Joly, Shilova, "Optimal checkpointing for heterogeneous
@@ -273,8 +273,4 @@ def rotor(problem: Problem) -> Solution:
     forward within the table, which the replay checks; a tape may outlive the input of its stage where the backward
     doesn't read that.
     """
-    search = begin(problem)
-    if search.model.keep_all_bytes <= problem.budget_bytes:
-        return keep_everything(problem.graph, search.model.keep_all_bytes)
     try_rotor(search, search.within(1.0))
-    return search.answer("rotor")

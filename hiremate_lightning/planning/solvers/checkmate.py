@@ -13,9 +13,8 @@ cheapest that fits by replay.
 
 from __future__ import annotations
 
-from .base import Problem, Solution, strategy
 from .greedy import Found
-from .incumbent import Search, begin, keep_everything
+from .incumbent import Search, searching
 from .mip_backend import solve
 from .phases import Checks, PhasedProgram
 from .refine import refine
@@ -26,32 +25,19 @@ SLACK = 0.1  # of the budget that the relaxation leaves free, so that what it ro
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
-@strategy("checkmate", needs_programs=True)
-def checkmate(problem: Problem) -> Solution:
+@searching("checkmate", needs_programs=True)
+def checkmate(search: Search) -> None:
     """Solve the program with every position checked, or round its relaxation."""
-    search = begin(problem)
-    if search.model.keep_all_bytes <= problem.budget_bytes:
-        return keep_everything(problem.graph, search.model.keep_all_bytes)
     round_relaxation(search)
     positions = tuple(range(len(search.model.reads)))
     if len(positions) * len(search.model.choices) <= MOST_VARIABLES:
         refine(search, Checks(positions))
-    return search.answer("checkmate")
 
 
 def round_relaxation(search: Search) -> None:
     """Solve the relaxation with some budget left free, and offer what its thresholds give."""
-    program = PhasedProgram(search.model, int((1 - SLACK) * search.limit), Checks(_instants(search)))
+    program = PhasedProgram(search.model, int((1 - SLACK) * search.limit), Checks(search.model.neediest(MOST_INSTANTS)))
     result = solve(program.program, search.problem.options, max(1.0, 0.5 * search.left_s()), relax=True)
     for threshold in THRESHOLDS if result.values else ():
         policy = program.policy(result.values, threshold)
         search.offer(Found(policy, search.model.replay(policy)))
-
-
-def _instants(search: Search) -> tuple[int, ...]:
-    """Choose the neediest position of each part of the backward."""
-    model = search.model
-    count = len(model.reads)
-    need = [model.gradients[p] + sum(model.sizes[s] for s in reads) for p, reads in enumerate(model.reads)]
-    parts = [range(count * i // MOST_INSTANTS, count * (i + 1) // MOST_INSTANTS) for i in range(MOST_INSTANTS)]
-    return tuple(dict.fromkeys(max(part, key=lambda p: need[p]) for part in parts if part))

@@ -20,15 +20,14 @@ there:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
-from ..partition import Cluster, PartitionOptions, partition
-from .base import Problem, Solution, Status, strategy
-from .incumbent import Search
+from ..partition import Cluster, partition
+from .base import Status
+from .incumbent import Search, searching
 from .mip_backend import LinearProgram, solve
 from .model import StepModel
 from .phases import PhasedProgram
-from .refine import Restriction, refine, solve_by
+from .refine import Restriction, improve_segments, refine
 
 SAVED_SHARES = (1.0, 0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.0)  # of a cluster's bytes: limits of its options
 OPTION_LIMIT_S = 2.0
@@ -123,15 +122,15 @@ def restriction(options: Mapping[int, Frontier], values: Mapping[int, Sequence[i
     return restrict
 
 
-def merge(search: Search, options: PartitionOptions) -> None:
+def merge(search: Search) -> None:
     """Partition, solve the clusters, and choose among their options for the whole."""
-    clusters = partition(search.model.graph, options).leaves
+    clusters = partition(search.model.graph).leaves
     found = frontiers(search.model, clusters)
     values = {number: values_of(search.model, clusters[number]) for number in found}
     refine(search, restrict=restriction(found, values))
 
 
-@strategy("hilp", needs_programs=True)
-def hilp(problem: Problem) -> Solution:
+@searching("hilp", needs_programs=True)
+def hilp(search: Search) -> None:
     """Choose among the options of clusters, then repair across their borders."""
-    return solve_by(partial(merge, options=PartitionOptions()), problem, "hilp")
+    improve_segments(search, merge)

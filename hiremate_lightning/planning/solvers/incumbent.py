@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 
 from ...records.graph import Graph
 from ...records.schedule import keep_all
-from .base import Problem, Solution, Status, replay
+from .base import Problem, Solution, Status, Strategy, replay, strategy
 from .decisions import decisions
 from .greedy import Found, evict, keep_more
 from .model import Policy, StepModel
@@ -112,6 +114,29 @@ def begin(problem: Problem) -> Search:
     """Start a search."""
     start = time.monotonic()
     return Search(problem, StepModel(problem), start)
+
+
+def searching(name: str, needs_programs: bool = False) -> Callable[[Callable[[Search], None]], Strategy]:
+    """Register a search as a strategy: it answers with the best it has found, or at once where everything fits.
+
+    Args:
+        name: Name to look it up by.
+        needs_programs: Whether it solves mixed-integer or linear programs.
+    """
+
+    def register(find: Callable[[Search], None]) -> Strategy:
+        @strategy(name, needs_programs)
+        @wraps(find)
+        def solve(problem: Problem) -> Solution:
+            search = begin(problem)
+            if search.model.keep_all_bytes <= problem.budget_bytes:
+                return keep_everything(problem.graph, search.model.keep_all_bytes)
+            find(search)
+            return search.answer(name)
+
+        return solve
+
+    return register
 
 
 def keep_everything(graph: Graph, peak_bytes: int) -> Solution:

@@ -131,7 +131,7 @@ def solve(
 
     Args:
         program: What to solve.
-        options: Backend and threads.
+        options: The backend.
         time_limit_s: Seconds; a backend may overshoot by about one.
         relax: Solve the linear relaxation.
         absolute_gap: Stop when objective and bound are this close.
@@ -144,7 +144,7 @@ def solve(
         return _without_variables(program)
     model = mip.Model(sense=mip.MINIMIZE, solver_name=backend_name(options))
     model.verbose = 0
-    model.threads = options.threads
+    model.threads = 1
     if not relax and absolute_gap > 0:
         model.max_mip_gap_abs = absolute_gap
     variables = _add_variables(model, program, relax)

@@ -9,7 +9,7 @@ word on what leaves the planner.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -236,6 +236,29 @@ class StepModel:
                 readers.setdefault(tensor, []).append(node)
         return readers
 
+    @cached_property
+    def need_bytes(self) -> list[int]:
+        """For each backward position, the bytes that no decision spares while its node runs."""
+        return [
+            rest + sum(self.sizes[s] for s in reads) for rest, reads in zip(self.gradients, self.reads, strict=True)
+        ]
+
+    def neediest(self, parts: int) -> tuple[int, ...]:
+        """Find the neediest position of each of so many equal parts of the backward."""
+        count = len(self.reads)
+        ranges = (range(count * i // parts, count * (i + 1) // parts) for i in range(parts))
+        return tuple(max(part, key=self.need_bytes.__getitem__) for part in ranges if part)
+
+    def add_sources(self, found: set[int], choices: Iterable[int]) -> None:
+        """Add choices to what was found before, and all that recomputing them may read."""
+        stack = [s for s in choices if s not in found]
+        found.update(stack)
+        while stack:
+            node = self.producer.get(stack.pop())
+            fresh = [s for s in self.needs[node] if s not in found] if node is not None else []
+            found.update(fresh)
+            stack.extend(fresh)
+
     def last_need(self, storage: int) -> int:
         """Give the last backward position that may need a choice: for its node, or to recompute what that reads."""
         if not hasattr(self, "_last_need"):
@@ -268,7 +291,7 @@ class StepModel:
                 reads = (*early[position], *reads)
             for storage in reads:
                 if storage not in live:
-                    self._recompute(storage, live, row)
+                    row.extend(node for node, _ in self.recompute(storage, live))
             rows.append(row)
             if position in dropped:
                 gone = (s for s in dropped[position] if s not in self.fixed and not self._is_pinned(s, position))
@@ -284,7 +307,8 @@ class StepModel:
             return self.reads[position]
         return self.returned
 
-    def _recompute(self, storage: int, live: set[int], row: list[int]) -> None:
+    def recompute(self, storage: int, live: set[int]) -> Iterator[tuple[int, list[int]]]:
+        """Recompute a choice from what is live; give each node that runs, and the choices that wait for it."""
         stack = [storage]
         while stack:
             top = stack[-1]
@@ -296,9 +320,9 @@ class StepModel:
             if missing:
                 stack.extend(reversed(missing))
                 continue
-            row.append(node)
             live.update(self.makes[node])
             stack.pop()
+            yield node, stack
 
     @cached_property
     def order(self) -> dict[int, int]:
@@ -306,7 +330,7 @@ class StepModel:
         live, row = set(self.fixed), list[int]()
         for storage in self.choices:
             if storage not in live:
-                self._recompute(storage, live, row)
+                row.extend(node for node, _ in self.recompute(storage, live))
         return {node: number for number, node in enumerate(row)}
 
     def in_order(self, rows: Rows, position: int) -> Rows:

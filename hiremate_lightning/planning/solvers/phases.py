@@ -41,6 +41,7 @@ from .model import Policy, Replay, Rows, StepModel
 from .row_memory import UNIT, RowMemory
 
 SMALL_SHARE = 0.0005  # of the budget: values that together stay below it are kept without being modelled
+EARLY_PARTS = 10  # of the backward: an instant to begin with is in the first of them
 PARTS, MOST_ADDED = 8, 2  # positions checked from one round on: so many, and so far apart
 
 LinearTerms = list[tuple[int, float]]
@@ -114,19 +115,10 @@ class PhasedProgram:
                 for phase in sorted({phase_of[use] for use in model.uses.get(storage, ())}):
                     self._read[phase].append(storage)
         self._needed: list[list[int]] = [[] for _ in ends]
-        seen: set[int] = set()
+        seen = set(self.small)
         for phase in reversed(range(len(ends))):
-            self._close(seen, [s for s in self._read[phase] if s not in seen])
-            self._needed[phase] = [s for s in model.choices if s in seen]
-
-    def _close(self, seen: set[int], stack: list[int]) -> None:
-        seen.update(stack)
-        while stack:
-            node = self.model.producer.get(stack.pop())
-            for storage in self.model.needs[node] if node is not None else ():
-                if storage not in seen and storage not in self.small:
-                    seen.add(storage)
-                    stack.append(storage)
+            model.add_sources(seen, self._read[phase])
+            self._needed[phase] = [s for s in model.choices if s in seen and s not in self.small]
 
     def _operands(self, phase: int) -> list[int]:
         if phase == 0:
@@ -255,12 +247,7 @@ def _small(model: StepModel, most_bytes: float) -> frozenset[int]:
 
 def first_checks(model: StepModel) -> Checks:
     """Choose the instants to begin with: the largest need of the early backward, and the largest of all."""
-    need = [model.gradients[p] + sum(model.sizes[s] for s in reads) for p, reads in enumerate(model.reads)]
-    count = len(need)
-    if not count:
-        return Checks(())
-    early = max(range(max(1, count // 10)), key=lambda p: need[p])
-    return Checks(tuple(sorted({early, max(range(count), key=lambda p: need[p])})))
+    return Checks(tuple(sorted({*model.neediest(EARLY_PARTS)[:1], *model.neediest(1)})))
 
 
 def add_checks(checks: Checks, model: StepModel, replay: Replay, limit_bytes: int) -> Checks:

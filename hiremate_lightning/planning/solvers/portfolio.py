@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .base import Problem, Solution, strategy
 from .chains import min_memory_policies, try_rotor
 from .crossover import try_crossovers
 from .greedy import Found, keep_more
-from .incumbent import Search, begin, keep_everything
+from .incumbent import Search, searching
 from .least_memory import find_smallest
 from .neighbourhoods import Neighbourhoods
 from .refine import QUICK_SHARE, polish, refine
-from .selections import knapsack_policies, try_walks
+from .selections import try_fractions, try_walks
 from .turn_point import prove, roundings, segment_policies, try_evictions, try_limits, try_segments
 
 CLOSE = 0.02  # of the step's time: a start that near the bound needs no other
@@ -35,12 +34,6 @@ def _try_least_memory(search: Search) -> None:
     found = [Found(p, search.model.replay(p)) for p in min_memory_policies(search.model)]
     for start in sorted(found, key=lambda f: (f.replay.peak_bytes, f.rank))[:2]:
         search.repair(start.policy, search.within(QUICK_SHARE))
-
-
-def _try_knapsacks(search: Search) -> None:
-    for policy in knapsack_policies(search.model):
-        if search.offer(Found(policy, search.model.replay(policy))):
-            return
 
 
 def _try_rotor(search: Search) -> None:
@@ -67,18 +60,15 @@ OTHERS: tuple[Callable[[Search], None], ...] = (
     _try_evictions,
     _try_walks,
     _try_rotor,
-    _try_knapsacks,
+    try_fractions,
 )
 
 
-@strategy("portfolio", needs_programs=True)
-def portfolio(problem: Problem) -> Solution:
+@searching("portfolio", needs_programs=True)
+def portfolio(search: Search) -> None:
     """Refine the phased model from the best start at hand; the best of all strategies by replay."""
-    search = begin(problem)
-    if search.model.keep_all_bytes <= problem.budget_bytes:
-        return keep_everything(problem.graph, search.model.keep_all_bytes)
     if not prove(search):
-        return search.answer("portfolio")
+        return
     deadline = search.within(QUICK_SHARE)
     try_crossovers(search, [*roundings(search, deadline), *segment_policies(search.model)], deadline)
     if not _is_close(search):
@@ -87,9 +77,12 @@ def portfolio(problem: Problem) -> Solution:
     for attempt in OTHERS:
         if search.best is None and search.left_s() > 0:
             attempt(search)
-    refine(search, improve=Neighbourhoods(search).improve, reserve_s=(1 - REFINE_SHARE) * problem.options.time_limit_s)
+    refine(
+        search,
+        improve=Neighbourhoods(search).improve,
+        reserve_s=(1 - REFINE_SHARE) * search.problem.options.time_limit_s,
+    )
     for attempt in OTHERS:
         if not search.is_done and search.left_s() > 0:
             attempt(search)
     polish(search)
-    return search.answer("portfolio")

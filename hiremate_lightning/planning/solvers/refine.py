@@ -14,9 +14,9 @@ import logging
 import time
 from collections.abc import Callable
 
-from .base import Problem, Solution, Status, strategy
+from .base import Status
 from .greedy import Found, keep_more
-from .incumbent import Search, begin, keep_everything
+from .incumbent import Search, searching
 from .mip_backend import Result, solve
 from .model import Replay
 from .phases import Checks, PhasedProgram, add_checks, first_checks
@@ -119,19 +119,15 @@ def polish(search: Search) -> None:
         search.offer(keep_more(search.model, search.best, search.limit, time.monotonic() + max(0.5, search.left_s())))
 
 
-def solve_by(improve: Callable[[Search], None], problem: Problem, name: str) -> Solution:
-    """Prove a bound, try segments, improve on them, and keep more: what a strategy of that name answers."""
-    search = begin(problem)
-    if search.model.keep_all_bytes <= problem.budget_bytes:
-        return keep_everything(problem.graph, search.model.keep_all_bytes)
+def improve_segments(search: Search, improve: Callable[[Search], None]) -> None:
+    """Prove a bound, try segments, improve on them, and keep more."""
     if prove(search):
         try_segments(search, search.within(QUICK_SHARE))
         improve(search)
         polish(search)
-    return search.answer(name)
 
 
-@strategy("phases", needs_programs=True)
-def phases(problem: Problem) -> Solution:
+@searching("phases", needs_programs=True)
+def phases(search: Search) -> None:
     """Solve the phased model of the whole graph, refined where its replay passes the budget."""
-    return solve_by(refine, problem, "phases")
+    improve_segments(search, refine)

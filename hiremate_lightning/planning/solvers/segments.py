@@ -9,6 +9,7 @@ told by replay. Neither optimal in memory nor in time; fast and never far off.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 from ...records.graph import Graph
 
@@ -49,11 +50,7 @@ def _crossing_bytes(graph: Graph, made: dict[int, int], last: dict[int, int]) ->
         if end > position:
             change[position + 1] += graph.sizes[storage]
             change[end + 1] -= graph.sizes[storage]
-    crossing, current = [], 0
-    for amount in change[: len(graph.forward)]:
-        current += amount
-        crossing.append(current)
-    return crossing
+    return list(accumulate(change[: len(graph.forward)]))
 
 
 def _narrowest(crossing: list[int], middle: int, reach: int) -> int:

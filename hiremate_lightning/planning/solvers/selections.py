@@ -9,9 +9,8 @@ import time
 
 import numpy as np
 
-from .base import Problem, Solution, strategy
 from .greedy import Found
-from .incumbent import Search, begin, keep_everything
+from .incumbent import Search, searching
 from .model import Policy, Rows, StepModel
 
 SLOTS = 500  # of memory in the knapsack's table
@@ -44,20 +43,21 @@ def knapsack_policies(model: StepModel) -> list[Policy]:
     return policies
 
 
-@strategy("knapsack")
-def knapsack(problem: Problem) -> Solution:
+@searching("knapsack")
+def knapsack(search: Search) -> None:
     """Do what PyTorch's `activation_memory_budget` does, with the largest fraction whose replay fits.
 
     Source: torch._functorch.partitioners and knapsack, as of PyTorch 2.13. Changed: the fraction is found here, since
     there the user has to; values are storages, and their times are the profiled ones.
     """
-    search = begin(problem)
-    if search.model.keep_all_bytes <= problem.budget_bytes:
-        return keep_everything(problem.graph, search.model.keep_all_bytes)
+    try_fractions(search)
+
+
+def try_fractions(search: Search) -> None:
+    """Offer the largest fraction whose replay fits."""
     for policy in knapsack_policies(search.model):
         if search.offer(Found(policy, search.model.replay(policy))):
-            break
-    return search.answer("knapsack")
+            return
 
 
 def walk(model: StepModel, limit_bytes: float) -> Rows:
@@ -111,31 +111,18 @@ def _evict(model: StepModel, live: set[int], room: float, pinned: set[int]) -> N
 
 
 def _make(model: StepModel, storage: int, live: set[int], row: list[int], room: float, pinned: set[int]) -> None:
-    stack = [storage]
-    while stack:
-        top = stack[-1]
-        if top in live:
-            stack.pop()
-            continue
-        node = model.producer[top]
-        missing = [s for s in model.needs[node] if s not in live]
-        if missing:
-            stack.extend(reversed(missing))
-            continue
+    for node, waiting in model.recompute(storage, live):
         row.append(node)
-        live.update(model.makes[node])
-        stack.pop()
-        _evict(
-            model, live, room, {*pinned, *stack, *model.makes[node], *(d for s in stack for d in _sources(model, s))}
-        )
+        sources = (d for s in waiting for d in _sources(model, s))
+        _evict(model, live, room, {*pinned, *waiting, *model.makes[node], *sources})
 
 
 def _sources(model: StepModel, storage: int) -> tuple[int, ...]:
     return model.needs[model.producer[storage]] if storage in model.producer else ()
 
 
-@strategy("twremat")
-def twremat(problem: Problem) -> Solution:
+@searching("twremat")
+def twremat(search: Search) -> None:
     """Give up values as memory runs out, least time per byte first.
 
     Source: the budgeted stage (`memlimit`) of the public implementation of TW-Remat (Kumar, Purohit, Svitkina, Vee,
@@ -144,11 +131,7 @@ def twremat(problem: Problem) -> Solution:
     becomes once values are held; times are the profiled ones. The budget is met by replay: working budgets are lowered
     until it is.
     """
-    search = begin(problem)
-    if search.model.keep_all_bytes <= problem.budget_bytes:
-        return keep_everything(problem.graph, search.model.keep_all_bytes)
     try_walks(search, search.within(1.0))
-    return search.answer("twremat")
 
 
 def try_walks(search: Search, deadline: float) -> None:

@@ -19,13 +19,15 @@ which models every instant.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from .base import Problem, Solution, Status, strategy
 from .greedy import Found, keep_more
-from .incumbent import Search, begin, keep_everything
+from .incumbent import Search, keep_everything, searching
 from .mip_backend import LinearProgram, solve
 from .model import Policy, StepModel
+from .row_memory import UNIT
 from .segments import keep_sets
 
 LIMITS = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6, 0.5, 0.4, 0.3)  # of the bytes that the budget leaves at the turn
@@ -64,23 +66,17 @@ def lower_bound(model: StepModel, limit_bytes: int, deadline: float) -> float | 
 
 def _instants(model: StepModel) -> list[int]:
     """Choose the start of the backward, the positions that need most, and the largest of each part of the backward."""
-    need = [
-        model.gradients[p] + sum(model.sizes[s] for s in reads if s in model.producer or s in model.fixed)
-        for p, reads in enumerate(model.reads)
-    ]
-    count = len(need)
-    if not count:
-        return []
-    parts = [range(count * i // BOUND_INSTANTS, count * (i + 1) // BOUND_INSTANTS) for i in range(BOUND_INSTANTS)]
-    chosen = [max(part, key=lambda p: need[p]) for part in parts if part]
-    return list(dict.fromkeys([chosen[0], max(range(count), key=lambda p: need[p]), *chosen]))
+    chosen = model.neediest(BOUND_INSTANTS)
+    return list(dict.fromkeys([*chosen[:1], *model.neediest(1), *chosen]))
 
 
 def _program(model: StepModel, limit_bytes: int, instant: int | None = None) -> tuple[LinearProgram, dict[int, int]]:
     """Build (1) to (3) at the turn, or at an instant of the backward; give also the variable of each choice."""
     first = 0 if instant is None else instant
     used = [s for s in model.choices if s in model.uses and model.uses[s][-1] >= first]
-    chosen = _closure(model, used)
+    needed = set[int]()
+    model.add_sources(needed, used)
+    chosen = [s for s in model.choices if s in needed]
     operands = set() if instant is None else set(model.reads[instant])
     program = LinearProgram()
     keep = {s: program.variable(0.0, lower=float(s in operands)) for s in chosen}
@@ -96,22 +92,10 @@ def _program(model: StepModel, limit_bytes: int, instant: int | None = None) -> 
     for node in nodes:
         for storage in model.needs[node]:
             program.row(f"2_{node}_{storage}", [*there(storage), (run[node], -1.0)], lower=0.0)
-    unit = 2**20  # bytes are scaled to MiB: coefficients near 1 keep the solver exact
     rest = 0 if instant is None else model.gradients[instant]
-    bytes_kept = [(keep[s], model.sizes[s] / unit) for s in chosen if model.sizes[s]]
-    program.row("3", bytes_kept, upper=(limit_bytes - rest) / unit)
+    bytes_kept = [(keep[s], model.sizes[s] / UNIT) for s in chosen if model.sizes[s]]
+    program.row("3", bytes_kept, upper=(limit_bytes - rest) / UNIT)
     return program, keep
-
-
-def _closure(model: StepModel, used: list[int]) -> list[int]:
-    """Give the storages used, and those that recomputing them may read, in order of production."""
-    seen, stack = set(used), list(used)
-    while stack:
-        node = model.producer.get(stack.pop())
-        fresh = [s for s in model.needs[node] if s not in seen] if node is not None else []
-        seen.update(fresh)
-        stack.extend(fresh)
-    return [s for s in model.choices if s in seen]
 
 
 def segment_policies(model: StepModel) -> list[Policy]:
@@ -123,31 +107,27 @@ def segment_policies(model: StepModel) -> list[Policy]:
 
 def try_limits(search: Search, relax: bool, deadline: float) -> None:
     """Solve the program for several limits of the bytes at the turn, and make each solution fit."""
+    for policy in _under_limits(search, LIMITS, relax, deadline):
+        search.repair(policy, deadline)
+
+
+def roundings(search: Search, deadline: float) -> list[Policy]:
+    """Round the relaxations for several limits of the bytes at the turn."""
+    return list(_under_limits(search, LIMITS[::2], relax=True, deadline=deadline))
+
+
+def _under_limits(search: Search, shares: Sequence[float], relax: bool, deadline: float) -> Iterator[Policy]:
+    """Solve the program for several limits of the bytes at the turn, shares of what the budget leaves there."""
     model = search.model
     at_turn = model.gradients[0] if model.gradients else 0
-    for share in LIMITS:
+    for share in shares:
         left = deadline - time.monotonic()
         if left <= 0 or search.is_done:
             return
         program, keep = _program(model, int(share * max(0, search.limit - at_turn)))
         result = solve(program, search.problem.options, left, relax=relax, absolute_gap=search.gap_ms)
         if result.values:
-            search.repair(Policy(frozenset(s for s, v in keep.items() if result.values[v] >= 0.5)), deadline)
-
-
-def roundings(search: Search, deadline: float) -> list[Policy]:
-    """Round the relaxations for several limits of the bytes at the turn."""
-    model, found = search.model, []
-    at_turn = model.gradients[0] if model.gradients else 0
-    for share in LIMITS[::2]:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            break
-        program, keep = _program(model, int(share * max(0, search.limit - at_turn)))
-        result = solve(program, search.problem.options, left, relax=True)
-        if result.values:
-            found.append(Policy(frozenset(s for s, v in keep.items() if result.values[v] >= 0.5)))
-    return found
+            yield Policy(frozenset(s for s, v in keep.items() if result.values[v] >= 0.5))
 
 
 def try_evictions(search: Search, deadline: float) -> None:
@@ -158,18 +138,14 @@ def try_evictions(search: Search, deadline: float) -> None:
         search.repair(policy, deadline)
 
 
-@strategy("turn_point", needs_programs=True)
-def turn_point(problem: Problem) -> Solution:
+@searching("turn_point", needs_programs=True)
+def turn_point(search: Search) -> None:
     """Solve the turn-point model for several limits; the best replayed policy wins."""
-    search = begin(problem)
-    if search.model.keep_all_bytes <= problem.budget_bytes:
-        return keep_everything(problem.graph, search.model.keep_all_bytes)
     if prove(search):
         try_segments(search, search.within(1.0))
         for relax in (True, False):
             try_limits(search, relax, search.within(1.0))
         try_evictions(search, search.within(1.0))
-    return search.answer("turn_point")
 
 
 def prove(search: Search) -> bool:
