@@ -382,7 +382,7 @@ def test_the_smallest_budget_of_one_run_is_met_in_the_next_with_other_measured_t
         assert least_memory(again).is_feasible, seed
 
 
-@pytest.mark.parametrize("make", [lambda: transformer(3), lambda: chain(16)])
+@pytest.mark.parametrize("make", [lambda: transformer(2), lambda: chain(12)])
 def test_the_default_finds_a_schedule_wherever_the_least_memory_fits(make):
     step = make()
     smallest = smallest_budget(problem_of(step, 0))
@@ -402,7 +402,7 @@ def test_the_least_memory_of_a_long_chain_is_far_below_keeping_everything():
 
 @pytest.mark.parametrize("name", strategy_names())
 def test_the_same_problem_gives_the_same_plan(name: str):
-    step = transformer(4)
+    step = transformer(2)
     whole = replay(problem_of(step, 0), keep_all(step[0])).peak_bytes
     first, second = (get_strategy(name)(problem_of(step, whole * 6 // 10)) for _ in range(2))
     assert first.recompute == second.recompute
@@ -432,9 +432,9 @@ def test_a_fresh_process_gives_the_same_plan():
     assert len(outputs[0].split()) == 2
 
 
-@pytest.mark.parametrize("limit_s", [0.05, 0.5])
 @pytest.mark.parametrize("name", strategy_names())
-def test_the_time_limit_holds_and_is_no_proof(name: str, limit_s: float):
+def test_the_time_limit_holds_and_is_no_proof(name: str):
+    limit_s = 0.2
     step = transformer(80)
     whole = replay(problem_of(step, 0), keep_all(step[0])).peak_bytes
     problem = Problem(*step, whole // 2, SolveOptions(time_limit_s=limit_s))
@@ -454,7 +454,7 @@ def test_solving_prints_nothing(capfd: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3])
-@pytest.mark.parametrize("percent", [90, 80, 70, 60, 50])
+@pytest.mark.parametrize("percent", [90, 70, 50])
 def test_clusters_cost_less_than_a_point_against_every_position_checked(blocks: int, percent: int):
     step = transformer(blocks)
     budget = StepModel(problem_of(step, 0)).keep_all_bytes * percent // 100
