@@ -16,7 +16,7 @@ from hiremate_lightning.planning import shared_solving
 
 from .processes import leave
 from .sharded_tools import TOOLS, too_small
-from .sharding import CASES, HEAVY, TOO_SMALL, train
+from .sharding import CASES, HEAVY, SCORED, TOO_SMALL, train
 from .shared_memory import SharedMemory
 
 
@@ -25,7 +25,7 @@ def main(folder: Path, wanted: list[str]) -> None:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     shared_solving.PATIENCE_S = 60.0  # a machine that is busy must not decide on the outcome
     memory, found = SharedMemory(folder, rank, world), dict[str, Any]()
-    for case in (*CASES, *HEAVY):
+    for case in (*CASES, *HEAVY, *SCORED):
         if not wanted or case.name in wanted:
             found[case.name] = tuple(train(case, rank, memory, planned) for planned in (False, True))
     for name, train_with in TOOLS.items():

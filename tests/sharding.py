@@ -155,8 +155,10 @@ class Language(nn.Module):
         times: int = 1,
         kind: type[Block] = Block,
         words: int = 128,
+        scores: bool = False,
     ) -> None:
         super().__init__()
+        self.scores = scores  # whether it returns its loss, as models of transformers do
         self.words, self.places = nn.Embedding(words, width), nn.Embedding(256, width)
         self.blocks = nn.ModuleList(kind(width, gated, 0.0 if gated else dropout, 4) for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
@@ -174,7 +176,12 @@ class Language(nn.Module):
                 x = block(x)
         if self.split is not None:
             x = DTensor.from_local(x, self.split, [Shard(1)]).full_tensor()
-        return self.head(self.norm(x))
+        logits = self.head(self.norm(x))
+        return loss_of(logits, tokens) if self.scores else logits
+
+
+def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
 
 gpt = partial(Language)
@@ -208,6 +215,10 @@ HEAVY = [
     wide("weights outweigh activations", partial(gpt, width=128, blocks=3)),
     wide("weights in bfloat16 outweigh activations", partial(llama, width=128, blocks=3), bf16=True),
     wide("weights that stay whole outweigh activations", partial(gpt, width=128, blocks=3), reshard=False),
+]
+SCORED = [
+    Case("GPT that returns its loss", partial(gpt, scores=True)),
+    wide("Llama in bfloat16 that returns its loss", partial(llama, width=128, blocks=3, scores=True), bf16=True),
 ]
 
 
@@ -303,7 +314,8 @@ def step(model: nn.Module, optimizer: Any, case: Case, rank: int, index: int, le
             model.set_reshard_after_backward(is_end or not case.keeps)
 
         def run(x: Tensor = x) -> None:
-            loss = F.cross_entropy(model(x).flatten(0, 1).float(), x.flatten()) / case.micro
+            result = model(x)
+            loss = (loss_of(result, x) if result.dim() else result) / case.micro
             loss.backward()
             left.losses.append(loss.detach())
 

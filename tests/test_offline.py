@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.command_line.factory import Workload, parse_inputs
-from hiremate_lightning.command_line.offline import OfflineOptions, capture_offline, rates_of
+from hiremate_lightning.command_line.offline import OfflineOptions, capture_offline
+from hiremate_lightning.command_line.rates import rates_of
 from hiremate_lightning.errors import CaptureError, ConfigurationError
-from hiremate_lightning.measuring.describing import describe
 from hiremate_lightning.measuring.profiling import CostCache
 from hiremate_lightning.planning.planner import unplanned
 from hiremate_lightning.records.costs import estimate, step_time_ms
@@ -203,7 +203,7 @@ def test_an_error_of_the_factory_is_its_own():
 
 def test_calls_on_both_sides_of_a_graph_break_are_linked():
     step = capture(Broken)
-    calls, order = describe(step.record, dict(enumerate(estimate(captured.graph) for captured in step.captured)))
+    calls, order = step.recorded.describe([estimate(captured.graph) for captured in step.captured])
 
     assert len(step.captured) == 2
     assert calls[1].links
@@ -308,7 +308,7 @@ def test_the_loss_that_a_module_returns_is_found(form):
 
 
 def test_outputs_are_added_up_where_there_is_no_loss():
-    assert capture(lambda: Losses(lambda y: y)).record.backwards
+    assert capture(lambda: Losses(lambda y: y)).recorded.record.backwards
 
     with pytest.raises(ConfigurationError, match=r"The module returns no loss \(found a tensor\).* or use --loss sum"):
         capture(lambda: Losses(lambda y: y), loss="model")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from .sharding import CASES, HEAVY, TOO_SMALL, Case
+from .sharding import CASES, HEAVY, SCORED, TOO_SMALL, Case
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow
@@ -66,7 +66,7 @@ def test_a_budget_too_small_for_one_rank_is_an_error_on_both(ranks: Ranks):
     assert others == [[True, False], [False, True]]
 
 
-@pytest.mark.parametrize("case", [*CASES, *HEAVY], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *HEAVY, *SCORED], ids=str)
 def test_losses_gradients_and_weights_are_those_without_a_plan(ranks: Ranks, case: Case):
     for left in ranks:
         plain, planned = left[case.name]
@@ -78,7 +78,7 @@ def test_losses_gradients_and_weights_are_those_without_a_plan(ranks: Ranks, cas
             assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
 
 
-@pytest.mark.parametrize("case", [*CASES, *HEAVY], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *HEAVY, *SCORED], ids=str)
 def test_units_get_one_plan_at_the_second_step_without_warnings(ranks: Ranks, case: Case):
     for left in ranks:
         _, planned = left[case.name]
@@ -88,7 +88,7 @@ def test_units_get_one_plan_at_the_second_step_without_warnings(ranks: Ranks, ca
         assert plan.schedule.recomputed(plan.graph)
 
 
-@pytest.mark.parametrize("case", [*CASES, *HEAVY], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *HEAVY, *SCORED], ids=str)
 def test_the_measured_peak_is_the_predicted_one(ranks: Ranks, case: Case):
     """Where parameters stay whole between backwards, the first one's gathers are counted in the others too."""
     for left in ranks:
@@ -105,7 +105,7 @@ def test_the_measured_peak_is_the_predicted_one(ranks: Ranks, case: Case):
         assert planned.peak_bytes < plain.peak_bytes
 
 
-@pytest.mark.parametrize("case", [case for case in (*CASES, *HEAVY) if case.micro == 1 and not case.parts], ids=str)
+@pytest.mark.parametrize("case", [case for case in (*CASES, *HEAVY, *SCORED) if case.micro == 1 and not case.parts], ids=str)
 def test_resident_bytes_are_those_of_the_local_shards(ranks: Ranks, case: Case):
     """All that is not a shard, or an optimizer's state of one, is the batch."""
     for left in ranks:

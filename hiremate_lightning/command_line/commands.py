@@ -41,7 +41,8 @@ from ..sizes.size_search import Forecast, Objective, search
 from ..units import Budget, format_bytes, format_ratio, format_time, parse_budget
 from .doctor import Verdict, examine
 from .factory import Workload, find_factory, parse_inputs
-from .offline import OfflineOptions, OfflineStep, Rates, capture_offline, rates_of
+from .offline import OfflineOptions, OfflineStep, capture_offline
+from .rates import Rates, rates_of
 
 FIT_SIZES = (4, 8)  # batch sizes that `fit` captures: 1 and 2 are special to many operators
 FIT_PLANS = 12  # most sizes that `fit` plans

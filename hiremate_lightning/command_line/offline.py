@@ -1,9 +1,10 @@
 """Capture a training step without the memory that it takes, and cost it without the device.
 
 The module is built, called and differentiated on *fake* tensors, which have shape, type and device but no memory, and
-goes through the same front end and records as in training. So bytes are those of training, but for what only a device
-can tell: workspaces, which are taken as 0, and code outside of the captured parts. Times are estimates from operation
-counts and stated rates, unless they are measured operation by operation.
+goes through the same front end and records as in training. A first step captures its parts. A second one counts what
+code outside of them makes and releases, FSDP2's gathers among it. So bytes are those of training, but for what only a
+device can tell: workspaces, which are taken as 0. Times are estimates from operation counts and stated rates, unless
+they are measured operation by operation.
 
 Where torch was built without CUDA it can't differentiate fake CUDA tensors. A step for a GPU is then captured on CPU
 tensors and accounted as on a GPU: blocks rounded as CUDA's allocator rounds them, attention by the kernels that a GPU
@@ -12,92 +13,35 @@ runs.
 
 from __future__ import annotations
 
-import copy
-import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn import functional as F
 
 from ..capturing.capture import Captured
 from ..errors import CaptureError, ConfigurationError, did_you_mean
-from ..measuring.describing import describe
 from ..measuring.profiling import CostCache, measure
-from ..measuring.recording import Run, StepRecord
 from ..memory.allocator import allocated_bytes
-from ..records.costs import A100, Machine, Profile, estimate
-from ..records.graph import Graph
-from ..records.schedule import keep_all, lower
+from ..records.costs import Profile
 from ..records.step import Step, merge
-from ..rewriting.joint import is_order_dependent_on_gpu
-from ..running.accumulation import Leaves
-from ..running.execution import Part
-from ..running.program import Program, build
 from ..sessions.backend import planning_backend
 from ..sessions.eager_paths import eager_paths
 from ..sessions.refusals import refuse
 from ..torch_private import dynamo, tensor_state
 from .factory import ModelCall, Workload
+from .gpu_stand_in import on_gpu, with_gpu_attention
+from .rates import DEFAULT_RATES, Rates, estimate_mixed
+from .recorded_step import RecordedStep
+from .sharded import ONE, Layout, planned_paths
+from .without_memory import build, on_fakes
 
-aten = torch.ops.aten
-log = logging.getLogger("hiremate_lightning")
-HALF_TYPES = ("float16", "bfloat16")
 _CPU = torch.device("cpu")
 LOSSES = ("auto", "model", "sum")
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What a device does in a millisecond, for estimates.
-
-    Attributes:
-        full: In float32 and whatever is not half precision.
-        half: In float16 and bfloat16.
-        source: Where the numbers come from.
-    """
-
-    full: Machine
-    half: Machine
-    source: str
-
-    def __str__(self) -> str:
-        """Write the rates for people."""
-        full, half = (machine.flops_per_ms / 1e9 for machine in (self.full, self.half))
-        flops = f"{full:g} TFLOP/s" if full == half else f"{full:g} TFLOP/s ({half:g} in half precision)"
-        return f"{flops}, {self.full.bytes_per_ms / 1e6:g} GB/s: {self.source}"
-
-
-DEFAULT_RATES = {
-    "cpu": Rates(Machine(), Machine(), "about one core of a server"),
-    "cuda": Rates(A100, replace(A100, flops_per_ms=312e9), "data sheet of an NVIDIA A100"),
-}
-
-
-def rates_of(device: torch.device, tflops: float | None = None, gb_per_s: float | None = None) -> Rates:
-    """Give the rates of a kind of device, with what the user knows better.
-
-    Args:
-        device: The device that is planned for.
-        tflops: Arithmetic, in 10**12 operations a second; None for the default.
-        gb_per_s: Memory traffic, in 10**9 bytes a second; None for the default.
-    """
-    rates = DEFAULT_RATES[device.type]
-    if tflops is None and gb_per_s is None:
-        return rates
-
-    def known(machine: Machine) -> Machine:
-        return replace(
-            machine,
-            flops_per_ms=machine.flops_per_ms if tflops is None else tflops * 1e9,
-            bytes_per_ms=machine.bytes_per_ms if gb_per_s is None else gb_per_s * 1e6,
-        )
-
-    return Rates(known(rates.full), known(rates.half), "as given")
+STEPS = 4  # the most to run until one captures nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +54,14 @@ class OfflineOptions:
             where there is one.
         optimizer: Name of a class of torch.optim, whose state counts; "none" for none.
         autocast: Type for torch.autocast; None for none.
+        layout: How the module is spread over processes.
     """
 
     device: torch.device = _CPU
     loss: str = "auto"
     optimizer: str = "AdamW"
     autocast: torch.dtype | None = None
+    layout: Layout = ONE
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -146,12 +92,13 @@ class OfflineStep:
 
     Attributes:
         name: Class of the module.
-        size: Batch size.
+        size: Batch size of this process.
         options: How it was captured.
         captured: The captured parts.
-        record: Which of them ran, and how they are linked.
+        recorded: Which of them ran, how they are linked, and what ran outside.
         resident: Bytes that exist before the step, by what they are.
         stale_bytes: Gradients of the step before, freed between forward and backward.
+        sent_bytes: Bytes that this process sends to others in a step.
         capture_s: Seconds taken.
     """
 
@@ -159,9 +106,10 @@ class OfflineStep:
     size: int
     options: OfflineOptions
     captured: tuple[Captured, ...]
-    record: StepRecord
+    recorded: RecordedStep
     resident: tuple[tuple[str, int], ...]
     stale_bytes: int
+    sent_bytes: int
     capture_s: float
 
     @property
@@ -184,27 +132,8 @@ class OfflineStep:
         return self._merge([measure(captured, cache, progress=progress) for captured in self.captured])
 
     def _merge(self, profiles: Sequence[Profile]) -> Step:
-        calls, order = describe(self.record, dict(enumerate(profiles)))
-        step = merge(calls, order, self.stale_bytes)
-        return replace(step, graph=_on_gpu(step.graph, self.options.device)) if self.options.is_stand_in else step
-
-
-def estimate_mixed(graph: Graph, rates: Rates) -> Profile:
-    """Estimate each node's time at the rate of the type that it computes in."""
-    full, half = estimate(graph, rates.full), estimate(graph, rates.half)
-
-    def is_half(node: int) -> bool:
-        return any(graph.tensors[t].dtype in HALF_TYPES for t in graph.nodes[node].outputs)
-
-    times = tuple((half if is_half(node) else full).time_ms[node] for node in range(len(graph.nodes)))
-    return replace(full, time_ms=times)
-
-
-def _on_gpu(graph: Graph, device: torch.device) -> Graph:
-    """Account a graph that was captured on CPU tensors as on a GPU."""
-    storages = tuple(replace(s, size_bytes=allocated_bytes(s.size_bytes, device)) for s in graph.storages)
-    nodes = tuple(replace(n, is_random=n.is_random or is_order_dependent_on_gpu(n.op)) for n in graph.nodes)
-    return replace(graph, storages=storages, nodes=nodes)
+        step = merge(*self.recorded.describe(profiles), self.stale_bytes)
+        return replace(step, graph=on_gpu(step.graph, self.options.device)) if self.options.is_stand_in else step
 
 
 def capture_offline(workload: Workload, options: OfflineOptions, size: int | None = None) -> OfflineStep:
@@ -237,29 +166,38 @@ def capture_offline(workload: Workload, options: OfflineOptions, size: int | Non
 
 def _capture(workload: Workload, options: OfflineOptions, size: int | None) -> OfflineStep:
     start = time.perf_counter()
-    conductor = _Conductor()
-    mode = tensor_state.fake_mode()
-    built = _build(workload, options, size, mode)
+    mode, layout, device = tensor_state.fake_mode(), options.layout, options.fake_device
+    built = build(workload, device, size, mode)
     refuse(built.module)
-    with mode:
-        call = _on_fakes(built, options.fake_device)
-        module = call.module
-        module.train()
-        with _autocast(options):
-            loss = _loss(_forward(call, conductor, options), options.loss)
-        loss.backward()
-        resident = _resident(call, _optimizer_state(module, options), options.device)
-    if not conductor.record.backwards:
-        raise CaptureError(f"Nothing of {type(module).__name__} was captured: torch.compile ran it as it is.")
-    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    with layout.processes(device) as mesh, _Capturing(options) as capturing:
+        with mode:
+            call = on_fakes(built, device)
+            layout.spread(call.module, mesh)
+            call.module.train()
+            capturing.take_over(call.module)
+            optimizer = _optimizer(call.module, options)
+            loss = capturing.step(call, optimizer)
+            for _ in range(STEPS):
+                count = len(capturing.recorded.parts)
+                gradients_bytes = _bytes_of(_gradients(call.module), options.device, set())
+                call.module.zero_grad()
+                resident = _resident(call, optimizer, options.device)
+                del loss
+                with capturing.recorded.recording(call.module, options.device):
+                    loss = capturing.step(call, None)
+                if len(capturing.recorded.parts) == count:
+                    break
+    if not capturing.recorded.record.backwards:
+        raise CaptureError(f"Nothing of {type(call.module).__name__} was captured: torch.compile ran it as it is.")
     return OfflineStep(
-        name=type(module).__name__,
+        name=type(built.module).__name__,
         size=call.size,
         options=options,
-        captured=tuple(part.captured for part in conductor.parts),
-        record=conductor.record,
+        captured=tuple(part.captured for part in capturing.recorded.parts),
+        recorded=capturing.recorded,
         resident=resident,
-        stale_bytes=_bytes_of(gradients, options.device, set()),
+        stale_bytes=gradients_bytes,
+        sent_bytes=layout.sent_bytes(capturing.recorded.meter.events),
         capture_s=time.perf_counter() - start,
     )
 
@@ -267,68 +205,78 @@ def _capture(workload: Workload, options: OfflineOptions, size: int | None) -> O
 # ---------------------------------------------------------------- the step on fake tensors
 
 
-class _Conductor:
-    """Runs the parts of one step with everything kept, and records them."""
-
-    def __init__(self) -> None:
-        self.parts: list[Part] = []
-        self.record = StepRecord(None, 0, 0, 0, sees_frees=False)
-        self._programs: dict[Part, Program] = {}
-
-    def take_in(self, captured: Captured) -> Part:
-        """Make a part of a captured graph."""
-        part = Part(captured, self)
-        self.parts.append(part)
-        self._programs[part] = build(captured, lower(captured.graph, keep_all(captured.graph)))
-        return part
-
-    def start(self, part: Part, arguments: Sequence[Any]) -> tuple[Program, Run]:
-        """Choose the program of a forward."""
-        program = self._programs[part]
-        return program, self.record.begin(part, self.parts.index(part), program, arguments)
-
-    def forward_done(self, run: Run, outputs: Sequence[Any]) -> None:
-        """Note the end of a forward."""
-        self.record.forward_done(run, outputs)
-
-    def backward_starts(self, run: Run, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
-        """Note the start of a backward."""
-        self.record.backward_starts(run, tangents, leaves, retains)
-
-    def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
-        """Leave it as it is: everything is kept."""
-
-    def must_return(self, part: Part, positions: Collection[int]) -> None:
-        """Leave it as it is: no gradients exist before this step."""
-
-    def backward_done(self, run: Run) -> None:
-        """Note the end of a backward."""
-        self.record.backward_done(run)
-
-    def ran_out(self, error: torch.OutOfMemoryError) -> None:
-        """Leave it as it is: without memory nothing runs out of it."""
-
-
 def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def _forward(call: ModelCall, conductor: _Conductor, options: OfflineOptions) -> Any:
-    """Run the forward through torch.compile."""
-    planning = planning_backend(conductor.take_in)
+def _call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
 
-    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        return planning(_with_gpu_attention(module) if options.is_stand_in else module, inputs)
 
-    compiled = torch.compile(_call_module, backend=backend, dynamic=False)
-    try:
-        with dynamo.capturing_for_plans():
-            return compiled(call.module, *call.args, **call.kwargs)
-    except dynamo.CompileError as error:
-        reason = dynamo.reason_of(error)
-        raise CaptureError(f"torch.compile could not capture {type(call.module).__name__}: {reason}") from error
-    finally:
-        dynamo.forget_compiled(_call_module)
+class _Capturing:
+    """Runs steps of a module through torch.compile, while the block that it surrounds runs.
+
+    Attributes:
+        recorded: What was captured, and the latest step.
+    """
+
+    def __init__(self, options: OfflineOptions) -> None:
+        self.recorded = RecordedStep()
+        self._options = options
+        self._call: Callable[..., Any] = _call_module
+        self._undo = ExitStack()
+
+    def __enter__(self) -> _Capturing:
+        self._undo.enter_context(dynamo.capturing_for_plans())
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._undo.close()
+
+    def take_over(self, root: nn.Module) -> None:
+        """Let the parts of a module that are planned run through torch.compile: it, or what is between its units."""
+        paths = planned_paths(root)
+        if "" in paths:
+            self._call = self._compiled(_call_module)
+            return
+        compiled = self._compiled(_call_forward)
+        for path in paths:
+            module = root.get_submodule(path)
+            module.forward = self._along(path, module, compiled)
+
+    def _along(self, path: str, module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self.recorded.path = path
+            return compiled(module, *args, **kwargs)
+
+        return forward
+
+    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        planning = planning_backend(self.recorded.take_in)
+
+        def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            return planning(with_gpu_attention(module) if self._options.is_stand_in else module, inputs)
+
+        self._undo.callback(dynamo.forget_compiled, function)
+        return torch.compile(function, backend=backend, dynamic=False)
+
+    def step(self, call: ModelCall, optimizer: torch.optim.Optimizer | None) -> torch.Tensor:
+        """Run a step, and return its loss.
+
+        Raises:
+            CaptureError: If torch.compile can't capture the module.
+        """
+        try:
+            with _autocast(self._options):
+                loss = _loss(self._call(call.module, *call.args, **call.kwargs), self._options.loss)
+        except dynamo.CompileError as error:
+            reason = dynamo.reason_of(error)
+            raise CaptureError(f"torch.compile could not capture {type(call.module).__name__}: {reason}") from error
+        self.recorded.record.backward_called()  # in a mode of tensors without memory nobody else reports it
+        loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+        return loss
 
 
 def _autocast(options: OfflineOptions) -> Any:
@@ -361,79 +309,31 @@ def _loss(result: Any, kind: str) -> torch.Tensor:
     return sum((t.sum() for t in outputs[1:]), outputs[0].sum())
 
 
-def _build(workload: Workload, options: OfflineOptions, size: int | None, mode: Any) -> ModelCall:
-    """Build a workload with as little memory as it lets us.
-
-    Fake tensors can't have their type changed once they are parameters, and tensors of the meta device can't be read.
-    A factory that needs both is given memory, on the CPU, for its weights and inputs.
-    """
-    for context in ((mode, torch.device(options.fake_device)), (torch.device("meta"),)):
-        with ExitStack() as stack:
-            for manager in context:
-                stack.enter_context(manager)
-            try:
-                return workload.build(size)
-            except ConfigurationError:
-                raise
-            except Exception as error:  # of the factory; the next attempt may suit it, and the last one raises
-                log.debug("%s can't be built in %s: %s", workload.name, context, error)
-    return workload.build(size)
-
-
-def _on_fakes(call: ModelCall, device: torch.device) -> ModelCall:
-    """Give everything that is not a fake tensor on the device a fake one there; the module is copied for that."""
-    memo: dict[int, Any] = {}
-    for value in _tensors_of(call.module):
-        if not _is_fake_on(value, device) and id(value) not in memo:
-            memo[id(value)] = _fake_of(value, device)
-
-    def as_fake(value: Any) -> Any:
-        is_real = isinstance(value, torch.Tensor) and not _is_fake_on(value, device)
-        return _fake_of(value, device) if is_real else value
-
-    module = copy.deepcopy(call.module, memo) if memo else call.module
-    return ModelCall(module, *call.changed(as_fake))
-
-
-def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Go through all tensors of a module: parameters, buffers, and plain attributes."""
-    yield from module.parameters()
-    yield from module.buffers()
-    for inner in module.modules():
-        yield from (v for v in tensor_state.leaves(list(vars(inner).values())) if isinstance(v, torch.Tensor))
-
-
-def _fake_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(fake, tensor.requires_grad)
-    return fake.requires_grad_(tensor.requires_grad and tensor.is_leaf)
-
-
-def _is_fake_on(tensor: torch.Tensor, device: torch.device) -> bool:
-    return tensor_state.is_fake(tensor) and tensor.device.type == device.type
-
-
 # ---------------------------------------------------------------- resident bytes
 
 
-def _optimizer_state(module: nn.Module, options: OfflineOptions) -> Iterator[torch.Tensor]:
-    """Step an optimizer once on the fake tensors, and go through the state that it keeps then."""
+def _optimizer(module: nn.Module, options: OfflineOptions) -> torch.optim.Optimizer | None:
+    """Make the optimizer, None where there is none or nothing to train."""
     trained = [p for p in module.parameters() if p.requires_grad]
     if options.optimizer == "none" or not trained:
-        return
-    optimizer = getattr(torch.optim, options.optimizer)(trained)
-    optimizer.step()
-    for state in optimizer.state.values():
-        yield from (v for v in tensor_state.leaves(state) if isinstance(v, torch.Tensor))
+        return None
+    made: torch.optim.Optimizer = getattr(torch.optim, options.optimizer)(trained)
+    return made
 
 
-def _resident(call: ModelCall, state: Iterator[torch.Tensor], device: torch.device) -> tuple[tuple[str, int], ...]:
+def _gradients(module: nn.Module) -> Iterator[torch.Tensor]:
+    return (p.grad for p in module.parameters() if p.grad is not None)
+
+
+def _resident(
+    call: ModelCall, optimizer: torch.optim.Optimizer | None, device: torch.device
+) -> tuple[tuple[str, int], ...]:
     """Count what exists before a step."""
+    state = [] if optimizer is None else tensor_state.leaves(list(optimizer.state.values()))
     groups = {
         "parameters": call.module.parameters(),
         "buffers": call.module.buffers(),
-        "optimizer state": state,
+        "optimizer state": (value for value in state if isinstance(value, torch.Tensor)),
         "batch": call.tensors,
     }
     seen = set[int]()
@@ -444,57 +344,8 @@ def _bytes_of(tensors: Iterable[torch.Tensor], device: torch.device, seen: set[i
     """Add up storages as a device's allocator rounds them, each once; scalars that stay on the host don't count."""
     total = 0
     for tensor in tensors:
-        storage = tensor_state.storage_id(tensor)
         on_host = device.type != "cpu" and (tensor.device.type == "cpu" and not tensor.dim())
-        if storage not in seen and not on_host:
-            seen.add(storage)
-            total += allocated_bytes(tensor.untyped_storage().nbytes(), device)
+        sizes = {} if on_host else tensor_state.storage_sizes([tensor])
+        total += sum(allocated_bytes(size, device) for storage, size in sizes.items() if storage not in seen)
+        seen.update(sizes)
     return total
-
-
-# ---------------------------------------------------------------- attention as a GPU runs it
-
-
-def _with_gpu_attention(module: fx.GraphModule) -> fx.GraphModule:
-    """Replace attention, whose kernel depends on the device, in a graph that Dynamo captured."""
-    for node in module.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
-        node.target = _gpu_attention
-    module.recompile()
-    return module
-
-
-def _gpu_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Stand in for F.scaled_dot_product_attention with the kernel that a GPU would choose; tensors are fake.
-
-    Args:
-        query: Batch x heads x length x width.
-        key: As the query, of its own length; fewer heads with `enable_gqa`.
-        value: As the key.
-        attn_mask: Booleans or biases, expandable to batch x heads x length x length of the keys.
-        dropout_p: Probability of dropout.
-        is_causal: Whether to mask what is later.
-        scale: Factor of the scores, None for the default.
-        enable_gqa: Whether several heads of the query share one of the key.
-    """
-    if enable_gqa:
-        repeats = query.shape[-3] // key.shape[-3]
-        key, value = (t.repeat_interleave(repeats, -3) for t in (key, value))
-    if attn_mask is None and str(query.dtype).removeprefix("torch.") in HALF_TYPES:
-        flash = aten._scaled_dot_product_flash_attention.default
-        return cast("torch.Tensor", flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0])
-    bias = attn_mask
-    if bias is not None:
-        if bias.dtype == torch.bool:
-            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(bias.logical_not(), -torch.inf)
-        bias = bias.expand(*query.shape[:-1], key.shape[-2])
-    efficient = aten._scaled_dot_product_efficient_attention.default
-    return cast("torch.Tensor", efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0])

@@ -47,7 +47,7 @@ class _Description:
             profile = profiles[run.number]
             if self._record.timed is not None:
                 profile = self._record.timed.refine(profile, run.graph)
-            if self._record.is_measured:
+            if self._record.is_measured and self._record.has_memory:
                 profile = as_laid_out(run.part.captured, profile, run.tangent_strides)
             call = self._forward_call(run, profile, following, backwards[0], place)
             calls.append(self._with_backward(replace(call, lingering=own), run, backwards, released))

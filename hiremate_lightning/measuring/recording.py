@@ -19,6 +19,7 @@ from torch import fx
 from ..capturing.absent import without_missing
 from ..capturing.capture import Captured
 from ..memory.allocator import allocated_bytes
+from ..memory.counting import Meter
 from ..memory.metering import MemoryMeter
 from ..records.costs import Profile
 from ..records.graph import Graph
@@ -114,8 +115,10 @@ class StepRecord:
         left_bytes: Bytes of outputs of the step before that are freed as the last forward returns.
         sees_frees: Whether the step before it was measured.
         root: The model, None where none of it can be sharded.
+        meter: Measures the memory, by default that of the device.
 
     Attributes:
+        has_memory: Whether its tensors have memory.
         resident_bytes: Bytes that existed when it began, stale ones included.
         counted: Storages of which these are, where that is known.
         runs: Its runs, in the order of their forwards.
@@ -135,6 +138,7 @@ class StepRecord:
         left_bytes: int,
         sees_frees: bool,
         root: torch.nn.Module | None = None,
+        meter: Meter | None = None,
     ) -> None:
         self._sees_frees = sees_frees
         self._sharded = root if root is not None and sharding.has_units(root) else None
@@ -143,6 +147,7 @@ class StepRecord:
         self._left = set[Mark]()  # of this step's outputs, those that the next one has not seen released
         self._next: weakref.ref[StepRecord] | None = None
         self._thread = threading.get_ident()
+        self.has_memory = device is not None
         self.resident_bytes = resident_bytes + stale_bytes + left_bytes
         self.counted = frozenset[int]()
         self.runs: list[Run] = []
@@ -152,14 +157,15 @@ class StepRecord:
         self._tangents: dict[int, Callable[[], bool]] = {}  # of the running backward, whether each of them lives
         self.alive_at: dict[Mark, list[Output]] = {}
         self._marks: dict[str, Mark] = {}
-        self._meter: MemoryMeter | None = None
+        self._meter = meter
         self._is_closed = False
         self._unwatch: list[Callable[[], Any]] = []
         self.spans: Sequence[Span] = ()
         self._ended = 0  # how many of the backwards have ended, with all that they are part of
         self._peak_bytes = 0
-        if device is not None and MemoryMeter.is_available(device):
+        if meter is None and device is not None and MemoryMeter.is_available(device):
             self._meter = MemoryMeter(device)
+        if self._meter is not None:
             self._meter.start()
             backward_pass.tell(self)
 

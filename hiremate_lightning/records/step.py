@@ -384,9 +384,10 @@ class _Merger:
     def _give_back_between_forwards(self, beginning: int, outside: Sequence[int]) -> None:
         """Let what outside code holds after a forward, or before the first, live until a later one gives it back.
 
-        Given back first are the stale bytes, which have a place of their own.
+        Given back first are the stale bytes, which have a place of their own: where the backward's call was seen, what
+        outside code holds is told without them.
         """
-        stale_bytes = self.stale_bytes
+        stale_bytes = 0 if any(call.called_at is not None for call in self.calls) else self.stale_bytes
         for index, (call, giver) in enumerate(zip(self.calls, outside, strict=True)):
             owed_bytes = max(0, -call.after_forward.held_bytes)
             stale_bytes, owed_bytes = max(0, stale_bytes - owed_bytes), max(0, owed_bytes - stale_bytes)

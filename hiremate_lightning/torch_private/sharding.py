@@ -7,6 +7,7 @@ parameter is the same tensor at every use: its storage is resized to nothing in 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,6 +43,29 @@ def whole_parameters(root: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]
     """List the sharded parameters below a module that have been whole: each as the unit lends it, and its shard."""
     found = ((getattr(p, "_unsharded_param", None), p.sharded_param) for p in _parameters(root))
     return [(whole, shard) for whole, shard in found if whole is not None]
+
+
+def resized_tensors(root: nn.Module) -> list[torch.Tensor]:
+    """List the tensors below a module whose storages FSDP2 resizes: whole parameters, and what they are gathered in."""
+    return [*(whole for whole, _ in whole_parameters(root)), *(t for p in _parameters(root) for t in p.all_gather_outputs)]
+
+
+@contextmanager
+def imagined_group(size: int) -> Iterator[None]:
+    """Let this process be the first of a group whose collectives do nothing: for tensors without memory.
+
+    Raises:
+        RuntimeError: If this process is one of a group already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    if may_shard():
+        raise RuntimeError("This process is one of several already.")
+    torch.distributed.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def shards(root: nn.Module) -> list[torch.Tensor]:
