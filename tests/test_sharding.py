@@ -5,13 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from .sharding import CASES, HEAVY, SCORED, TOO_SMALL, Case
+from hiremate_lightning.command_line.factory import Workload
+from hiremate_lightning.command_line.offline import OfflineOptions, capture_offline
+from hiremate_lightning.command_line.rates import rates_of
+from hiremate_lightning.command_line.sharded import Layout
+from hiremate_lightning.records.schedule import lower
+from hiremate_lightning.records.simulation import simulate
+
+from .sharding import CASES, HEAVY, SCORED, TOO_SMALL, Case, tokens
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow
@@ -105,7 +113,25 @@ def test_the_measured_peak_is_the_predicted_one(ranks: Ranks, case: Case):
         assert planned.peak_bytes < plain.peak_bytes
 
 
-@pytest.mark.parametrize("case", [case for case in (*CASES, *HEAVY, *SCORED) if case.micro == 1 and not case.parts], ids=str)
+@pytest.mark.parametrize("case", SCORED, ids=str)
+def test_a_step_without_processes_has_the_measured_peak(ranks: Ranks, case: Case):
+    """What `hiremate plan --fsdp 2` predicts of the plan that the processes ran by is what they measured."""
+    layout = Layout(2, dtype=torch.bfloat16 if case.bf16 else None)
+    workload = Workload(lambda: (case.model(), tokens(0, 0, case)), case.name)
+    captured = capture_offline(workload, OfflineOptions(layout=layout))
+    step = replace(captured, stale_bytes=0).estimated(rates_of(torch.device("cpu")))  # freed before each step there
+    for left in ranks:
+        _, planned = left[case.name]
+        (plan,) = planned.plans
+        schedule = lower(step.graph, plan.solution.recompute)
+        assert captured.resident_bytes == plan.resident_bytes
+        predicted = simulate(step.graph, step.profile, schedule).peak_bytes
+        assert predicted == pytest.approx(planned.peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in (*CASES, *HEAVY, *SCORED) if case.micro == 1 and not case.parts], ids=str
+)
 def test_resident_bytes_are_those_of_the_local_shards(ranks: Ranks, case: Case):
     """All that is not a shard, or an optimizer's state of one, is the batch."""
     for left in ranks:

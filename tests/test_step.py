@@ -155,14 +155,17 @@ def test_what_is_held_outside_is_given_back_before_the_backward_of_its_forward(g
 
 
 @pytest.mark.parametrize(
-    ("given_bytes", "stale_bytes", "live_bytes"), [(0, 0, 1000), (300, 0, 700), (2000, 0, 0), (300, 200, 900)]
+    ("given_bytes", "stale_bytes", "sees_call", "live_bytes"),
+    [(0, 0, False, 1000), (300, 0, False, 700), (2000, 0, False, 0), (300, 200, False, 900), (300, 200, True, 700)],
 )
-def test_what_is_held_outside_is_given_back_after_a_later_forward(given_bytes, stale_bytes, live_bytes):
-    """What is stale has a place of its own, and is given back first."""
+def test_what_is_held_outside_is_given_back_after_a_later_forward(given_bytes, stale_bytes, sees_call, live_bytes):
+    """What is stale has a place of its own, and is given back first, unless it is known when it was freed."""
 
     def live_at_the_end(held_bytes, given_bytes):
-        held, given = Gap(held_bytes, held_bytes), Gap(-given_bytes, 0)
-        step = merge(two_calls(3, gap_after_first=held, gap_after_second=given), [1, 0], stale_bytes)
+        first, last = two_calls(3, gap_after_first=Gap(held_bytes, held_bytes), gap_after_second=Gap(-given_bytes, 0))
+        if sees_call:
+            last = replace(last, before_deaths=(Stage((), 0),), called_at=1)
+        step = merge([first, last], [1, 0], stale_bytes)
         return simulate(step.graph, step.profile, lower(step.graph, keep_all(step.graph))).timeline[-1].live_bytes
 
     assert live_at_the_end(1000, given_bytes) - live_at_the_end(0, 0) == live_bytes

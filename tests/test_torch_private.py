@@ -16,6 +16,7 @@ from torch import nn
 from hiremate_lightning import torch_private
 from hiremate_lightning.running.straight_line import compiled
 from hiremate_lightning.torch_private import aot, autocasting, dynamo, hooks, sharding, tensor_state
+from hiremate_lightning.torch_private.storage_events import StorageEvents
 
 from .exact import TORCH
 
@@ -340,8 +341,21 @@ def test_a_unit_lends_whole_parameters():
 
     assert {id(shard) for shard in given.values()} == {id(p) for p in model.parameters()}
     assert [whole.untyped_storage().nbytes() for whole, _ in sharding.whole_parameters(model)] == [0] * 4
+    assert [tensor.untyped_storage().nbytes() for tensor in sharding.resized_tensors(model)] == [0] * 8
     assert len(sharding.shards(model)) == 4
     assert sharding.buffers_between_units(model) == []
+
+
+def test_an_imagined_group_moves_nothing_and_counts_what_it_would_send():
+    events = StorageEvents(lambda before, after: None)
+    with sharding.imagined_group(4), tensor_state.fake_mode(), events:
+        name, collectives = torch.distributed.group.WORLD.group_name, torch.ops._c10d_functional
+        gathered = collectives.all_gather_into_tensor(torch.ones(8), 4, name)
+        part = collectives.reduce_scatter_tensor(gathered, "sum", 4, name)
+        collectives.all_reduce(part, "sum", name)
+
+    assert (events.gathered_bytes, events.scattered_bytes, events.reduced_bytes) == (128, 128, 32)
+    assert not sharding.may_shard()
 
 
 @pytest.mark.usefixtures("one_process")

@@ -38,6 +38,8 @@ _EXAMPLES = {
   hiremate plan torchvision.models:resnet50 --input 64x3x224x224 \\
       --budget 4GiB --device cuda --html resnet50.html --svg resnet50.svg
   hiremate plan models.py:gpt2 --budget 24GiB --device cuda --autocast bfloat16
+  hiremate plan models.py:llama --budget 80GiB --device cuda --fsdp auto \\
+      --param-dtype bfloat16
   hiremate plan models.py:bert --budget 2GiB --json - \\
       --input input_ids=8x128:int64,labels=8:int64
 """,
@@ -209,6 +211,12 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--loss", default="auto", help="auto, model (what it returns) or sum (of its outputs)")
     step.add_argument("--optimizer", default="AdamW", help="class of torch.optim, or none (default: %(default)s)")
     step.add_argument("--autocast", metavar="DTYPE", help="bfloat16 or float16, for mixed precision")
+    several = parser.add_argument_group("several GPUs, each of which gets the inputs as named")
+    several.add_argument("--fsdp", metavar="N", help="shard over N GPUs (FSDP2); plan also takes 2,4,8 and auto")
+    several.add_argument("--tp", metavar="N", type=int, default=1, help="divide blocks over N GPUs, as _tp_plan says")
+    several.add_argument("--units", metavar="CLASSES", help="classes of the units to shard, instead of repeated blocks")
+    several.add_argument("--param-dtype", metavar="DTYPE", help="type that FSDP2 gathers parameters in: bfloat16")
+    several.add_argument("--link", type=float, help="what a GPU sends to others, GB a second")
     costs = parser.add_argument_group("times, estimated from operation counts unless measured")
     costs.add_argument("--tflops", type=float, help="arithmetic of the device, 10^12 operations a second")
     costs.add_argument("--bandwidth", type=float, help="memory traffic of the device, GB a second")

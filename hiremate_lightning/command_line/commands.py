@@ -39,15 +39,29 @@ from ..reporting.terminal import plan_table
 from ..sizes.size_result import BatchSizeResult, result_lines, result_table
 from ..sizes.size_search import Forecast, Objective, search
 from ..units import Budget, format_bytes, format_ratio, format_time, parse_budget
+from .counts import Count, answer, count_of, counts_table, look_at, parse_counts
 from .doctor import Verdict, examine
 from .factory import Workload, find_factory, parse_inputs
 from .offline import OfflineOptions, OfflineStep, capture_offline
 from .rates import Rates, rates_of
+from .sharded import Layout
 
 FIT_SIZES = (4, 8)  # batch sizes that `fit` captures: 1 and 2 are special to many operators
 FIT_PLANS = 12  # most sizes that `fit` plans
 Answer = TypeVar("Answer", Plan, BatchSizeResult)
 AUTOCAST_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _half_type(option: str, name: str | None) -> torch.dtype | None:
+    """Look up the type of mixed precision that an option names.
+
+    Raises:
+        ConfigurationError: If there is no such type.
+    """
+    if name is not None and name not in AUTOCAST_TYPES:
+        hint = did_you_mean(name, AUTOCAST_TYPES)
+        raise ConfigurationError(f"{option} must be {' or '.join(AUTOCAST_TYPES)}, found {name!r}.{hint}")
+    return None if name is None else AUTOCAST_TYPES[name]
 
 
 class _Work:
@@ -59,15 +73,11 @@ class _Work:
 
     def __init__(self, asked: argparse.Namespace) -> None:
         check_strategy(asked.solver)
-        for name in ("time_limit", "tflops", "bandwidth", "points", "max_batch"):
+        for name in ("time_limit", "tflops", "bandwidth", "points", "max_batch", "tp", "link"):
             value = getattr(asked, name, None)
             if value is not None and not value > 0:
                 raise ConfigurationError(f"--{name.replace('_', '-')} must be above 0, found {value}")
-        if asked.autocast is not None and asked.autocast not in AUTOCAST_TYPES:
-            hint = did_you_mean(asked.autocast, AUTOCAST_TYPES)
-            raise ConfigurationError(
-                f"--autocast must be {' or '.join(AUTOCAST_TYPES)}, found {asked.autocast!r}.{hint}"
-            )
+        autocast, dtype = _half_type("--autocast", asked.autocast), _half_type("--param-dtype", asked.param_dtype)
         for target in (getattr(asked, "html", None), getattr(asked, "svg", None), asked.json):
             if target not in (None, "-"):
                 writable(target)  # before minutes go into solving
@@ -75,9 +85,11 @@ class _Work:
             device = torch.device(asked.device)
         except RuntimeError:
             raise ConfigurationError(f"Unknown device {asked.device!r}. Choose cpu or cuda.") from None
-        autocast = AUTOCAST_TYPES.get(asked.autocast)
         self.asked = asked
-        self.options = OfflineOptions(device, asked.loss, asked.optimizer, autocast)
+        self.counts = parse_counts(asked.fsdp)
+        units = tuple(name.strip() for name in (asked.units or "").split(",") if name.strip())
+        layout = Layout(self.counts[0] if self.counts else 1, asked.tp, units, dtype)
+        self.options = OfflineOptions(device, asked.loss, asked.optimizer, autocast, layout)
         self.reporter = Reporter(console=Console(stderr=True))
         inputs = parse_inputs(asked.input) if asked.input else ()
         with self.reporter.stage("loading the model's code"):
@@ -86,12 +98,26 @@ class _Work:
     @cached_property
     def rates(self) -> Rates:
         """The rates that times are estimated from."""
-        return rates_of(self.options.device, self.asked.tflops, self.asked.bandwidth)
+        return rates_of(self.options.device, self.asked.tflops, self.asked.bandwidth, self.asked.link)
 
-    def capture(self, size: int | None = None) -> tuple[OfflineStep, Step]:
-        """Capture the step at a batch size, and cost it."""
+    def need_one_count(self) -> None:
+        """Refuse several numbers of GPUs.
+
+        Raises:
+            ConfigurationError: If there are.
+        """
+        if len(self.counts) != 1:
+            raise ConfigurationError(
+                f"Only plan takes several numbers of GPUs: expected one, found --fsdp {self.asked.fsdp}"
+            )
+
+    def capture(self, size: int | None = None, shards: int | None = None) -> tuple[OfflineStep, Step]:
+        """Capture the step, at a batch size and sharded over a number of GPUs where these are given, and cost it."""
+        options = self.options
+        if shards is not None:
+            options = replace(options, layout=replace(options.layout, shards=shards))
         with self.reporter.stage("tracing"):
-            captured = capture_offline(self.workload, self.options, size)
+            captured = capture_offline(self.workload, options, size)
         if not self.asked.measure:
             return captured, captured.estimated(self.rates)
         with self.reporter.stage("profiling"):
@@ -125,11 +151,21 @@ class _Work:
         resident = ", ".join(f"{name} {format_bytes(size)}" for name, size in captured.resident if size)
         notes = [
             costs,
-            f"Captured as {graphs} at batch size {captured.size}, without memory. What other code allocates is not "
-            "counted.",
+            f"Captured as {graphs} at batch size {captured.size}, without memory.",
             f"Resident: {resident} (optimizer: {self.options.optimizer}). Gradients of the step before, "
             f"{format_bytes(captured.stale_bytes)}, count until the backward.",
         ]
+        layout = captured.options.layout
+        if layout.count > 1:
+            sending = format_time(captured.sent_bytes / self.rates.link_bytes_per_ms)
+            batch = f"Each of {layout.shards} GPUs has a batch of its own"
+            if layout.parts > 1:
+                batch = f"Each {layout.parts} of {layout.count} GPUs have a batch of their own"
+            notes.append(
+                f"{batch}. Each sends "
+                f"{format_bytes(captured.sent_bytes)} to the others in a step, {sending} at "
+                f"{self.rates.link_bytes_per_ms / 1e6:g} GB/s if none of it overlaps with computation."
+            )
         if self.options.is_stand_in:
             notes.append("This torch is built without CUDA: captured on CPU tensors, accounted as on a GPU.")
         return notes
@@ -139,10 +175,26 @@ class _Work:
 
 
 def plan(asked: argparse.Namespace) -> int:
-    """Plan a model under a budget."""
+    """Plan a model under a budget, on one number of GPUs or on several."""
     budget = parse_budget(asked.budget)
     work = _Work(asked)
-    captured, step = work.capture()
+    if len(work.counts) != 1:
+        return _plan_on_several(work, budget)
+    made, captured = _plan_on(work, budget, work.counts[0])
+    if asked.html is not None:
+        with work.reporter.stage("solving other budgets"):
+            write_html(made, asked.html)
+    if asked.svg is not None:
+        write_svg(made, asked.svg)
+    notes = work.notes(captured)
+    if not _write_json(asked.json, _plan_numbers(work, made, captured, notes)):
+        _show(made, plan_table, plan_lines, notes)
+    return 0
+
+
+def _plan_on(work: _Work, budget: Budget, shards: int, on_infeasible: str = "raise") -> tuple[Plan, OfflineStep]:
+    """Plan on a number of GPUs that parameters are sharded over."""
+    captured, step = work.capture(shards=shards)
     budget_bytes = work.budget_bytes(budget, captured.resident_bytes, unplanned(step).peak_bytes)
     with work.reporter.stage("solving"):
         made = make_plan(
@@ -150,25 +202,46 @@ def plan(asked: argparse.Namespace) -> int:
             budget,
             budget_bytes,
             captured.resident_bytes,
-            PlanOptions(asked.solver, asked.time_limit),
+            PlanOptions(work.asked.solver, work.asked.time_limit, on_infeasible),
             target=captured.name,
             planning=PlanningTime(capture_s=captured.capture_s),
             progress=work.reporter.solving(step_time_ms(step.graph, step.profile)),
         )
-    made = replace(made, resident_parts=captured.resident)
-    if asked.html is not None:
-        with work.reporter.stage("solving other budgets"):
-            write_html(made, asked.html)
-    if asked.svg is not None:
-        write_svg(made, asked.svg)
-    notes = work.notes(captured)
-    if not _write_json(asked.json, _plan_numbers(made, captured, notes)):
-        _show(made, plan_table, plan_lines, notes)
-    return 0
+    return replace(made, resident_parts=captured.resident), captured
 
 
-def _plan_numbers(made: Plan, captured: OfflineStep, notes: list[str]) -> dict[str, Any]:
+def _plan_on_several(work: _Work, budget: Budget) -> int:
+    """Plan on several numbers of GPUs; 1 where the budget is met on none of them.
+
+    Raises:
+        ConfigurationError: If what was asked for is not the same on each of them, or of one plan.
+    """
+    if budget.share is not None:
+        raise ConfigurationError("A share is of what a step adds, which --fsdp changes: give --budget as bytes.")
+    if work.asked.html is not None or work.asked.svg is not None:
+        raise ConfigurationError("A page or a picture is of one plan: name one number, such as --fsdp 8.")
+    captured: list[OfflineStep] = []
+
+    def look(shards: int) -> Count:
+        made, found = _plan_on(work, budget, shards, on_infeasible="warn")
+        captured.append(found)
+        return count_of(made, found, work.rates)
+
+    found = list(look_at(work.counts, look))
+    last = captured[-1]
+    notes = work.notes(last)
+    numbers = {"target": last.name, "batch_size": last.size, "counts": [asdict(count) for count in found]}
+    if not _write_json(work.asked.json, {**numbers, "answer": answer(found), "notes": notes}):
+        console = Console()
+        _say(console, [f"{last.name}, budget {budget} on each GPU, batch size {last.size} on each: {answer(found)}"])
+        console.print(counts_table(found))
+        _say_notes(console, ["What follows is of the last column.", *notes])
+    return 0 if any(count.fits for count in found) else 1
+
+
+def _plan_numbers(work: _Work, made: Plan, captured: OfflineStep, notes: list[str]) -> dict[str, Any]:
     return {
+        **asdict(count_of(made, captured, work.rates)),
         **made.to_dict(),
         "device": str(captured.options.device),
         "costs": made.profile.device,
@@ -197,6 +270,7 @@ class _Point:
 def curve(asked: argparse.Namespace) -> int:
     """Show the extra time of many budgets."""
     work = _Work(asked)
+    work.need_one_count()
     captured, step = work.capture()
     problem = Problem(step.graph, step.profile, unplanned(step).peak_bytes, SolveOptions(asked.time_limit))
     with work.reporter.stage("solving"):
@@ -260,6 +334,7 @@ def fit(asked: argparse.Namespace) -> int:
     if accepted is None:
         raise ConfigurationError(f'--max-overhead must be a percentage such as "30%", found {asked.max_overhead!r}')
     work = _Work(asked)
+    work.need_one_count()
     seen = [work.capture(size) for size in FIT_SIZES]
     limit_bytes = work.budget_bytes(budget, 0, 0)
     forecast = _forecast(work, seen, limit_bytes)

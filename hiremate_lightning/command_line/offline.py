@@ -169,28 +169,29 @@ def _capture(workload: Workload, options: OfflineOptions, size: int | None) -> O
     mode, layout, device = tensor_state.fake_mode(), options.layout, options.fake_device
     built = build(workload, device, size, mode)
     refuse(built.module)
-    with layout.processes(device) as mesh, _Capturing(options) as capturing:
+    name = type(built.module).__name__  # fully_shard() gives it another class
+    with layout.processes(device) as mesh, _Capturing(name, options) as capturing:
         with mode:
             call = on_fakes(built, device)
-            layout.spread(call.module, mesh)
+        layout.spread(call.module, mesh)  # outside of the mode: meshes are made of tensors too
+        with mode:
             call.module.train()
             capturing.take_over(call.module)
             optimizer = _optimizer(call.module, options)
-            loss = capturing.step(call, optimizer)
+            capturing.step(call, optimizer)
             for _ in range(STEPS):
                 count = len(capturing.recorded.parts)
                 gradients_bytes = _bytes_of(_gradients(call.module), options.device, set())
                 call.module.zero_grad()
                 resident = _resident(call, optimizer, options.device)
-                del loss
                 with capturing.recorded.recording(call.module, options.device):
-                    loss = capturing.step(call, None)
+                    capturing.step(call, None)
                 if len(capturing.recorded.parts) == count:
                     break
     if not capturing.recorded.record.backwards:
-        raise CaptureError(f"Nothing of {type(call.module).__name__} was captured: torch.compile ran it as it is.")
+        raise CaptureError(f"Nothing of {name} was captured: torch.compile ran it as it is.")
     return OfflineStep(
-        name=type(built.module).__name__,
+        name=name,
         size=call.size,
         options=options,
         captured=tuple(part.captured for part in capturing.recorded.parts),
@@ -217,10 +218,12 @@ class _Capturing:
     """Runs steps of a module through torch.compile, while the block that it surrounds runs.
 
     Attributes:
+        name: Class of the module.
         recorded: What was captured, and the latest step.
     """
 
-    def __init__(self, options: OfflineOptions) -> None:
+    def __init__(self, name: str, options: OfflineOptions) -> None:
+        self.name = name
         self.recorded = RecordedStep()
         self._options = options
         self._call: Callable[..., Any] = _call_module
@@ -260,8 +263,8 @@ class _Capturing:
         self._undo.callback(dynamo.forget_compiled, function)
         return torch.compile(function, backend=backend, dynamic=False)
 
-    def step(self, call: ModelCall, optimizer: torch.optim.Optimizer | None) -> torch.Tensor:
-        """Run a step, and return its loss.
+    def step(self, call: ModelCall, optimizer: torch.optim.Optimizer | None) -> None:
+        """Run a step.
 
         Raises:
             CaptureError: If torch.compile can't capture the module.
@@ -271,12 +274,11 @@ class _Capturing:
                 loss = _loss(self._call(call.module, *call.args, **call.kwargs), self._options.loss)
         except dynamo.CompileError as error:
             reason = dynamo.reason_of(error)
-            raise CaptureError(f"torch.compile could not capture {type(call.module).__name__}: {reason}") from error
+            raise CaptureError(f"torch.compile could not capture {self.name}: {reason}") from error
         self.recorded.record.backward_called()  # in a mode of tensors without memory nobody else reports it
         loss.backward()
         if optimizer is not None:
             optimizer.step()
-        return loss
 
 
 def _autocast(options: OfflineOptions) -> Any:
@@ -325,9 +327,7 @@ def _gradients(module: nn.Module) -> Iterator[torch.Tensor]:
     return (p.grad for p in module.parameters() if p.grad is not None)
 
 
-def _resident(
-    call: ModelCall, optimizer: torch.optim.Optimizer | None, device: torch.device
-) -> tuple[tuple[str, int], ...]:
+def _resident(call: ModelCall, optimizer: torch.optim.Optimizer | None, device: torch.device) -> tuple[tuple[str, int], ...]:
     """Count what exists before a step."""
     state = [] if optimizer is None else tensor_state.leaves(list(optimizer.state.values()))
     groups = {

@@ -1,4 +1,4 @@
-"""What a device computes, reads and hands to others in a millisecond, and the times that follow from it."""
+"""What a device computes, reads and sends in a millisecond, and the times that follow from it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ class Rates:
         full: In float32 and whatever is not half precision.
         half: In float16 and bfloat16.
         source: Where the numbers come from.
+        link_bytes_per_ms: What it sends to others, where there are several.
     """
 
     full: Machine
     half: Machine
     source: str
+    link_bytes_per_ms: float
 
     def __str__(self) -> str:
         """Write the rates for people."""
@@ -34,20 +36,25 @@ class Rates:
 
 
 DEFAULT_RATES = {
-    "cpu": Rates(Machine(), Machine(), "about one core of a server"),
-    "cuda": Rates(A100, replace(A100, flops_per_ms=312e9), "data sheet of an NVIDIA A100"),
+    "cpu": Rates(Machine(), Machine(), "about one core of a server", 10e6),
+    "cuda": Rates(A100, replace(A100, flops_per_ms=312e9), "data sheet of an NVIDIA A100", 300e6),
 }
 
 
-def rates_of(device: torch.device, tflops: float | None = None, gb_per_s: float | None = None) -> Rates:
-    """Give the rates of a kind of device, with what the user knows better.
+def rates_of(
+    device: torch.device, tflops: float | None = None, gb_per_s: float | None = None, link_gb_per_s: float | None = None
+) -> Rates:
+    """Return the rates of a kind of device, with what the user knows better.
 
     Args:
         device: The device that is planned for.
         tflops: Arithmetic, in 10**12 operations a second; None for the default.
         gb_per_s: Memory traffic, in 10**9 bytes a second; None for the default.
+        link_gb_per_s: What it sends to others, in 10**9 bytes a second; None for the default.
     """
     rates = DEFAULT_RATES[device.type]
+    if link_gb_per_s is not None:
+        rates = replace(rates, link_bytes_per_ms=link_gb_per_s * 1e6)
     if tflops is None and gb_per_s is None:
         return rates
 
@@ -58,7 +65,7 @@ def rates_of(device: torch.device, tflops: float | None = None, gb_per_s: float 
             bytes_per_ms=machine.bytes_per_ms if gb_per_s is None else gb_per_s * 1e6,
         )
 
-    return Rates(known(rates.full), known(rates.half), "as given")
+    return replace(rates, full=known(rates.full), half=known(rates.half), source="as given")
 
 
 def estimate_mixed(graph: Graph, rates: Rates) -> Profile:

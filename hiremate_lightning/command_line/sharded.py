@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from ..torch_private import sharding
 from ..torch_private.storage_events import StorageEvents
 
 SHARDS, PARTS = "shards", "parts"  # dimensions of the mesh
+DIMENSIONS = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1}  # of a weight that a style divides
+WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise")  # styles of modules that every process has here
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,34 +37,49 @@ class Layout:
     units: tuple[str, ...] = ()
     dtype: torch.dtype | None = None
 
+    @property
+    def count(self) -> int:
+        """Number of processes."""
+        return self.shards * self.parts
+
     @contextmanager
     def processes(self, device: torch.device) -> Iterator[Any]:
         """Let this process be the first of all while a block runs; yield their mesh, None where there is one process.
 
         Args:
             device: Where the module is.
+
+        Raises:
+            ConfigurationError: If this process is one of several already.
         """
-        if self.shards * self.parts == 1:
+        if self.count == 1:
             yield None
             return
-        with sharding.imagined_group(self.shards * self.parts):
-            yield torch.distributed.device_mesh.init_device_mesh(
-                device.type, (self.shards, self.parts), mesh_dim_names=(SHARDS, PARTS)
+        if sharding.may_shard():
+            raise ConfigurationError(
+                "The factory has started a process group, and --fsdp and --tp imagine one. Let it build the module "
+                "alone."
             )
+        from torch.distributed.device_mesh import init_device_mesh
+
+        with sharding.imagined_group(self.count):
+            yield init_device_mesh(device.type, (self.shards, self.parts), mesh_dim_names=(SHARDS, PARTS))
 
     def spread(self, root: nn.Module, mesh: Any) -> None:
         """Divide and shard a module.
 
         Raises:
-            ConfigurationError: If it has no module of a class that was named.
+            ConfigurationError: If it can't be divided, or has no module of a class that was named.
         """
+        if self.parts > 1:
+            divide(root, mesh[PARTS])
         if self.shards == 1:
             return
-        policy = torch.distributed.fsdp.MixedPrecisionPolicy()
-        if self.dtype is not None:
-            policy = torch.distributed.fsdp.MixedPrecisionPolicy(self.dtype, torch.float32)
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes seconds to load
+
+        policy = MixedPrecisionPolicy() if self.dtype is None else MixedPrecisionPolicy(self.dtype, torch.float32)
         for module in [*self.units_of(root), root]:
-            torch.distributed.fsdp.fully_shard(module, mesh=mesh[SHARDS], mp_policy=policy)
+            fully_shard(module, mesh=mesh[SHARDS], mp_policy=policy)
 
     def units_of(self, root: nn.Module) -> list[nn.Module]:
         """List the modules that are sharded each, without the root.
@@ -76,7 +94,7 @@ class Layout:
             if name not in kinds:
                 raise ConfigurationError(
                     f"{type(root).__name__} has no module of a class {name!r} to shard.{did_you_mean(name, kinds)} "
-                    "Name classes of its modules with --units, such as the class of its layers."
+                    "Name classes of its modules with --units, such as that of its layers."
                 )
         return [module for module in root.modules() if type(module).__name__ in self.units and module is not root]
 
@@ -87,6 +105,57 @@ class Layout:
 
 
 ONE = Layout()
+
+
+def divide(root: nn.Module, mesh: Any) -> None:
+    """Divide modules over processes as the model's own plan for tensor parallelism says.
+
+    Raises:
+        ConfigurationError: If it has no such plan, or one that can't be followed.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = getattr(root, "_tp_plan", None)
+    if not plan:
+        raise ConfigurationError(
+            f"{type(root).__name__} has no plan for tensor parallelism: expected _tp_plan, as models of transformers "
+            "have it, such as {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}. Set it in the factory, or leave "
+            "--tp out."
+        )
+    styles = {path: style for path, style in _styles(root, plan).items() if style not in WHOLE}
+    for path, style in styles.items():
+        module = root.get_submodule(path)
+        if style not in DIMENSIONS or not isinstance(module, nn.Linear):
+            raise ConfigurationError(
+                f"Can't divide {path} ({type(module).__name__}) by the style {style!r} of the model's _tp_plan. "
+                f"Expected a torch.nn.Linear and one of: {', '.join([*DIMENSIONS, *WHOLE])}. Use --fsdp alone."
+            )
+        size = module.weight.shape[DIMENSIONS[style]]
+        if size % mesh.size():
+            raise ConfigurationError(f"--tp {mesh.size()} doesn't divide the {size} features of {path}.")
+    heads = getattr(getattr(root, "config", None), "num_key_value_heads", None)
+    if isinstance(heads, int) and heads % mesh.size():
+        raise ConfigurationError(f"--tp {mesh.size()} doesn't divide the {heads} heads of keys and values.")
+    made = {
+        "colwise": ColwiseParallel(),
+        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+        "rowwise": RowwiseParallel(),
+    }
+    uses = Counter(id(p) for module in root.modules() for p in module.parameters(recurse=False))
+    own = {path: style for path, style in styles.items() if uses[id(root.get_submodule(path).weight)] == 1}
+    parallelize_module(root, mesh, {path: made[style] for path, style in own.items()})
+
+
+def _styles(root: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Look up the modules that a plan names, in which * stands for one part of a path."""
+    patterns = {re.compile(re.escape(path).replace(r"\*", "[^.]+")): style for path, style in plan.items()}
+    found = dict[str, str]()
+    for path, _ in root.named_modules():
+        style = next((style for pattern, style in patterns.items() if pattern.fullmatch(path)), None)
+        if style is not None:
+            found[path] = style
+    return found
 
 
 def repeated_blocks(root: nn.Module) -> list[nn.Module]:

@@ -55,7 +55,7 @@ class CountingMeter:
 
     def start(self) -> None:
         """Begin to count; the first mark is called "start"."""
-        self.events.__enter__()
+        self.events.__enter__()  # type: ignore[no-untyped-call]
         self.mark("start")
 
     def mark(self, label: str) -> None:
@@ -72,7 +72,7 @@ class CountingMeter:
     def stop(self) -> None:
         """End the count."""
         self.events.look_at_resized()
-        self.events.__exit__(None, None, None)
+        self.events.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _begin(self, label: str, released_bytes: int = 0) -> None:
         self.intervals.append(Interval(label, self._live, self._live, released_bytes))

@@ -47,20 +47,17 @@ def whole_parameters(root: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]
 
 def resized_tensors(root: nn.Module) -> list[torch.Tensor]:
     """List the tensors below a module whose storages FSDP2 resizes: whole parameters, and what they are gathered in."""
-    return [*(whole for whole, _ in whole_parameters(root)), *(t for p in _parameters(root) for t in p.all_gather_outputs)]
+    return [
+        *(whole for whole, _ in whole_parameters(root)),
+        *(t for p in _parameters(root) for t in p.all_gather_outputs),
+    ]
 
 
 @contextmanager
 def imagined_group(size: int) -> Iterator[None]:
-    """Let this process be the first of a group whose collectives do nothing: for tensors without memory.
-
-    Raises:
-        RuntimeError: If this process is one of a group already.
-    """
+    """Let this process be the first of a group whose collectives do nothing: for tensors without memory."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
-    if may_shard():
-        raise RuntimeError("This process is one of several already.")
     torch.distributed.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     try:
         yield

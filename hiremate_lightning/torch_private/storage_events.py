@@ -31,7 +31,7 @@ class StorageEvents(TorchDispatchMode):
     """
 
     def __init__(self, changed: Callable[[int, int], None], resized: Iterable[torch.Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.gathered_bytes = self.scattered_bytes = self.reduced_bytes = 0
         self._changed = changed
         storages = {tensor_state.storage_id(tensor): tensor.untyped_storage() for tensor in resized}

@@ -1,0 +1,190 @@
+"""How many GPUs a step needs: the same step planned on several numbers of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import ConfigurationError
+from ..planning.plan import Plan
+from ..records.costs import step_time_ms
+from ..reporting.lifetimes import Band, band_bytes, lifetimes
+from ..units import format_bytes, format_ratio, format_time
+from .offline import OfflineStep
+from .rates import Rates
+
+MOST = 1024  # GPUs that "auto" looks at
+ENOUGH = 8  # from here on "auto" ends where more GPUs don't help:
+FALLS = 0.98  # where the peak is more than this part of that with half as many
+# What a peak is made of: its name, and the resident parts or bands that it sums up.
+PARTS = {
+    "parameters": ("parameters",),
+    "optimizer state": ("optimizer state",),
+    "gradients": (Band.GRADIENT,),
+    "gathered": (Band.OUTSIDE,),
+    "activations": (Band.SAVED, Band.PASSING, Band.RECOMPUTED),
+}
+OTHERS = "others"
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A step on some number of GPUs. Bytes are those of each of them.
+
+    Attributes:
+        gpus: Number of GPUs.
+        fsdp: Over how many of them parameters are sharded.
+        tp: Over how many of them each block is divided.
+        fits: Whether a plan fits the budget.
+        unplanned_peak_bytes: Peak of plain training.
+        peak_bytes: Peak of the plan; where none fits, the smallest peak that was found.
+        peak_parts: What is in memory at that peak.
+        step_ms: Time of the computation of a plain step.
+        overhead: Time of recomputation over that, a ratio.
+        sent_bytes: What it sends to the others in a step.
+        sending_ms: Time of that, if none of it overlaps with computation.
+    """
+
+    gpus: int
+    fsdp: int
+    tp: int
+    fits: bool
+    unplanned_peak_bytes: int
+    peak_bytes: int
+    peak_parts: dict[str, int]
+    step_ms: float
+    overhead: float
+    sent_bytes: int
+    sending_ms: float
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is recomputed."""
+        return self.fits and not self.overhead
+
+
+def parse_counts(text: str | None) -> tuple[int, ...]:
+    """Read the numbers of GPUs to shard over: "8", "2,4,8" or "auto", for which there are none.
+
+    Raises:
+        ConfigurationError: If it is none of these.
+    """
+    if text == "auto":
+        return ()
+    parts = [part.strip() for part in (text or "1").split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigurationError(
+            f"--fsdp takes a number of GPUs such as 8, several such as 2,4,8, or auto, found {text!r}"
+        )
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def peak_parts(plan: Plan, gradients_bytes: int) -> dict[str, int]:
+    """Split the peak of a plan by what is in memory at that moment.
+
+    Args:
+        plan: The plan.
+        gradients_bytes: What all gradients of the parameters take that this process keeps.
+    """
+    moments = plan.planned.timeline
+    at = max(range(len(moments)), key=lambda position: moments[position].peak_bytes)
+    lives = lifetimes(plan.graph, plan.schedule)
+    bands: dict[str, int] = {band: sizes[at] for band, sizes in band_bytes(lives, len(moments)).items()}
+    # FSDP2 keeps shards of gradients from the backward to the end of the step: no graph knows them.
+    kept = [life for life in lives if life.band is Band.OUTSIDE and plan.planned.turn <= life.first <= at <= life.last]
+    shards_bytes = min(gradients_bytes, sum(life.size_bytes for life in kept if life.last == len(moments) - 1))
+    sizes = {**dict(plan.resident_parts), **bands}
+    found = {name: sum(sizes.get(part, 0) for part in parts) for name, parts in PARTS.items()}
+    found["gradients"] += shards_bytes
+    found["gathered"] -= shards_bytes
+    rest = plan.planned_peak_bytes - sum(found.values())
+    found["gathered"] += min(0, rest)  # outside code takes memory that dies there for what it makes
+    return {**found, OTHERS: max(0, rest)}
+
+
+def look_at(counts: Sequence[int], look: Callable[[int], Count]) -> Iterator[Count]:
+    """Plan on several numbers of GPUs.
+
+    Args:
+        counts: Numbers to shard over; none for 1, 2, 4, 8, ... until nothing is recomputed, or more don't help.
+        look: Plans on one of them.
+    """
+    if counts:
+        yield from map(look, counts)
+        return
+    before: Count | None = None
+    shards = 1
+    while shards <= MOST:
+        found = look(shards)
+        yield found
+        is_stuck = shards > ENOUGH and before is not None and found.peak_bytes > FALLS * before.peak_bytes
+        if found.is_plain or is_stuck:
+            return
+        before, shards = found, 2 * shards
+
+
+def answer(found: Sequence[Count]) -> str:
+    """Answer how many GPUs are needed."""
+    fitting = [count for count in found if count.fits]
+    if not fitting:
+        least = min(found, key=lambda count: count.peak_bytes)
+        return (
+            f"None of these is enough: {least.gpus} need at least {format_bytes(least.peak_bytes, up=True)} each. "
+            "Raise the budget, make the batch smaller, or divide activations too (--tp)."
+        )
+    least = min(fitting, key=lambda count: count.gpus)
+    text = f"{_gpus(least.gpus)} enough, with {format_ratio(least.overhead)} time for recomputation."
+    plain = [count for count in fitting if count.is_plain and count is not least]
+    return text + (f" With {min(c.gpus for c in plain)} nothing is recomputed." if plain else "")
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU is" if count == 1 else f"{count} GPUs are"
+
+
+def counts_table(found: Sequence[Count]) -> Table:
+    """Draw a column for each number of GPUs."""
+    table = Table(box=box.ASCII2 if not Console().is_terminal else box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("GPUs")
+    for count in found:
+        table.add_column(str(count.gpus) if count.tp == 1 else f"{count.fsdp} x {count.tp}", justify="right")
+    rows: dict[str, Callable[[Count], str]] = {
+        "fits": lambda count: "yes" if count.fits else "no",
+        "peak of plain training": lambda count: format_bytes(count.unplanned_peak_bytes, up=True),
+        "peak of the plan": lambda count: format_bytes(count.peak_bytes, up=True),
+        **{f"  {part}": partial(_part_words, part) for part in (*PARTS, OTHERS)},
+        "extra time": lambda count: format_ratio(count.overhead),
+        "computing": lambda count: format_time(count.step_ms),
+        "sending": lambda count: format_time(count.sending_ms),
+        "sent": lambda count: format_bytes(count.sent_bytes),
+    }
+    for name, words in rows.items():
+        table.add_row(name, *map(words, found))
+    return table
+
+
+def _part_words(part: str, count: Count) -> str:
+    return format_bytes(count.peak_parts[part])
+
+
+def count_of(plan: Plan, captured: OfflineStep, rates: Rates) -> Count:
+    """Describe a plan on some number of GPUs."""
+    layout = captured.options.layout
+    return Count(
+        gpus=layout.count,
+        fsdp=layout.shards,
+        tp=layout.parts,
+        fits=plan.planned_peak_bytes <= plan.budget_bytes,
+        unplanned_peak_bytes=plan.unplanned_peak_bytes,
+        peak_bytes=plan.planned_peak_bytes,
+        peak_parts=peak_parts(plan, captured.stale_bytes),
+        step_ms=step_time_ms(plan.graph, plan.profile),
+        overhead=plan.predicted_overhead,
+        sent_bytes=captured.sent_bytes,
+        sending_ms=captured.sent_bytes / rates.link_bytes_per_ms,
+    )

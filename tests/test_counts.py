@@ -1,0 +1,199 @@
+"""Planning for several GPUs without them: what is sharded, what is counted, and how many are enough."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from hiremate_lightning.command_line.cli import main
+from hiremate_lightning.command_line.counts import Count, answer, look_at, parse_counts
+from hiremate_lightning.command_line.factory import Workload, parse_inputs
+from hiremate_lightning.command_line.offline import OfflineOptions, capture_offline
+from hiremate_lightning.command_line.sharded import Layout, planned_paths, repeated_blocks
+from hiremate_lightning.errors import ConfigurationError
+from hiremate_lightning.torch_private import sharding
+from hiremate_lightning.units import format_bytes
+
+MODELS = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleDict({"layers": nn.ModuleList(Block() for _ in range(3))})
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, x):
+        for layer in self.inner["layers"]:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+class Divided(Net):
+    _tp_plan = {"inner.layers.*.up": "colwise", "inner.layers.*.down": "rowwise", "head": "colwise_gather_output"}
+
+def net():
+    return Net(), torch.zeros(64, 64)
+
+def divided():
+    return Divided(), torch.zeros(64, 64)
+"""
+WEIGHTS = 3 * (64 * 256 + 256 + 256 * 64 + 64) + 64 * 8 + 8
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "spread_models.py"
+    path.write_text(MODELS)
+    return str(path)
+
+
+def planned(capsys, *arguments):
+    code = main(["plan", *arguments, "--time-limit", "2", "--json", "-"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_several_numbers_of_gpus_are_planned_side_by_side(models, capsys):
+    code, numbers = planned(capsys, f"{models}:net", "--budget", "3MiB", "--fsdp", "1,2,4", "--optimizer", "SGD")
+    rows = numbers["counts"]
+
+    assert code == 0
+    assert [row["gpus"] for row in rows] == [1, 2, 4]
+    assert all(row["fits"] == (row["peak_bytes"] <= 3 * 2**20) for row in rows)
+    assert [row["peak_parts"]["parameters"] for row in rows] == [4 * WEIGHTS // shards for shards in (1, 2, 4)]
+    assert all(sum(row["peak_parts"].values()) <= row["peak_bytes"] + 64 * 64 * 4 for row in rows)
+    assert rows[0]["sent_bytes"] == 0 < rows[1]["sent_bytes"] < rows[2]["sent_bytes"]
+    assert rows[0]["unplanned_peak_bytes"] > rows[1]["unplanned_peak_bytes"]
+    assert numbers["target"] == "Net"
+
+
+def test_a_ring_sends_the_share_of_each_gather(models, capsys):
+    """Blocks are gathered twice and the root once, and all gradients are reduced once: three times all weights."""
+    _, numbers = planned(capsys, f"{models}:net", "--budget", "8MiB", "--fsdp", "4")
+
+    head = 4 * (64 * 8 + 8)
+    assert numbers["sent_bytes"] == (3 * 4 * WEIGHTS - head) * 3 // 4
+    assert numbers["sending_ms"] == pytest.approx(numbers["sent_bytes"] / 10e6)
+    assert {*numbers["peak_parts"]} >= {"parameters", "gathered", "activations"}
+
+
+def test_blocks_are_divided_by_the_plan_of_the_model(models, capsys):
+    _, alone = planned(capsys, f"{models}:divided", "--budget", "8MiB", "--tp", "2")
+    _, both = planned(capsys, f"{models}:divided", "--budget", "8MiB", "--tp", "2", "--fsdp", "2")
+
+    biases = 3 * 64  # of what is added up over all parts
+    assert alone["resident"]["parameters"] == 4 * (WEIGHTS + biases) // 2
+    assert both["resident"]["parameters"] == 2 * (WEIGHTS + biases) // 2
+    assert alone["gpus"] == 2
+    assert both["gpus"] == 4
+    assert 0 < alone["sent_bytes"] < both["sent_bytes"]
+
+
+def test_the_table_answers_how_many_are_needed(models, capsys):
+    assert main(["plan", f"{models}:net", "--budget", "100MiB", "--fsdp", "1,2", "--device", "cuda"]) == 0
+    output = capsys.readouterr().out
+
+    assert output.startswith("Net, budget 100 MiB on each GPU, batch size 64 on each: 1 GPU is enough, with +0.0% time")
+    assert "peak of the plan" in output
+    assert "Each of 2 GPUs has a batch of its own." in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--fsdp", "two"], "--fsdp takes a number of GPUs such as 8, several such as 2,4,8, or auto, found 'two'"),
+        (["--fsdp", "0"], "found '0'"),
+        (["--tp", "0"], "--tp must be above 0, found 0"),
+        (["--tp", "2"], "Net has no plan for tensor parallelism: expected _tp_plan"),
+        (["--fsdp", "2", "--units", "Blok"], "no module of a class 'Blok' to shard. Did you mean 'Block'?"),
+        (["--param-dtype", "half"], "--param-dtype must be bfloat16 or float16, found 'half'"),
+        (["--fsdp", "2,4", "--html", "page.html"], "A page or a picture is of one plan: name one number"),
+    ],
+)
+def test_what_can_not_be_spread_is_refused(models, capsys, monkeypatch, tmp_path, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", f"{models}:net", "--budget", "8MiB", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_shares_and_curves_are_of_one_number(models, capsys):
+    assert main(["plan", f"{models}:net", "--budget", "50%", "--fsdp", "auto"]) == 2
+    assert "give --budget as bytes" in capsys.readouterr().err
+    assert main(["curve", f"{models}:net", "--fsdp", "2,4"]) == 2
+    assert "Only plan takes several numbers of GPUs: expected one, found --fsdp 2,4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"0": "packed_colwise"}, "Can't divide 0 (Linear) by the style 'packed_colwise'"),
+        ({"1": "colwise"}, "Can't divide 1 (GELU) by the style 'colwise'"),
+        ({"0": "colwise"}, "--tp 3 doesn't divide the 8 features of 0."),
+        ({"0": "rowwise"}, "--tp 3 doesn't divide the 4 heads of keys and values."),
+    ],
+)
+def test_plans_of_models_that_can_not_be_followed_are_refused(plan, words):
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU())
+    model._tp_plan, model.config = plan, SimpleNamespace(num_key_value_heads=4)
+    with pytest.raises(ConfigurationError) as error:
+        capture_offline(Workload(lambda: model, "factory", parse_inputs("4x6")), OfflineOptions(layout=Layout(1, 3)))
+    assert words in str(error.value)
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_factory_that_starts_processes_is_refused():
+    options = OfflineOptions(layout=Layout(2))
+    with sharding.imagined_group(2), pytest.raises(ConfigurationError, match="has started a process group"):
+        capture_offline(Workload(lambda: nn.Linear(4, 4), "factory", parse_inputs("4x4")), options)
+
+
+def test_the_outermost_repeated_blocks_are_units():
+    class Stage(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(2))
+
+    model = nn.ModuleDict({"body": nn.ModuleList([Stage(), Stage()]), "head": nn.Sequential(nn.Linear(4, 4))})
+
+    assert repeated_blocks(model) == [*model["body"]]
+    assert repeated_blocks(model["head"]) == []
+    assert planned_paths(model) == [""]
+
+
+def count(gpus, fits, peak_bytes, overhead=0.1):
+    return Count(gpus, gpus, 1, fits, 2 * peak_bytes, peak_bytes, {}, 1.0, overhead, 0, 0.0)
+
+
+def test_auto_ends_where_nothing_is_recomputed():
+    found = [*look_at((), lambda gpus: count(gpus, gpus > 2, 100 // gpus, 0.0 if gpus >= 16 else 0.1))]
+
+    assert [c.gpus for c in found] == [1, 2, 4, 8, 16]
+    assert answer(found) == "4 GPUs are enough, with +10.0% time for recomputation. With 16 nothing is recomputed."
+
+
+def test_auto_ends_where_more_gpus_do_not_help():
+    found = [*look_at((), lambda gpus: count(gpus, False, 2**30 + 2**30 // gpus))]
+
+    assert [c.gpus for c in found] == [1, 2, 4, 8, 16, 32, 64]
+    least = format_bytes(found[-1].peak_bytes, up=True)
+    assert answer(found).startswith(f"None of these is enough: 64 need at least {least} each. Raise the budget")
+
+
+def test_numbers_of_gpus_are_read():
+    assert parse_counts(None) == (1,)
+    assert parse_counts("2, 4,2") == (2, 4)
+    assert parse_counts("auto") == ()
+    assert replace(count(1, True, 1), overhead=0.0).is_plain
