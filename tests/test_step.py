@@ -164,7 +164,7 @@ def test_what_is_held_outside_is_given_back_after_a_later_forward(given_bytes, s
     def live_at_the_end(held_bytes, given_bytes):
         first, last = two_calls(3, gap_after_first=Gap(held_bytes, held_bytes), gap_after_second=Gap(-given_bytes, 0))
         if sees_call:
-            last = replace(last, before_deaths=(Stage((), 0),), called_at=1)
+            last = replace(last, before_deaths=(GapPart((), 0),), called_at=1)
         step = merge([first, last], [1, 0], stale_bytes)
         return simulate(step.graph, step.profile, lower(step.graph, keep_all(step.graph))).timeline[-1].live_bytes
 

@@ -327,7 +327,9 @@ def _gradients(module: nn.Module) -> Iterator[torch.Tensor]:
     return (p.grad for p in module.parameters() if p.grad is not None)
 
 
-def _resident(call: ModelCall, optimizer: torch.optim.Optimizer | None, device: torch.device) -> tuple[tuple[str, int], ...]:
+def _resident(
+    call: ModelCall, optimizer: torch.optim.Optimizer | None, device: torch.device
+) -> tuple[tuple[str, int], ...]:
     """Count what exists before a step."""
     state = [] if optimizer is None else tensor_state.leaves(list(optimizer.state.values()))
     groups = {

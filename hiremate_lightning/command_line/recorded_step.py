@@ -86,9 +86,7 @@ class RecordedStep:
         """Note the end of a forward."""
         self.record.forward_done(run, outputs)
 
-    def backward_starts(
-        self, run: Run, tangents: Sequence[Any], leaves: Leaves, retains: bool
-    ) -> None:
+    def backward_starts(self, run: Run, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
         """Note the start of a backward."""
         self.record.backward_starts(run, tangents, leaves, retains)
 
