@@ -36,16 +36,9 @@ def _try_least_memory(search: Search) -> None:
         search.repair(start.policy, search.within(QUICK_SHARE))
 
 
-def _try_rotor(search: Search) -> None:
-    try_rotor(search, search.within(0.5))
-
-
-def _try_walks(search: Search) -> None:
-    try_walks(search, search.within(0.5))
-
-
-def _try_evictions(search: Search) -> None:
-    try_evictions(search, search.within(0.5))
+def _in_half_the_time(attempt: Callable[[Search, float], None]) -> Callable[[Search], None]:
+    """Give what makes an attempt end when half of the time that is left has passed."""
+    return lambda search: attempt(search, search.within(0.5))
 
 
 def _is_close(search: Search) -> bool:
@@ -57,9 +50,7 @@ def _is_close(search: Search) -> bool:
 
 OTHERS: tuple[Callable[[Search], None], ...] = (
     _try_least_memory,
-    _try_evictions,
-    _try_walks,
-    _try_rotor,
+    *map(_in_half_the_time, (try_evictions, try_walks, try_rotor)),
     try_fractions,
 )
 
