@@ -99,4 +99,4 @@ def _autocast_left_as_found() -> Iterator[None]:
 @pytest.fixture
 def _captures_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capture steps of all sizes, those included that fit the budget as they are."""
-    monkeypatch.setattr(PlainSteps, "bound_bytes", lambda *_: None)
+    monkeypatch.setattr(PlainSteps, "predict", lambda *_: None)

@@ -2,142 +2,164 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.sessions.plain_steps import ROUNDING, TRIES, UNMEASURED_RATIO, ModuleCall, PlainPeak, PlainSteps
+from hiremate_lightning.records.graph import StorageKind
+from hiremate_lightning.records.resizing import Sample
+from hiremate_lightning.records.ways import Way
+from hiremate_lightning.sessions.plain_steps import ROUNDING, TRIES, UNMEASURED_RATIO, Captured, ModuleCall, PlainSteps
 from hiremate_lightning.sessions.targets import targets_of
 
 from .exact import simple_loop, train_both
+from .tiny import Builder
 
 WIDTH = 32
-KIND, OTHER, THIRD = (0,), (1,), (2,)
+KIND, OTHER = (0,), (1,)
+CHANNELS = 7  # of the tensor that a step keeps: a number of the model
 
 
 def call(*sizes: int, name: str = "", dtype: torch.dtype = torch.float32) -> ModuleCall:
     return ModuleCall(name, (dtype,), (sizes,))
 
 
-def known(*kinds: tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]], room: int = 10**9):
-    """Make predictions from planned kinds: kind, sizes, bytes, and the kind of the same code."""
-    steps, peaks = PlainSteps(), {}
-    for kind, sizes, added_bytes, code in kinds:
-        steps.learn(kind, [call(*sizes)], code)
-        peaks[kind] = PlainPeak(added_bytes, room)
-    return steps, peaks
+def bytes_at(rows: int, length: int) -> int:
+    return 4 * rows * length * CHANNELS
 
 
-def test_a_step_that_is_nowhere_larger_takes_no_more():
-    steps, peaks = known((KIND, (4, 100), 1000, KIND))
-    assert steps.bound_bytes([call(4, 60)], peaks, KIND) == 1000
+def captured(
+    rows: int, length: int, code: tuple[int, ...] = KIND, times: int = 1, margin_bytes: int = 0, width: int = 8
+) -> Captured:
+    """A step that keeps one tensor of its rows, its length and channels, in a module that may be called twice."""
+    b = Builder()
+    weight, x = b.input("w", width), b.input("x", 8, StorageKind.INPUT)
+    kept = b.op("kept", (x, weight), times * bytes_at(rows, length))
+    b.tensors[kept] = replace(b.tensors[kept], shape=(rows, length, times * CHANNELS), dtype="float32")
+    out, tangent = b.op("out", (kept,), 4), b.tangent("t", 4)
+    gradient = b.op("grad", (tangent, kept), 8, backward=True)
+    graph, profile = b.graph(outputs=(out,), gradients=(gradient,))
+    sample = Sample((), graph, profile, len(graph.storages))
+    return Captured(
+        (call(rows, length),), code, times * rows * length, margin_bytes, lambda: (sample, {"module": [[0]]})
+    )
 
 
-def test_a_larger_step_takes_at_most_the_highest_power_of_what_grew():
-    steps, peaks = known((KIND, (4, 100), 1000, KIND))
-    assert steps.bound_bytes([call(3, 120)], peaks, KIND) == pytest.approx(1000 * 1.2**2)
-    assert steps.bound_bytes([call(8, 120)], peaks, KIND) == pytest.approx(1000 * 2**2 * 1.2**2)
-    steps.learn(KIND, [call(4, 100)], KIND, shapes=[(4, 100, 200, 100)])
-    assert steps.bound_bytes([call(3, 120)], peaks, KIND) == pytest.approx(1000 * 1.2**3)
+def known(*steps: Captured) -> PlainSteps:
+    """Make predictions from captured steps, of the kinds (0,), (1,) and so on."""
+    plain = PlainSteps()
+    for number, step in enumerate(steps):
+        plain.learn((number,), step)
+    return plain
 
 
-def test_between_two_steps_the_straight_line_is_the_bound():
-    steps, peaks = known((KIND, (4, 100), 1000, KIND), (OTHER, (4, 20), 200, KIND))
-    assert steps.bound_bytes([call(4, 60)], peaks, KIND) == pytest.approx(600)
+def takes(plain: PlainSteps, rows: int, length: int, ways: tuple[Way, ...] = (Way(),)) -> float | None:
+    """Return what the captured graph is predicted to take, without the few bytes that always remain."""
+    found = plain.predict([call(rows, length)], KIND, 10**9, ways)
+    return None if found is None else found.captured_bytes
 
 
-@pytest.mark.parametrize("exponent", [1, 2, 3])
-def test_the_bound_holds_for_products_of_sizes(exponent):
-    def added(rows: int, length: int) -> int:
-        return 7 * rows * length**exponent + 3 * length + 11
-
-    steps, peaks = known(*(((i,), (r, n), added(r, n), KIND) for i, (r, n) in enumerate([(2, 10), (8, 90), (4, 40)])))
-    for rows, length in [(3, 20), (2, 11), (7, 89), (4, 39), (8, 41), (5, 90)]:
-        bound = steps.bound_bytes([call(rows, length)], peaks, KIND)
-        assert bound is not None
-        assert bound >= added(rows, length)
+def test_what_a_step_keeps_follows_from_its_sizes():
+    plain = known(captured(4, 100), captured(4, 60))
+    for length in (10, 60, 77, 100, 150):
+        assert takes(plain, 4, length) == pytest.approx(bytes_at(4, length), abs=20)
 
 
-def test_a_step_with_a_plan_for_its_sizes_does_not_run_plain():
-    steps, peaks = known((KIND, (4, 100), 1000, KIND))
-    assert steps.bound_bytes([call(4, 100)], peaks, KIND) is None
+def test_a_step_fits_or_it_does_not():
+    plain = known(captured(4, 100))
+    most = plain.predict([call(4, 60)], KIND, 10**9)
+    assert most is not None
+    assert plain.predict([call(4, 60)], KIND, int(most.added_bytes) + 1) is not None
+    assert plain.predict([call(4, 60)], KIND, int(most.added_bytes) - 1, (Way(),)) is None
 
 
-def test_a_step_that_may_not_fit_does_not_run_plain():
-    steps, peaks = known((KIND, (4, 100), 1000, KIND), (OTHER, (4, 20), 200, KIND), room=650)
-    assert steps.bound_bytes([call(4, 60)], peaks, KIND) is None
-    assert steps.bound_bytes([call(4, 40)], peaks, KIND) is not None
+def test_the_first_way_that_fits_is_chosen():
+    plain = known(captured(4, 100))
+    ways = [Way(), Way(frozenset({"module"}), 1.0)]
+    found = [plain.predict([call(4, 100)], KIND, room, tuple(ways)) for room in (10**9, bytes_at(4, 100))]
+    assert [None if prediction is None else prediction.way for prediction in found] == [ways[0], None]
 
 
 def test_calls_of_another_form_tell_nothing():
-    steps, peaks = known((KIND, (4, 100), 1000, KIND))
-    assert steps.bound_bytes([call(4)], peaks, KIND) is None
-    assert steps.bound_bytes([call(4, 60, dtype=torch.float64)], peaks, KIND) is None
-    assert steps.bound_bytes([call(4, 60, name="other")], peaks, KIND) is None
-    assert steps.bound_bytes([call(4, 60), call(4, 60)], peaks, KIND) is None
+    plain = known(captured(4, 100))
+    for others in ([call(4)], [call(4, 60, dtype=torch.float64)], [call(4, 60, name="other")], [call(4, 60)] * 2):
+        assert plain.predict(others, KIND, 10**9) is None
 
 
-def test_other_code_that_may_come_raises_the_bound():
-    steps, peaks = known((KIND, (4, 100), 1000, KIND), (OTHER, (4, 20), 200, KIND), (THIRD, (4, 60), 1200, THIRD))
-    assert steps.bound_bytes([call(4, 50)], peaks, KIND) == pytest.approx(1200)
-    assert steps.bound_bytes([call(4, 80)], peaks, KIND) == pytest.approx(1600)
+def test_other_code_that_may_come_counts_too():
+    plain = known(captured(4, 100), captured(4, 60, code=OTHER, times=3))
+    assert takes(plain, 4, 50) == pytest.approx(bytes_at(4, 3 * 50), abs=20)
+
+
+def test_kinds_called_like_a_step_are_found_by_its_first_calls():
+    plain = known(captured(4, 100), captured(4, 60))
+    assert plain.called_like([call(4, 60)], [KIND, OTHER]) == [OTHER]
+    assert plain.called_like([call(4, 60)], [KIND]) == []
+
+
+def added(plain: PlainSteps, length: int) -> float:
+    found = plain.predict([call(4, length)], KIND, 10**9, (Way(),))
+    assert found is not None
+    return found.added_bytes
+
+
+def measure(plain: PlainSteps, length: int, ratio: float | None) -> None:
+    """Let a plain step of a length have taken so many times what the captured graph takes."""
+    found = plain.predict([call(4, length)], KIND, 10**9, (Way(),))
+    assert found is not None
+    plain.measured([call(4, length)], KIND, found, None if ratio is None else round(ratio * found.captured_bytes))
 
 
 def test_what_eager_takes_beyond_the_captured_graph_is_left_free():
-    room = int(1000 * UNMEASURED_RATIO * ROUNDING) + 1
-    for is_enough in (True, False):
-        steps, peaks = known((KIND, (4, 100), 1000, KIND), room=room - 2 * (not is_enough))
-        assert (steps.bound_bytes([call(4, 60)], peaks, KIND) == 1000) is is_enough
+    plain = known(captured(4, 100))
+    assert added(plain, 60) == pytest.approx(ROUNDING * UNMEASURED_RATIO * bytes_at(4, 60), rel=0.01)
 
 
-def test_the_first_measured_step_sets_the_ratio():
-    steps, peaks = known((KIND, (4, 100), 1000, KIND), room=int(1200 * ROUNDING) + 1)
-    assert steps.bound_bytes([call(4, 60)], peaks, KIND) is None
-    steps.measured(100, 120)
-    assert steps.bound_bytes([call(4, 60)], peaks, KIND) == 1000
-    steps.measured(200, 230)
-    assert steps.bound_bytes([call(4, 60)], peaks, KIND) == 1000
-    steps.measured(300, 390)
-    assert steps.bound_bytes([call(4, 60)], peaks, KIND) is None
+def test_measured_steps_set_the_ratio_the_largest_ones_most():
+    plain = known(captured(4, 100))
+    for length, ratio, expected in [(20, 1.3, 1.3), (25, 1.2, 1.3), (60, 1.1, 1.1), (70, 1.4, 1.4), (80, 0.7, 1.4)]:
+        measure(plain, length, ratio)
+        assert added(plain, 90) == pytest.approx(ROUNDING * expected * bytes_at(4, 90), rel=0.01)
 
 
-def test_a_bound_that_lay_high_does_not_lower_the_ratio():
-    steps, peaks = known((KIND, (4, 100), 1000, KIND), room=int(1200 * ROUNDING) - 1)
-    steps.measured(1000, 700)
-    assert steps.bound_bytes([call(4, 60)], peaks, KIND) is None
+def test_a_bound_that_lies_high_does_not_lower_the_ratio():
+    """The weight's dimension is a multiple of the length, so that nothing shows what becomes smaller with it."""
+    plain = known(captured(4, 56, width=112))
+    measure(plain, 28, 0.9)
+    assert added(plain, 56) >= ROUNDING * bytes_at(4, 56)
 
 
-@pytest.mark.parametrize(("told", "expected"), [(300, 300 + 700 * 0.6), (None, 1000)])
-def test_below_the_smallest_step_what_has_no_such_size_remains(told, expected):
-    steps = PlainSteps()
-    steps.learn(KIND, [call(4, 100)], KIND)
-    asked = []
+def test_a_way_that_was_not_measured_has_a_margin_of_its_own():
+    plain, twice = known(captured(4, 100)), Way(frozenset({"module"}), 1.0)
+    measure(plain, 90, 1.05)
+    found = plain.predict([call(4, 90)], KIND, 10**9, (twice,))
+    assert found is not None
+    assert found.added_bytes > 1.2 * (found.captured_bytes - 8)
 
-    def without(sizes: frozenset[int]) -> int | None:
-        asked.append(sizes)
-        return told
 
-    peaks = {KIND: PlainPeak(1000, 10**9, without)}
-    assert steps.bound_bytes([call(4, 60)], peaks, KIND) == pytest.approx(expected)
-    assert asked == [frozenset({100})]
+def test_a_measured_margin_counts():
+    assert added(known(captured(4, 100, margin_bytes=500)), 60) == added(known(captured(4, 100)), 60) + 500
 
 
 def test_clearly_larger_steps_are_measured():
-    steps = PlainSteps()
-    assert steps.is_to_be_measured(1000)
-    steps.measured(1000, 1200)
-    assert not steps.is_to_be_measured(1000)
-    assert steps.is_to_be_measured(1200)
+    plain = known(captured(4, 100))
+    found = [plain.predict([call(4, length)], KIND, 10**9, (Way(),)) for length in (50, 51, 60)]
+    assert plain.is_to_be_measured(found[0])
+    measure(plain, 50, 1.2)
+    assert [plain.is_to_be_measured(prediction) for prediction in found] == [False, False, True]
 
 
 def test_a_step_that_was_not_seen_whole_is_measured_again():
-    steps = PlainSteps()
+    plain = known(captured(4, 100))
+    prediction = plain.predict([call(4, 50)], KIND, 10**9, (Way(),))
     for _ in range(TRIES):
-        assert steps.is_to_be_measured(500)
-        steps.measured(500, None)
-    assert not steps.is_to_be_measured(500)
+        assert plain.is_to_be_measured(prediction)
+        measure(plain, 50, None)
+    assert not plain.is_to_be_measured(prediction)
 
 
 class Attending(nn.Module):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from hiremate_lightning.errors import ScheduleError
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import Graph, StorageKind
 from hiremate_lightning.records.schedule import Compute, Free, Schedule, keep_all, lower
-from hiremate_lightning.records.simulation import Moment, Simulation, simulate
+from hiremate_lightning.records.simulation import Moment, Simulation, allocations, simulate
 
+from .helpers import random_graph
 from .lazily import recompute_lazily
 from .tiny import Builder, chain, plan_keeping, storages_of, transformer
 
@@ -256,3 +258,12 @@ def test_replays_stand_in_for_random_nodes():
     ran = [graph.nodes[moment.node].name for moment in simulation.timeline[simulation.turn :]]
     assert "dropout0" not in ran
     assert simulation.recompute_ms > 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_allocations_have_the_peak_that_the_simulation_has(seed):
+    graph, profile = random_graph(seed)
+    for kept in ((), range(len(graph.storages))):
+        schedule = lower(graph, recompute_lazily(graph, kept))
+        found = allocations(graph, schedule).peak_bytes(np.array(graph.sizes), np.array(profile.workspace_bytes))
+        assert found == simulate(graph, profile, schedule).peak_bytes

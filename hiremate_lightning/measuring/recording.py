@@ -42,6 +42,7 @@ class Run:
         index: Position among the forwards of the step.
         program: The program that runs it.
         links: For each input that is an earlier run's output: that one.
+        parameters: For each input that is a parameter: its identity.
         passed_on: Gradients of inputs that other code computed: they don't stay with a parameter.
         made_outside: Storages of inputs that other code has computed in the step, which no run's output shares: whether
             each lives, and its bytes.
@@ -65,6 +66,7 @@ class Run:
     index: int
     program: Program
     links: dict[int, Output] = field(default_factory=dict)
+    parameters: dict[int, int] = field(default_factory=dict)
     passed_on: tuple[int, ...] = ()
     made_outside: dict[int, tuple[Callable[[], bool], int]] = field(default_factory=dict)
     released_bytes: int = 0
@@ -243,7 +245,8 @@ class StepRecord:
                 elif not value.is_leaf and storage not in self.counted:
                     size_bytes = allocated_bytes(value.untyped_storage().nbytes(), value.device)
                     run.made_outside[storage] = tensor_state.watch_storage(value), size_bytes
-        given, lent = [id(value) for value in arguments if isinstance(value, torch.nn.Parameter)], self._lent()
+        run.parameters = {t: id(value) for t, value in tensors.items() if isinstance(value, torch.nn.Parameter)}
+        given, lent = run.parameters.values(), self._lent()
         self.parameters.update(given, (lent[p] for p in given if p in lent))
         run.passed_on = _passed_on(part, arguments, lent)
         self._note_alive(Event.FORWARD.of(run.index))

@@ -10,8 +10,10 @@ schedule; the caller adds them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from ..errors import ScheduleError
 from .costs import Profile, as_plain
@@ -66,6 +68,33 @@ class Simulation:
         return self.recompute_ms / useful if useful else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Allocations:
+    """What a schedule allocates and frees, in order: enough for its peak at any sizes of the storages.
+
+    Attributes:
+        storages: The storage of each event.
+        signs: 1 for an allocation, -1 for a free.
+        nodes: The nodes that run, in order.
+        events: For each of these runs, how many events come before its peak.
+    """
+
+    storages: np.ndarray
+    signs: np.ndarray
+    nodes: np.ndarray
+    events: np.ndarray
+
+    def peak_bytes(self, storage_bytes: np.ndarray, workspace_bytes: np.ndarray) -> int:
+        """Compute the peak of the schedule.
+
+        Args:
+            storage_bytes: Bytes by storage.
+            workspace_bytes: Workspace by node.
+        """
+        live = np.concatenate(([0], np.cumsum(self.signs * storage_bytes[self.storages])))
+        return int(np.max(live[self.events] + workspace_bytes[self.nodes], initial=0))
+
+
 class _Memory:
     """Live blocks. A block is one allocation of a storage; it dies with the last tensor on it."""
 
@@ -74,7 +103,8 @@ class _Memory:
         self.live_bytes = 0
         self.block_of: dict[int, int] = {}  # live tensor -> block, -1 for one that costs nothing
         self.tensors_on: list[int] = []  # block -> number of live tensors
-        self.block_bytes: list[int] = []
+        self.storage_of_block: list[int] = []
+        self.events: list[tuple[int, int]] = []  # storages, and 1 where they are allocated, -1 where freed
         self.to_hold = set(graph.held)
 
     def retain(self, tensors: Iterable[int]) -> None:
@@ -102,7 +132,8 @@ class _Memory:
             else:
                 block = block_of_storage[storage] = len(self.tensors_on)
                 self.tensors_on.append(0)
-                self.block_bytes.append(self.graph.sizes[storage])
+                self.storage_of_block.append(storage)
+                self.events.append((storage, 1))
                 self.live_bytes += self.graph.sizes[storage]
             defined.append((tensor, block))
         for tensor, block in defined:
@@ -119,7 +150,9 @@ class _Memory:
         if block >= 0:
             self.tensors_on[block] -= 1
             if not self.tensors_on[block]:
-                self.live_bytes -= self.block_bytes[block]
+                storage = self.storage_of_block[block]
+                self.events.append((storage, -1))
+                self.live_bytes -= self.graph.sizes[storage]
 
 
 def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
@@ -137,11 +170,25 @@ def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
         ScheduleError: If a node reads, or a free drops, a tensor that is not in memory; if a node that must run once
             runs again; if a node of the step doesn't run, or a gradient isn't there at the end.
     """
+    return _run(graph, profile, schedule)[0]
+
+
+def allocations(graph: Graph, schedule: Schedule) -> Allocations:
+    """List what a schedule allocates and frees."""
+    simulation, memory, events = _run(graph, Profile((0.0,) * len(graph.nodes), (0,) * len(graph.nodes), ""), schedule)
+    storages, signs = zip(*memory.events, strict=True) if memory.events else ((), ())
+    nodes = [moment.node for moment in simulation.timeline]
+    return Allocations(*(np.array(values, dtype=np.int64) for values in (storages, signs, nodes, events)))
+
+
+def _run(graph: Graph, profile: Profile, schedule: Schedule) -> tuple[Simulation, _Memory, Sequence[int]]:
+    """Replay a schedule; return also its memory, and for each moment how many events came before its peak."""
     memory = _Memory(graph)
     memory.define(graph.inputs, ())
     timeline: list[Moment] = []
     runs = [0] * len(graph.nodes)
-    _replay(memory, profile, schedule.forward, runs, timeline)
+    events: list[int] = []
+    _replay(memory, profile, schedule.forward, runs, timeline, events)
     turn = len(timeline)
     memory.check_live(schedule.saved, "The schedule saves")
     survivors = {*schedule.saved, *graph.held, *graph.inputs}
@@ -150,7 +197,7 @@ def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
     saved_bytes = memory.live_bytes
     memory.retain(set(graph.retained).intersection(schedule.saved))
     memory.define(graph.tangents, ())
-    _replay(memory, profile, schedule.backward, runs, timeline)
+    _replay(memory, profile, schedule.backward, runs, timeline, events)
     memory.check_live(graph.gradients, "The step returns")
     for index in (*graph.forward, *graph.backward):
         if not runs[index]:
@@ -158,7 +205,8 @@ def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
     time_ms = sum(count * profile.time_ms[index] for index, count in enumerate(runs))
     step_ms = sum(profile.time_ms[index] for index in (*graph.forward, *graph.backward))
     peak = max((moment.peak_bytes for moment in timeline), default=0)
-    return Simulation(tuple(timeline), turn, peak, saved_bytes, time_ms, time_ms - step_ms)
+    simulation = Simulation(tuple(timeline), turn, peak, saved_bytes, time_ms, time_ms - step_ms)
+    return simulation, memory, events
 
 
 def simulate_plain(graph: Graph, profile: Profile) -> Simulation:
@@ -186,7 +234,12 @@ def forward_peak_bytes(graph: Graph, profile: Profile) -> int:
 
 
 def _replay(
-    memory: _Memory, profile: Profile, operations: tuple[Operation, ...], runs: list[int], timeline: list[Moment]
+    memory: _Memory,
+    profile: Profile,
+    operations: tuple[Operation, ...],
+    runs: list[int],
+    timeline: list[Moment],
+    events: list[int],
 ) -> None:
     graph = memory.graph
     for operation in operations:
@@ -203,4 +256,5 @@ def _replay(
         memory.define(node.outputs, node.inputs)
         peak = memory.live_bytes + profile.workspace_bytes[index]
         timeline.append(Moment(index, peak, memory.live_bytes))
+        events.append(len(memory.events))
         runs[index] += 1

@@ -15,7 +15,7 @@ from ..records.step import Decisions
 from ..running.program import Program
 from .kinds import Kind
 from .known import Known
-from .plain_steps import ModuleCall
+from .plain_steps import ModuleCall, Prediction
 from .releasing import Timing
 from .watching import Look
 
@@ -81,14 +81,14 @@ class Comparison:
         alike: These steps, as far as they were compared.
         compared: How many forwards of the step were compared with theirs.
         followed: What was taken over from one of them; None for nothing.
-        foreseen: The first of them, and the bytes that the step would add with nothing recomputed; None before all
-            sizes of the step are known.
+        foreseen: The first of them, and the step as it is foreseen from it; None before all sizes of the step are
+            known.
     """
 
     alike: list[Planned] = field(default_factory=list)
     compared: int = 0
     followed: Followed | None = None
-    foreseen: tuple[Known, int] | None = None
+    foreseen: tuple[Known, Known] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +96,14 @@ class PlainRun:
     """How a step runs as the user wrote it.
 
     Attributes:
-        bound_bytes: What it adds at most.
+        prediction: Which of its modules it calls twice, and what it takes then.
+        likely: The kind whose code it is expected to run.
         released: Its kind, where that has a plan which gains nothing; else None.
-        is_twice: Whether it calls the model's blocks twice.
     """
 
-    bound_bytes: float
+    prediction: Prediction
+    likely: Kind
     released: Kind | None = None
-    is_twice: bool = False
 
 
 @dataclass(frozen=True, slots=True)

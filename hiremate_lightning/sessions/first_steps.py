@@ -15,7 +15,7 @@ from ..capturing.absent import without_missing
 from ..capturing.capture import Captured
 from ..measuring.resident import Resident
 from ..memory.allocator import in_blocks
-from ..planning.planner import FirstSolution, fastest_that_fits, first_solution, unplanned
+from ..planning.planner import FirstSolution, fastest_that_fits, first_solution
 from ..records.costs import Profile, step_time_ms
 from ..records.graph import Graph
 from ..records.scaling import is_no_larger
@@ -193,7 +193,7 @@ class FirstSteps:
         candidates = [whole.join([*before, *whole.split(decisions)[call:]]) for decisions in decided]
         decisions = fastest_that_fits(whole, budget_bytes, candidates)
         if call + 1 == len(known.calls):
-            step.comparison.foreseen = alike[0][0], unplanned(whole).peak_bytes + margin_bytes
+            step.comparison.foreseen = alike[0][0], known
         return None if decisions is None else Followed(known, whole.split(decisions))
 
 

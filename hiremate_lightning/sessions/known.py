@@ -26,6 +26,7 @@ class KnownCall:
         part: Its part.
         captured: What of the part it runs.
         place: Its place among all forwards of the step.
+        parameters: Identities of the parameters among its tensors.
         missing: Positions of the gradients of outputs that don't arrive.
         added: Gradients that are only added to those of parameters, with the parameters' storages.
     """
@@ -34,6 +35,7 @@ class KnownCall:
     part: Part
     captured: Captured
     place: int
+    parameters: Mapping[int, int]
     missing: frozenset[int]
     added: Mapping[int, frozenset[int]]
 

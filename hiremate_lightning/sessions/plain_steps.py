@@ -1,55 +1,40 @@
-"""Steps of other sizes that fit the budget with nothing recomputed: they run as the user wrote them, uncaptured.
+"""Steps of other sizes that run as the user wrote them, uncaptured, since they are known to fit the budget so.
 
-To capture a size takes seconds, and gains nothing where plain PyTorch fits. What a plain step takes at a new size
-follows from known steps of the same code: each byte count is a sum of products of sizes with positive coefficients,
-so it grows with each size, and is convex along a line on which none of them falls. Between two known steps the straight
-line is therefore an upper bound, from sizes of zero on, where only what has none of them remains; and a step that is
-nowhere larger than another takes no more. One that is larger takes at most as many times more as the highest power of
-the sizes that grew.
+To capture a size takes seconds. What a plain step takes at a new size follows from captured steps of the same code
+(`records.resizing`), and so does what it takes where some of its modules are called twice (`records.ways`). The
+cheapest way that fits is chosen.
 
 Eager PyTorch holds more than a captured graph with nothing recomputed: masks of dropouts as floats, for example. By how
-much shows the first plain step, which must be small enough that it fits in any case, and later ones correct it.
+much shows the first plain step, which must be small enough that it fits in any case, and larger ones correct it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import inf, prod
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from ..records.costs import as_plain
+from ..records.resizing import Bytes, Resizing, Sample
+from ..records.schedule import as_written, lower, with_checkpoints
+from ..records.simulation import Allocations, allocations
+from ..records.ways import Calls, Way, ways_of
 from .kinds import Kind
 
-UNMEASURED_RATIO = 1.5  # of eager's peak to that of the captured graph, before it was measured
-LEAST_RATIO = 1.2  # once it was: that is usual, and a bound that lies high makes it look like less
+UNMEASURED_RATIO = 1.5  # of what grows with the sizes in eager PyTorch to the same in the captured graph
+UNMEASURED_WAY_RATIO = 1.25  # the same of a way that was not measured, where others were
+LEAST_RATIO = 1.03  # where it was measured
 TRIES = 4  # steps to measure in a row: on a CPU the first one does not see all that is freed
 CLEARLY_LARGER = 1.1  # than all that were measured: such a step is measured too
-LEAST_POWER = 2  # of a size: maps of attention
-LEAST_SIZE = 8  # that tells its powers from sizes of the model
-ROUNDING = 1.01  # sizes that code divides, and an allocator's blocks, leave the convex curve by a little
-
-
-@dataclass(frozen=True, slots=True)
-class PlainPeak:
-    """What a planned kind of step takes without its plan.
-
-    Attributes:
-        added_bytes: What it adds to the resident bytes at its peak.
-        room_bytes: What it may add.
-        without: Returns what it adds beside the tensors that have certain sizes; None where these can't be told.
-    """
-
-    added_bytes: int
-    room_bytes: int
-    without: Callable[[frozenset[int]], int | None] = lambda sizes: None
-
-
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    sizes: tuple[int, ...]
-    added_bytes: float
+SIMILAR = 0.5  # of the largest step that was measured: smaller ones tell less, and are not compared any more
+COMPARED = 16  # steps that were measured: the largest
+SAMPLES = 4  # sizes of one code that predictions are made from
+ROUNDING = 1.01  # an allocator's blocks
+REMEMBERED = 1024  # predictions
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,112 +57,247 @@ class ModuleCall:
         return ModuleCall(name, tuple(t.dtype for t in tensors), tuple(tuple(t.shape) for t in tensors))
 
 
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A step that was captured.
+
+    Attributes:
+        calls: What each call of a planned module was given in it, in order.
+        code: The first kind that runs the same code at other sizes.
+        total_bytes: Bytes of all its values.
+        margin_bytes: By how much it was measured above what was predicted.
+        read: Returns the step, its inputs left out, and the nodes of what may be called twice in it.
+    """
+
+    calls: tuple[ModuleCall, ...]
+    code: Kind
+    total_bytes: int
+    margin_bytes: int
+    read: Callable[[], tuple[Sample, Calls]]
+
+    @cached_property
+    def known(self) -> tuple[Sample, Calls]:
+        """The step, and the nodes of what may be called twice in it."""
+        return self.read()
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a step takes that runs plain.
+
+    Attributes:
+        way: How it runs.
+        added_bytes: What it adds to the resident bytes at its peak, at most.
+        captured_bytes: At most that much the captured graph would take of it.
+    """
+
+    way: Way
+    added_bytes: float
+    captured_bytes: float
+
+
+class _Code:
+    """Steps of the same code, as far as their first calls tell them apart."""
+
+    def __init__(self, steps: Sequence[Captured], count: int) -> None:
+        samples = [replace(step.known[0], sizes=_sizes(step.calls[:count])) for step in steps]
+        self._base, self._twice = steps[0].known
+        self._resizing = Resizing(samples)
+        self._allocations: dict[frozenset[str], Allocations] = {}
+        self._at: dict[tuple[int, ...], Bytes] = {}
+        self.margin_bytes = max(step.margin_bytes for step in steps)
+
+    @cached_property
+    def ways(self) -> tuple[Way, ...]:
+        """The ways to run it, the fastest first."""
+        return ways_of(self._resizing.graph, self._resizing.profile, self._twice)
+
+    @cached_property
+    def _gradient_bytes(self) -> int:
+        graph = self._resizing.graph
+        storages = {graph.tensors[t].storage for t in graph.gradients}
+        return sum(graph.sizes[s] for s in storages if s is not None)
+
+    def peaks(self, sizes: tuple[int, ...], paths: frozenset[str] = frozenset()) -> tuple[int, int]:
+        """Bound the captured graph's peak at some sizes, from below and from above."""
+        if sizes not in self._at:
+            if len(self._at) == REMEMBERED:
+                self._at.clear()
+            self._at[sizes] = self._resizing.at(sizes)
+        found, bounds = self._allocated(paths), self._at[sizes]
+        low = found.peak_bytes(bounds.low, bounds.low_workspaces)
+        return low, found.peak_bytes(bounds.high, bounds.high_workspaces)
+
+    def growing(self, sizes: tuple[int, ...], paths: frozenset[str]) -> tuple[float, float]:
+        """Bound what of the peak grows with the sizes: in eager PyTorch it is larger."""
+        low, high = self.peaks(sizes, paths)
+        return max(0.1 * low, low - self._gradient_bytes), max(0.1 * high, high - self._gradient_bytes)
+
+    def _allocated(self, paths: frozenset[str]) -> Allocations:
+        if paths not in self._allocations:
+            calls = [call for path in sorted(paths) for call in self._twice.get(path, ())]
+            graph, _ = as_plain(with_checkpoints(self._base.graph, calls), self._base.profile)
+            self._allocations[paths] = allocations(graph, lower(graph, as_written(graph)))
+        return self._allocations[paths]
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """A plain step that was measured: what its calls were given, and what it added."""
+
+    calls: tuple[ModuleCall, ...]
+    likely: Kind
+    added_bytes: int
+
+
 class PlainSteps:
-    """Predicts what a plain step takes at sizes that were not planned, and corrects that by what is measured."""
+    """Predicts what plain steps take at sizes that were not planned, and corrects that by what is measured."""
 
     def __init__(self) -> None:
-        self._calls: dict[Kind, tuple[ModuleCall, ...]] = {}
-        self._code: dict[Kind, Kind] = {}
-        self._foreseen: dict[Kind, int] = {}
-        self._ratio = UNMEASURED_RATIO
-        self._power = LEAST_POWER
-        self._measured_bytes = 0.0  # the largest bound that was compared with a measured peak
+        self._captured: dict[Kind, Captured] = {}
+        self._foreseen = deque[Captured](maxlen=SAMPLES)
+        self._codes: dict[tuple[Kind, int], tuple[tuple[Captured, ...], _Code]] = {}
+        self._predicted: dict[tuple[object, ...], Prediction | None] = {}
+        self._measured: dict[Way, list[_Measured]] = {}
+        self._largest_bytes: dict[Way, float] = {}  # that were measured
         self._tries = 0
+        self._ratios: dict[Way, float] = {}
 
-    def learn(
-        self,
-        kind: Kind,
-        calls: Sequence[ModuleCall],
-        code: Kind,
-        added_bytes: int | None = None,
-        shapes: Iterable[tuple[int, ...]] = (),
-    ) -> None:
-        """Learn what a kind of step was called with.
+    def learn(self, kind: Kind, step: Captured) -> None:
+        """Learn what a kind of step takes."""
+        if self._captured.get(kind) is not step:
+            self._captured[kind] = step
+            self._forget_predictions()
 
-        Args:
-            kind: The kind.
-            calls: What each call of a planned module was given in such a step, in order.
-            code: The first kind that runs the same code at other sizes.
-            added_bytes: What it adds at its peak where nothing is recomputed, if it ran by the plan of another size.
-            shapes: Of all its tensors, where they are known.
-        """
-        self._calls[kind], self._code[kind] = tuple(calls), code
-        self._power = max(self._power, power_of(_sizes(calls), shapes))
-        if added_bytes is not None:
-            self._foreseen[kind] = added_bytes
+    def learn_foreseen(self, step: Captured) -> None:
+        """Learn what a step takes that was captured and has no plan of its own."""
+        self._foreseen.append(step)
+        self._forget_predictions()
 
-    def called_like(self, calls: Sequence[ModuleCall], kinds: Iterable[Kind]) -> list[Kind]:
+    def _forget_predictions(self) -> None:
+        self._predicted.clear()
+        self._ratios.clear()
+
+    def called_like(self, calls: Sequence[ModuleCall], kinds: Collection[Kind]) -> list[Kind]:
         """List those of some kinds whose first calls were given exactly what these are given."""
-        return [kind for kind in kinds if self._calls.get(kind, ())[: len(calls)] == tuple(calls)]
+        own, count = tuple(calls), len(calls)
+        return [kind for kind, step in self._captured.items() if kind in kinds and step.calls[:count] == own]
 
-    def with_margin(self, added_bytes: float) -> float:
-        """Return what a plain step takes, of which the captured graph takes so many bytes."""
-        return added_bytes * self._ratio
-
-    def bound_bytes(self, calls: Sequence[ModuleCall], peaks: Mapping[Kind, PlainPeak], likely: Kind) -> float | None:
-        """Bound what the step under way adds to the resident bytes at its peak, if it runs plain and that fits.
+    def predict(
+        self, calls: Sequence[ModuleCall], likely: Kind, room_bytes: int, ways: tuple[Way, ...] | None = None
+    ) -> Prediction | None:
+        """Find the fastest way to run the step under way plain.
 
         Args:
             calls: What its calls were given so far.
-            peaks: What planned kinds of steps take.
-            likely: The kind whose code the step most likely runs.
+            likely: The kind whose code it most likely runs.
+            room_bytes: What it may add to the resident bytes.
+            ways: The ways to choose from; None for all that are known.
 
         Returns:
-            Bytes, as of the captured graph with nothing recomputed; None where a plain step may not fit, or where
-            there is a plan for exactly these sizes.
+            What it takes then; None where it may not fit.
         """
-        if self.called_like(calls, peaks):
+        key = tuple(calls), likely, room_bytes, ways
+        if key not in self._predicted:
+            if len(self._predicted) == REMEMBERED:
+                self._predicted.clear()
+            self._predicted[key] = self._predict(key[0], likely, room_bytes, ways)
+        return self._predicted[key]
+
+    def _predict(
+        self, calls: tuple[ModuleCall, ...], likely: Kind, room_bytes: int, ways: tuple[Way, ...] | None
+    ) -> Prediction | None:
+        codes = self._codes_called(calls, likely)
+        if not codes:
             return None
-        samples = self._samples(calls, peaks)
-        sizes, expected = _sizes(calls), samples.get(self._code.get(likely, likely), [])
-        bound = _bound(sizes, expected)
-        if bound is None:
-            bound = min((_beyond(sizes, sample, self._power) for sample in expected), default=None)
-        if bound is None:
-            return None
-        # Other code may come instead. Where its own samples do not tell, it takes as much more as it did at theirs.
-        for others in samples.values():
-            own = _bound(sizes, others)
-            if own is None:
-                pairs = [(other.added_bytes, _bound(other.sizes, expected)) for other in others]
-                own = bound * max((added / there for added, there in pairs if there), default=1.0)
-            bound = max(bound, own)
-        return bound if self.fits(bound, peaks) else None
+        for way in codes[0].ways if ways is None else ways:
+            found = [self._takes(code, _sizes(calls), way) for code in codes]  # other code may come instead
+            most = max(found, key=lambda prediction: prediction.added_bytes)
+            if most.added_bytes <= room_bytes:
+                return most
+        return None
 
-    def fits(self, bound_bytes: float, peaks: Mapping[Kind, PlainPeak]) -> bool:
-        """Whether a plain step fits, of which the captured graph takes so many bytes at most."""
-        return self.with_margin(bound_bytes) * ROUNDING <= max(peak.room_bytes for peak in peaks.values())
+    def with_margin(self, added_bytes: float) -> float:
+        """Return what a plain step takes, of which the captured graph takes so many bytes."""
+        return added_bytes * self._ratio(Way())
 
-    def _samples(self, calls: Sequence[ModuleCall], peaks: Mapping[Kind, PlainPeak]) -> dict[Kind, list[_Sample]]:
-        """Return the known steps whose calls look the same but for sizes, by their code."""
-        form, found = _form(calls), dict[Kind, list[_Sample]]()
-        known = self._foreseen | {kind: peak.added_bytes for kind, peak in peaks.items()}
-        for kind, added_bytes in known.items():
-            begun = self._calls.get(kind, ())[: len(calls)]
-            if _form(begun) == form:
-                own = found.setdefault(self._code[kind], [])
-                own.append(_Sample(_sizes(begun), added_bytes))
-                own += [] if kind not in peaks else _at_zero(_sizes(calls), own[-1].sizes, peaks[kind])
-        return found
+    def _takes(self, code: _Code, sizes: tuple[int, ...], way: Way) -> Prediction:
+        captured_bytes = code.peaks(sizes, way.paths)[1]
+        excess_bytes = (self._ratio(way) - 1) * code.growing(sizes, way.paths)[1]
+        added_bytes = ROUNDING * (captured_bytes + excess_bytes) + code.margin_bytes
+        return Prediction(way, added_bytes, captured_bytes)
 
-    def is_to_be_measured(self, bound_bytes: float) -> bool:
+    def _codes_called(self, calls: tuple[ModuleCall, ...], likely: Kind) -> list[_Code]:
+        """List the codes whose first calls have the form of these, that of the likely kind first; none without it."""
+        form, count = _form(calls), len(calls)
+        found = dict[Kind, list[Captured]]()
+        for step in (*self._captured.values(), *self._foreseen):
+            if _form(step.calls[:count]) == form:
+                found.setdefault(step.code, []).append(step)
+        first = self._captured[likely].code if likely in self._captured else likely
+        if first not in found:
+            return []
+        codes = [first, *(code for code in found if code != first)]
+        return [self._code(code, _some_of(found[code]), count) for code in codes]
+
+    def _code(self, code: Kind, steps: tuple[Captured, ...], count: int) -> _Code:
+        known = self._codes.get((code, count))
+        if known is None or known[0] != steps:
+            self._codes[code, count] = known = steps, _Code(steps, count)
+        return known[1]
+
+    # ---------------------------------------------------------------- measured steps
+
+    def is_to_be_measured(self, prediction: Prediction) -> bool:
         """Whether to measure a plain step: the first ones are, and the first clearly larger ones."""
-        return bound_bytes > CLEARLY_LARGER * self._measured_bytes or 0 < self._tries < TRIES
+        largest_bytes = self._largest_bytes.get(prediction.way, 0.0)
+        return prediction.captured_bytes > CLEARLY_LARGER * largest_bytes or 0 < self._tries < TRIES
 
-    def measured(self, bound_bytes: float, added_bytes: int | None) -> None:
+    def measured(
+        self, calls: Sequence[ModuleCall], likely: Kind, prediction: Prediction, added_bytes: int | None
+    ) -> None:
         """Learn how much more eager PyTorch takes than the captured graph.
 
         Args:
-            bound_bytes: What was expected of the captured graph.
-            added_bytes: What the plain step added at its peak; None where the measurement did not see all.
+            calls: What the calls of the step were given.
+            likely: The kind whose code it was expected to run.
+            prediction: What was predicted.
+            added_bytes: What it added at its peak; None where the measurement did not see all.
         """
         self._tries += 1
+        way = prediction.way
         if added_bytes is not None:
-            ratio = added_bytes / bound_bytes
-            self._ratio = max(LEAST_RATIO, ratio, self._ratio if self._measured_bytes else 0.0)
+            measured = [*self._measured.get(way, ()), _Measured(tuple(calls), likely, added_bytes)]
+            self._measured[way] = sorted(measured, key=lambda step: step.added_bytes)[-COMPARED:]
+            self._forget_predictions()
         if added_bytes is not None or self._tries == TRIES:
-            self._measured_bytes = max(self._measured_bytes, bound_bytes)
+            self._largest_bytes[way] = max(self._largest_bytes.get(way, 0.0), prediction.captured_bytes)
             self._tries = 0
+
+    def _ratio(self, way: Way) -> float:
+        """Return the ratio of what grows with the sizes in eager PyTorch to the same in the captured graph."""
+        if way not in self._ratios:
+            found = [self._compare(way, measured) for measured in self._measured.get(way, ())]
+            largest_bytes = max((size_bytes for size_bytes, _ in found), default=0.0)
+            similar = [ratio for size_bytes, ratio in found if size_bytes >= SIMILAR * largest_bytes]
+            others = (self._ratio(other) for other in self._measured if other != way and not largest_bytes)
+            unmeasured = UNMEASURED_WAY_RATIO if way.paths and self._measured else UNMEASURED_RATIO
+            self._ratios[way] = max([LEAST_RATIO, *similar]) if largest_bytes else max([unmeasured, *others])
+        return self._ratios[way]
+
+    def _compare(self, way: Way, measured: _Measured) -> tuple[float, float]:
+        """Return what grows with the sizes in a plain step that was measured, and its ratio to the captured graph.
+
+        What the captured graph takes is only bounded: at worst the ratio is that to the lower bound. A step that took
+        no more than was expected before anything was measured tells nothing worse than that.
+        """
+        sizes = _sizes(measured.calls)
+        for code in self._codes_called(measured.calls, measured.likely)[:1]:
+            peaks, growing = code.peaks(sizes, way.paths), code.growing(sizes, way.paths)
+            if growing[0]:
+                excess = [(measured.added_bytes - peak) / size for peak, size in zip(peaks, growing, strict=True)]
+                return growing[0], 1 + min(excess[0], max(UNMEASURED_RATIO - 1, excess[1]))
+        return 0.0, 0.0
 
 
 def _form(calls: Sequence[ModuleCall]) -> tuple[tuple[Any, ...], ...]:
@@ -188,49 +308,8 @@ def _sizes(calls: Sequence[ModuleCall]) -> tuple[int, ...]:
     return tuple(size for call in calls for shape in call.shapes for size in shape)
 
 
-def _bound(sizes: tuple[int, ...], samples: Sequence[_Sample]) -> float | None:
-    """Return the least upper bound that samples of the same code give, None where none of them is as large."""
-    larger = [sample for sample in samples if _is_no_larger(sizes, sample.sizes)]
-    smaller = [sample for sample in samples if _is_no_larger(sample.sizes, sizes)]
-    bounds = [sample.added_bytes for sample in larger]
-    bounds += [_on_line(sizes, low, high) for low in smaller for high in larger]
-    return min(bounds, default=None)
-
-
-def _beyond(sizes: tuple[int, ...], sample: _Sample, power: int) -> float:
-    """Return what a step adds at most that is larger than a known one: sizes that grew alike are taken to be one."""
-    if 0 in sample.sizes:
-        return inf
-    grown = {(own, new) for own, new in zip(sample.sizes, sizes, strict=True) if new > own}
-    return sample.added_bytes * prod((new / own) ** power for own, new in grown)
-
-
-def power_of(sizes: Iterable[int], shapes: Iterable[tuple[int, ...]]) -> int:
-    """Return the highest power of one size in the shapes of tensors, multiples of it included; at least 2."""
-    told = [size for size in set(sizes) if size >= LEAST_SIZE]
-    powers = (sum(not length % size for length in shape if length) for shape in set(shapes) for size in told)
-    return max(LEAST_POWER, max(powers, default=0))
-
-
-def _at_zero(sizes: tuple[int, ...], known: tuple[int, ...], peak: PlainPeak) -> list[_Sample]:
-    """Return a known step as it would be if its sizes that differ from another step's were zero; none if unknown."""
-    changed = frozenset(own for own, other in zip(known, sizes, strict=True) if own != other)
-    if not changed or min(changed) < LEAST_SIZE or _is_no_larger(known, sizes):
-        return []
-    added_bytes = peak.without(changed)
-    at_zero = tuple(0 if own in changed else own for own in known)
-    return [] if added_bytes is None else [_Sample(at_zero, added_bytes)]
-
-
-def _on_line(sizes: tuple[int, ...], low: _Sample, high: _Sample) -> float:
-    """Return the bytes on the straight line between two steps, at the first point that is nowhere smaller."""
-    way = max(_ways(sizes, low.sizes, high.sizes), default=0.0)
-    return low.added_bytes + way * max(0.0, high.added_bytes - low.added_bytes)
-
-
-def _ways(sizes: tuple[int, ...], low: tuple[int, ...], high: tuple[int, ...]) -> Iterator[float]:
-    return ((s - a) / (b - a) for s, a, b in zip(sizes, low, high, strict=True) if b > a)
-
-
-def _is_no_larger(sizes: tuple[int, ...], others: tuple[int, ...]) -> bool:
-    return all(size <= other for size, other in zip(sizes, others, strict=True))
+def _some_of(steps: Sequence[Captured]) -> tuple[Captured, ...]:
+    """Choose the steps to predict from: the largest and the latest ones, each at sizes of its own."""
+    largest = max(steps, key=lambda step: step.total_bytes)
+    latest = {step.calls: step for step in steps if step.calls != largest.calls}
+    return largest, *list(latest.values())[1 - SAMPLES :]

@@ -98,7 +98,7 @@ class PlanMaker:
         solver = worker.apart(self.options.plan.solver)
         return Known(
             calls=tuple(
-                KnownCall(call, run.part, run.part.captured, run.index, run.missing, run.added)
+                KnownCall(call, run.part, run.part.captured, run.index, run.parameters, run.missing, run.added)
                 for call, run in zip(calls, runs, strict=True)
             ),
             order=tuple(order),

@@ -383,5 +383,6 @@ class Session:
     def plain_backward_starts(self) -> None:
         """Note the start of a backward of a step that runs plain."""
         self.steps.backward_starts()
+        self._unplanned.backward_starts()
         if self.steps.record is not None:
             self.steps.record.plain_backward_starts()

@@ -268,7 +268,7 @@ class Steps:
         self._memory.step_ended(step.record)
         if step.record is not None:
             step.record.close(at_once)
-            self._unplanned.measured(plain, step.record)
+        self._unplanned.ended(step, plain)
 
     def _end_captured(self, step: CurrentStep, at_once: bool) -> None:
         is_usual = self._announcements.step_ended(self._parts.count)

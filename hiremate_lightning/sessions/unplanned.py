@@ -1,34 +1,34 @@
 """Steps that run as the user wrote them, though their model is planned: where that fits, and is as fast.
 
 There are three kinds. Steps of sizes that were never seen, which to capture would take seconds (`plain_steps`); those
-of them that fit only where blocks of the model are called twice, as in `torch.utils.checkpoint` (`repeated_blocks`);
-and steps whose plan recomputes nothing and is slower than eager PyTorch (`releasing`).
+of them that fit only where modules of the model are called twice, as in `torch.utils.checkpoint` (`second_calls`); and
+steps whose plan recomputes nothing and is slower than eager PyTorch (`releasing`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 
 from torch import nn
 
-from ..measuring.recording import StepRecord
-from ..records.costs import step_time_ms
+from ..records.ways import Way
 from ..reporting.report import Reporter
 from ..units import format_bytes
+from .captured_steps import CapturedSteps
 from .current_step import CurrentStep, PlainRun
 from .kinds import Kind
-from .plain_peaks import PlainPeaks
-from .plain_steps import ModuleCall, PlainSteps
+from .plain_steps import ModuleCall, PlainSteps, Prediction
 from .planned import PlannedKinds
 from .releasing import Releases, Timing
-from .repeated_blocks import RepeatedBlocks
+from .second_calls import SecondCalls
 
 log = logging.getLogger("hiremate_lightning")
-TWICE_SHARE = 0.25  # of a step's time that blocks which are called twice cost more than a plan
+WORTH_A_PLAN = 1.0  # of the time that a plan takes to make, spent on computing twice at one size
 
 
 class UnplannedSteps:
@@ -52,10 +52,11 @@ class UnplannedSteps:
         self._name, self._planned, self._reporter, self._say = type(root).__name__, planned, reporter, say
         self._is_allowed = is_allowed
         self._said = set[str]()
-        self._peaks, self._blocks = PlainPeaks(planned), RepeatedBlocks(root)
+        self._second_calls = SecondCalls(root)
+        self._captured, self._plain = CapturedSteps(self._second_calls), PlainSteps()
+        self._calls_of = dict[Kind, tuple[ModuleCall, ...]]()  # what planned kinds of steps were called with
         self._sizes_vary = False  # whether any step ran plain since its sizes were not known
-        self._plain, self._twice = PlainSteps(), PlainSteps()
-        self._ran_twice = Counter[tuple[ModuleCall, ...]]()  # steps by what they were called with
+        self._again_ms = defaultdict[tuple[ModuleCall, ...], float](float)  # computed twice so far, by calls
 
     def step_begins(self, step: CurrentStep) -> Kind | None:
         """Decide whether a step that begins with some calls runs as the user wrote it.
@@ -63,18 +64,19 @@ class UnplannedSteps:
         Returns:
             The kind of the step, where its plan gains nothing; else None.
         """
+        self._describe_planned()
         settled = self._settled_kind(step)
         if settled is not None and self.releases.runs_plain(settled):
             step.plain = self._released(step, settled)
             return settled
-        step.plain = self._as_written(step) or self._with_blocks_twice(step)
+        step.plain = self._plainly(step)
         if step.plain is not None:
-            self._ran_twice[tuple(step.calls)] += step.plain.is_twice
-            self._sizes_vary = True
+            way, self._sizes_vary = step.plain.prediction.way, True
+            self._again_ms[tuple(step.calls)] += way.recompute_ms
             self._note(
-                "Steps of other input sizes that fit the budget only with recomputation run without a plan, and "
-                f"compute {self._blocks.count} blocks of {self._name} twice, until their sizes have come often."
-                if step.plain.is_twice
+                "Steps of other input sizes that fit the budget only with recomputation run without a plan, and call "
+                f"as many modules of {self._name} twice as they need to, until their sizes have come often."
+                if way.paths
                 else "Steps of other input sizes that fit the budget as they are run without a plan."
             )
         return settled
@@ -82,56 +84,63 @@ class UnplannedSteps:
     def called(self, step: CurrentStep, call: ModuleCall) -> None:
         """Learn of a further call of the step under way: if it does not fit as it is, it is captured."""
         step.calls.append(call)
-        if step.plain is None:
-            return
-        if step.plain.is_twice:
-            step.plain = self._with_blocks_twice(step)
-        elif step.plain.released is not None:
+        if step.plain is not None and step.plain.released is not None:
             step.plain = self._released(step, step.plain.released)
-        else:
-            step.plain = self._as_written(step)
+        elif step.plain is not None:
+            step.plain = self._plainly(step, step.plain.prediction)
 
     @contextmanager
     def calling(self, plain: PlainRun | None) -> Iterator[None]:
         """Surround a call of a step that runs plain."""
-        with self._blocks.twice() if plain is not None and plain.is_twice else self._blocks.observed():
+        paths = frozenset[str]() if plain is None else plain.prediction.way.paths
+        with self._second_calls.twice(paths) if paths else self._second_calls.observed():
             yield
+
+    def backward_starts(self) -> None:
+        """Learn that the backward of a step that runs plain starts."""
+        self._second_calls.backward_starts()
 
     def is_to_be_measured(self, plain: PlainRun) -> bool:
         """Whether to measure a step that runs plain."""
-        return self._sizes(plain).is_to_be_measured(plain.bound_bytes)
+        return self._plain.is_to_be_measured(plain.prediction)
 
-    def _sizes(self, plain: PlainRun) -> PlainSteps:
-        return self._twice if plain.is_twice else self._plain
-
-    def measured(self, plain: PlainRun, record: StepRecord) -> None:
-        """Learn from a step that ran plain, and was measured."""
-        peak_bytes, plan = record.peak_bytes, self._planned.latest
-        added_bytes = None if peak_bytes is None else peak_bytes - record.resident_bytes
-        self._sizes(plain).measured(plain.bound_bytes, added_bytes)
+    def ended(self, step: CurrentStep, plain: PlainRun) -> None:
+        """Learn from a step that ran plain."""
+        self._second_calls.step_ended()
+        if step.record is None:
+            return
+        peak_bytes, plan = step.record.peak_bytes, self._planned.latest
+        added_bytes = None if peak_bytes is None else peak_bytes - step.record.resident_bytes
+        self._plain.measured(step.calls, plain.likely, plain.prediction, added_bytes)
         if plain.released is not None and self._planned.options.budget.share == 1:
             return  # the budget is what plain training takes
         if peak_bytes is not None and plan is not None and peak_bytes > plan.budget_bytes:
             if plain.released is not None:
                 self.releases.keep(plain.released)
+            way = "a plan" if plain.prediction.way.paths else "recomputation"
             self._say(
-                f"A step of a new input size ran without {'a plan' if plain.is_twice else 'recomputation'}, since it "
-                "was predicted to fit, and took "
+                f"A step of a new input size ran without {way}, since it was predicted to fit, and took "
                 f"{format_bytes(peak_bytes)}, above the budget of {format_bytes(plan.budget_bytes)}. "
                 "From now on such predictions have a margin."
             )
 
     def was_planned(self, kind: Kind, calls: Sequence[ModuleCall]) -> None:
         """Learn that a kind of step has a plan now, and what its calls are given."""
-        code, shapes = self._planned.kinds.same_code(kind), [t.shape for t in self._planned.plans[kind].graph.tensors]
-        for sizes in (self._plain, self._twice):
-            sizes.learn(kind, calls, code, shapes=shapes)
+        self._calls_of[kind] = tuple(calls)
 
     def was_foreseen(self, step: CurrentStep) -> None:
-        """Learn what the step that ends would have taken plain, where it ran by the plan of another size."""
-        if step.comparison.foreseen is not None:
-            known, added_bytes = step.comparison.foreseen
-            self._plain.learn(step.kind, step.calls, self._planned.kinds.same_code(known), added_bytes)
+        """Learn of the step that ends, where it ran by the plan of another size and has none of its own."""
+        found = step.comparison.foreseen
+        if found is not None and step.kind not in self._planned.plans and self._is_allowed:
+            code = self._planned.kinds.same_code(found[0])
+            self._plain.learn_foreseen(self._captured.describe(found[1], step.calls, code))
+
+    def _describe_planned(self) -> None:
+        """Let predictions know what was captured."""
+        kinds = self._planned.kinds
+        for kind in self._planned.plans if self._is_allowed else ():
+            calls, code = self._calls_of.get(kind, ()), kinds.same_code(kind)
+            self._plain.learn(kind, self._captured.described(kind, kinds.described(kind), calls, code))
 
     def note_release(self, timing: Timing) -> None:
         """Learn that the step after one that was timed begins; announce where its kind runs without its plan now."""
@@ -146,42 +155,42 @@ class UnplannedSteps:
 
     def _released(self, step: CurrentStep, kind: Kind) -> PlainRun | None:
         """Return how a step of a kind runs whose plan gains nothing; None where its calls are another kind's."""
-        plans = self._planned.plans
-        is_same = kind in self._plain.called_like(step.calls, plans)
-        return PlainRun(plans[kind].unplanned.peak_bytes, kind) if is_same else None
+        if kind not in self._plain.called_like(step.calls, self._planned.plans):
+            return None
+        found = self._plain.predict(step.calls, kind, sys.maxsize, (Way(),))
+        return None if found is None else PlainRun(found, kind, kind)
 
-    def _as_written(self, step: CurrentStep) -> PlainRun | None:
-        """Return how the step under way runs plain, of sizes that have no plan; None where it is to be captured."""
-        bound_bytes = self._bound(step)
-        return None if bound_bytes is None else PlainRun(bound_bytes)
+    def _plainly(self, step: CurrentStep, begun: Prediction | None = None) -> PlainRun | None:
+        """Return how the step under way runs plain, of sizes that have no plan; None where it is to be captured.
 
-    def _bound(self, step: CurrentStep) -> float | None:
+        Args:
+            step: The step.
+            begun: How it began, for a further call.
+        """
         likely, plans = self._planned.kinds.likely(step.foreseen), self._planned.plans
         if likely is None or not self._is_allowed or not step.calls:
             return None
         like = self._plain.called_like(step.calls, plans)
-        if like and self._sizes_vary and all(plans[kind].solution.recompute_ms == 0 for kind in like):
-            peaks = self._peaks.as_written()  # as other sizes run; what was captured for this one may be gone
-            bound_bytes = max(peaks[kind].added_bytes for kind in like)
-            return bound_bytes if self._plain.fits(bound_bytes, peaks) else None
-        return self._plain.bound_bytes(step.calls, self._peaks.as_written(), likely)
-
-    def _with_blocks_twice(self, step: CurrentStep) -> PlainRun | None:
-        """Return how the step under way runs if it calls the blocks twice; None where it is to be captured."""
-        likely, blocks = self._planned.kinds.likely(step.foreseen), self._blocks.fit
-        if likely is None or blocks is None or not self._is_allowed or not step.calls or self._has_come_often(step):
+        ways: tuple[Way, ...] | None = None if begun is None else (begun.way,)
+        if like:  # its plan recomputes something, or it runs as other sizes do
+            gains_nothing = all(plans[kind].solution.recompute_ms == 0 for kind in like)
+            ways = (Way(),) if self._sizes_vary and gains_nothing else ()
+        found = self._plain.predict(step.calls, likely, self._room_bytes(), ways)
+        if found is None or (begun is None and self._is_to_be_planned(step, found)):
             return None
-        bound_bytes = self._twice.bound_bytes(step.calls, self._peaks.called_twice(blocks), likely)
-        return None if bound_bytes is None else PlainRun(bound_bytes, is_twice=True)
+        return PlainRun(found, likely)
 
-    def _has_come_often(self, step: CurrentStep) -> bool:
-        """Whether the step under way has cost more time so far, each time it came, than a plan for it would take."""
-        plan, count = self._planned.latest, self._ran_twice[tuple(step.calls)]
-        if plan is None or not count:
-            return False
-        step_ms = plan.measured.step_ms or step_time_ms(plan.graph, plan.profile)
-        planning_ms = 1000 * float(sum(astuple(plan.planning)))
-        return count * TWICE_SHARE * step_ms > planning_ms
+    def _room_bytes(self) -> int:
+        """Return what a step may add to the resident bytes."""
+        plans, is_share = self._planned.plans.values(), self._planned.options.budget.share is not None
+        most_resident_bytes = max(plan.resident_bytes for plan in plans)
+        return max(plan.budget_bytes - (plan.resident_bytes if is_share else most_resident_bytes) for plan in plans)
+
+    def _is_to_be_planned(self, step: CurrentStep, prediction: Prediction) -> bool:
+        """Whether steps called like this one have computed so much twice that a plan would have taken less time."""
+        plan, again_ms = self._planned.latest, self._again_ms[tuple(step.calls)]
+        planning_ms = 0.0 if plan is None else 1000 * float(sum(astuple(plan.planning)))
+        return bool(prediction.way.paths) and again_ms > WORTH_A_PLAN * planning_ms
 
     def _settled_kind(self, step: CurrentStep) -> Kind | None:
         """Return the kind of the step that begins, where nothing else is called like it and its plan gains nothing."""

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning import HiRemateError, get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sessions import unplanned
-from hiremate_lightning.sessions.repeated_blocks import OBSERVED_CALLS, Blocks, RepeatedBlocks
+from hiremate_lightning.sessions.second_calls import OBSERVED_STEPS, SecondCalls, _PathsInGraphs
 from hiremate_lightning.sessions.targets import targets_of
 
 from .exact import simple_loop, train_both
@@ -62,6 +62,20 @@ def of_step(step: int) -> Tensor:
     return batch(LENGTHS[step], step)
 
 
+BLOCKS = frozenset(f"blocks.{index}" for index in range(DEPTH))
+
+
+def observe(calls: SecondCalls, model: nn.Module) -> None:
+    """Run as many plain steps as it takes to see what may be called twice."""
+    for _ in range(OBSERVED_STEPS):
+        with calls.observed():
+            loss = model(batch(8)).sum()
+        calls.backward_starts()
+        loss.backward()
+        model.zero_grad()
+        calls.step_ended()
+
+
 def budget_of(length: int, make=Net) -> int:
     """Return what a plain step of a length takes, so that longer ones need recomputation."""
     model = hiremate(make(), "100%", verbose=False)
@@ -77,7 +91,7 @@ def ways(model: nn.Module, loop) -> list[str]:
     for step in range(len(LENGTHS)):
         loop(step)
         session = targets_of(model).session
-        is_twice = session.is_plain and session.steps.plain.is_twice
+        is_twice = session.is_plain and bool(session.steps.plain.prediction.way.paths)
         captured = session.captured_count > before
         before = session.captured_count
         found.append("twice" if is_twice else "plain" if session.is_plain else "captured" if captured else "planned")
@@ -120,7 +134,7 @@ def test_steps_stay_within_the_budget():
 
 
 def test_a_size_that_comes_often_gets_a_plan(monkeypatch):
-    monkeypatch.setattr(unplanned, "TWICE_SHARE", 1e9)
+    monkeypatch.setattr(unplanned, "WORTH_A_PLAN", 0)
     model = hiremate(Net(), budget_of(60), verbose=False)
 
     def loop(step: int) -> None:
@@ -134,20 +148,53 @@ def test_a_size_that_comes_often_gets_a_plan(monkeypatch):
 def test_gradients_of_a_retained_graph_are_those_of_plain_training():
     model, plain = Net(remembers=True), Net(remembers=True)
     plain.load_state_dict(model.state_dict())
-    blocks = RepeatedBlocks(model)
-    for _ in range(OBSERVED_CALLS):
-        with blocks.observed():
-            model(batch(8))
+    calls = SecondCalls(model)
+    observe(calls, model)
     for _ in range(2):
         found = []
         for net in (model, plain):
             torch.manual_seed(1)
-            with blocks.twice(), torch.autocast("cpu", torch.bfloat16):
+            with calls.twice(BLOCKS), torch.autocast("cpu", torch.bfloat16):
                 loss = net(batch(16)).float().square().mean()
             loss.backward(retain_graph=True)
             loss.backward()
             found.append([loss, *(p.grad for p in net.parameters()), torch.get_rng_state()])
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_batch_norms_update_their_statistics_once():
+    model, plain = Net(_Norm), Net(_Norm)
+    calls = SecondCalls(model)
+    observe(calls, model)
+    assert calls.fit >= BLOCKS
+    plain.load_state_dict(model.state_dict())
+    for net in (model, plain):
+        torch.manual_seed(1)
+        with calls.twice(BLOCKS):
+            loss = net(batch(16)).square().mean()
+        loss.backward()
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert model.blocks[0].norm.num_batches_tracked == OBSERVED_STEPS + 1
+
+
+def test_an_input_that_changes_later_for_the_first_time_is_an_error():
+    model = Net(_Adding)
+    calls = SecondCalls(model)
+    observe(calls, model)
+    x = batch(8).requires_grad_() * 1
+    with calls.twice(frozenset({"blocks.0"})):
+        loss = model.blocks[0](x).square().mean()
+    x.detach().add_(1)
+    with pytest.raises((HiRemateError, RuntimeError), match=r"in.?place"):
+        loss.backward()
+
+
+class _Adding(Block):
+    """Saves nothing that its input is for autograd."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x + self.norm.weight)
 
 
 class _Norm(Block):
@@ -234,8 +281,66 @@ class _GivingNet(Net):
         return x
 
 
+class _InPlace(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2))
+
+
+class _ChangingNet(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        y = sum(block(x * 1) if index else block(x) for index, block in enumerate(self.blocks))
+        for given in self.given:
+            given.add_(1)
+        return y
+
+    def __init__(self) -> None:
+        super().__init__(_Giving)
+        self.given = []
+        for block in self.blocks:
+            block.outer = [self.given]
+
+
+class _Giving(Block):
+    """Reads its input in no way that autograd has to save it for, and hands it out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.norm.weight
+        self.outer[0].append(x)
+        return y
+
+
+class _Scaled(Block):
+    scale = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class _SettingNet(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.scale = 2
+        x = super().forward(x)
+        for block in self.blocks:
+            block.scale = 1
+        return x
+
+
+class _OwnGenerator(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.rand(1, generator=self.generator)
+
+
 UNFIT = {
-    "running statistics": lambda: Net(_Norm),
+    "an input changed in place": lambda: Net(_InPlace),
+    "an input changed later": lambda: _ChangingNet(),
+    "an attribute that is set for the call": lambda: _SettingNet(_Scaled),
+    "a generator of its own": lambda: Net(_OwnGenerator),
     "a counter": lambda: Net(_Counting),
     "a counter in an object": lambda: Net(_CountingDeep),
     "a counter of the class": lambda: Net(_CountingClass),
@@ -249,43 +354,50 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_blocks_whose_second_call_is_another_are_called_once(name):
+def test_modules_whose_second_call_is_another_are_called_once(name):
     model = UNFIT[name]()
-    blocks = RepeatedBlocks(model)
-    for _ in range(OBSERVED_CALLS):
-        with blocks.observed():
-            model(batch(8))
-    assert blocks.fit is None
+    calls = SecondCalls(model)
+    observe(calls, model)
+    assert not BLOCKS & calls.fit
     assert not any("_compiled_call_impl" in module.__dict__ for module in model.modules())
 
 
 def test_hooks_that_come_later_are_called_once():
-    model, calls = Net(), []
-    blocks = RepeatedBlocks(model)
-    for _ in range(OBSERVED_CALLS):
-        with blocks.observed():
-            model(batch(8))
-    model.blocks[1].first.register_forward_hook(lambda *_: calls.append(1))
-    with blocks.twice():
+    model, seen = Net(), []
+    calls = SecondCalls(model)
+    observe(calls, model)
+    model.blocks[1].first.register_forward_hook(lambda *_: seen.append(1))
+    with calls.twice(BLOCKS):
         loss = model(batch(8)).square().mean()
     loss.backward()
-    assert calls == [1]
+    assert seen == [1]
 
 
 def test_nodes_are_found_below_the_module_whose_code_was_captured():
-    names = {"", "net", "net.blocks", "net.blocks.0", "net.blocks.0.up", "net.blocks.1", "net.blocks.1.up", "net.head"}
-    blocks = Blocks(frozenset({"net.blocks.0", "net.blocks.1"}), frozenset(names))
-    assert blocks.calls_in(_step("blocks.0.up", "blocks.0", "head", "blocks.1.up")) == [[0, 1], [3]]
-    assert blocks.calls_in(_step("net.blocks.0.up", "net.head")) == [[0]]
+    paths = _PathsInGraphs(nn.ModuleDict({"net": nn.ModuleDict({"blocks": nn.ModuleList([Up(), Up()]), "head": Up()})}))
+    blocks = frozenset({"net.blocks.0", "net.blocks.1"})
+    assert paths.calls_in(_step("blocks.0.up", "blocks.0", "head", "blocks.1.up"), {}, blocks) == {
+        "net.blocks.0": [[0, 1]],
+        "net.blocks.1": [[3]],
+    }
+    assert paths.calls_in(_step("net.blocks.0.up", "net.head"), {}, blocks) == {"net.blocks.0": [[0]]}
 
 
-def test_nodes_that_may_be_of_several_modules_are_of_none():
-    names = {"", "one", "one.blocks", "one.blocks.0", "two", "two.blocks", "two.blocks.0"}
-    blocks = Blocks(frozenset({"one.blocks.0", "two.blocks.0"}), frozenset(names))
-    assert blocks.calls_in(_step("blocks.0")) == []
+def test_parameters_show_which_of_several_modules_it_is():
+    """An encoder and a decoder that are captured apart look alike from inside."""
+    root = nn.ModuleDict({"one": nn.ModuleList([Up()]), "two": nn.ModuleList([Up()])})
+    paths, both = _PathsInGraphs(root), frozenset({"one.0", "two.0"})
+    assert paths.calls_in(_step("0.up"), {}, both) == {}
+    assert paths.calls_in(_step("0.up"), {7: id(root["two"][0].up.weight)}, both) == {"two.0": [[0]]}
+
+
+class Up(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(2, 2)
 
 
 def _step(*modules: str) -> SimpleNamespace:
-    nodes = [SimpleNamespace(module=module) for module in modules]
+    nodes = [SimpleNamespace(module=module, inputs=(7,)) for module in modules]
     graph = SimpleNamespace(nodes=nodes, forward=range(len(nodes)))
     return SimpleNamespace(graph=graph, owners=[(0, index) for index in range(len(nodes))])

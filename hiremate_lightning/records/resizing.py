@@ -1,0 +1,270 @@
+"""Bounds of the bytes of a step at sizes of its inputs at which it was not captured.
+
+Each dimension of a tensor is a number of the model (a width, say), or follows from sizes of the step's inputs. Which,
+and how, is concluded from steps of the same code at other sizes. Where that leaves several answers, the bound from
+above takes the largest and the bound from below the smallest.
+
+- One captured step tells little. A dimension that is a multiple of one input size is taken to follow from that size,
+  unless a weight has such a dimension too: then it may be either. Whatever else it may be, it does not shrink, and it
+  grows no more than the sizes do.
+- From two captured steps each dimension that differs is known: it lies on a line over the input size which it follows.
+- A dimension that follows from several sizes at once (rows times length) grows at most with each of them.
+
+What was only measured (workspaces, the bytes of code outside) does not shrink, and grows with the square of the sizes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .costs import Profile, as_plain
+from .graph import Graph, StorageKind
+
+LEAST_SIZE = 8  # an input size from which multiples of it are taken to follow from it
+LEAST_MULTIPLE = 4  # of a size: a larger one may be by chance, where the dimension is a multiple of another size too
+TAKEN_OFF = 4  # from an input size, at most, where a dimension is neither a multiple of it nor a number of the model
+ROUNDED = 1  # by so much a dimension may leave its line, where code divides sizes
+MEASURED_POWER = 2  # of the sizes, by which measured bytes grow at most
+Sizes = tuple[int, ...]  # of the inputs of a step, or of one dimension at all samples
+Range = tuple[float, float]  # at least, and at most
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A captured step.
+
+    Attributes:
+        sizes: The dimensions of its inputs, in order.
+        graph: The step.
+        profile: Its costs.
+        storages: Number of its first storages that captured code holds; others stand for code outside, as measured.
+    """
+
+    sizes: Sizes
+    graph: Graph
+    profile: Profile
+    storages: int
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bounds at some sizes.
+
+    Attributes:
+        low: Bytes by storage, at least.
+        high: Bytes by storage, at most.
+        low_workspaces: Workspace by node, at least.
+        high_workspaces: Workspace by node, at most.
+    """
+
+    low: np.ndarray
+    high: np.ndarray
+    low_workspaces: np.ndarray
+    high_workspaces: np.ndarray
+
+
+class Resizing:
+    """Bounds the bytes of a step of known code, as plain PyTorch runs it, at any sizes.
+
+    Args:
+        samples: Steps of that code, the largest one first. Storages and nodes are numbered as in that one.
+    """
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self.base, self._samples = samples[0], tuple(samples)
+        self.graph, self.profile = as_plain(self.base.graph, self.base.profile)
+        self._columns = list(dict.fromkeys(zip(*(sample.sizes for sample in self._samples), strict=True)))
+        self._width_dims = _dims_of_weights(self.base.graph)
+        self._bytes = np.array(self.graph.sizes, dtype=np.float64)
+        self._workspaces = np.array(self.profile.workspace_bytes, dtype=np.float64)
+        self._dims: dict[Sizes, int] = {(1,) * len(self._samples): 0}  # each that occurs, and its number
+        self._places = self._find_places()  # by storage, numbers of its dimensions
+
+    def at(self, sizes: Sizes) -> Bytes:
+        """Bound the bytes at some sizes, given in the order of those of the samples."""
+        ranges = self._ranges(sizes)
+        factors = np.array([self._factors(dims, ranges) for dims in self._dims])
+        least, most = self._measured_factors(ranges)
+        scale = factors[self._places].prod(axis=1) if len(self._places) else np.ones((0, 2))
+        is_measured = self._places[:, 0] < 0 if len(self._places) else np.zeros(0, dtype=bool)
+        scale[is_measured] = least, most
+        low, high = (np.ceil(self._bytes * scale[:, i]) for i in (0, 1))
+        workspaces = (
+            np.where(self._workspaces > 0, a, b) * self._workspaces for a, b in ((least, most), (most, least))
+        )
+        return Bytes(low, high, *workspaces)
+
+    def _ranges(self, sizes: Sizes) -> dict[Sizes, Range]:
+        """Find what the columns become: sizes that were equal in all samples may differ now."""
+        found: dict[Sizes, list[int]] = {}
+        for column, size in zip(zip(*(s.sizes for s in self._samples), strict=True), sizes, strict=True):
+            found.setdefault(column, []).append(size)
+        return {column: (min(now), max(now)) for column, now in found.items()}
+
+    def _measured_factors(self, ranges: Mapping[Sizes, Range]) -> Range:
+        shrunk = math.prod(min(1.0, low / max(1, column[0])) for column, (low, _) in ranges.items())
+        grown = math.prod(max(1.0, high / max(1, column[0])) for column, (_, high) in ranges.items())
+        return shrunk**MEASURED_POWER, grown**MEASURED_POWER
+
+    # ---------------------------------------------------------------- dimensions
+
+    def _factors(self, dims: Sizes, ranges: Mapping[Sizes, Range]) -> Range:
+        """Bound what a dimension becomes, over what it is in the largest sample."""
+        if len(set(dims)) == 1:
+            return self._factors_of_same(dims[0], ranges)
+        followed = [column for column in ranges if len(set(column)) > 1 and self._follows(dims, column)]
+        if not followed or not dims[0]:
+            return _between(dims, ranges)
+        lines = [_Line(dict(zip(column, dims, strict=True))) for column in followed]
+        low = min(line.least(ranges[column][0]) for line, column in zip(lines, followed, strict=True))
+        high = max(line.most(ranges[column][1]) for line, column in zip(lines, followed, strict=True))
+        kept = [now for column, now in _kept(ranges).items() if not any(dim % column for dim in dims)]
+        low, high = (low - ROUNDED) / dims[0], high / dims[0]
+        shrunk, grown = (math.prod(min(1.0, least) for least, _ in kept), math.prod(max(1.0, most) for _, most in kept))
+        return max(0.0, low) * shrunk, high * grown
+
+    def _factors_of_same(self, dim: int, ranges: Mapping[Sizes, Range]) -> Range:
+        """Bound what a dimension becomes that is the same in all samples: of the model, or of a size that is the same.
+
+        It is taken to follow from the largest size of which it is a multiple, if no weight has a dimension that is too,
+        and from others of which it is a small multiple. It may follow from others besides.
+        """
+        kept, sure, others = _kept(ranges), list[Range](), list[Range]()
+        largest = max((size for size in kept if dim % size == 0), default=0)
+        for size, (least, most) in kept.items():
+            power = _multiplicity(dim, size)
+            if power:
+                is_told = size == largest or dim // size <= LEAST_MULTIPLE
+                is_sure = is_told and size >= LEAST_SIZE and not any(own % size == 0 for own in self._width_dims)
+                (sure if is_sure else others).append((min(least, least**power), max(most, most**power)))
+            elif dim >= LEAST_SIZE and (dim not in self._width_dims or _is_fraction(dim, size)):
+                others.append((_less_off(min(1.0, least), size), _more_off(max(1.0, most), size)))
+        shrunk, grown = [low for low, _ in sure if low < 1], [high for _, high in sure if high > 1]
+        low = math.prod(shrunk) if shrunk else min((low for low, _ in sure), default=1.0)
+        high = math.prod(grown) if grown else max((high for _, high in sure), default=1.0)
+        return low * math.prod(min(1.0, f) for f, _ in others), high * math.prod(max(1.0, f) for _, f in others)
+
+    def _follows(self, dims: Sizes, column: Sizes) -> bool:
+        """Whether a dimension may follow from one input size alone."""
+        points = sorted(zip(column, dims, strict=True))
+        for (size, dim), (next_size, next_dim) in itertools.pairwise(points):
+            if next_dim < dim or (size == next_size and next_dim > dim + ROUNDED):
+                return False
+        is_alone = all(len(set(other)) == 1 for other in self._columns if other != column)
+        return is_alone or all(abs(dim * column[0] - dims[0] * size) <= ROUNDED * column[0] for size, dim in points)
+
+    # ---------------------------------------------------------------- storages and nodes
+
+    def _find_places(self) -> np.ndarray:
+        """Find for each storage the numbers of its dimensions, as many for each; -1 where they are not known."""
+        on: dict[int, list[int]] = {}
+        graph = self.base.graph
+        for index, tensor in enumerate(graph.tensors):
+            if tensor.storage is not None and graph.sizes[tensor.storage] and tensor.storage < self.base.storages:
+                on.setdefault(tensor.storage, []).append(index)
+        views = {s: view for s, tensors in on.items() if (view := self._view(tensors, graph.sizes[s])) is not None}
+        rank = max(map(len, views.values()), default=1)
+        places = np.full((len(graph.storages), max(1, rank)), -1, dtype=np.int64)
+        for storage, dims in views.items():
+            numbers = [self._dims.setdefault(dim, len(self._dims)) for dim in dims]
+            places[storage] = numbers + [0] * (places.shape[1] - len(numbers))
+        return places
+
+    def _view(self, tensors: Iterable[int], size_bytes: int) -> tuple[Sizes, ...] | None:
+        """Choose, of the tensors that fill a storage, one whose dimensions tell most; None where none fills it."""
+        graphs, found = [sample.graph for sample in self._samples], list[tuple[Sizes, ...]]()
+        for index in tensors:
+            tensor = graphs[0].tensors[index]
+            own_bytes = math.prod(tensor.shape) * _item_bytes(tensor.dtype)
+            if own_bytes <= size_bytes <= 1.1 * own_bytes + 1024:  # as its allocator rounds up
+                found.append(tuple(zip(*(graph.tensors[index].shape for graph in graphs), strict=True)))
+        grown = {column: (column[0] * 1.5, column[0] * 1.5) for column in self._columns}
+        return min(found, key=lambda dims: math.prod(self._factors(dim, grown)[1] for dim in dims), default=None)
+
+
+def _kept(ranges: Mapping[Sizes, Range]) -> dict[int, Range]:
+    """Return what becomes of the input sizes that are the same in all samples, over what they are there."""
+    same = ((column[0], now) for column, now in ranges.items() if len(set(column)) == 1)
+    return {size: (least / size, most / size) for size, (least, most) in same if size > 1}
+
+
+class _Line:
+    """A dimension over the input size that it follows.
+
+    Args:
+        points: The dimension by input size, at two sizes at least.
+    """
+
+    def __init__(self, points: Mapping[int, int]) -> None:
+        self._points = sorted(points.items())
+
+    def _ends(self, size: float) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the points between which a size lies, or the nearest two."""
+        inner = enumerate(self._points[1:-1], start=1)
+        end = next((i for i, (x, _) in inner if size <= x), len(self._points) - 1)
+        return self._points[end - 1], self._points[end]
+
+    def least(self, size: float) -> float:
+        """Return the dimension on the straight line."""
+        (x, low), (y, high) = self._ends(size)
+        return max(0.0, low + (high - low) * (size - x) / (y - x))
+
+    def most(self, size: float) -> float:
+        """Return what it is at most: it may grow faster than the size, as squares do."""
+        (x, low), (y, high) = self._ends(size)
+        if low * y < high * x - ROUNDED * y:
+            if size < x:
+                return low * size / x
+            if size > y and low and x:
+                return float(high * (size / y) ** (math.log(high / low) / math.log(y / x)))
+        return self.least(size)
+
+
+def _between(dims: Sizes, ranges: Mapping[Sizes, Range]) -> Range:
+    """Bound what a dimension becomes that follows from several sizes at once, each at most linearly."""
+    low, high = 0.0, math.inf
+    for number, dim in enumerate(dims):
+        ends = [(least / max(1, c[number]), most / max(1, c[number]), c[number]) for c, (least, most) in ranges.items()]
+        low = max(low, dim * math.prod(_less_off(min(1.0, least), size) for least, _, size in ends))
+        high = min(high, dim * math.prod(_more_off(max(1.0, most), size) for _, most, size in ends))
+    return max(0.0, low - ROUNDED) / max(1, dims[0]), high / max(1, dims[0])
+
+
+def _less_off(least: float, size: int) -> float:
+    """Bound by how much a dimension grows from which a number is taken off, as `x[1:]` does, where its size does."""
+    return max(0.0, least - TAKEN_OFF / max(1, size) * (1 - least))
+
+
+def _more_off(most: float, size: int) -> float:
+    return most + TAKEN_OFF / max(1, size) * (most - 1)
+
+
+def _dims_of_weights(graph: Graph) -> frozenset[int]:
+    own = {s for s, storage in enumerate(graph.storages) if storage.kind is StorageKind.PARAMETER}
+    return frozenset(dim for tensor in graph.tensors if tensor.storage in own for dim in tensor.shape)
+
+
+def _multiplicity(dim: int, size: int) -> int:
+    """Return how many times a size divides a dimension: twice where that is its square. Small ones count once."""
+    count = 0
+    while dim and dim % size == 0 and (not count or size >= LEAST_SIZE):
+        dim, count = dim // size, count + 1
+    return count
+
+
+def _is_fraction(dim: int, size: int) -> bool:
+    """Whether a dimension is about a half, a quarter, ... of a size, as strides of convolutions make it."""
+    halvings = round(math.log2(size / dim))
+    return halvings >= 0 and abs(size / 2**halvings - dim) <= 4
+
+
+def _item_bytes(dtype: str) -> int:
+    """Read the bytes of an element from its type's name: the first number in it counts bits."""
+    bits = re.search(r"\d+", dtype)
+    return 1 if bits is None else max(1, int(bits.group()) // 8)

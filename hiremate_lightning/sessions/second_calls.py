@@ -1,0 +1,341 @@
+"""Modules whose calls may be computed twice in a step that runs as the user wrote it.
+
+Where a module is called in `torch.utils.checkpoint` only what it is given stays, as users do by hand with the layers of
+a transformer. Nothing has to be captured for that, so a step of a new size can run so at once (`unplanned`). Which
+modules may be called twice is seen in plain steps first: a second call must change nothing, and be given what the first
+one was given. Batch norms update copies of their running statistics the second time.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import HiRemateError
+from ..records.graph import Node
+from ..records.step import Step
+from ..records.ways import Calls
+from ..torch_private import hooks, sharding, tensor_state
+from .slots import Slot
+
+OBSERVED_STEPS = 2  # plain ones, before modules are called twice
+_PLAIN_DATA = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class SecondCalls:
+    """Finds modules that may be called twice, and calls them so.
+
+    Args:
+        root: The model.
+
+    Attributes:
+        fit: The paths of modules that may be called twice; None before enough plain steps have shown which.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.fit: frozenset[str] | None = None
+        self._paths = _PathsInGraphs(root)
+        inner = ((path, module) for path, module in root.named_modules() if path)
+        self._modules = {} if sharding.has_units(root) else dict(inner)
+        self._called = Counter[str]()  # in the call under way
+        self._seen = Counter[str]()
+        self._unfit = set[str]()
+        self._observed = list[tuple[str, _State, list[weakref.ref[torch.Tensor]], list[int]]]()
+
+    def step_ended(self) -> None:
+        """Learn that a step has ended in which calls were observed."""
+        self._observed.clear()
+        if self.fit is None and max(self._seen.values(), default=0) >= OBSERVED_STEPS:
+            self.fit = frozenset(path for path, count in self._seen.items() if count >= OBSERVED_STEPS) - self._unfit
+            self._seen.clear()
+
+    def calls_in(self, step: Step, parameters: Mapping[int, int]) -> Calls:
+        """List the forward nodes of each call of the modules that may be called twice, by path.
+
+        Args:
+            step: A captured step.
+            parameters: Identities of the parameters among its tensors.
+        """
+        found = {} if self.fit is None else self._paths.calls_in(step, parameters, self.fit)
+        times = min(map(len, found.values()), default=0)
+        return {path: calls for path, calls in found.items() if len(calls) == times}
+
+    @contextmanager
+    def observed(self) -> Iterator[None]:
+        """See in a plain call which modules may be called twice."""
+        if self.fit is not None:
+            yield
+            return
+        self._called.clear()
+        with self._replaced(self._modules, self._observe):
+            yield
+        self._unfit.update(path for path, count in self._called.items() if count > 1)
+        self._seen.update(self._called.keys())
+
+    @contextmanager
+    def twice(self, paths: frozenset[str]) -> Iterator[None]:
+        """Call modules once more in the backward, for what their forward has computed."""
+        with self._replaced({path: self._modules[path] for path in paths}, self._call_twice):
+            yield
+
+    @contextmanager
+    def _replaced(self, modules: dict[str, nn.Module], call: Callable[..., Any]) -> Iterator[None]:
+        found = {module: hooks.get_call(module) for module in modules.values()}
+        for path, module in modules.items():
+            if found[module] is None or isinstance(found[module], Slot):
+                hooks.set_call(module, _Stand(call, path, module))
+            else:  # compiled by the user
+                self._unfit.add(path)
+        try:
+            yield
+        finally:
+            for module, slot in found.items():
+                hooks.set_call(module, slot)
+
+    def _observe(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._called[path] += 1
+        if not _may_be_given_again((args, kwargs)) or _has_hooks(module):
+            self._unfit.add(path)
+            return hooks.plain_call(module, *args, **kwargs)
+        given = _tensors_in((args, kwargs))
+        versions, drawn, state = tensor_state.versions_of(given), _generators(), _State(module)
+        result = hooks.plain_call(module, *args, **kwargs)
+        if drawn != _generators() or state.has_changed():
+            self._unfit.add(path)
+        else:
+            self._observed.append((path, state, [weakref.ref(tensor) for tensor in given], versions))
+        return result
+
+    def backward_starts(self) -> None:
+        """See which modules would not find in the backward what they found in the forward."""
+        for path, state, references, versions in self._observed:
+            pairs = ((reference(), version) for reference, version in zip(references, versions, strict=True))
+            alive = [(tensor, version) for tensor, version in pairs if tensor is not None]
+            is_same = tensor_state.versions_of([tensor for tensor, _ in alive]) == [version for _, version in alive]
+            if not is_same or state.has_changed():
+                self._unfit.add(path)
+        self._observed.clear()
+
+    def _call_twice(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled() or _has_hooks(module):  # which may have come since
+            return hooks.plain_call(module, *args, **kwargs)
+        call = _ModuleTwice(path, module, args, kwargs)
+        return checkpoint(call, *call.tensors, use_reentrant=False)
+
+
+class _PathsInGraphs:
+    """Finds the paths of modules in captured graphs, whose nodes know them below the module that was captured."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._modules = frozenset(path for path, _ in root.named_modules())
+        named = root.named_parameters(remove_duplicate=False)
+        self._owners = {id(parameter): name.rpartition(".")[0] for name, parameter in named}
+
+    def calls_in(self, step: Step, parameters: Mapping[int, int], paths: frozenset[str]) -> dict[str, list[list[int]]]:
+        """List the forward nodes of each call of some modules."""
+        nodes, own = step.graph.nodes, dict[int, list[int]]()
+        for index in step.graph.forward:
+            owner = step.owners[index]
+            if owner is not None:
+                own.setdefault(owner[0], []).append(index)
+        found = dict[str, list[list[int]]]()
+        for members in own.values():
+            prefix = self._prefix([nodes[index] for index in members], parameters)
+            calls = dict[str, list[int]]()
+            for index in members if prefix is not None else ():
+                for path in _paths_around(f"{prefix}{nodes[index].module}"):
+                    if path in paths:
+                        calls.setdefault(path, []).append(index)
+            for path, nodes_of_call in calls.items():
+                found.setdefault(path, []).append(nodes_of_call)
+        return found
+
+    def _prefix(self, nodes: Sequence[Node], parameters: Mapping[int, int]) -> str | None:
+        """Find the module below which these nodes are, by the parameters that they read, or by their own paths."""
+        votes = Counter[str]()
+        for node in nodes:
+            read = (self._owners.get(parameters.get(t, 0), "") for t in node.inputs)
+            own = node.module
+            votes.update(owner.removesuffix(own) for owner in read if own and f".{owner}".endswith(f".{own}"))
+        modules = {node.module for node in nodes} - {""}
+        prefixes = {"", *(f"{module}." for module in self._modules if module)} if not votes else set(votes)
+        found = [prefix for prefix in prefixes if all(prefix + module in self._modules for module in modules)]
+        return found[0] if len(found) == 1 and modules else None
+
+
+def _paths_around(path: str) -> Iterator[str]:
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
+class _Stand:
+    """Stands in for the call of a block during one call of its model."""
+
+    def __init__(self, call: Callable[..., Any], path: str, module: nn.Module) -> None:
+        self._call, self._path, self._module = call, path, module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self._path, self._module, args, kwargs)
+
+
+class _ModuleTwice:
+    """Calls a module with what it was given, again with copies of the objects that the first call may have changed.
+
+    Attributes:
+        tensors: The tensors that it was given.
+    """
+
+    def __init__(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._path, self._module = path, module
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._again = _apart((args, kwargs))
+        self.tensors = _tensors_in((args, kwargs))
+        self._versions = tensor_state.versions_of(self.tensors)
+
+    def __call__(self, *_: torch.Tensor) -> Any:
+        if self._given is not None:
+            (args, kwargs), self._given = self._given, None
+            return hooks.plain_call(self._module, *args, **kwargs)
+        if tensor_state.versions_of(self.tensors) != self._versions:
+            raise HiRemateError(
+                f"An input of module {self._path!r} was changed in place after the call, which it was not in earlier "
+                "steps, so that the module can't be computed again. Change a copy of that tensor."
+            )
+        args, kwargs = _apart(self._again)
+        with _statistics_apart(self._module):
+            return hooks.plain_call(self._module, *args, **kwargs)
+
+
+@contextmanager
+def _statistics_apart(module: nn.Module) -> Iterator[None]:
+    """Let batch norms update copies of their running statistics, on which nothing that they return depends."""
+    norms = [norm._buffers for norm in module.modules() if _keeps_statistics(norm)]
+    found = [dict(buffers) for buffers in norms]
+    for buffers in norms:
+        buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+    try:
+        yield
+    finally:
+        for buffers, own in zip(norms, found, strict=True):
+            buffers.update(own)
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    """Whether a module is a batch norm of PyTorch's own in training."""
+    return type(module) in _BATCH_NORMS and module.training
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether functions of others are called with the module or its parts: twice, where these are called twice."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(inner.__dict__.get(name) for inner in module.modules() for name in names)
+
+
+def _generators() -> list[Any]:
+    """Describe the generators of random numbers that torch.utils.checkpoint does not put back."""
+    return [random.getstate(), pickle.dumps(np.random.get_state())]  # noqa: NPY002  what users may draw from
+
+
+class _State:
+    """All that a call of a module may leave behind or read: in attributes and buffers of it and of its parts."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._found, self._held = self._describe()
+
+    def has_changed(self) -> bool:
+        """Whether anything is other than it was."""
+        return self._describe()[0] != self._found
+
+    def _describe(self) -> tuple[list[Any], list[Any]]:
+        """Describe it; return also the objects whose identity is part of that."""
+        found, seen, stack, held = list[Any](), set[int](), list[Any](), list[Any]()
+        for inner in self._module.modules():
+            seen.update((id(inner), id(inner._buffers)) if _keeps_statistics(inner) else (id(inner),))
+            own = {name: value for name, value in vars(inner).items() if name != hooks.CALL_SLOT}
+            stack += [own, dict(vars(type(inner)))]
+            buffers = () if _keeps_statistics(inner) else inner._buffers.values()
+            found += tensor_state.versions_of([*buffers, *inner._parameters.values()])
+        while stack:
+            value = stack.pop()
+            if isinstance(value, _PLAIN_DATA):
+                found.append(value)
+            elif isinstance(value, torch.Generator):
+                found.append(value.get_state().tolist())
+            elif id(value) not in seen:
+                seen.add(id(value))
+                held.append(value)
+                found.append(len(value) if isinstance(value, dict) else id(value))
+                stack.extend(_parts_of(value))
+        return found, held
+
+
+def _may_be_given_again(values: Any) -> bool:
+    """Whether a second call can be given the same: tensors, and objects of which copies are made."""
+    try:
+        _apart(values)
+    except Exception:  # whatever an object raises where it is copied
+        return False
+    return True
+
+
+def _apart(value: Any) -> Any:
+    """Copy whatever a call may change of its arguments, except for the tensors among them."""
+    if isinstance(value, (torch.Tensor, *_PLAIN_DATA)):
+        return value
+    if type(value) in (tuple, list):
+        return type(value)(_apart(item) for item in value)
+    if type(value) is dict:
+        return {key: _apart(item) for key, item in value.items()}
+    kept = _reached(value)
+    return copy.deepcopy(value, {id(tensor): tensor for tensor in kept})
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """List the tensors in arguments, those in objects too."""
+    return [found for found in _reached(value) if isinstance(found, torch.Tensor)]
+
+
+def _reached(value: Any) -> list[Any]:
+    """List the tensors that containers and objects hold, however deep.
+
+    Raises:
+        TypeError: If a module is among them: a copy would have weights of its own.
+    """
+    found, seen, stack = list[Any](), set[int](), [value]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen or isinstance(item, _PLAIN_DATA):
+            continue
+        seen.add(id(item))
+        if isinstance(item, nn.Module):
+            raise TypeError("a module is given as an argument")
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        stack.extend(_parts_of(item))
+    return found
+
+
+def _parts_of(value: Any) -> list[Any]:
+    """List what a container or an object holds; nothing for tensors, modules, classes and functions."""
+    if isinstance(value, torch.Tensor | nn.Module | type | FunctionType | MethodType | ModuleType):
+        return []
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return list(value)
+    return list(getattr(value, "__dict__", {}).values())
