@@ -134,6 +134,8 @@ def test_shares_and_curves_are_of_one_number(models, capsys):
     assert "give --budget as bytes" in capsys.readouterr().err
     assert main(["curve", f"{models}:net", "--fsdp", "2,4"]) == 2
     assert "Only plan takes several numbers of GPUs: expected one, found --fsdp 2,4" in capsys.readouterr().err
+    assert main(["fit", f"{models}:net", "--budget", "8MiB", "--fsdp", "2"]) == 2
+    assert "there is no option '--fsdp'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -147,14 +147,17 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     plan = _command(commands, "plan", _heavy("plan"), "plan a model under a budget, without its memory")
     _add_workload(plan)
+    _add_several(plan)
     _add_budget(plan, '"8 GiB", "60%%" of what the step adds, or "auto" for what is free')
     plan.add_argument("--html", metavar="FILE", type=Path, help="write the report as one HTML page")
     plan.add_argument("--svg", metavar="FILE", type=Path, help="draw memory over time as an SVG picture")
     curve = _command(commands, "curve", _heavy("curve"), "show the extra time of many budgets")
     _add_workload(curve)
+    _add_several(curve)
     curve.add_argument("--points", type=int, default=10, help="budgets to solve (default: %(default)s)")
     fit = _command(commands, "fit", _heavy("fit"), "find the largest batch within a budget")
     _add_workload(fit)
+    fit.set_defaults(fsdp=None, tp=1, units=None, param_dtype=None, link=None)  # gathers don't grow along a line
     _add_budget(fit, '"8 GiB", or "auto" for what is free')
     fit.add_argument("--max-batch", type=int, default=8192, help="largest size to look at (default: %(default)s)")
     fit.add_argument("--max-overhead", default="30%", help="most extra time to accept (default: 30%%)")
@@ -211,12 +214,6 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--loss", default="auto", help="auto, model (what it returns) or sum (of its outputs)")
     step.add_argument("--optimizer", default="AdamW", help="class of torch.optim, or none (default: %(default)s)")
     step.add_argument("--autocast", metavar="DTYPE", help="bfloat16 or float16, for mixed precision")
-    several = parser.add_argument_group("several GPUs, each of which gets the inputs as named")
-    several.add_argument("--fsdp", metavar="N", help="shard over N GPUs (FSDP2); plan also takes 2,4,8 and auto")
-    several.add_argument("--tp", metavar="N", type=int, default=1, help="divide blocks over N GPUs, as _tp_plan says")
-    several.add_argument("--units", metavar="CLASSES", help="classes of the units to shard, instead of repeated blocks")
-    several.add_argument("--param-dtype", metavar="DTYPE", help="type that FSDP2 gathers parameters in: bfloat16")
-    several.add_argument("--link", type=float, help="what a GPU sends to others, GB a second")
     costs = parser.add_argument_group("times, estimated from operation counts unless measured")
     costs.add_argument("--tflops", type=float, help="arithmetic of the device, 10^12 operations a second")
     costs.add_argument("--bandwidth", type=float, help="memory traffic of the device, GB a second")
@@ -225,6 +222,16 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     solving.add_argument("--solver", default="portfolio", help="name of a strategy (default: %(default)s)")
     solving.add_argument("--time-limit", type=float, default=20.0, help="seconds to solve (default: %(default)s)")
     _add_json(solving)
+
+
+def _add_several(parser: argparse.ArgumentParser) -> None:
+    """Add what spreads the model over several GPUs."""
+    several = parser.add_argument_group("several GPUs, each of which gets the inputs as named")
+    several.add_argument("--fsdp", metavar="N", help="shard over N GPUs (FSDP2); plan also takes 2,4,8 and auto")
+    several.add_argument("--tp", metavar="N", type=int, default=1, help="divide blocks over N GPUs, as _tp_plan says")
+    several.add_argument("--units", metavar="CLASSES", help="classes of the units to shard, instead of repeated blocks")
+    several.add_argument("--param-dtype", metavar="DTYPE", help="type that FSDP2 gathers parameters in: bfloat16")
+    several.add_argument("--link", type=float, help="what a GPU sends to others, GB a second")
 
 
 def _add_budget(parser: argparse.ArgumentParser, words: str) -> None:

@@ -334,7 +334,6 @@ def fit(asked: argparse.Namespace) -> int:
     if accepted is None:
         raise ConfigurationError(f'--max-overhead must be a percentage such as "30%", found {asked.max_overhead!r}')
     work = _Work(asked)
-    work.need_one_count()
     seen = [work.capture(size) for size in FIT_SIZES]
     limit_bytes = work.budget_bytes(budget, 0, 0)
     forecast = _forecast(work, seen, limit_bytes)
