@@ -82,7 +82,7 @@ def test_a_step_whose_plan_is_slower_than_eager_runs_unplanned(budget, planned_s
         if is_planned:
             hiremate(model, budget, verbose=False)
             session = targets_of(model).session
-            session._unplanned.releases = Releases(clock)
+            session.unplanned.releases = Releases(clock)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with quiet():
             for index in range(DECIDED + 16):

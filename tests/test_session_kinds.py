@@ -153,13 +153,13 @@ def test_a_first_step_above_its_budget_is_announced_once():
     with recorded() as said:
         for index in range(3):
             step(model, index)
-        planned_kinds = targets_of(model).session._planned
+        planned_kinds = targets_of(model).session.planned
         ((kind, plan),) = planned_kinds.plans.items()
-        planned_kinds._see_first(kind, plan.budget_bytes + 2**20)
+        planned_kinds.see_first(kind, plan.budget_bytes + 2**20)
         assert not said  # the first kind of all
         planned_kinds.kinds.install((*kind, 1), plan, {})
         for excess in (2**10, 2**20, 2**21):
-            planned_kinds._see_first((*kind, 1), plan.budget_bytes + excess)
+            planned_kinds.see_first((*kind, 1), plan.budget_bytes + excess)
     (text,) = said
     assert "The first step of another kind took" in text
     assert "1.00 MiB above its budget: it had no plan yet" in text
@@ -223,4 +223,4 @@ def test_a_peak_is_compared_with_what_existed_before_its_step(budget):
         for index in range(12):
             step(model, index, ROWS - 8 if index % 4 == 3 else ROWS)  # the last batch of each epoch is smaller
     assert not said
-    assert all(known.margin_bytes == 0 for known in session_of(model)._planned.kinds.known.values())
+    assert all(known.margin_bytes == 0 for known in session_of(model).planned.kinds.known.values())

@@ -200,12 +200,12 @@ class PlannedKinds:
                 raise
             self.kinds.change(kind, known=replace(known, margin_bytes=0))  # it is measured, and would be said
             self._replan(kind)
-        self._see_first(kind, record.peak_bytes or 0)
+        self.see_first(kind, record.peak_bytes or 0)
 
     def _note_before(self, kind: Kind, resident: Resident) -> None:
         self.kinds.change(kind, before={**self.kinds[kind].before, resident.kept: resident})
 
-    def _see_first(self, kind: Kind, peak_bytes: int) -> None:
+    def see_first(self, kind: Kind, peak_bytes: int) -> None:
         """Say where the first step of another kind, which ran before it was planned, took more than its budget."""
         plan = self.plans[kind]
         excess_bytes = peak_bytes - max(plan.budget_bytes, plan.planned_peak_bytes)

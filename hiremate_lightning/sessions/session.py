@@ -64,6 +64,8 @@ class Session:
         stages: Shows the stages of planning, and counts their time.
         parts: The captured graphs.
         prover: Proves captured code as it first runs.
+        planned: The plans, by kind of step.
+        unplanned: The steps that run as the user wrote them.
         steps: The step under way, and the one before it.
     """
 
@@ -85,16 +87,14 @@ class Session:
         kinds, watching = Kinds(), WatchPolicy()
         maker = PlanMaker(options, self._name, kinds, memory, parts, stages)
         self._first_steps = FirstSteps(self._name, maker, kinds, parts, stages, resident, self._spare_bytes)
-        self._planned = PlannedKinds(
+        self.planned = PlannedKinds(
             self._name, maker, kinds, self._first_steps, memory, stages.reporter, watching, said
         )
-        self._unplanned = UnplannedSteps(
-            root, self._planned, stages.reporter, self.say, is_allowed=self.kernels is None
-        )
-        self.steps = Steps(memory, self._planned, self._unplanned, self._first_steps, watching, said, parts)
+        self.unplanned = UnplannedSteps(root, self.planned, stages.reporter, self.say, is_allowed=self.kernels is None)
+        self.steps = Steps(memory, self.planned, self.unplanned, self._first_steps, watching, said, parts)
         self._tracing = ExitStack()
         self.prover = Prover(
-            self._planned,
+            self.planned,
             parts,
             stages,
             self.say,
@@ -110,22 +110,22 @@ class Session:
     @property
     def plan(self) -> Plan | None:
         """The plan of the latest kind of step, None before there is one."""
-        return self._planned.latest
+        return self.planned.latest
 
     @property
     def plans(self) -> Mapping[Kind, Plan]:
         """The plans so far, by kind of step."""
-        return self._planned.plans
+        return self.planned.plans
 
     @property
     def options(self) -> SessionOptions:
         """What was asked for."""
-        return self._planned.options
+        return self.planned.options
 
     @property
     def listeners(self) -> list[Callable[[Plan], None]]:
         """Called with each plan when it is made, and again when it has been measured."""
-        return self._planned.listeners
+        return self.planned.listeners
 
     @property
     def captured_count(self) -> int:
@@ -167,7 +167,7 @@ class Session:
         Raises:
             InfeasibleBudgetError: If nothing fits it; then all is as it was.
         """
-        self._planned.set_budget(budget)
+        self.planned.set_budget(budget)
         self._current.plans_changed()
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -305,7 +305,7 @@ class Session:
 
     def must_return(self, part: Part, positions: Collection[int]) -> None:
         """Learn that gradients were handed to autograd beside those that exist, where a plan may count on adding."""
-        self._planned.must_return(part, positions)
+        self.planned.must_return(part, positions)
 
     def backward_done(self, run: Run | None) -> None:
         """Note the end of a backward."""
@@ -324,9 +324,9 @@ class Session:
 
     def _spare_bytes(self) -> int:
         """Return the bytes that a first step may take beyond the budget; none, announced, where no plan may follow."""
-        if self._planned.has_place():
+        if self.planned.has_place():
             return free_bytes(self._memory.device)
-        self._planned.announce_full()
+        self.planned.announce_full()
         return 0
 
     # ---------------------------------------------------------------- steps
@@ -356,7 +356,7 @@ class Session:
     def calling_plain(self) -> Iterator[None]:
         """Surround a call that runs as the user wrote it: where that fails, the step is dropped."""
         try:
-            with self._unplanned.calling(self.steps.plain):
+            with self.unplanned.calling(self.steps.plain):
                 yield
         except BaseException:  # Ctrl-C too: the next step must not go on with half of this one
             if not backward_pass.is_running():
@@ -383,6 +383,6 @@ class Session:
     def plain_backward_starts(self) -> None:
         """Note the start of a backward of a step that runs plain."""
         self.steps.backward_starts()
-        self._unplanned.backward_starts()
+        self.unplanned.backward_starts()
         if self.steps.record is not None:
             self.steps.record.plain_backward_starts()

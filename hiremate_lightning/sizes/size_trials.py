@@ -77,7 +77,7 @@ class TrialSession(Session):
         calls, order = describe(record, self.parts.profiles)
         self.calls = tuple(calls), tuple(order)
         if self.plans_first:
-            self._planned.learn(record, self.resident)
+            self.planned.learn(record, self.resident)
 
     def _spare_bytes(self) -> int:
         """Let no size run that may not fit: a smaller one comes next."""
