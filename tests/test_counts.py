@@ -120,6 +120,7 @@ def test_the_table_answers_how_many_are_needed(models, capsys):
         (["--tp", "2"], "Net has no plan for tensor parallelism: expected _tp_plan"),
         (["--fsdp", "2", "--units", "Blok"], "no module of a class 'Blok' to shard. Did you mean 'Block'?"),
         (["--param-dtype", "half"], "--param-dtype must be bfloat16 or float16, found 'half'"),
+        (["--fsdp", "2", "--measure"], "--measure is of a step on one GPU. Leave it out with --fsdp and --tp."),
         (["--fsdp", "2,4", "--html", "page.html"], "A page or a picture is of one plan: name one number"),
     ],
 )

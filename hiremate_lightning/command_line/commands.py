@@ -167,7 +167,8 @@ class _Work:
                 f"{self.rates.link_bytes_per_ms / 1e6:g} GB/s if none of it overlaps with computation."
             )
         if self.options.is_stand_in:
-            notes.append("This torch is built without CUDA: captured on CPU tensors, accounted as on a GPU.")
+            why = "" if torch.cuda.is_available() else "This torch is built without CUDA. "
+            notes.append(f"{why}Captured on CPU tensors, accounted as on a GPU.")
         return notes
 
 

@@ -7,8 +7,8 @@ device can tell: workspaces, which are taken as 0. Times are estimates from oper
 they are measured operation by operation.
 
 Where torch was built without CUDA it can't differentiate fake CUDA tensors. A step for a GPU is then captured on CPU
-tensors and accounted as on a GPU: blocks rounded as CUDA's allocator rounds them, attention by the kernels that a GPU
-runs.
+tensors, as a step for several GPUs always is. It is accounted as on a GPU: blocks rounded as CUDA's allocator rounds
+them, attention by the kernels that a GPU runs.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class OfflineOptions:
 
     @property
     def is_stand_in(self) -> bool:
-        """Whether CPU tensors stand in for those of a GPU."""
-        return self.device.type == "cuda" and not torch.cuda.is_available()
+        """Whether CPU tensors stand in for those of a GPU: where there is none, or where several are planned for."""
+        return self.device.type == "cuda" and (self.layout.count > 1 or not torch.cuda.is_available())
 
     @property
     def fake_device(self) -> torch.device:
@@ -127,7 +127,9 @@ class OfflineStep:
         Raises:
             ConfigurationError: If the device is not there.
         """
-        if self.options.device.type == "cuda" and not torch.cuda.is_available():
+        if self.options.layout.count > 1:
+            raise ConfigurationError("--measure is of a step on one GPU. Leave it out with --fsdp and --tp.")
+        if self.options.is_stand_in:
             raise ConfigurationError("There is no CUDA device here to measure on. Leave --measure out for estimates.")
         return self._merge([measure(captured, cache, progress=progress) for captured in self.captured])
 
