@@ -18,7 +18,7 @@ from torch import nn
 
 from hiremate_lightning import Plan, get_plan, hiremate
 from hiremate_lightning.records.graph import Phase
-from hiremate_lightning.reporting.figures import BUDGET, COLOURS, FAINT, INK, Run, plain_run, planned_run
+from hiremate_lightning.reporting.figures import BUDGET, COLOURS, FAINT, INK, DrawnStep, plain_run, planned_run
 from hiremate_lightning.reporting.lifetimes import Band, Lifetime
 from hiremate_lightning.units import format_bytes, format_ratio, format_time
 
@@ -45,7 +45,7 @@ def train(budget: str) -> Plan:
     return plan
 
 
-def rows_of(run: Run) -> dict[int, list[Lifetime]]:
+def rows_of(run: DrawnStep) -> dict[int, list[Lifetime]]:
     """Give the stays in memory of each result of the forward, in the order in which results are first computed."""
     least = max(life.size_bytes for life in run.lives) // 2  # scalars and weights' gradients would hide the rest
     rows: dict[int, list[Lifetime]] = {}
@@ -82,7 +82,7 @@ def draw(plan: Plan) -> str:
     )
 
 
-def _panel(run: Run, runs: tuple[Run, ...], top: int) -> Iterator[str]:
+def _panel(run: DrawnStep, runs: tuple[DrawnStep, ...], top: int) -> Iterator[str]:
     scale = PIXELS / max(one.starts_ms[-1] for one in runs)
     peak = format_bytes(run.plan.resident_bytes + run.simulation.peak_bytes)
     extra = f" ({format_ratio(run.plan.predicted_overhead)})" if run.name == "planned" else ""
@@ -106,7 +106,7 @@ def _panel(run: Run, runs: tuple[Run, ...], top: int) -> Iterator[str]:
     yield f'<text x="{turn + 4:.1f}" y="{bottom + 14}" fill="{FAINT}">backward</text>'
 
 
-def _curve(run: Run, runs: tuple[Run, ...], top: int, scale: float) -> Iterator[str]:
+def _curve(run: DrawnStep, runs: tuple[DrawnStep, ...], top: int, scale: float) -> Iterator[str]:
     """Draw the bytes that the step adds to what is resident, and what of the budget is left for them."""
     most = max(one.simulation.peak_bytes for one in runs)
     bottom = top + CURVE - 8
@@ -121,7 +121,7 @@ def _curve(run: Run, runs: tuple[Run, ...], top: int, scale: float) -> Iterator[
     yield f'<text x="{LEFT - 6}" y="{bottom}" text-anchor="end" fill="{FAINT}">bytes</text>'
 
 
-def _name(run: Run, life: Lifetime) -> str:
+def _name(run: DrawnStep, life: Lifetime) -> str:
     assert life.node is not None, "results of the forward are computed"
     node = run.plan.graph.nodes[life.node]
     again = "recomputed" if run.simulation.turn <= life.first and node.phase is Phase.FORWARD else "computed"
