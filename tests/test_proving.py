@@ -25,6 +25,7 @@ from hiremate_lightning.reporting.terminal import plan_table
 from hiremate_lightning.rewriting import assignments, casts, finishing, kernels, losses, pooling, views
 from hiremate_lightning.rewriting.finishing import Finish
 from hiremate_lightning.running import program
+from hiremate_lightning.running.execution import Part
 from hiremate_lightning.sessions import backend
 from hiremate_lightning.sessions.targets import targets_of
 from hiremate_lightning.torch_private import aot, changes, dynamo
@@ -191,7 +192,7 @@ def test_verify_is_first_or_off_or_a_number_of_steps(verify):
 
 
 def test_a_proof_keeps_the_first_step_within_its_budget():
-    """A budget that is too small for a plain backward of this code: only its forward is proved."""
+    """A budget that is too small for a plain backward of this code: that is proved segment by segment."""
 
     def make() -> nn.Module:
         layers = [nn.Sequential(nn.Linear(128, 128, bias=False), nn.GELU(), nn.Tanh()) for _ in range(8)]
@@ -204,8 +205,28 @@ def test_a_proof_keeps_the_first_step_within_its_budget():
     budget = resident + int(0.6 * added)
     hiremate(module, budget, verbose=False)
     peak = resident + measure_peak(lambda: module(batch).sum().backward())
-    assert targets_of(module).session.prover.words() == "forward 1 of 1 graph, gradients 0 of 1"
+    assert targets_of(module).session.prover.words() == "forward 1 of 1 graph, gradients 1 of 1"
     assert peak <= budget, f"{peak:,} of {budget:,} bytes"
+
+
+def test_wrong_gradients_are_seen_where_no_plain_backward_fits(monkeypatch):
+    """Half of what a plain backward takes."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH)) for _ in range(8)])
+
+    def act(module: nn.Module) -> list[Tensor | None]:
+        module(torch.ones(1024, WIDTH)).square().sum().backward()
+        return [p.grad for p in module.parameters()]
+
+    expected, backward = act(make()), Part.backward
+    found = hiremate(make(), "60%", verbose=False)
+    monkeypatch.setattr(
+        Part, "backward", lambda self, arguments: [g if g is None else 2 * g for g in backward(self, arguments)]
+    )
+    with pytest.warns(HiRemateWarning, match="as captured it gives other numbers: the gradient of"):
+        assert not differing(act(found), expected)
 
 
 # ---------------------------------------------------------------- faults of PyTorch, their mendings taken out

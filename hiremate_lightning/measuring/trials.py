@@ -7,6 +7,8 @@ host, so that one outcome takes no memory while the other is made.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ import torch
 from ..torch_private import autocasting, hooks, tensor_state
 from ..torch_private.restoring import Restoring
 
+LEAST_IN_FILE = 2**14  # bytes
 SEED = 0  # of the gradients that a trial begins its backward with
 
 
@@ -43,6 +46,7 @@ class Trial:
         constants: Other tensors that the code may write to.
         with_gradients: Whether to compute gradients of the inputs that require them.
         copies: Whether inputs that other code has computed are copies: autograd refuses to change a leaf in place.
+        in_files: Whether what lies on the host is kept in temporary files.
     """
 
     arguments: Sequence[Any]
@@ -50,6 +54,7 @@ class Trial:
     constants: Sequence[torch.Tensor] = ()
     with_gradients: bool = False
     copies: bool = False
+    in_files: bool = False
 
     def run(self, function: Callable[..., Any], keeps_nothing: bool = False) -> Outcome:
         """Run code on the inputs, and leave them and the generators as they were found.
@@ -73,12 +78,14 @@ class Trial:
                 with restoring, torch.enable_grad(), hooks.no_saved_tensor_hooks(), keeping:
                     results = function(*given)
                     outputs = list(results) if isinstance(results, (tuple, list)) else [results]
-                    gradients = self._gradients(leaves, [*outputs, *tensors])
+                    roots = _Roots([*outputs, *tensors]) if self.with_gradients else None
+                    values = {f"output {i}": self._kept(value, tensors) for i, value in enumerate(outputs)}
+                    del results, outputs
+                    gradients = self._gradients(leaves, roots) if roots is not None else {}
                 with torch.no_grad():
-                    values = {f"output {i}": _kept(value, tensors) for i, value in enumerate(outputs)}
                     for name, value in zip(self.names, given, strict=True):
                         if isinstance(value, torch.Tensor) and restoring.changed(value):
-                            values[f"the new value of {name}"] = _kept(value, tensors)
+                            values[f"the new value of {name}"] = self._kept(value, tensors)
                     values |= _states(devices)
             finally:
                 restoring.restore()
@@ -91,18 +98,41 @@ class Trial:
         is_copied = self.copies and isinstance(value, torch.Tensor) and not self.arguments[position].is_leaf
         return value.clone() if is_copied else value
 
-    def _gradients(self, leaves: dict[int, torch.Tensor], results: Sequence[Any]) -> dict[str, Any]:
+    def _gradients(self, leaves: dict[int, torch.Tensor], roots: _Roots) -> dict[str, Any]:
         """Compute gradients of the leaves, for drawn gradients of all results that autograd has computed."""
-        if not self.with_gradients:
-            return {}
         own = {position: leaf for position, leaf in leaves.items() if leaf.requires_grad}
-        roots = [r for r in results if isinstance(r, torch.Tensor) and r.grad_fn is not None]
-        tangents = [_drawn_like(root) for root in roots]
         with _no_autocast({leaf.device.type for leaf in own.values()}):
-            found = torch.autograd.grad(roots, list(own.values()), tangents, allow_unused=True) if roots else ()
+            found = roots.gradients(list(own.values()))
         _let_threads_finish({gradient.device for gradient in found if gradient is not None})
-        named = {f"the gradient of {self.names[i]}": g for i, g in zip(own, found, strict=bool(roots))}
-        return {name: None if gradient is None else _kept(gradient, ()) for name, gradient in named.items()}
+        named = {f"the gradient of {self.names[i]}": g for i, g in zip(own, found, strict=bool(found))}
+        del found
+        return {name: None if named[name] is None else self._kept(named.pop(name), ()) for name in list(named)}
+
+    def _kept(self, value: Any, inputs: Sequence[torch.Tensor]) -> Any:
+        """Keep a value on the host, apart from the memory of inputs, which is put back."""
+        kept = _kept(value, inputs)
+        return _in_file(kept) if self.in_files and isinstance(kept, torch.Tensor) else kept
+
+
+class _Roots:
+    """Where a backward begins: in results that autograd has computed, whose memory does not stay for that.
+
+    Args:
+        results: All results.
+    """
+
+    def __init__(self, results: Sequence[Any]) -> None:
+        own = [r for r in results if isinstance(r, torch.Tensor) and r.grad_fn is not None]
+        self._edges = [torch.autograd.graph.get_gradient_edge(root) for root in own]
+        self._shapes = [root.detach().to("meta") for root in own]
+        self._devices = [root.device for root in own]
+
+    def gradients(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        """Compute gradients of the inputs, for drawn gradients of the results."""
+        if not self._edges:
+            return ()
+        tangents = [_drawn_like(*pair) for pair in zip(self._shapes, self._devices, strict=True)]
+        return torch.autograd.grad(self._edges, inputs, tangents, allow_unused=True)
 
 
 def _let_threads_finish(devices: set[torch.device]) -> None:
@@ -116,10 +146,19 @@ def _dropping() -> torch.autograd.graph.saved_tensors_hooks:
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
 
 
-def _drawn_like(result: torch.Tensor) -> torch.Tensor:
+def _drawn_like(shape: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Draw the gradient of a result: the same one for each run, and no number from the user's generators."""
-    generator = torch.Generator(result.device).manual_seed(SEED)
-    return torch.empty_like(result.detach()).normal_(generator=generator)
+    generator = torch.Generator(device).manual_seed(SEED)
+    return torch.empty_like(shape, device=device).normal_(generator=generator)
+
+
+def _in_file(value: torch.Tensor) -> torch.Tensor:
+    """Copy a value on the host into a temporary file, which goes with the tensor that is returned."""
+    if value.layout is not torch.strided or value.nbytes < LEAST_IN_FILE or os.name != "posix":
+        return value
+    with tempfile.NamedTemporaryFile() as file:
+        memory = torch.from_file(file.name, shared=True, size=value.nbytes, dtype=torch.uint8)
+    return memory.view(value.dtype).view(value.shape).copy_(value)
 
 
 def _kept(value: Any, inputs: Sequence[torch.Tensor]) -> Any:

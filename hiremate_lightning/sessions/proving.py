@@ -1,9 +1,10 @@
 """Proof of captured code at its first run, before its numbers are used.
 
 What a capture loses, nobody sees: its graph is all that there is. So each captured code runs once more beside the very
-code that Dynamo has read, called by PyTorch's own operators: forward, and backward where the memory of a plain backward
-fits what is free. Both run on the same inputs, which stay as they were, and must give the same bits. Code that gives
-others runs as the user wrote it from then on. So does code at which PyTorch's machinery fails when it first runs.
+code that Dynamo has read, called by PyTorch's own operators: forward, and backward where its memory fits what is free,
+plainly or segment by segment. Both run on the same inputs, which stay as they were, and must give the same bits. Code
+that gives others runs as the user wrote it from then on. So does code at which PyTorch's machinery fails when it first
+runs.
 
 Differences by rounding are known, see `docs/limits.md`: they are listed, and the code runs as planned.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import logging
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,11 +27,9 @@ from ..measuring.apart import unmeasured
 from ..measuring.custom_operators import has_unsteady
 from ..measuring.differences import Difference, differences
 from ..measuring.resident import Resident
+from ..measuring.segments import Observed, cut
 from ..measuring.trials import Outcome, Trial
 from ..memory.free_memory import free_bytes
-from ..planning.planner import unplanned
-from ..records.graph import Graph
-from ..records.simulation import forward_peak_bytes, simulate
 from ..records.step import Call, Step, merge
 from ..reporting.report import Stages
 from ..rewriting.joint import is_collective
@@ -39,6 +38,7 @@ from ..running.program import Program
 from ..torch_private import backward_pass, checkpoints, tensor_state
 from .parts import Parts
 from .planned import PlannedKinds
+from .proof_memory import ProofMemory, proof_memory
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -169,10 +169,10 @@ class Prover:
             proof.end()
             return
         with self._stages.stage("prove_s", "proving"), unmeasured(device):
-            with_gradients = self._fits(proof.part, program, device, plainly=True)
-            if with_gradients or self._fits(proof.part, program, device, plainly=False):
+            memory = self._memory_of(proof.part, program, device)
+            if memory is None or memory.has_plain or memory.has_forward:
                 with trying(proof.part, program):
-                    self._try(proof, arguments, with_gradients)
+                    self._try(proof, arguments, memory)
         self._conclude(proof)
 
     def _conclude(self, proof: Proof) -> None:
@@ -182,13 +182,17 @@ class Prover:
         if _REFUSED in (proof.forward, proof.backward) or (is_known and runs >= asked) or runs >= max(TRIES, asked):
             proof.end()
 
-    def _try(self, proof: Proof, arguments: Sequence[Any], with_gradients: bool) -> None:
+    def _try(self, proof: Proof, arguments: Sequence[Any], memory: ProofMemory | None) -> None:
         """Run the code as written, then as captured, and compare."""
-        written = proof.written
-        assert written is not None, "code is tried while it is proved"
-        trial = Trial(arguments, _names_of(written), _constants_of(written), with_gradients)
+        assert proof.written is not None, "code is tried while it is proved"
+        written, is_plain = checkpoints.without(proof.written), memory is not None and memory.has_plain
+        in_files = memory is not None and memory.needs_files
+        trial = Trial(arguments, _names_of(written), _constants_of(written), is_plain, in_files=in_files)
         try:
-            trial, expected = _first_outcome(trial, checkpoints.without(written))
+            if memory is None or is_plain or proof.backward != _UNKNOWN:
+                trial, expected = _first_outcome(trial, written)
+            else:
+                trial, expected = _outcome_in_segments(trial, written, memory)
         except Exception as error:  # whatever the user's code may raise: it will raise it when it runs
             log.info("Code could not be proved, since it fails as it was written: %s", error)
             return
@@ -199,7 +203,7 @@ class Prover:
         except Exception as error:  # whatever PyTorch's machinery fails at
             self._refuse(proof, f"torch.compile's capture of it fails when it runs: {type(error).__name__}: {error}")
             return
-        self._judge(proof, expected, found, with_gradients)
+        self._judge(proof, expected, found, trial.with_gradients)
 
     def _judge(self, proof: Proof, expected: Outcome, found: Outcome, with_gradients: bool) -> None:
         of_values, of_gradients = differences(expected, found, self._half_of(proof.part))
@@ -230,29 +234,13 @@ class Prover:
             "are those of plain PyTorch. This is a fault of torch.compile or of hiremate_lightning; please report it."
         )
 
-    def _fits(self, part: Part | None, program: Program | None, device: torch.device, plainly: bool) -> bool:
-        """Whether the memory of a proof is there: what is free, or what the step takes in any case.
-
-        Args:
-            part: What is to be proved; where it has no gradients it takes what it takes.
-            program: What it runs by.
-            device: Where its memory counts.
-            plainly: Whether gradients are computed, with all that plain PyTorch keeps for them.
-        """
+    def _memory_of(self, part: Part | None, program: Program | None, device: torch.device) -> ProofMemory | None:
+        """Find out what the proof of a part takes, None for code without gradients: that takes what it takes."""
         if part is None or program is None:
-            return not plainly
-        captured, (_, profile) = part.captured, self._parts.prepare(part)
-        graph = captured.graph
-        step = merge([Call(graph, profile)], [0])
-        own = simulate(graph, profile, program.schedule)
-        forward_bytes = max((moment.peak_bytes for moment in own.timeline[: own.turn]), default=0)
-        kept_bytes = 2 * sum(graph.sizes[s] for s in _storages(graph, captured.mutated))
-        if device.type == "cpu":  # what eager PyTorch gave is kept while the captured code runs
-            kept = (*graph.outputs, *graph.gradients) if plainly else graph.outputs
-            kept_bytes += sum(graph.sizes[s] for s in _storages(graph, kept))
-        plain_bytes = unplanned(step).peak_bytes if plainly else forward_peak_bytes(graph, profile)
-        needed_bytes = max(plain_bytes, kept_bytes + (own.peak_bytes if plainly else forward_bytes))
-        return needed_bytes <= max(self._free_bytes(step, device), own.peak_bytes)
+            return None
+        _, profile = self._parts.prepare(part)
+        free = self._free_bytes(merge([Call(part.captured.graph, profile)], [0]), device)
+        return proof_memory(part.captured, profile, program, free, device)
 
     def _free_bytes(self, step: Step, device: torch.device) -> int:
         """Return the bytes that the budget, and the device, leave beside what is there."""
@@ -267,7 +255,26 @@ class Prover:
         return min(budget_bytes - live_bytes, free_bytes(device))
 
 
-def _first_outcome(trial: Trial, written: fx.GraphModule) -> tuple[Trial, Outcome]:
+def _outcome_in_segments(trial: Trial, written: fx.GraphModule, memory: ProofMemory) -> tuple[Trial, Outcome]:
+    """Run code as written without gradients; then, where they fit so, with these segment by segment."""
+    observed = Observed(written)
+    trial, expected = _first_outcome(trial, observed)
+    segmented = cut(written, observed, memory.values_bytes)
+    if segmented is None:
+        return trial, expected
+    try:
+        outcome = replace(trial, with_gradients=True).run(segmented)
+    except Exception as error:  # whatever the user's code may raise when it runs twice
+        log.info("Gradients could not be proved, since code fails when it runs segment by segment: %s", error)
+        return trial, expected
+    of_values, _ = differences(expected, outcome)
+    if of_values:
+        log.info("Gradients could not be proved, since code gives other numbers when it runs segment by segment")
+        return trial, expected
+    return replace(trial, with_gradients=True), outcome
+
+
+def _first_outcome(trial: Trial, written: Callable[..., Any]) -> tuple[Trial, Outcome]:
     """Run code as written; where it changes an input in place that needs a gradient, on copies of these."""
     try:
         return trial, trial.run(written, keeps_nothing=not trial.with_gradients)
@@ -300,10 +307,6 @@ def _count(verdicts: Sequence[str], name: str, unit: str = "") -> str:
     rounded, proved = verdicts.count(_ROUNDED), verdicts.count(_PROVED)
     remark = f" ({rounded} up to rounding)" if rounded else ""
     return f"{name} {proved + rounded} of {len(verdicts)}{unit}{remark}"
-
-
-def _storages(graph: Graph, tensors: Iterable[int]) -> set[int]:
-    return {s for t in tensors if (s := graph.tensors[t].storage) is not None}
 
 
 def _device_of(proof: Proof, arguments: Sequence[Any]) -> torch.device:

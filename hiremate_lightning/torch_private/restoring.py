@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,29 @@ class Restoring(TorchDispatchMode):
         storage = tensor_state.storage_id(tensor) if tensor.layout is torch.strided else None
         if storage in self._watched and storage not in self._copies:
             self._copies[storage] = _bytes_of(self._watched[storage]).clone()
+
+
+class Writes(TorchDispatchMode):
+    """Calls a function with each tensor that an operator may be about to write to.
+
+    Args:
+        tell: The function.
+    """
+
+    def __init__(self, tell: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.supports_higher_order_operators = True
+        self._tell = tell
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, after the function was called."""
+        kwargs = kwargs or {}
+        for tensor in _written(operator, args, kwargs):
+            if tensor.layout is torch.strided:
+                self._tell(tensor)
+        return operator(*args, **kwargs)
 
 
 def _written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

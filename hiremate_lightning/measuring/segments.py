@@ -1,0 +1,294 @@
+"""Code cut into segments that are computed twice, so that its gradients take little memory and keep their bits.
+
+A plain backward keeps all that a forward saves. Where that does not fit, the code runs segment by segment, each in
+`torch.utils.checkpoint`: only what passes from one segment to the next is kept. Autograd's graph is that of the code
+itself, so gradients are added in the same order.
+
+`Observed` runs the code once without gradients, and sees what each node saves, makes and writes to. `cut` chooses the
+segments by that, and `Segmented` runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import checkpoint
+
+from ..torch_private import tensor_state
+from ..torch_private.restoring import Writes
+
+COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of segments that are tried
+_NUMBERS = (bool, int, float, torch.SymInt)
+
+
+@dataclass
+class Seen:
+    """What a node did.
+
+    Attributes:
+        saved: Numbers of the blocks that autograd would keep for its backward, beside what the code is given.
+        written: Numbers of the blocks that it has written to.
+        sets_state: Whether it returns neither tensors nor numbers, as autocast does when it is entered.
+    """
+
+    saved: set[int] = field(default_factory=set)
+    written: set[int] = field(default_factory=set)
+    sets_state: bool = False
+
+
+class Observed(fx.Interpreter):
+    """Runs code once, and sees what its nodes do.
+
+    Args:
+        module: The code.
+
+    Attributes:
+        seen: What was seen of each node that was called.
+        blocks_of: Numbers of the blocks of memory that the result of each node lies on.
+        sizes: Bytes of each block of memory.
+        given: Numbers of the blocks that were there before.
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.seen: dict[fx.Node, Seen] = {}
+        self.blocks_of: dict[fx.Node, frozenset[int]] = {}
+        self.sizes: list[int] = []
+        self.given = set[int]()
+        self._blocks: dict[int, tuple[int, Callable[[], bool]]] = {}  # by storage: number, and whether it lives
+        self._now = Seen()
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run the code."""
+        self.given.update(map(self._block_of, _tensors(arguments)))
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda nothing: nothing)
+        with hooks, Writes(lambda tensor: self._now.written.add(self._block_of(tensor))):
+            return self.run(*arguments)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node."""
+        self._now = seen = Seen()
+        result = super().run_node(n)
+        if n.op == "output":
+            return result
+        self.blocks_of[n] = blocks = frozenset(map(self._block_of, _tensors(result)))
+        if n.op == "get_attr":
+            self.given |= blocks
+        elif n.op != "placeholder":
+            seen.sets_state = not all(isinstance(v, (torch.Tensor, *_NUMBERS)) for v in tensor_state.leaves(result))
+            self.seen[n] = seen
+        return result
+
+    def _save(self, tensor: torch.Tensor) -> None:
+        if tensor.layout is torch.strided:
+            block = self._block_of(tensor)
+            if block not in self.given:
+                self._now.saved.add(block)
+
+    def _block_of(self, tensor: torch.Tensor) -> int:
+        """Return the number of the block that a tensor lies on; another one where the last one there has died."""
+        storage = tensor_state.storage_id(tensor)
+        known = self._blocks.get(storage)
+        if known is not None and known[1]():
+            return known[0]
+        self._blocks[storage] = len(self.sizes), tensor_state.watch_storage(tensor)
+        self.sizes.append(tensor.untyped_storage().nbytes())
+        return len(self.sizes) - 1
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Some nodes that follow each other.
+
+    Attributes:
+        module: Their code: what passes in as arguments, what passes out as a tuple.
+        inputs: What passes in.
+        outputs: What passes out.
+        changing: Positions of the inputs that the code changes somewhere: they are for a second run as they were for
+            the first one.
+        once: Whether it runs once, and keeps what it saves.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    changing: tuple[int, ...]
+    once: bool
+
+
+class Segmented:
+    """Code that runs segment by segment.
+
+    Args:
+        module: The code.
+        segments: All of its nodes.
+    """
+
+    def __init__(self, module: fx.GraphModule, segments: Sequence[Segment]) -> None:
+        self._graph, self._segments = module.graph, segments
+        last = {node: i for i, segment in enumerate(segments) for node in segment.inputs}
+        self._dying: dict[int, list[fx.Node]] = {}
+        for node, index in last.items():
+            self._dying.setdefault(index, []).append(node)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run the code."""
+        values = dict(zip(self._graph.find_nodes(op="placeholder"), arguments, strict=True))
+        results = next(iter(self._graph.find_nodes(op="output")))
+        returned = set(results.all_input_nodes)
+        for index, segment in enumerate(self._segments):
+            inputs = [values[node] for node in segment.inputs]
+            values.update(zip(segment.outputs, _call(segment, inputs), strict=True))
+            for node in self._dying.get(index, ()):
+                if node not in returned:
+                    del values[node]
+        return fx.map_arg(results.args[0], values.__getitem__)
+
+
+def _call(segment: Segment, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    if segment.once:
+        return segment.module(*inputs)  # type: ignore[no-any-return]
+    changing = {i: inputs[i] for i in segment.changing}
+    with torch.no_grad():
+        next_time = {i: value.clone() for i, value in changing.items()}
+
+    def run(*others: Any) -> Any:
+        nonlocal changing
+        rest, now, changing = iter(others), changing, next_time
+        return segment.module(*(now[i] if i in now else next(rest) for i in range(len(inputs))))
+
+    others = (value for i, value in enumerate(inputs) if i not in changing)
+    return checkpoint(run, *others, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def cut(module: fx.GraphModule, observed: Observed, free_bytes: int) -> Segmented | None:
+    """Cut code into as few segments as fit.
+
+    Args:
+        module: The code.
+        observed: What was seen of it.
+        free_bytes: What values of the forward may take at any moment of a backward.
+
+    Returns:
+        The code in segments; None where no cut that was tried fits.
+    """
+    shape = _Shape(observed)
+    for count in COUNTS:
+        bounds = shape.bounds(count)
+        if bounds is not None and shape.peak_bytes(bounds) <= free_bytes:
+            return Segmented(module, [shape.segment(module, first, end) for first, end in bounds])
+    return None
+
+
+class _Shape:
+    """Nodes in their order, and what passes between them.
+
+    Args:
+        observed: What was seen of them.
+    """
+
+    def __init__(self, observed: Observed) -> None:
+        self._nodes, self._seen = list(observed.seen), list(observed.seen.values())
+        self._blocks_of, self._sizes, given = observed.blocks_of, observed.sizes, observed.given
+        made, read, written = dict[int, int](), dict[int, int](), dict[int, int]()
+        for index, (node, seen) in enumerate(observed.seen.items()):
+            for block in self._blocks_of[node] - given:
+                made.setdefault(block, index)
+            for source in node.all_input_nodes:
+                read |= dict.fromkeys(self._blocks_of[source] & made.keys(), index)
+            written |= dict.fromkeys(seen.written & made.keys(), index)
+        self._made, self._read = made, read
+        steps = [0] * (len(self._nodes) + 1)
+        for block, last in read.items():
+            if last > made[block]:
+                steps[made[block] + 1] += self._sizes[block]
+                steps[last + 1] -= self._sizes[block]
+        self._passing_bytes = list(accumulate(steps))  # by place: what is made before and read after it
+        self._changed = {block for seen in self._seen for block in seen.written} & given
+        self._may_cut = [True] * (len(self._nodes) + 1)
+        for block, index in written.items():  # what is changed in place must be made in the same segment
+            self._may_cut[made[block] + 1 : index + 1] = [False] * (index - made[block])
+
+    def bounds(self, count: int) -> list[tuple[int, int]] | None:
+        """Cut into about so many segments, where little passes; None where that can't be around what sets state."""
+        forced = {i for index, seen in enumerate(self._seen) if seen.sets_state for i in (index, index + 1)}
+        if not all(self._may_cut[index] for index in forced):
+            return None
+        cuts, start, limit_bytes = [0], 0, self._saved_bytes(0, len(self._nodes)) // count
+        saved, saved_bytes = set[int](), 0
+        for index, seen in enumerate(self._seen):
+            if index in forced and index > start:
+                cuts.append(index)
+                start, saved, saved_bytes = index, set(), 0
+            saved_bytes += sum(self._sizes[block] for block in seen.saved - saved)
+            saved |= seen.saved
+            if saved_bytes <= limit_bytes:
+                continue
+            allowed = [i for i in range((start + index) // 2 + 1, index + 1) if self._may_cut[i]]
+            if allowed:
+                start = min(allowed, key=lambda place: (self._passing_bytes[place], -place))
+                cuts.append(start)
+                saved = set[int]().union(*(seen.saved for seen in self._seen[start : index + 1]))
+                saved_bytes = sum(self._sizes[block] for block in saved)
+        return list(zip(cuts, [*cuts[1:], len(self._nodes)], strict=True))
+
+    def peak_bytes(self, bounds: Sequence[tuple[int, int]]) -> int:
+        """Return the most bytes of the forward that live in a backward: what has passed, and a segment's own."""
+        passed, kept_bytes, peak_bytes = set[int](), 0, 0
+        for start, end in bounds:
+            passed.update(self._passing(start))
+            passed_bytes = sum(self._sizes[block] for block in passed)
+            peak_bytes = max(peak_bytes, passed_bytes + kept_bytes + self._own_bytes(start, end, passed))
+            kept_bytes += self._saved_bytes(start, end, passed) if self._runs_once(start, end) else 0
+        return peak_bytes
+
+    def _own_bytes(self, start: int, end: int, beside: Collection[int]) -> int:
+        """Return the most bytes that live while a segment runs again and saves, beside some blocks."""
+        saved, live, peak_bytes = set[int](), set[int](), 0
+        for index in range(start, end):
+            saved |= self._seen[index].saved
+            live |= saved | self._blocks_of[self._nodes[index]] & self._made.keys()
+            peak_bytes = max(peak_bytes, sum(self._sizes[block] for block in live if block not in beside))
+            live = {block for block in live if block in saved or self._read.get(block, 0) > index}
+        return peak_bytes
+
+    def _saved_bytes(self, start: int, end: int, beside: Collection[int] = ()) -> int:
+        """Return the bytes that nodes between two places save, beside some blocks."""
+        saved = set[int]().union(*(seen.saved for seen in self._seen[start:end]))
+        return sum(self._sizes[block] for block in saved if block not in beside)
+
+    def _passing(self, place: int) -> Iterator[int]:
+        """List the blocks that are made before a place and read after it."""
+        return (block for block, last in self._read.items() if self._made[block] < place <= last)
+
+    def _runs_once(self, start: int, end: int) -> bool:
+        """Whether nodes set state, or are given memory twice that the code changes: a second run would go wrong."""
+        if any(seen.sets_state for seen in self._seen[start:end]):
+            return True
+        own = set(self._nodes[start:end])
+        inputs = dict.fromkeys(source for node in own for source in node.all_input_nodes if source not in own)
+        changed = [block for node in inputs for block in self._blocks_of[node] & self._changed]
+        return len(set(changed)) < len(changed)
+
+    def segment(self, module: fx.GraphModule, start: int, end: int) -> Segment:
+        """Make a segment of the nodes between two places."""
+        nodes, graph, copies = self._nodes[start:end], fx.Graph(), dict[fx.Node, fx.Node]()
+        own, read = set(nodes), dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
+        inputs = tuple(node for node in read if node not in own and node.op != "get_attr")
+        copies |= {node: graph.placeholder(node.name) for node in inputs}
+        copies |= {node: graph.node_copy(node) for node in read if node.op == "get_attr"}
+        for node in nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        outputs = tuple(node for node in nodes if not own.issuperset(node.users))
+        graph.output(tuple(copies[node] for node in outputs))
+        changing = tuple(i for i, node in enumerate(inputs) if self._blocks_of[node] & self._changed)
+        return Segment(fx.GraphModule(module, graph), inputs, outputs, changing, self._runs_once(start, end))
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [v for v in tensor_state.leaves(values) if isinstance(v, torch.Tensor) and v.layout is torch.strided]

@@ -1,0 +1,100 @@
+"""What the proof of a captured graph takes in memory, and what there is for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..capturing.capture import Captured
+from ..planning.planner import unplanned
+from ..records.costs import Profile
+from ..records.graph import Graph, StorageKind
+from ..records.simulation import forward_peak_bytes, simulate, simulate_plain
+from ..records.step import Call, merge
+from ..running.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class ProofMemory:
+    """Bytes that the runs of a proof take beside what exists before the step.
+
+    Attributes:
+        plain_bytes: A plain forward and backward.
+        beside_bytes: What gradients take of that, and operators while they run.
+        forward_bytes: A plain forward without gradients.
+        own_bytes: The captured forward and backward.
+        own_forward_bytes: The captured forward.
+        changed_bytes: Copies of what the code changes in place.
+        kept_bytes: What a run gave, in memory until another one gave the same; 0 where that is not the device's memory.
+        free_bytes: What is there.
+    """
+
+    plain_bytes: int
+    beside_bytes: int
+    forward_bytes: int
+    own_bytes: int
+    own_forward_bytes: int
+    changed_bytes: int
+    kept_bytes: int
+    free_bytes: int
+
+    @property
+    def needs_files(self) -> bool:
+        """Whether what a run gave is to be kept in files: beside it, a plain backward does not fit."""
+        needed_bytes = max(self.plain_bytes, self.own_bytes + self.changed_bytes + self.kept_bytes)
+        return self.kept_bytes > 0 and needed_bytes > self.free_bytes
+
+    @property
+    def has_plain(self) -> bool:
+        """Whether a plain backward fits."""
+        return max(self.plain_bytes, self.own_bytes + self.changed_bytes) <= self.free_bytes
+
+    @property
+    def has_forward(self) -> bool:
+        """Whether a forward fits, without gradients."""
+        return max(self.forward_bytes, self.own_forward_bytes + self.changed_bytes) <= self.free_bytes
+
+    @property
+    def values_bytes(self) -> int:
+        """Bytes that values of the forward may take in a backward that runs segment by segment; 0 where it can't."""
+        if self.own_bytes + self.changed_bytes > self.free_bytes:
+            return 0
+        return max(0, self.free_bytes - self.beside_bytes - self.changed_bytes)
+
+
+def proof_memory(
+    captured: Captured, profile: Profile, program: Program, free_bytes: int, device: torch.device
+) -> ProofMemory:
+    """Find out what a proof takes.
+
+    Args:
+        captured: The captured graph.
+        profile: Costs of its operations.
+        program: What it is about to run by.
+        free_bytes: What is free.
+        device: Where its memory counts.
+    """
+    graph = captured.graph
+    own = simulate(graph, profile, program.schedule)
+    return ProofMemory(
+        plain_bytes=unplanned(merge([Call(graph, profile)], [0])).peak_bytes,
+        beside_bytes=simulate_plain(_without_activations(graph), profile).peak_bytes,
+        forward_bytes=forward_peak_bytes(graph, profile),
+        own_bytes=own.peak_bytes,
+        own_forward_bytes=max((moment.peak_bytes for moment in own.timeline[: own.turn]), default=0),
+        changed_bytes=2 * _bytes_of(graph, captured.mutated),
+        kept_bytes=_bytes_of(graph, (*graph.outputs, *graph.gradients)) if device.type == "cpu" else 0,
+        free_bytes=max(free_bytes, own.peak_bytes),  # what the step takes in any case
+    )
+
+
+def _without_activations(graph: Graph) -> Graph:
+    own = (replace(s, size_bytes=0) if s.kind is StorageKind.ACTIVATION else s for s in graph.storages)
+    return replace(graph, storages=tuple(own))
+
+
+def _bytes_of(graph: Graph, tensors: Iterable[int]) -> int:
+    storages = {graph.tensors[t].storage for t in tensors}
+    return sum(graph.sizes[s] for s in storages if s is not None)

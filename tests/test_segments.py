@@ -1,0 +1,98 @@
+"""Code that runs segment by segment gives the bits of a plain run, in less memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hiremate_lightning.measuring.segments import Observed, Segmented, cut
+from hiremate_lightning.measuring.trials import Trial
+from hiremate_lightning.memory.metering import measure_peak
+
+WIDTH, ROWS, DEPTH = 64, 512, 8
+
+
+def make_plain() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Tanh()) for _ in range(DEPTH)])
+
+
+def make_with_state() -> nn.Module:
+    """Batch norms, dropouts, changes in place and residual connections."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count.add_(1)
+            return x + F.relu(F.dropout(self.norm(self.linear(x)), 0.3), inplace=True) * self.count
+
+    return nn.Sequential(*[Block() for _ in range(DEPTH)])
+
+
+def make_with_autocast() -> nn.Module:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = make_plain()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = self.layers(x)
+            return y.float() * 2
+
+    return Half()
+
+
+def captured(make: Callable[[], nn.Module]) -> tuple[torch.fx.GraphModule, Trial]:
+    """Capture a module, and prepare a trial of it with its gradients."""
+    torch.manual_seed(0)
+    found: list[tuple[torch.fx.GraphModule, list[Tensor]]] = []
+
+    def backend(module, inputs):
+        found.append((module, inputs))
+        return module.forward
+
+    model = make()
+    torch.compile(model, backend=backend, dynamic=False, fullgraph=True)(torch.randn(ROWS, WIDTH))
+    ((module, inputs),) = found
+    names = [node.name for node in module.graph.find_nodes(op="placeholder")]
+    return module, Trial(inputs, names, with_gradients=True)
+
+
+def in_segments(module: torch.fx.GraphModule, trial: Trial, free_bytes: int) -> Segmented | None:
+    observed = Observed(module)
+    trial.__class__(trial.arguments, trial.names).run(observed, keeps_nothing=True)
+    return cut(module, observed, free_bytes)
+
+
+@pytest.mark.parametrize("make", [make_plain, make_with_state, make_with_autocast])
+def test_code_in_segments_gives_the_bits_of_a_plain_run(make):
+    module, trial = captured(make)
+    plain = trial.run(module)
+    segmented = in_segments(module, trial, 3 * DEPTH * ROWS * WIDTH * 4)
+    assert segmented is not None
+    found = trial.run(segmented)
+    assert found.values.keys() == plain.values.keys()
+    assert found.gradients.keys() == plain.gradients.keys()
+    assert all(torch.equal(found.values[name], value) for name, value in plain.values.items())
+    compared = {name for name, value in plain.gradients.items() if value is not None}
+    assert all(torch.equal(found.gradients[name], plain.gradients[name]) for name in compared)
+    assert len(compared) >= 2 * DEPTH
+
+
+def test_code_in_segments_takes_no_more_than_it_may():
+    module, trial = captured(make_plain)
+    plain_bytes = measure_peak(lambda: trial.run(module))
+    block_bytes = ROWS * WIDTH * 4
+    segmented = in_segments(module, trial, free_bytes := plain_bytes // 2)
+    assert segmented is not None
+    gradients = sum(a.nbytes for a in trial.arguments if a.requires_grad)
+    assert measure_peak(lambda: trial.run(segmented)) <= free_bytes + gradients + 3 * block_bytes < plain_bytes
+    assert in_segments(module, trial, 2 * block_bytes) is None
