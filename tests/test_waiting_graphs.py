@@ -165,6 +165,16 @@ def test_what_is_retained_counts_in_each_step_with_its_batch():
     assert any(dict(plan.resident_parts).get("graphs retained for another backward") for plan in plans)
 
 
+def test_steps_are_captured_once_one_without_a_plan_retained_its_graph():
+    """What the graph holds of code that runs as the user wrote it is unknown in the steps after it."""
+    model, plain = hiremate(make_net(), "1 GiB", verbose=False), []
+    for rows in (512, 512, 512, 256, 384):
+        loss = model(draw(rows, rows, WIDTH)).square().mean()
+        plain.append(targets_of(model).session.is_plain)
+        loss.backward(retain_graph=True)
+    assert plain == [False, False, False, True, False]
+
+
 def test_running_statistics_change_while_an_eager_graph_waits():
     """PyTorch's batch norm saves its statistics for its backward, and updates them without counting that."""
     results = []

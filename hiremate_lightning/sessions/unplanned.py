@@ -124,6 +124,14 @@ class UnplannedSteps:
                 "From now on such predictions have a margin."
             )
 
+    def graph_stays(self) -> None:
+        """Learn that a backward retained the graph of code that ran as the user wrote it: later steps are captured.
+
+        What such a graph holds in the steps that follow, nobody sees.
+        """
+        self._is_allowed = False
+        self._note("Steps that retain a graph run by plans from now on, which count what it holds.")
+
     def was_planned(self, kind: Kind, calls: Sequence[ModuleCall]) -> None:
         """Learn that a kind of step has a plan now, and what its calls are given."""
         self._calls_of[kind] = tuple(calls)
