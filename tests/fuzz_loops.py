@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from hiremate_lightning import HiRemateWarning, hiremate, remove_hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.sessions import session as sessions
 from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.sessions.watching import Watch, WatchPolicy
 
 from .exact import differing, leave_behind
 
@@ -202,18 +202,18 @@ def compare_loop(recipe: LoopRecipe) -> LoopOutcome:
 @contextmanager
 def _counting_watched() -> Iterator[list[bool]]:
     """Note of each step that begins whether it is watched."""
-    begin, found = sessions.WatchPolicy.step_begins, list[bool]()
+    begin, found = WatchPolicy.step_begins, list[bool]()
 
     def counted(policy: Any, expected: Any) -> Any:
-        watch = begin(policy, expected)
-        found.append(watch is not sessions.Watch.NOTHING)
-        return watch
+        look = begin(policy, expected)
+        found.append(look.watch is not Watch.NOTHING)
+        return look
 
-    sessions.WatchPolicy.step_begins = counted  # type: ignore[method-assign]
+    WatchPolicy.step_begins = counted  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        sessions.WatchPolicy.step_begins = begin  # type: ignore[method-assign]
+        WatchPolicy.step_begins = begin  # type: ignore[method-assign]
 
 
 def _share_of_watching(took: list[tuple[int, float, bool]]) -> float:
