@@ -383,7 +383,7 @@ class Session:
     def plain_backward_starts(self) -> None:
         """Note the start of a backward of a step that runs plain."""
         if backward_pass.will_run_again():
-            self._unplanned.graph_stays()
+            self.unplanned.graph_stays()
         self.steps.backward_starts()
         self.unplanned.backward_starts()
         if self.steps.record is not None:
