@@ -190,7 +190,7 @@ def compare_loop(recipe: LoopRecipe) -> LoopOutcome:
     """Train a loop twice, plainly and under a budget that is a share of what its largest iteration takes plainly."""
     outcome = LoopOutcome(recipe, iterations=len(recipe.order))
     plain = _train(recipe, None, outcome.plain_peaks)
-    outcome.budget_bytes = int(SHARES[recipe.share] * max(outcome.plain_peaks))
+    outcome.budget_bytes = max(2**20, int(SHARES[recipe.share] * max(outcome.plain_peaks)))  # less is refused
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", HiRemateWarning)
         planned = _train(recipe, outcome, outcome.peaks)
