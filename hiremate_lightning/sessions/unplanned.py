@@ -54,7 +54,7 @@ class UnplannedSteps:
         self._said = set[str]()
         self._second_calls = SecondCalls(root)
         self._captured, self._plain = CapturedSteps(self._second_calls), PlainSteps()
-        self._calls_of = dict[Kind, tuple[ModuleCall, ...]]()  # what planned kinds of steps were called with
+        self._found = dict[Kind, tuple[tuple[ModuleCall, ...], Kind]]()  # what planned kinds are given, and their code
         self._sizes_vary = False  # whether any step ran plain since its sizes were not known
         self._again_ms = defaultdict[tuple[ModuleCall, ...], float](float)  # computed twice so far, by calls
 
@@ -134,7 +134,7 @@ class UnplannedSteps:
 
     def was_planned(self, kind: Kind, calls: Sequence[ModuleCall]) -> None:
         """Learn that a kind of step has a plan now, and what its calls are given."""
-        self._calls_of[kind] = tuple(calls)
+        self._found[kind] = tuple(calls), self._planned.kinds.same_code(kind)
 
     def was_foreseen(self, step: CurrentStep) -> None:
         """Learn of the step that ends, where it ran by the plan of another size and has none of its own."""
@@ -145,10 +145,10 @@ class UnplannedSteps:
 
     def _describe_planned(self) -> None:
         """Let predictions know what was captured."""
-        kinds = self._planned.kinds
-        for kind in self._planned.plans if self._is_allowed else ():
-            calls, code = self._calls_of.get(kind, ()), kinds.same_code(kind)
-            self._plain.learn(kind, self._captured.described(kind, kinds.described(kind), calls, code))
+        for kind, (calls, code) in self._found.items():
+            if kind in self._planned.plans and self._is_allowed:
+                known = self._planned.kinds.described(kind)
+                self._plain.learn(kind, self._captured.described(kind, known, calls, code))
 
     def note_release(self, timing: Timing) -> None:
         """Learn that the step after one that was timed begins; announce where its kind runs without its plan now."""
