@@ -14,6 +14,8 @@ import torch
 
 from hiremate_lightning.planning import shared_solving
 
+from . import pipelines
+from .pipelines import PIPELINES
 from .processes import leave
 from .sharded_tools import TOOLS, too_small
 from .sharding import CASES, HEAVY, SCORED, TOO_SMALL, train
@@ -28,6 +30,9 @@ def main(folder: Path, wanted: list[str]) -> None:
     for case in (*CASES, *HEAVY, *SCORED):
         if not wanted or case.name in wanted:
             found[case.name] = tuple(train(case, rank, memory, planned) for planned in (False, True))
+    for pipeline in PIPELINES:
+        if not wanted or pipeline.name in wanted:
+            found[pipeline.name] = tuple(pipelines.train(pipeline, rank, planned) for planned in (False, True))
     for name, train_with in TOOLS.items():
         if not wanted or name in wanted:
             found[name] = tuple(train_with(rank, planned) for planned in (False, True))

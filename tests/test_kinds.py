@@ -17,7 +17,7 @@ PLAN = object()  # whatever it says
 
 
 def run(kinds, kind):
-    kinds.ended(kind, 0, is_by_plans=False)
+    kinds.ended(kind, (0, 0), is_by_plans=False)
 
 
 def alternating():
@@ -33,9 +33,9 @@ def alternating():
 
 def test_kinds_that_come_in_turns_are_foreseen_as_soon_as_both_are_planned():
     kinds = alternating()
-    assert kinds.likely(kinds.foresee(0)) == GENERATOR
+    assert kinds.likely(kinds.foresee((0, 0))) == GENERATOR
     run(kinds, GENERATOR)
-    assert kinds.likely(kinds.foresee(0)) == CRITIC
+    assert kinds.likely(kinds.foresee((0, 0))) == CRITIC
 
 
 def test_a_plan_that_is_made_anew_as_its_step_begins_leaves_the_order_of_kinds():
@@ -43,7 +43,7 @@ def test_a_plan_that_is_made_anew_as_its_step_begins_leaves_the_order_of_kinds()
     run(kinds, GENERATOR)
     kinds.install(CRITIC, PLAN, {})
     run(kinds, CRITIC)
-    assert kinds.likely(kinds.foresee(0)) == GENERATOR
+    assert kinds.likely(kinds.foresee((0, 0))) == GENERATOR
 
 
 def test_a_cycle_of_kinds_is_foreseen_when_it_has_come_twice():
@@ -77,10 +77,10 @@ def test_an_order_is_certain_after_many_foreseen_steps():
 def test_a_certain_order_tells_confused_kinds_apart():
     kinds = alternating()
     kinds.confuse(CRITIC, GENERATOR)
-    assert kinds.all_likely(kinds.foresee(0)) == {CRITIC, GENERATOR}
+    assert kinds.all_likely(kinds.foresee((0, 0))) == {CRITIC, GENERATOR}
     for index in range(2 * CERTAIN):
         run(kinds, CRITIC if index % 2 else GENERATOR)
-    assert kinds.all_likely(kinds.foresee(0)) == {GENERATOR}
+    assert kinds.all_likely(kinds.foresee((0, 0))) == {GENERATOR}
 
 
 def train_in_turns(model, optimizers, index):

@@ -19,6 +19,7 @@ from hiremate_lightning.command_line.sharded import Layout
 from hiremate_lightning.records.schedule import lower
 from hiremate_lightning.records.simulation import simulate
 
+from .pipelines import BUFFERS_BYTES, PIPELINES, Pipeline
 from .sharding import CASES, HEAVY, SCORED, TOO_SMALL, Case, tokens
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,6 +85,32 @@ def test_losses_gradients_and_weights_are_those_without_a_plan(ranks: Ranks, cas
         for mine, theirs in zip((*planned.gradients, planned.weights), (*plain.gradients, plain.weights), strict=True):
             assert mine.keys() == theirs.keys()
             assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+
+
+@pytest.mark.parametrize("case", PIPELINES, ids=str)
+def test_stages_of_a_pipeline_train_as_without_a_plan(ranks: Ranks, case: Pipeline):
+    for left in ranks:
+        plain, planned = left[case.name]
+        assert planned.said == []
+        assert all(map(torch.equal, planned.losses, plain.losses))
+        for mine, theirs in zip((*planned.gradients, planned.weights), (*plain.gradients, plain.weights), strict=True):
+            assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+    assert ranks[1][case.name][0].losses
+
+
+@pytest.mark.parametrize("case", PIPELINES, ids=str)
+def test_graphs_that_wait_in_a_pipeline_count(ranks: Ranks, case: Pipeline):
+    """The peak of an iteration is that of its largest piece, as predicted, with the graphs that wait beside it."""
+    for left in ranks:
+        plain, planned = left[case.name]
+        measured = [plan for plan in planned.plans if plan.measured.peak_bytes is not None]
+        assert all(plan.measured.peak_bytes <= 1.01 * plan.planned_peak_bytes for plan in measured)
+        assert all(max(plan.measured.peak_bytes, plan.planned_peak_bytes) <= plan.budget_bytes for plan in measured)
+        found = max(plan.measured.peak_bytes for plan in measured)
+        assert 0.85 * max(plan.planned_peak_bytes for plan in measured) <= found
+        buffers = 2 * BUFFERS_BYTES  # of the stage, outputs and gradients of outputs: no tensors of the model
+        assert found - buffers <= planned.peak_bytes + planned.resident_bytes <= found + buffers
+        assert planned.peak_bytes < 0.75 * plain.peak_bytes
 
 
 @pytest.mark.parametrize("case", [*CASES, *HEAVY, *SCORED], ids=str)

@@ -10,7 +10,7 @@ import pytest
 
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 from hiremate_lightning.planning.planner import PlanOptions, make_plan
-from hiremate_lightning.planning.shared_solving import SharedSolving, agreed, digest, shared
+from hiremate_lightning.planning.shared_solving import SharedSolving, agreed, announce, digest, shared
 from hiremate_lightning.planning.solvers import get_strategy
 from hiremate_lightning.planning.solvers.base import Problem, Solution, Status
 from hiremate_lightning.records.step import Call, Gap, merge
@@ -263,3 +263,30 @@ def test_a_process_on_its_own_solves_as_ever():
 
     assert shared(solver, None) is solver
     assert agreed(own := problem(), solver) is own
+
+
+def test_ranks_that_train_other_models_are_not_waited_for(store):
+    """As stages of a pipeline do: each plans alone, at once."""
+    for rank, model in enumerate(("first stage", "second stage")):
+        announce((store, rank, 2), model)
+    solve = [
+        SharedSolving(get_strategy("portfolio"), store, rank, 2, 60.0, model=f"{name} stage")
+        for rank, name in enumerate(("first", "second"))
+    ]
+
+    start = time.perf_counter()
+    first, second = problem(), problem(LESS)
+    assert agreed(first, solve[0]).budget_bytes == first.budget_bytes
+    assert agreed(second, solve[1]).budget_bytes == second.budget_bytes
+    assert time.perf_counter() - start < 10
+
+
+def test_the_first_rank_of_those_that_train_a_model_solves(store):
+    """Ranks 1 and 2 of three: rank 0 trains something else, and answers nobody."""
+    for rank, model in enumerate(("first", "second", "second")):
+        announce((store, rank, 3), model)
+    solve = [SharedSolving(get_strategy("portfolio"), store, rank, 3, 60.0, model="second") for rank in (1, 2)]
+
+    found = together(*(lambda s=s: s(agreed(problem(), s)) for s in solve))
+    assert found[1].stopped_by == "rank 1 solved" != found[0].stopped_by
+    assert found[1].recompute == found[0].recompute

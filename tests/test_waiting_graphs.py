@@ -109,7 +109,9 @@ def test_what_waiting_graphs_hold_counts(make, loop, share):
     found = max(plan.measured.peak_bytes or 0 for plan in plans.values())
     uncounted = 2 * sum(p.nbytes for p in model.parameters())  # gradients and weights that a script holds
     assert peaks[1] - uncounted <= found <= get_plan(model).budget_bytes
-    assert any("graphs that wait for their backward" in dict(plan.resident_parts) for plan in plans.values())
+
+    waits = any("graphs that wait for their backward" in dict(plan.resident_parts) for plan in plans.values())
+    assert waits or loop is two_encoders  # there the piece beside which a graph waits has no backward of its own
     remove_hiremate(model)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..records.costs import Profile
 from ..records.step import Call, Gap, GapPart, Output
-from .marks import CALLED, LEFT, START, Event, Mark, Span
+from .marks import CALLED, LEFT, OTHER, START, Event, Mark, Span
 from .profiling import as_laid_out
 from .recording import Run, StepRecord, bytes_of
 
@@ -187,7 +187,7 @@ class _Description:
         if tangents is not None:
             held_bytes -= sum(tangents.tangent_bytes)
         peak_bytes = stages[-1].peak_bytes if stages else gap.peak_bytes + died_bytes
-        return Gap(held_bytes, peak_bytes)
+        return Gap(held_bytes, peak_bytes, gap.has_others)
 
     def _stages(
         self, run: Run, following: Mark, lived: Iterable[Output], died: Iterable[Output]
@@ -236,12 +236,12 @@ class _Description:
             return Gap()
         freed_bytes = bytes_of(previous.graph, previous.passed_on) + previous.accumulated_bytes + released_bytes
         freed_bytes += sum(previous.tangent_bytes[position] for position in previous.outlasting)
-        return Gap(gap.held_bytes + freed_bytes - sum(run.tangent_bytes), gap.peak_bytes)
+        return replace(gap, held_bytes=gap.held_bytes + freed_bytes - sum(run.tangent_bytes))
 
     def _gap_after_backward(self, run: Run) -> Gap:
         """Tell what outside code needs until the whole backward ends."""
         gap = self._between(Event.BACKWARD_DONE.of(run.index), Event.ENDED.of(run.index)) or Gap()
-        return Gap(0, gap.peak_bytes)
+        return replace(gap, held_bytes=0)
 
     def _between(self, first: Mark, last: Mark) -> Gap | None:
         """Tell how memory grew and peaked between two marks, None where that was not measured."""
@@ -251,7 +251,8 @@ class _Description:
         *between, end = spans
         base = spans[0].start_bytes
         peak = max((span.peak_bytes for span in between), default=base)
-        return Gap(end.start_bytes - base, max(0, peak - base))
+        has_others = any(span.mark == OTHER for span in between)
+        return Gap(end.start_bytes - base, max(0, peak - base), has_others)
 
     def _spans(self, first: Mark, last: Mark) -> Sequence[Span]:
         """List the spans from one mark to another, both included; none where one of them is missing."""

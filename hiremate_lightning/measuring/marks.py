@@ -19,6 +19,8 @@ class Event(Enum):
     BACKWARD = "a backward starts"
     BACKWARD_DONE = "a backward has ended"
     ENDED = "the whole backward has ended, with all that it is part of"
+    OTHER = "the backward of a forward of an earlier step starts"
+    OTHER_DONE = "the backward of a forward of an earlier step has ended"
     RELEASED = "an output is released"
     LEFT = "the last output of the step before is released"
     UNCOUNTED = "another tensor is released that was there before the step"
@@ -51,6 +53,7 @@ class Mark:
 
 
 START, CALLED, LEFT = Mark(Event.START), Mark(Event.CALLED), Mark(Event.LEFT)
+OTHER, OTHER_DONE = Mark(Event.OTHER), Mark(Event.OTHER_DONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +92,18 @@ def peak_of_step(spans: Sequence[Span], at_once: bool) -> int:
     if Event.BACKWARD in events[ended:]:  # another one failed, or has others run after it
         ended = len(events)
     return max((span.peak_bytes for span in spans[: min(ended, len(events) - (not at_once))]), default=0)
+
+
+def without_others(spans: Sequence[Span]) -> list[Span]:
+    """Count as if the backwards of forwards of earlier steps had neither taken nor freed any memory."""
+    found, shift_bytes, other_bytes = list[Span](), 0, None
+    for span in spans:
+        if span.mark == OTHER and other_bytes is None:
+            other_bytes = span.start_bytes
+        if span.mark == OTHER_DONE and other_bytes is not None:
+            shift_bytes, other_bytes = shift_bytes + other_bytes - span.start_bytes, None
+        start_bytes, peak_bytes = (
+            (span.start_bytes, span.peak_bytes) if other_bytes is None else (other_bytes, other_bytes)
+        )
+        found.append(Span(span.mark, start_bytes + shift_bytes, peak_bytes + shift_bytes))
+    return found

@@ -28,7 +28,7 @@ from ..running.accumulation import Leaves, addable, existing
 from ..running.execution import Part, missing_gradients
 from ..running.program import Program
 from ..torch_private import backward_pass, sharding, tensor_state
-from .marks import CALLED, LEFT, Event, Mark, Span, peak_of_step, spans_of
+from .marks import CALLED, LEFT, OTHER, OTHER_DONE, Event, Mark, Span, peak_of_step, spans_of, without_others
 from .profiling import TimedRun
 
 
@@ -84,6 +84,11 @@ class Run:
         """Whether it saved an output, or something that lies there, for its backward."""
         tensors = self.graph.tensors
         return tensors[output].storage in {tensors[t].storage for t in self.program.schedule.saved}
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether what it saved is there, and no backward has run yet."""
+        return any(saved.run is self for saved in self.part.waiting())
 
     @property
     def graph(self) -> Graph:
@@ -154,6 +159,7 @@ class StepRecord:
         self.counted = frozenset[int]()
         self.runs: list[Run] = []
         self.backwards: list[int] = []
+        self._waiting: list[Run] = []  # as the first backward begins, or as the step ends without one
         self.parameters = set[int]()
         self.timed: TimedRun | None = None
         self._tangents: dict[int, Callable[[], bool]] = {}  # of the running backward, whether each of them lives
@@ -180,6 +186,16 @@ class StepRecord:
     def is_whole(self) -> bool:
         """Whether all backwards that began have ended: where one failed, much of the step was not seen."""
         return self._ended == len(self.backwards)
+
+    @property
+    def unfinished(self) -> list[Run]:
+        """The runs that wait for a backward which is not part of the step."""
+        return [run for run in self._waiting if run.index not in self.backwards]
+
+    @property
+    def left_nothing(self) -> bool:
+        """Whether all that ran was forwards of which nothing lives any more."""
+        return bool(self.runs) and not any(run.is_waiting or _living(run) for run in self.runs)
 
     @property
     def signature(self) -> tuple[int, ...]:
@@ -288,12 +304,23 @@ class StepRecord:
         watched = enumerate(tangents)
         self._tangents = {position: tensor_state.watch_storage(t) for position, t in watched if _is_dense(t)}
         self._note_alive(Event.BACKWARD.of(run.index))
+        if not self.backwards:
+            self._waiting = [other for other in self.runs if other.is_waiting]
         self.backwards.append(run.index)
         self._mark(Event.BACKWARD.of(run.index))
 
     def plain_backward_starts(self) -> None:
         """Note that a backward starts of code that runs as the user wrote it."""
         backward_pass.at_end(self._plain_backward_ended)
+
+    def other_backward_starts(self) -> None:
+        """Note that the backward of a forward of an earlier step starts."""
+        self._mark(OTHER)
+        backward_pass.at_end(self._plain_backward_ended)
+
+    def other_backward_done(self) -> None:
+        """Note that it has ended."""
+        self._mark(OTHER_DONE)
 
     def _plain_backward_ended(self) -> None:
         if not self._is_closed:
@@ -351,13 +378,16 @@ class StepRecord:
         Args:
             at_once: Whether the step has ended just now. If not, what ran since the last mark is left out in any case.
         """
+        if not self.backwards:
+            self._waiting = [run for run in self.runs if run.is_waiting]
         if self._meter is not None and not self._is_closed:
             self._is_closed = True
             self._meter.stop()
             for unwatch in self._unwatch:  # they may stay for ever, and others will watch them
                 unwatch()
-            self.spans = spans_of(self._meter.intervals, self._marks)
-            self._peak_bytes = peak_of_step(self.spans, at_once)
+            spans = spans_of(self._meter.intervals, self._marks)
+            self._peak_bytes = peak_of_step(spans, at_once)
+            self.spans = without_others(spans)
 
     @property
     def peak_bytes(self) -> int | None:

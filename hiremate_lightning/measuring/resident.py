@@ -6,6 +6,7 @@ On CUDA all that is allocated counts, and the kinds say what of it is known; els
 from __future__ import annotations
 
 import gc
+import hashlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from torch import nn
 from ..memory.allocator import allocated_bytes
 from ..records.graph import Graph
 from ..records.schedule import Schedule, keep_all, lower
-from ..running.execution import Saved
+from ..running.execution import Part, Saved
 from ..torch_private import sharding, tensor_state
 from ..units import format_bytes
 from .recording import StepRecord, bytes_of
@@ -44,6 +45,7 @@ class Resident:
         kinds: Name and bytes of what makes up `size_bytes`.
         waiting_bytes: Those of them that graphs hold whose backward is still to come.
         plain_waiting_bytes: What these graphs hold in plain training.
+        waiting: These graphs, and the schedules by which they run.
         used: Bytes and storages of the gradients that the optimizer has used, where these are taken to be freed.
     """
 
@@ -54,12 +56,19 @@ class Resident:
     kinds: tuple[tuple[str, int], ...] = field(default=(), compare=False)
     waiting_bytes: int = 0
     plain_waiting_bytes: int = 0
+    waiting: tuple[tuple[Part, Schedule], ...] = ()
     used: tuple[int, frozenset[int]] = field(default=(0, frozenset()), compare=False)
 
     @property
     def state_bytes(self) -> int:
         """Those of optimizers' state."""
         return dict(self.kinds).get("optimizer state", 0)
+
+    def with_state(self, size_bytes: int) -> Resident:
+        """Return the same where optimizers' state takes so many bytes, if that is more than it did."""
+        more_bytes = max(0, size_bytes - self.state_bytes)
+        kinds = {**dict(self.kinds), "optimizer state": self.state_bytes + more_bytes}
+        return replace(self, size_bytes=self.size_bytes + more_bytes, kinds=tuple(kinds.items()))
 
     @property
     def batch_bytes(self) -> int:
@@ -84,7 +93,7 @@ class ResidentMemory:
     def __init__(
         self,
         root: nn.Module,
-        waiting: Callable[[], Sequence[Saved]] = tuple,
+        waiting: Callable[[], Sequence[tuple[Part, Saved]]] = tuple,
         retained: Callable[[], Sequence[Saved]] = tuple,
     ) -> None:
         self.root = root
@@ -228,8 +237,11 @@ class ResidentMemory:
 
     def _present(self, arguments: Sequence[torch.Tensor]) -> frozenset[int]:
         """List the storages that are there before a step with these arguments, but for what the step before left."""
-        groups = self._groups(list(self._gradients().values()), [*arguments, *held_by(self._find_waiting())])
+        groups = self._groups(list(self._gradients().values()), [*arguments, *held_by(self._waiting())])
         return frozenset(tensor_state.storage_sizes(tensor for tensors in groups.values() for tensor in tensors))
+
+    def _waiting(self) -> list[Saved]:
+        return [saved for _, saved in self._find_waiting()]
 
     def _uncounted(self, counted: Collection[int]) -> Iterator[torch.Tensor]:
         """List tensors on the host that are not counted, one for each storage, and no small ones."""
@@ -255,16 +267,19 @@ class ResidentMemory:
         kinds = {name: self._bytes_of(tensors, seen) for name, tensors in groups.items()}
         waiting = self._find_waiting()
         if waiting:
-            kinds[WAITING] = self._bytes_of(held_by(waiting), seen)
+            kinds[WAITING] = self._bytes_of(held_by(saved for _, saved in waiting), seen)
         waiting_bytes = kinds.get(WAITING, 0)
-        plain_bytes = waiting_bytes + sum(more_kept_plainly(s.captured.graph, s.program.schedule) for s in waiting)
+        graphs = tuple((part, saved.program.schedule) for part, saved in waiting)
+        plain_bytes = waiting_bytes + sum(more_kept_plainly(part.captured.graph, s) for part, s in graphs)
         size_bytes = sum(kinds.values())
         if self.device.type == "cuda":
             size_bytes, known = torch.cuda.memory_allocated(self.device) - stale, size_bytes
             kinds["other"] = max(0, size_bytes - known)
         kept = frozenset(map(tensor_state.storage_id, gradients_of))
         still_kept, used = (frozenset[int](), (stale, kept)) if stale else (kept, (0, frozenset[int]()))
-        return Resident(size_bytes, stale, 0, still_kept, tuple(kinds.items()), waiting_bytes, plain_bytes, used)
+        return Resident(
+            size_bytes, stale, 0, still_kept, tuple(kinds.items()), waiting_bytes, plain_bytes, graphs, used
+        )
 
     def as_seen(self, resident: Resident) -> Resident:
         """Return what existed before the step that has just ended: gradients that it was to free may have stayed."""
@@ -287,6 +302,11 @@ class ResidentMemory:
             "optimizer state": list(self._optimizer_state()),
             "batch": [*self.batch, *arguments],
         }
+
+    def describe_model(self) -> str:
+        """Name the model by its parameters: their names, shapes and types."""
+        parameters = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.root.named_parameters()]
+        return hashlib.sha256(repr(parameters).encode()).hexdigest()[:32]
 
     def describe(self) -> str:
         """Say what the device has handed out, "" where that is not known."""

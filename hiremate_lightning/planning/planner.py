@@ -28,6 +28,7 @@ from .solvers.least_memory import SEARCH_S
 from .solvers.worker import apart
 
 DEFAULT_SOLVER = "portfolio"
+DECIDED = "decided"  # in place of a strategy's name, where nothing is to be chosen
 TIGHTENINGS = 4  # of the budget, where a strategy's own memory model was too coarse
 GUARD_BYTES = 2**16  # left free for scalars that come and go outside of the planned modules,
 GUARD_PARTS = 200  # and at most this part of the budget
@@ -91,6 +92,7 @@ def make_plan(
     margin_bytes: int = 0,
     solve: Strategy | None = None,
     progress: Callable[[float, float], None] | None = None,
+    decided: Decisions | None = None,
 ) -> Plan:
     """Solve a step under a budget.
 
@@ -105,6 +107,7 @@ def make_plan(
         margin_bytes: Bytes of the budget to leave free, because an earlier plan was measured that much above it.
         solve: What solves, by default the strategy that the options name, in a process of its own.
         progress: Told of what is found while solving, see `SolveOptions`.
+        decided: What is computed again, where that is not to be chosen.
 
     Returns:
         A plan whose simulated peak is within the budget; with `on_infeasible="warn"` the one with the smallest peak
@@ -123,21 +126,31 @@ def make_plan(
     )
     problem = agreed(own, strategy)
     profile = problem.profile
-    if replay(problem, keep_all(step.graph)).peak_bytes <= problem.budget_bytes:
+    if decided is not None:
+        solution = _as_decided(problem, decided)
+    elif replay(problem, keep_all(step.graph)).peak_bytes <= problem.budget_bytes:
         solution = get_strategy("none")(problem)
     else:
         guarded = replace(problem, budget_bytes=problem.budget_bytes - guard_bytes(problem.budget_bytes))
         solution, profile = _solve(guarded, options, strategy)
     if not _fits(problem, solution):
-        solution = _least_memory(problem, solution)
+        solution = solution if decided is not None else _least_memory(problem, solution)
         if solution.peak_bytes > problem.budget_bytes and options.on_infeasible == "raise":
             less_bytes = own.budget_bytes - problem.budget_bytes
-            need = replace(least_need(problem, resident_bytes), less_bytes=less_bytes)
-            raise infeasible([need], budget, budget_bytes - less_bytes, target)
-        solution, profile = _fastest_within_its_peak(problem, solution, options, strategy)
+            need = least_need(problem, resident_bytes, decided)
+            raise infeasible([replace(need, less_bytes=less_bytes)], budget, budget_bytes - less_bytes, target)
+        if decided is None:
+            solution, profile = _fastest_within_its_peak(problem, solution, options, strategy)
     profile = step.profile if profile is problem.profile else profile
     planning = replace(planning, solve_s=planning.solve_s + time.perf_counter() - start)
     return Plan(target, step.graph, profile, solution, budget, budget_bytes, resident_bytes, planning)
+
+
+def _as_decided(problem: Problem, decided: Decisions) -> Solution:
+    found = replay(problem, decided)
+    return Solution(
+        DECIDED, Status.FEASIBLE, decided, found.recompute_ms, found.peak_bytes, stopped_by="decided before"
+    )
 
 
 def _solve(problem: Problem, options: PlanOptions, strategy: Strategy) -> tuple[Solution, Profile]:
@@ -347,11 +360,13 @@ class Need:
         return math.ceil(1000 * (share if self.less_bytes else min(share, 1.0))) / 1000
 
 
-def least_need(problem: Problem, resident_bytes: int) -> Need:
-    """Find the least memory of a step for an error to name.
+def least_need(problem: Problem, resident_bytes: int, decided: Decisions | None = None) -> Need:
+    """Find the least memory of a step for an error to name; where all is decided, what that takes.
 
     The search takes a part of its time only: another run, slower by chance, finds the same within all of it.
     """
+    if decided is not None:
+        return Need(problem, _as_decided(problem, decided), resident_bytes)
     limit_s = NAMING_SHARE * min(problem.options.time_limit_s, SEARCH_S)
     hurried = replace(problem, budget_bytes=0, options=replace(problem.options, time_limit_s=limit_s))
     return Need(problem, smallest_budget(hurried), resident_bytes)

@@ -1,4 +1,4 @@
-"""One plan for all processes of a training: they agree on the problem, rank 0 solves it, the others take its answer.
+"""One plan for all processes that train a model: they agree on the problem, the first solves it for the others.
 
 All travels through the key-value store that every process group has. No collective operation is involved, and nothing
 happens inside of a forward: ranks plan as a step begins. A rank that is late, lost, or at another step keeps nobody
@@ -7,8 +7,8 @@ compute the same gradients; it only takes time.
 
 Ranks measure costs and memory on their own. The problem that they agree on has the smallest budget of all, above what
 is resident, and the most bytes of code outside. So what fits it fits on each rank, and where nothing does, all of them
-learn it together: none is left waiting in a collective for one that has raised an error. The bound of rank 0 was
-proven for the costs there, and is not taken.
+learn it together: none is left waiting in a collective for one that has raised an error. The bound of that rank was
+proven for the costs there, and is not taken. Ranks that train other models, as stages of a pipeline do, plan apart.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import json
 import logging
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -49,14 +50,31 @@ class Store(Protocol):
         """Add to a number, 0 at first; give the sum."""
 
 
-def shared(strategy: Strategy, group: tuple[Store, int, int] | None) -> Strategy:
-    """Let a strategy solve for all ranks.
+def shared(strategy: Strategy, group: tuple[Store, int, int] | None, model: str = "") -> Strategy:
+    """Let a strategy solve for all ranks that train the same model.
 
     Args:
         strategy: What solves.
         group: The store that the ranks share, this process's rank, and their number; None for a process on its own.
+        model: Names the model: ranks that train others, as stages of a pipeline do, are not waited for.
     """
-    return strategy if group is None else SharedSolving(strategy, *group, PATIENCE_S, PATIENCE_AGAIN_S)
+    return strategy if group is None else SharedSolving(strategy, *group, PATIENCE_S, PATIENCE_AGAIN_S, model)
+
+
+def announce(group: tuple[Store, int, int] | None, model: str) -> None:
+    """Tell the other ranks which model this one trains: those that train others are not to wait for it.
+
+    A rank that has told nothing yet is waited for: all of them tell before the first of them plans.
+
+    Args:
+        group: The store that the ranks share, this process's rank, and their number; None for a process on its own.
+        model: Names the model.
+    """
+    if group is not None:
+        store, rank, _ = group
+        with suppress(RuntimeError):  # of the store, gone with the process that had it: each plans alone then
+            store.set(_announced(rank, model), "")
+            store.set(_announced(rank), "")
 
 
 def agreed(problem: Problem, strategy: Strategy) -> Problem:
@@ -74,6 +92,7 @@ class SharedSolving:
         world: How many processes there are.
         patience_s: Seconds to wait until all ranks plan the same step.
         patience_again_s: Seconds to wait until they plan it once more.
+        model: Names the model that this rank trains.
     """
 
     def __init__(
@@ -84,6 +103,7 @@ class SharedSolving:
         world: int,
         patience_s: float,
         patience_again_s: float | None = None,
+        model: str = "",
     ) -> None:
         self._strategy = strategy
         self._store = store
@@ -91,7 +111,13 @@ class SharedSolving:
         self._world = world
         self._patience_s = patience_s
         self._patience_again_s = patience_s if patience_again_s is None else patience_again_s
-        self._agreed: tuple[str, Problem] | None = None  # the key of the latest agreement, and what was agreed on
+        self._model = model
+        self._agreed: tuple[str, Problem, int] | None = None  # the latest agreement: its key, on what, and who solves
+
+    def _peers(self) -> list[int]:
+        """List the ranks that train the same model, or may do so."""
+        ranks, check = range(self._world), self._store.check
+        return [r for r in ranks if check([_announced(r, self._model)]) or not check([_announced(r)])]
 
     def agree(self, problem: Problem) -> Problem:
         """Return the problem that fits all ranks; this rank's own where another one does not come in time."""
@@ -99,28 +125,29 @@ class SharedSolving:
         try:
             key = self._next_key(problem.graph)
             self._store.set(f"{key}/needs{self._rank}", _written(own))
-            keys = [f"{key}/needs{rank}" for rank in range(self._world)]
             limit_s, self._patience_s = self._patience_s, self._patience_again_s
-            if not self._are_there(keys, limit_s):
+            if not self._are_there(lambda: [f"{key}/needs{rank}" for rank in self._peers()], limit_s):
                 self._store.set(f"{key}/closed", "")
                 return problem
-            found = [_read(self._store.get(key)) for key in keys]
+            peers = [rank for rank in self._peers() if self._store.check([f"{key}/needs{rank}"])]
+            found = [_read(self._store.get(f"{key}/needs{rank}")) for rank in peers]
         except RuntimeError as error:  # of the store: torch has no class of its own for those that stay
             log.debug("The process group's store does not answer (%s): planning alone", error)
             return problem
         if any(len(needs) != len(own) for needs in found):
             return problem
         problem = _meeting(problem, found)
-        self._agreed = key, problem
+        self._agreed = key, problem, peers[0]
         return problem
 
     def __call__(self, problem: Problem) -> Solution:
-        """Solve a problem, or take the answer of rank 0 where it is for what was agreed on."""
+        """Solve a problem, or take the answer of the first rank where it is for what was agreed on."""
         if self._agreed is None or self._agreed[1].graph is not problem.graph:
             return self._strategy(problem)
-        if self._rank == 0:
-            return self._lead(problem, self._agreed[0])
-        return self._adopted(problem, self._agreed[0]) or self._strategy(problem)
+        key, _, leader = self._agreed
+        if self._rank == leader:
+            return self._lead(problem, key)
+        return self._adopted(problem, key, leader) or self._strategy(problem)
 
     def _next_key(self, graph: Graph) -> str:
         """Name the solve: the step, and how often the ranks have solved it together, or one of them alone."""
@@ -145,28 +172,28 @@ class SharedSolving:
         except RuntimeError as error:
             log.debug("The process group's store does not answer (%s): the other ranks solve alone", error)
 
-    def _adopted(self, problem: Problem, key: str) -> Solution | None:
-        """Wait for the answer of rank 0; None where there is none that can be used here."""
+    def _adopted(self, problem: Problem, key: str, leader: int) -> Solution | None:
+        """Wait for the answer of the first rank; None where there is none that can be used here."""
         start = time.perf_counter()
         try:
             name = f"{key}/answer{self._count(key)}"
-            if not self._are_there([name], problem.options.time_limit_s + self._patience_s):
+            if not self._are_there(lambda: [name], problem.options.time_limit_s + self._patience_s):
                 return None
             answer = self._store.get(name).decode()
         except RuntimeError as error:
             log.debug("The process group's store does not answer (%s): solving alone", error)
             return None
-        solution = _checked(problem, answer)
+        solution = _checked(problem, answer, leader)
         return solution and replace(solution, solve_s=time.perf_counter() - start)
 
     def _count(self, key: str) -> int:
         """Count the solves of what was agreed on: a tighter budget may follow."""
         return self._store.add(f"{key}/solves{self._rank}", 1)
 
-    def _are_there(self, keys: list[str], limit_s: float) -> bool:
-        """Wait for values; by asking again and again, for a wait in the store would block who else uses it."""
+    def _are_there(self, keys: Callable[[], list[str]], limit_s: float) -> bool:
+        """Wait for values, which may become fewer. Asks again and again: a wait in the store blocks its other users."""
         end = time.perf_counter() + limit_s
-        while not self._store.check(keys):
+        while not self._store.check(keys()):
             if time.perf_counter() > end:
                 return False
             time.sleep(POLL_S)
@@ -207,19 +234,24 @@ def digest(graph: Graph) -> str:
     return hashlib.sha256(repr((nodes, graph.forward, graph.backward)).encode()).hexdigest()[:32]
 
 
-def _checked(problem: Problem, answer: str) -> Solution | None:
-    """Replay the decisions of rank 0 with the costs of this rank; None where they are of no use here."""
+def _announced(rank: int, model: str | None = None) -> str:
+    """Name the key by which a rank says that it trains a model, or some model."""
+    return f"hiremate/rank{rank}" if model is None else f"hiremate/rank{rank}/{model}"
+
+
+def _checked(problem: Problem, answer: str, leader: int) -> Solution | None:
+    """Replay the decisions of the first rank with the costs of this rank; None where they are of no use here."""
     if not answer:
         return None
     strategy, status, rows = json.loads(answer)
     recompute = tuple(tuple(row) for row in rows)
-    found = Solution(strategy, Status(status), recompute, stopped_by="rank 0 solved")
+    found = Solution(strategy, Status(status), recompute, stopped_by=f"rank {leader} solved")
     if not found.is_feasible:
         return found
     try:
         simulation = replay(problem, recompute)
     except ScheduleError as error:
-        log.info("The plan of rank 0 is for another step (%s): solving alone", error)
+        log.info("The plan of rank %d is for another step (%s): solving alone", leader, error)
         return None
     return replace(
         found, status=Status.FEASIBLE, recompute_ms=simulation.recompute_ms, peak_bytes=simulation.peak_bytes

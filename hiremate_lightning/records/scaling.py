@@ -99,7 +99,7 @@ def at_size(call: Call, graph: Graph, profile: Profile) -> Call | None:
 
     def grown(gap: Gap) -> Gap:
         held_bytes = max(gap.held_bytes, math.ceil(growth * gap.held_bytes))  # what is given back does not grow
-        return Gap(held_bytes, math.ceil(growth * gap.peak_bytes))
+        return replace(gap, held_bytes=held_bytes, peak_bytes=math.ceil(growth * gap.peak_bytes))
 
     return replace(
         call,

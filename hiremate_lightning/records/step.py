@@ -30,10 +30,20 @@ class Gap:
         held_bytes: Live when the next call starts, and taken to live to the end of the step unless it is given back.
             Below 0 for bytes that are.
         peak_bytes: Most that lived meanwhile.
+        has_others: Whether backwards of graphs of earlier steps run there, whose memory is counted nowhere here.
     """
 
     held_bytes: int = 0
     peak_bytes: int = 0
+    has_others: bool = False
+
+    def holding(self, size_bytes: int) -> Gap:
+        """Return the same code where it holds so many bytes more, fewer below 0."""
+        return replace(self, held_bytes=self.held_bytes + size_bytes, peak_bytes=self.peak_bytes + size_bytes)
+
+    def taking(self, size_bytes: int) -> Gap:
+        """Return the same code where the backwards of graphs of earlier steps take so many bytes."""
+        return replace(self, peak_bytes=max(self.peak_bytes, size_bytes)) if self.has_others else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +111,15 @@ class Call:
         """What runs outside beside it, each at its peak, added up."""
         gaps = (self.before_forward, self.after_forward, self.before_backward, self.after_backward)
         return sum(gap.peak_bytes for gap in gaps) + sum(stage.peak_bytes for stage in self.before_deaths)
+
+    def beside_others(self, size_bytes: int) -> Call:
+        """Give the call as it is where the backwards of graphs of earlier steps take so many bytes."""
+        return replace(
+            self,
+            after_forward=self.after_forward.taking(size_bytes),
+            before_backward=self.before_backward.taking(size_bytes),
+            after_backward=self.after_backward.taking(size_bytes),
+        )
 
     def without_gradients(self, tensors: Collection[int]) -> Call:
         """Give the call as it is where some gradients die as soon as nothing reads them."""
@@ -175,6 +194,22 @@ def merge(calls: Sequence[Call], backward_order: Sequence[int], stale_bytes: int
         previous = index
     builder.add_outside_after_backward(backward_order[-1])
     return builder.finish(tuple(backward_order), spans)
+
+
+def holding(calls: Sequence[Call], size_bytes: int) -> list[Call]:
+    """Return the calls of a step where code outside of them holds so many bytes more, fewer below 0.
+
+    Nobody knows which of it holds them: more count from the beginning, fewer where the last code holds some.
+    """
+    found = list(calls)
+    if size_bytes > 0:
+        found[0] = replace(found[0], before_forward=found[0].before_forward.holding(size_bytes))
+    for index in reversed(range(len(found) if size_bytes < 0 else 0)):
+        gap = found[index].after_forward
+        less_bytes = min(-size_bytes, max(0, gap.held_bytes))
+        found[index] = replace(found[index], after_forward=gap.holding(-less_bytes))
+        size_bytes += less_bytes
+    return found
 
 
 def _taken_bytes(graph: Graph) -> dict[int, int]:

@@ -13,7 +13,7 @@ from ..measuring.resident import Resident
 from ..records.costs import Profile
 from ..records.step import Decisions
 from ..running.program import Program
-from .kinds import Kind
+from .kinds import Kind, Start
 from .known import Known
 from .plain_steps import ModuleCall, Prediction
 from .releasing import Timing
@@ -135,6 +135,7 @@ class CurrentStep:
 
     Attributes:
         size_bytes: Of what its first call was given.
+        waiting: How many graphs of earlier steps waited for their backward as it began.
         foreseen: The kinds that it may be of, the likeliest first.
         calls: What each call of a planned module was given.
         state: How far it has come.
@@ -153,6 +154,7 @@ class CurrentStep:
     """
 
     size_bytes: int = 0
+    waiting: int = 0
     foreseen: tuple[Kind, ...] = ()
     calls: list[ModuleCall] = field(default_factory=list)
     state: State = State.FORWARD
@@ -168,6 +170,11 @@ class CurrentStep:
     comparison: Comparison = field(default_factory=Comparison)
     is_replanned: bool = False
     is_to_be_planned: bool = False
+
+    @property
+    def start(self) -> Start:
+        """How it started."""
+        return self.size_bytes, self.waiting
 
     @property
     def is_over(self) -> bool:

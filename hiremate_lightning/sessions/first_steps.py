@@ -63,7 +63,6 @@ class FirstSteps:
         self._resident, self._spare_bytes = resident, spare_bytes
         self._found: deque[FirstSolution] = deque(maxlen=REMEMBERED)
         self._least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
-        self._kept: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
         self._taken_over: weakref.WeakKeyDictionary[Part, dict[Kind, Decisions | None]] = weakref.WeakKeyDictionary()
         self._programs: weakref.WeakKeyDictionary[Part, dict[Decisions, Program]] = weakref.WeakKeyDictionary()
         self._most_bytes = 0  # that were resident
@@ -82,7 +81,6 @@ class FirstSteps:
     def forget_least(self, part: Part) -> None:
         """Learn that a part can't run any more as it did."""
         self._least.pop(part, None)
-        self._kept.pop(part, None)
         self._taken_over.pop(part, None)
         self._programs.pop(part, None)
 
@@ -93,18 +91,12 @@ class FirstSteps:
             InfeasibleBudgetError: If the part alone fits neither the budget nor what is free.
         """
         number, profile = self._parts.prepare(part)
-        kind, program = self._kinds.choose((*step.kind, number), step.expected)
-        if program is None and kind is not None and self._kinds.have_room_for_waiting():
-            program = self._keep(part)  # the forward has no backward in its step
+        kind, program = self._kinds.choose((*step.kind, number), step.expected, step.start)
+        if program is None and kind is not None:
+            program = self._maker.waiting.program(part)  # the forward has no backward in its step
         program = program or self._take_over(step, part, number, profile)
         is_planned = program is not None
         return Forward(number, part.captured, profile, program or self._find_least(part, profile), kind, is_planned)
-
-    def _keep(self, part: Part) -> Program:
-        """Return the program of a part that computes nothing again."""
-        if part not in self._kept:
-            self._kept[part] = _build(part.captured, keep_all(part.captured.graph))
-        return self._kept[part]
 
     def _take_over(self, step: CurrentStep, part: Part, number: int, profile: Profile) -> Program | None:
         """Return the program of a part by a plan for the same step at other sizes; None where none fits."""

@@ -8,7 +8,7 @@ told apart: what was measured in it says nothing about a plan.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -21,19 +21,20 @@ from .known import Known
 
 LENGTHS = (32, 16, 8, 4, 2, 1, 0)  # of what came before a step, by which it is foreseen
 REMEMBERED = 4096  # sequences
-ANY_SIZE = -1  # in place of the size of a step
+ANY_START = -1  # in place of how a step starts
 CERTAIN = 64  # steps that came as foreseen, one after the other, after which the next one is trusted to
 
 Kind = tuple[int, ...]  # the numbers of the captured graphs that a step runs forward, in order
+Start = tuple[int, int]  # of a step: bytes of its arguments, and how many graphs of earlier steps wait then
 
 
 class Order:
-    """In which order kinds of steps come: what came after the latest ones, the last time, for a step of its size."""
+    """In which order kinds of steps come: what came after the latest ones, the last time, for a step that starts so."""
 
     def __init__(self) -> None:
         self._numbers: dict[Kind, int] = {}
         self._recent: deque[int] = deque(maxlen=LENGTHS[0])
-        self._followers: dict[tuple[int, ...], Kind] = {}  # by size and the latest kinds, few or many
+        self._followers: dict[tuple[Hashable, ...], Kind] = {}  # by start and the latest kinds, few or many
         self._in_a_row = 0  # that came as foreseen
 
     @property
@@ -41,27 +42,27 @@ class Order:
         """Whether the latest steps came as foreseen, so many that the next one is trusted to."""
         return self._in_a_row >= CERTAIN
 
-    def _contexts(self, size_bytes: int, *latest: Kind) -> Iterator[tuple[int, ...]]:
-        """List what a step may be foreseen by: the longest sequence of kinds before it first, its size alone last."""
+    def _contexts(self, start: Hashable, *latest: Kind) -> Iterator[tuple[Hashable, ...]]:
+        """List what a step may be foreseen by: the longest sequence of kinds before it first, its start alone last."""
         recent = *self._recent, *(self._numbers.get(kind, -1) for kind in latest)
         for length in LENGTHS:
             if length <= len(recent):
-                yield size_bytes, *recent[len(recent) - length :]
+                yield start, *recent[len(recent) - length :]
 
-    def foresee(self, size_bytes: int) -> Iterator[Kind]:
-        """List the kinds that a step of a size may be of, the likeliest first; nothing for sizes not seen before."""
-        found = (self._followers.get(context) for context in self._contexts(size_bytes))
+    def foresee(self, start: Hashable) -> Iterator[Kind]:
+        """List the kinds that a step may be of, the likeliest first; nothing where none has started so."""
+        found = (self._followers.get(context) for context in self._contexts(start))
         return (kind for kind in found if kind is not None)
 
     def follower(self, kind: Kind) -> Kind | None:
-        """Foresee what comes after a step of a kind that begins, whatever its size; None where nothing is known."""
-        found = (self._followers.get(context) for context in self._contexts(ANY_SIZE, kind))
+        """Foresee what comes after a step of a kind that begins, however it starts; None where nothing is known."""
+        found = (self._followers.get(context) for context in self._contexts(ANY_START, kind))
         return next((follower for follower in found if follower is not None), None)
 
-    def note(self, kind: Kind, size_bytes: int) -> None:
+    def note(self, kind: Kind, start: Hashable) -> None:
         """Learn of a step that has ended."""
-        self._in_a_row = self._in_a_row + 1 if kind == next(self.foresee(size_bytes), None) else 0
-        for context in (*self._contexts(size_bytes), *self._contexts(ANY_SIZE)):
+        self._in_a_row = self._in_a_row + 1 if kind == next(self.foresee(start), None) else 0
+        for context in (*self._contexts(start), *self._contexts(ANY_START)):
             self._followers.pop(context, None)
             self._followers[context] = kind
         while len(self._followers) > REMEMBERED:
@@ -94,6 +95,7 @@ class KindRecord:
         seen_bytes: The largest predicted peak of the states of its plan whose peak was measured; None for none.
         said_bytes: The largest peak that was announced of it, where nothing fits.
         taken_for: The kinds that were confused with it.
+        waited: How many graphs of earlier steps waited for their backward as its steps began.
     """
 
     sights: int = 0
@@ -107,6 +109,7 @@ class KindRecord:
     seen_bytes: int | None = None
     said_bytes: int = 0
     taken_for: frozenset[Kind] = frozenset()
+    waited: frozenset[int] = frozenset()
 
     @property
     def status(self) -> Status:
@@ -189,9 +192,9 @@ class Kinds:
             self.latest = kind
         self.change(kind, plan=plan, programs=programs, seen_bytes=None, **changes)
 
-    def foresee(self, size_bytes: int) -> tuple[Kind, ...]:
-        """List the kinds that a step may be of whose arguments have a size, the likeliest first."""
-        return tuple(dict.fromkeys(self._order.foresee(size_bytes)))
+    def foresee(self, start: Start) -> tuple[Kind, ...]:
+        """List the kinds that a step may be of, the likeliest first."""
+        return tuple(dict.fromkeys(self._order.foresee(start)))
 
     def likely(self, foreseen: Iterable[Kind]) -> Kind | None:
         """Return the planned kind that a step is likely to be of; None where nothing has a plan."""
@@ -218,31 +221,38 @@ class Kinds:
         for kind in group:
             self.change(kind, taken_for=group)
 
-    def choose(self, ran: Kind, expected: Kind | None) -> tuple[Kind | None, Program | None]:
+    def choose(self, ran: Kind, expected: Kind | None, start: Start) -> tuple[Kind | None, Program | None]:
         """Choose the program of the graph that begins: of the expected kind, else of one that began like the step.
 
         Args:
             ran: The numbers of the captured graphs of the step, that of this one last.
             expected: The kind by whose plan the step begins, None for none.
+            start: How the step has started.
 
         Returns:
             The kind, None where no planned one begins so; and the program, None where the graph has no backward.
         """
         likeliest_last = [*self.plans, *(() if expected is None else (expected,))]
-        kind = next((k for k in reversed(likeliest_last) if k in self.plans and k[: len(ran)] == ran), None)
+        likely = (k for k in reversed(likeliest_last) if k in self.plans and self.starts_so(k, start))
+        kind = next((k for k in likely if k[: len(ran)] == ran), None)
         return kind, None if kind is None else self[kind].programs.get(len(ran) - 1)
 
-    def ended(self, kind: Kind, size_bytes: int, is_by_plans: bool) -> None:
-        """Learn of a step that ran captured, what its arguments took, and whether it ran by plans throughout."""
-        self.note(kind, size_bytes)
+    def starts_so(self, kind: Kind, start: Start) -> bool:
+        """Whether as many graphs wait as a step starts as did before a step of a kind."""
+        return start[1] in self[kind].waited
+
+    def ended(self, kind: Kind, start: Start, is_by_plans: bool) -> None:
+        """Learn of a step that ran captured, how it started, and whether it ran by plans throughout."""
+        self.note(kind, start)
         if kind in self.plans:
             self.latest = kind
         record = self[kind]
-        self.change(kind, sights=record.sights + 1, is_by_plans=record.is_by_plans or is_by_plans)
+        is_by_plans = record.is_by_plans or is_by_plans
+        self.change(kind, sights=record.sights + 1, is_by_plans=is_by_plans, waited=record.waited | {start[1]})
 
-    def note(self, kind: Kind, size_bytes: int) -> None:
+    def note(self, kind: Kind, start: Start) -> None:
         """Learn in which order kinds come, from a step that has ended."""
-        self._order.note(kind, size_bytes)
+        self._order.note(kind, start)
 
     def foreseen(self) -> Iterator[tuple[Known, Decisions]]:
         """List what each planned kind runs, and what its plan recomputes."""
@@ -256,11 +266,3 @@ class Kinds:
     def any_is_unfit(self, foreseen: Iterable[Kind]) -> bool:
         """Whether a step of these kinds may run by a plan that counts on gradients to die which do not."""
         return any(self[kind].is_unfit for kind in self.all_likely(foreseen))
-
-    def have_room_for_waiting(self) -> bool:
-        """Whether all planned steps fit as plain training runs them, with all that forwards save which wait."""
-        pairs = ((plan, self.described(kind)) for kind, plan in self.plans.items())
-        return all(
-            plan.unplanned_peak_bytes + known.more_bytes + known.margin_bytes <= plan.budget_bytes
-            for plan, known in pairs
-        )

@@ -12,7 +12,8 @@ from ..planning.solvers.base import Strategy
 from ..records.costs import Profile
 from ..records.graph import Graph
 from ..records.scaling import at_size, difference, is_no_larger
-from ..records.step import Call, Step, merge
+from ..records.schedule import Schedule
+from ..records.step import Call, Decisions, Step, holding, merge
 from ..running.execution import Part
 from .limits import Limits
 
@@ -60,7 +61,10 @@ class Known:
         limits: Its budgets.
         margin_bytes: By how much an earlier plan was measured above what it predicted.
         corrections: How often it was planned again for such a margin.
-        without_backward_bytes: What its forwards without a backward would save more if they computed nothing again.
+        unfinished: Its forwards whose backward is not part of it, and the schedules by which these ran.
+        unfinished_bytes: What these save more now.
+        others_bytes: What the backwards of graphs of earlier steps take that run in it.
+        decided: For each call, what it computes again, where that is not to be chosen.
     """
 
     calls: tuple[KnownCall, ...]
@@ -70,7 +74,10 @@ class Known:
     limits: Limits
     margin_bytes: int = 0
     corrections: int = 0
-    without_backward_bytes: int = 0
+    unfinished: tuple[tuple[Part, Schedule], ...] = ()
+    unfinished_bytes: int = 0
+    others_bytes: int = 0
+    decided: tuple[Decisions, ...] = ()
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -78,14 +85,15 @@ class Known:
         return tuple(call.place for call in self.calls)
 
     @property
-    def more_bytes(self) -> int:
-        """What graphs that wait would hold more if nothing of them were computed again: before this step and in it."""
-        before = self.resident
-        return self.without_backward_bytes + before.plain_waiting_bytes - before.waiting_bytes
+    def waits(self) -> bool:
+        """Whether graphs wait for a later backward: before this step, or after it."""
+        return bool(self.unfinished or self.resident.waiting)
 
     def merge(self) -> Step:
         """Put it into one graph, as allocated."""
         before, calls = self.resident, [call.beside(self.resident.kept) for call in self.calls]
+        if self.waits:
+            calls = holding([call.beside_others(self.others_bytes) for call in calls], self.unfinished_bytes)
         step = merge(calls, self.order, before.stale_bytes, before.left_bytes)
         return replace(step, graph=in_blocks(step.graph, self.calls[0].captured.device))
 

@@ -59,9 +59,9 @@ class Parts:
         """Give the part with a number, None where it was dropped."""
         return self._parts[number]()
 
-    def waiting(self) -> list[Saved]:
-        """List what forwards have saved whose backward has not run yet."""
-        return [saved for part in list(self._numbers) for saved in part.waiting()]
+    def waiting(self) -> list[tuple[Part, Saved]]:
+        """List what forwards have saved whose backward has not run yet, with their parts."""
+        return [(part, saved) for part in list(self._numbers) for saved in part.waiting()]
 
     def retained(self) -> list[Saved]:
         """List what forwards have saved that stays for another backward, after one has run."""

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from ..measuring.describing import describe
 from ..measuring.recording import StepRecord
-from ..measuring.resident import Resident, ResidentMemory, more_kept_plainly
+from ..measuring.resident import Resident, ResidentMemory
 from ..memory.free_memory import free_bytes
 from ..options import SessionOptions
 from ..planning.plan import Plan
 from ..planning.planner import make_plan, resolve, unplanned
-from ..planning.shared_solving import shared
+from ..planning.shared_solving import announce, shared
 from ..planning.solvers import worker
+from ..planning.solvers.base import Strategy
 from ..planning.solvers.curve import Remembering
 from ..records.costs import step_time_ms
 from ..records.scaling import are_same
@@ -27,6 +28,7 @@ from .kinds import Kind, Kinds
 from .known import Known, KnownCall
 from .limits import Limits
 from .parts import Parts
+from .waiting import WaitingGraphs
 
 
 class PlanMaker:
@@ -43,6 +45,7 @@ class PlanMaker:
     Attributes:
         options: What was asked for; the budget may change.
         left_bytes: Bytes that each plan leaves free for code that runs without one.
+        waiting: What forwards run whose backward comes in a later step.
         proved: Says how many captured graphs are proved.
         rounded: Lists the values of these that differ by rounding.
     """
@@ -51,6 +54,7 @@ class PlanMaker:
         self, options: SessionOptions, name: str, kinds: Kinds, memory: ResidentMemory, parts: Parts, stages: Stages
     ) -> None:
         self.options, self.left_bytes = options, 0
+        self.waiting = WaitingGraphs(options, parts, stages)
         self.proved: Callable[[], str] = str
         self.rounded: Callable[[], tuple[str, ...]] = tuple
         self._name, self._kinds, self._memory, self._parts, self._stages = name, kinds, memory, parts, stages
@@ -74,10 +78,40 @@ class PlanMaker:
             self._auto_bytes = resolve(Budget(), resident.size_bytes, 0, free_bytes(self._memory.device))
         if self.options.budget.is_auto:
             return self._auto_bytes
-        others = ((plan, self._kinds.described(other)) for other, plan in self._kinds.plans.items() if other != kind)
-        plain = (plan.unplanned.peak_bytes + known.resident.plain_waiting_bytes for plan, known in others)
-        added_bytes = max(unplanned(step).peak_bytes + resident.plain_waiting_bytes, *plain, 0)
+        others = (self._plain_bytes(other, plan) for other, plan in self._kinds.plans.items() if other != kind)
+        added_bytes = max(unplanned(step).peak_bytes + resident.plain_waiting_bytes, *others, 0)
         return resolve(self.options.budget, resident.size_bytes - resident.waiting_bytes, added_bytes, 0)
+
+    def _plain_bytes(self, kind: Kind, plan: Plan) -> int:
+        """Count what a planned kind of step adds in plain training, with the graphs that wait for their backward."""
+        known = self._kinds.described(kind)
+        if not known.waits:
+            return plan.unplanned.peak_bytes
+        return unplanned(self.waiting.at(kind, known, 0).merge()).peak_bytes + known.resident.plain_waiting_bytes
+
+    def limits(self, kind: Kind, known: Known) -> Limits:
+        """Return the budgets of a kind of step with that of a known step."""
+        plain = self.waiting.at(kind, known, 0)
+        return known.limits.meeting(known.resident, self.budget_bytes(plain.merge(), plain.resident, kind))
+
+    def settle(self, resident: Resident | None = None) -> list[Kind]:
+        """Choose the level of graphs that wait; return the kinds of steps that are to be planned anew by it.
+
+        Args:
+            resident: What exists now: optimizers' state that has appeared exists before the other steps too.
+        """
+        concerned = {kind: known for kind, known in self._kinds.known.items() if self.waiting.concerns(kind, known)}
+        state_bytes = 0 if resident is None else resident.state_bytes
+        grown = {kind: self.waiting.with_most(kind, known, state_bytes) for kind, known in concerned.items()}
+        if not self.waiting.settle([(k, known, self.limits(k, known).budget_bytes) for k, known in grown.items()]):
+            return []
+        for kind, known in concerned.items():
+            self._kinds.change(kind, known=self.waiting.at(kind, known))
+        return list(concerned)
+
+    def announce(self) -> None:
+        """Tell other processes which model this one trains."""
+        announce(runtime.process_group_store(), self._memory.describe_model())
 
     def captured_before(self, kind: Kind) -> Known | None:
         """Find the same step at the same sizes: Dynamo captures a size anew once it has symbols for it."""
@@ -85,8 +119,8 @@ class PlanMaker:
         graphs = [part.captured.graph for part in parts]
         if len(graphs) < len(kind):
             return None
-        known = self._kinds.known.values()
-        return next((k for k in known if are_same([call.captured.graph for call in k.calls], graphs)), None)
+        whole = [k for other, k in self._kinds.known.items() if len(k.calls) == len(other) == len(graphs)]
+        return next((k for k in whole if are_same([call.captured.graph for call in k.calls], graphs)), None)
 
     def describe(self, record: StepRecord, resident: Resident) -> Known:
         """Describe a kind of step by the record of one, and by what exists before the next."""
@@ -94,7 +128,6 @@ class PlanMaker:
         described, order = describe(record, self._parts.profiles)
         calls = described if twin is None else [own.call for own in twin.calls]
         runs = [run for run in record.runs if run.index in record.backwards]
-        others = [run for run in record.runs if run.index not in record.backwards]
         solver = worker.apart(self.options.plan.solver)
         return Known(
             calls=tuple(
@@ -103,11 +136,14 @@ class PlanMaker:
             ),
             order=tuple(order),
             resident=resident,
-            solve=shared(Remembering(solver), runtime.process_group_store()) if twin is None else twin.solve,
+            solve=self._shared(Remembering(solver)) if twin is None else twin.solve,
             limits=self.new_limits(),
             margin_bytes=self.left_bytes,
-            without_backward_bytes=sum(more_kept_plainly(run.graph, run.program.schedule) for run in others),
+            unfinished=tuple((run.part, run.program.schedule) for run in record.unfinished),
         )
+
+    def _shared(self, strategy: Strategy) -> Strategy:
+        return shared(strategy, runtime.process_group_store(), self._memory.describe_model())
 
     def make(self, kind: Kind) -> tuple[Plan, dict[int, Program]]:
         """Plan a described kind of step, and build its programs.
@@ -117,7 +153,7 @@ class PlanMaker:
         """
         known = self._kinds.described(kind)
         step, before = known.merge(), known.resident
-        limits = known.limits.meeting(before, self.budget_bytes(step, before, kind))
+        limits = self.limits(kind, known)
         self._kinds.change(kind, known=replace(known, limits=limits))
         with self._stages.reporter.stage("solving"):
             plan = make_plan(
@@ -131,6 +167,7 @@ class PlanMaker:
                 margin_bytes=known.margin_bytes,
                 solve=known.solve,
                 progress=self._stages.reporter.solving(step_time_ms(step.graph, step.profile)),
+                decided=step.join(known.decided) if known.decided else None,
             )
         plan = replace(plan, resident_parts=before.kinds, proved=self.proved(), rounded=self.rounded())
         pairs = zip(known.calls, step.split(plan.solution.recompute), strict=True)

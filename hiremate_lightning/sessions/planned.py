@@ -21,12 +21,14 @@ from ..running.execution import Part
 from ..running.program import Program
 from ..units import Budget, format_bytes
 from .announcements import Announcements
+from .current_step import CurrentStep
 from .deciding import Action, Decision, Evidence, Reason, decide
 from .first_steps import FirstSteps
 from .kinds import CERTAIN, Kind, Kinds
 from .known import Known
 from .plan_maker import PlanMaker
 from .shortage import HELD_STEPS, Shortage
+from .waiting import LAST
 from .watching import WatchPolicy
 
 log = logging.getLogger("hiremate_lightning")
@@ -99,15 +101,16 @@ class PlannedKinds:
         Raises:
             InfeasibleBudgetError: If nothing fits it; then all is as it was.
         """
-        before, records = self.options, self.kinds.records
+        before, records, level = self.options, self.kinds.records, self.maker.waiting.level
         self.maker.options = replace(before, budget=budget)
         for kind, known in self.kinds.known.items():
             self.kinds.change(kind, known=replace(known, limits=self.maker.new_limits()), said_bytes=0)
         try:
+            self.maker.settle()
             made = {kind: self.maker.make(kind) for kind in self.kinds.known}
         except BaseException as error:  # Ctrl-C too
             enough = self._error_of_all() if isinstance(error, InfeasibleBudgetError) else None
-            self.maker.options = before
+            self.maker.options, self.maker.waiting.level = before, level
             self.kinds.restore(records)
             raise enough or error from None
         for kind, (plan, programs) in made.items():
@@ -117,13 +120,14 @@ class PlannedKinds:
         for plan, _ in made.values():
             self._tell(plan)
 
-    def meet(self, finished: StepRecord | None, resident: Resident, foreseen: Collection[Kind]) -> None:
+    def meet(self, finished: StepRecord | None, resident: Resident, before: Resident | None, step: CurrentStep) -> None:
         """Plan the step that has ended, if any, and let plans meet what exists before the one that begins.
 
         Args:
             finished: The record of the step that has ended, None where it is not to be planned.
             resident: What exists.
-            foreseen: The kinds that the step may be of, the likeliest first.
+            before: What existed before the step that has ended: other graphs may have waited than now.
+            step: The step that begins.
 
         Raises:
             InfeasibleBudgetError: If nothing fits the budget and all was seen that may need more; it names what is
@@ -133,8 +137,13 @@ class PlannedKinds:
         try:
             if finished is not None:
                 with collecting_what_it_leaves():
-                    self.learn(finished, resident)
-            for kind in self.kinds.all_likely(foreseen):
+                    is_piece = before is not None and (before.waiting or resident.waiting)
+                    self.learn(finished, before.with_state(resident.state_bytes) if before and is_piece else resident)
+            all_likely = self.kinds.all_likely(step.foreseen)
+            likely = [kind for kind in all_likely if self.kinds.starts_so(kind, step.start)]
+            if self.maker.waiting.is_to_settle(resident, likely):
+                self._replan(*self.maker.settle(resident))
+            for kind in likely:
                 self.adapt(kind, resident)
         except InfeasibleBudgetError as error:
             log.info("%s goes on, to find out what all of its steps need: %s", self.name, error)
@@ -150,7 +159,24 @@ class PlannedKinds:
             self._announcements.held(self.options.budget, HELD_STEPS)
 
     def _error_of_all(self) -> InfeasibleBudgetError | None:
-        return self.shortage.error(self.kinds.records, self.options, self.maker.budget_bytes, self.name)
+        records = self.kinds.records
+        for kind, known in self.kinds.known.items():
+            records[kind] = replace(records[kind], known=self.maker.waiting.at(kind, known, LAST))
+        return self.shortage.error(records, self.options, self.maker.budget_bytes, self.name)
+
+    def see_backwards(self, kind: Kind, record: StepRecord) -> None:
+        """See whether a step has other backwards than the one that was seen of its kind.
+
+        One with more of them is planned anew. Where a graph waits for a later step, both kinds of pieces are to come.
+        """
+        known, backwards = self.kinds[kind].known, tuple(sorted(set(record.backwards)))
+        waits = any(run.is_waiting for run in record.unfinished)
+        if waits and (not backwards or (known is not None and backwards != known.places)):
+            self.maker.waiting.found_alike(kind)
+        elif known is not None and set(known.places) < set(backwards):
+            self._dropped = self.latest
+            self.kinds.latest = None if self.kinds.latest == kind else self.kinds.latest
+            self.kinds.change(kind, known=None, plan=None, programs={})
 
     def must_return(self, part: Part, positions: Collection[int]) -> None:
         """Learn that gradients were handed to autograd beside those that exist, where a plan may count on adding."""
@@ -183,13 +209,14 @@ class PlannedKinds:
     def learn(self, record: StepRecord, resident: Resident) -> None:
         """Plan a kind of step that was not seen before; one that may be small by chance waits where nothing fits."""
         kind = record.signature
-        self.kinds.describe(kind, self.maker.describe(record, resident))
+        known, waiting = self.maker.describe(record, resident), self.maker.waiting
+        self.kinds.describe(kind, waiting.at(kind, known))
         self._note_before(kind, resident)
         self.shortage.are_measured = self.shortage.are_measured and record.is_measured
         if self.shortage.is_held:
             return
         try:
-            self._replan(kind)
+            self._replan(*(self.maker.settle(resident) if waiting.concerns(kind, known) else ()), kind)
         except InfeasibleBudgetError as error:
             known = self.kinds.described(kind)
             if self._may_be_small_by_chance(kind, known):
@@ -203,6 +230,7 @@ class PlannedKinds:
         self.see_first(kind, record.peak_bytes or 0)
 
     def _note_before(self, kind: Kind, resident: Resident) -> None:
+        resident = self.maker.waiting.resident_at(resident, LAST)
         self.kinds.change(kind, before={**self.kinds[kind].before, resident.kept: resident})
 
     def see_first(self, kind: Kind, peak_bytes: int) -> None:
@@ -219,12 +247,13 @@ class PlannedKinds:
 
     # ---------------------------------------------------------------- plans are made
 
-    def _replan(self, kind: Kind) -> None:
-        """Plan a known step and let its programs take over."""
-        plan, programs = self.maker.make(kind)
-        self._install(kind, plan, programs)
-        self._announce(kind, plan)
-        self._tell(plan)
+    def _replan(self, *kinds: Kind) -> None:
+        """Plan known steps and let their programs take over."""
+        for kind in dict.fromkeys(kinds):
+            plan, programs = self.maker.make(kind)
+            self._install(kind, plan, programs)
+            self._announce(kind, plan)
+            self._tell(plan)
 
     def _install(self, kind: Kind, plan: Plan, programs: Mapping[int, Program]) -> None:
         """Let the programs of a plan take over."""
@@ -263,16 +292,17 @@ class PlannedKinds:
     def adapt(self, kind: Kind, resident: Resident) -> None:
         """Meet what exists before this step: the plan stays where it still fits, else the step is planned anew."""
         record, plan, known = self.kinds[kind], self.plans[kind], self.kinds.described(kind)
+        found, resident = resident, self.maker.waiting.resident_at(resident)
         if resident == known.resident and not record.is_unfit:
             return
-        self._note_before(kind, resident)
+        self._note_before(kind, found)
         if self.shortage.is_held:
             return
         has_more_state = resident.state_bytes > known.resident.state_bytes
-        step = replace(known, resident=resident).merge()
         limits = known.limits.without_least() if record.is_unfit else known.limits
-        limits = limits.meeting(resident, self.maker.budget_bytes(step, resident, kind))
-        known = replace(known, resident=resident, limits=limits)
+        met = self.maker.waiting.at(kind, replace(known, resident=resident, limits=limits))
+        step, limits = met.merge(), self.maker.limits(kind, met)
+        known = replace(met, limits=limits)
         is_old = has_more_state or (plan.measured.peak_bytes or 0) > limits.budget_bytes  # of more resident bytes
         seen_bytes = None if is_old else record.seen_bytes
         self.kinds.change(kind, known=known, is_unfit=False, seen_bytes=seen_bytes)
@@ -356,7 +386,7 @@ class PlannedKinds:
         corrected = replace(known, corrections=known.corrections + 1)
         self.kinds.change(kind, known=replace(corrected, margin_bytes=margin_bytes))
         try:
-            self._replan(kind)
+            self._replan(*(self.maker.settle() if known.waits else ()), kind)
         except InfeasibleBudgetError:
             self.kinds.change(kind, known=corrected)
             self._announcements.say_over(f"{text}, and no plan leaves that margin: the plan stays.")
@@ -388,8 +418,7 @@ class PlannedKinds:
             plain_bytes: What it adds without its plan.
         """
         plan, known = self.plans[kind], self.kinds.described(kind)
-        waits = known.without_backward_bytes or known.resident.plain_waiting_bytes
-        if plan.solution.recompute_ms or plan.measured.step_ms is None or waits:
+        if plan.solution.recompute_ms or plan.measured.step_ms is None or known.waits:
             return False
         is_whole = self.options.budget.share == 1  # of what plain training adds
         return is_whole or plan.resident_bytes + plain_bytes + known.margin_bytes <= plan.budget_bytes

@@ -292,6 +292,8 @@ class Session:
         record = self._record_with(run)
         if run is not None and record is not None:
             record.backward_starts(run, tangents, leaves, retains)
+        elif self.steps.record is not None:
+            self.steps.record.other_backward_starts()
 
     def _record_with(self, run: Run | None) -> StepRecord | None:
         """Return the record of the step under way, where a run is of this step; else None."""
@@ -312,6 +314,8 @@ class Session:
         record = self._record_with(run)
         if run is not None and record is not None:
             record.backward_done(run)
+        elif self.steps.record is not None:
+            self.steps.record.other_backward_done()
 
     def ran_out(self, error: torch.OutOfMemoryError) -> None:
         """Note on an error what was planned and what is allocated."""

@@ -108,6 +108,7 @@ class Shortage:
 
 def _need(known: Known, time_limit_s: float, less_bytes: int) -> Need:
     step, resident = known.merge(), known.resident
-    need = least_need(Problem(step.graph, step.profile, 0, SolveOptions(time_limit_s)), resident.size_bytes)
+    problem = Problem(step.graph, step.profile, 0, SolveOptions(time_limit_s))
+    need = least_need(problem, resident.size_bytes, step.join(known.decided) if known.decided else None)
     waiting_bytes = resident.waiting_bytes, resident.plain_waiting_bytes
     return replace(need, waiting_bytes=waiting_bytes, is_guarded=True, less_bytes=less_bytes)

@@ -111,12 +111,18 @@ class Steps:
             call: The call, None where what is called runs no captured code itself.
         """
         tensors = tensors_among(arguments)
-        if self.current is not None and self.current.is_over:
+        if self.current is not None and (self.current.is_over or self._was_trial(self.current, call)):
             self.end(at_once=False)
         if self.current is None:
             self._begin(tensors, [] if call is None else [call])
         elif call is not None:
             self._unplanned.called(self.current, call)
+
+    def _was_trial(self, step: CurrentStep, call: ModuleCall | None) -> bool:
+        """Whether a first step was one call to see what the same module returns, as pipelines make one."""
+        if self.count > 1 or len(step.forwards) != 1 or call is None or step.record is None:
+            return False
+        return [own.name for own in step.calls] == [call.name] and step.record.left_nothing
 
     def called_inside_backward(self) -> None:
         """Learn of a call inside of a backward: what it runs is not seen as a part of the step."""
@@ -132,9 +138,13 @@ class Steps:
         if self.small_parts.came_in(self.count):
             self._planned.leave(self.small_parts.size_bytes)
             finished = None
+        if not self.count:
+            self._planned.maker.announce()
         self.count += 1
         size_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in arguments)
-        step = self.current = CurrentStep(size_bytes, self._kinds.foresee(size_bytes), calls)
+        waiting = len(self._parts.waiting())
+        foreseen = self._kinds.foresee((size_bytes, waiting))
+        step = self.current = CurrentStep(size_bytes, waiting, foreseen, calls)
         self._watching.settle()
         self._memory.step_begins(arguments)
         if finished is not None:
@@ -164,7 +174,8 @@ class Steps:
         """
         record = None if finished is None else finished.record
         try:
-            self._planned.meet(record, resident, step.foreseen)
+            before = None if finished is None else finished.resident
+            self._planned.meet(record, resident, before, step)
         except InfeasibleBudgetError as error:
             if reasons := self._announcements.why_over():
                 explain(error, f"hiremate:{reasons}")
@@ -264,7 +275,7 @@ class Steps:
     def _end_plain(self, step: CurrentStep, plain: PlainRun, at_once: bool) -> None:
         step.state, self.ended = State.ENDED, step
         if plain.released is not None:
-            self._kinds.note(plain.released, step.size_bytes)
+            self._kinds.note(plain.released, step.start)
         self._memory.step_ended(step.record)
         if step.record is not None:
             step.record.close(at_once)
@@ -273,7 +284,7 @@ class Steps:
     def _end_captured(self, step: CurrentStep, at_once: bool) -> None:
         is_usual = self._announcements.step_ended(self._parts.count)
         ended, self.ended = step.end(self._kinds.taken_for(step.kind)), step
-        self._kinds.ended(ended.kind, step.size_bytes, ended.is_by_plans)
+        self._kinds.ended(ended.kind, step.start, ended.is_by_plans)
         self._unplanned.was_foreseen(step)
         kind, expected, plans = ended.kind, ended.expected, self._planned.plans
         if not ended.is_own and expected is not None and kind in plans and expected != kind:
@@ -297,7 +308,8 @@ class Steps:
             return Saw.NOTHING
         if not record.is_whole:
             return Saw.NOTHING
-        if kind not in plans:
+        self._planned.see_backwards(kind, record)
+        if kind not in self._planned.plans:
             if record.backwards:
                 record.timed = ended.timed
                 step.is_to_be_planned = self._planned.decide_to_plan(kind).action is Action.REPLAN

@@ -1,0 +1,238 @@
+"""Graphs that wait for a later backward: by which programs they run, and what they hold meanwhile.
+
+Where the backward of a forward comes after that of a later forward (pipelines, first-order MAML, the loop of the DCGAN
+tutorial), an iteration is planned in pieces, each from a forward to the backward that follows. Forwards whose backward
+comes in a later piece run at one level: at level 0 they keep everything, at the last one they hold the least. The level
+is the first one at which all known pieces fit the budget, with all that waits beside them.
+
+Pieces that look alike when they begin, of which some have the backward of their own forward and some don't, as in the
+middle and at the end of a pipeline's iteration, run at that level too: nobody knows which of them begins.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from ..measuring.recording import bytes_of
+from ..measuring.resident import WAITING, Resident
+from ..memory.allocator import in_blocks
+from ..options import SessionOptions
+from ..planning.planner import guard_bytes
+from ..planning.solvers import UNLIMITED, smallest_budget, worker
+from ..planning.solvers.base import Problem, SolveOptions, replay
+from ..planning.solvers.curve import Remembering
+from ..records.graph import Graph, StorageKind
+from ..records.schedule import Schedule, keep_all, lower
+from ..records.simulation import simulate
+from ..records.step import Call, Decisions, Step, merge
+from ..reporting.report import Stages
+from ..running.execution import Part
+from ..running.program import Program, build
+from .kinds import Kind
+from .known import Known
+from .parts import Parts
+
+LAST = 7  # level, at which forwards that wait hold the least
+
+
+@dataclass(frozen=True)
+class _Alone:
+    """A graph as a step of its own, and what was decided for it, by level."""
+
+    graph: Graph
+    step: Step
+    solve: Remembering
+    decided: dict[int, Decisions] = field(default_factory=dict)
+    programs: dict[int, Program] = field(default_factory=dict)
+
+
+class WaitingGraphs:
+    """The programs of the graphs that wait, by level.
+
+    Args:
+        options: What was asked for.
+        parts: The captured graphs.
+        stages: Shows solving, and adds up its seconds.
+
+    Attributes:
+        level: That of the forwards that run now.
+    """
+
+    def __init__(self, options: SessionOptions, parts: Parts, stages: Stages) -> None:
+        self._options, self._parts, self._stages = options.plan, parts, stages
+        self._alone: weakref.WeakKeyDictionary[Part, _Alone] = weakref.WeakKeyDictionary()
+        self._alike: set[Kind] = set()  # kinds of which some steps have other backwards than others
+        self._most: dict[Kind, Resident] = {}  # before the steps of each kind
+        self._most_bytes = 0  # that were resident beside what waits
+        self._is_due = False
+        self.level = LAST
+
+    def is_to_settle(self, resident: Resident, kinds: Iterable[Kind]) -> bool:
+        """Whether to choose the level now: pieces are known to look alike, or more exists than ever.
+
+        Args:
+            resident: What exists before a step.
+            kinds: That the step may be of.
+        """
+        for kind in kinds:
+            self._see(kind, resident)
+        size_bytes = resident.size_bytes - resident.waiting_bytes
+        has_grown, self._most_bytes = size_bytes > self._most_bytes, max(size_bytes, self._most_bytes)
+        return self._is_due or has_grown
+
+    def _see(self, kind: Kind, resident: Resident) -> None:
+        """Learn what existed before a step of a kind, and remember the most."""
+        most = self._most.get(kind)
+        is_more = most is not None and _plain_bytes(resident) > _plain_bytes(most)
+        if most is None or is_more:
+            self._most[kind] = resident
+        self._is_due = self._is_due or (is_more and bool(resident.waiting))
+
+    def with_most(self, kind: Kind, known: Known, state_bytes: int) -> Known:
+        """Return a known step as it is where most waits beside it, and optimizers keep so many bytes, or more."""
+        most = max(self._most.get(kind, known.resident), known.resident, key=_plain_bytes)
+        return replace(known, resident=most.with_state(state_bytes))
+
+    def concerns(self, kind: Kind, known: Known) -> bool:
+        """Whether graphs wait beside a known step, or what it runs has to fit such steps too."""
+        return known.waits or kind in self._alike
+
+    def found_alike(self, kind: Kind) -> None:
+        """Learn that steps of a kind have other backwards than others of the same kind."""
+        self._is_due = self._is_due or kind not in self._alike
+        self._alike.add(kind)
+
+    def settle(self, known: Iterable[tuple[Kind, Known, int]]) -> bool:
+        """Choose the level; return whether anything has changed.
+
+        Args:
+            known: Each kind of step beside which graphs wait, with its budget.
+        """
+        was_due, before, kinds = self._is_due, self.level, tuple(known)
+        self._is_due = False
+        if not kinds:
+            return False
+        with self._stages.stage("solve_s", "solving"):
+            self.level = bisect_left(range(LAST), True, key=lambda level: self._all_fit(kinds, level))
+        return was_due or self.level != before
+
+    def _all_fit(self, kinds: Iterable[tuple[Kind, Known, int]], level: int) -> bool:
+        return all(self._fits(self.at(kind, known, level), budget_bytes) for kind, known, budget_bytes in kinds)
+
+    def _fits(self, known: Known, budget_bytes: int) -> bool:
+        """Whether a step fits with what waits beside it, its own calls at the least memory unless they are decided."""
+        step = known.merge()
+        decided = known.decided or tuple(self.decisions(own.part, LAST) for own in known.calls)
+        size_bytes = budget_bytes - known.resident.size_bytes - known.margin_bytes
+        peak_bytes = replay(Problem(step.graph, step.profile, size_bytes), step.join(decided)).peak_bytes
+        return peak_bytes + guard_bytes(max(0, size_bytes)) <= size_bytes
+
+    def at(self, kind: Kind, known: Known, level: int | None = None) -> Known:
+        """Return a known step as it is with all that waits at a level, by default the one of now."""
+        if not self.concerns(kind, known):
+            return known
+        level = self.level if level is None else level
+        resident = self.resident_at(known.resident, level)
+        return replace(
+            known,
+            resident=resident,
+            unfinished_bytes=sum(self._more_bytes(part, schedule, level) for part, schedule in known.unfinished),
+            others_bytes=max((self._work_bytes(part, level, resident) for part, _ in resident.waiting), default=0),
+            decided=tuple(self.decisions(own.part, level) for own in known.calls) if kind in self._alike else (),
+        )
+
+    def resident_at(self, resident: Resident, level: int | None = None) -> Resident:
+        """Return what exists before a step if all that waits ran at a level, by default the one of now."""
+        if not resident.waiting:
+            return resident
+        level = self.level if level is None else level
+        more_bytes = sum(self._more_bytes(part, schedule, level) for part, schedule in resident.waiting)
+        waiting_bytes = resident.waiting_bytes + more_bytes
+        return replace(
+            resident,
+            size_bytes=resident.size_bytes + more_bytes,
+            waiting_bytes=waiting_bytes,
+            waiting=tuple((part, self._schedule(part, level)) for part, _ in resident.waiting),
+            kinds=tuple({**dict(resident.kinds), WAITING: waiting_bytes}.items()),
+        )
+
+    def program(self, part: Part) -> Program:
+        """Return the program of a forward that will wait for its backward."""
+        programs = self._of(part).programs
+        if self.level not in programs:
+            programs[self.level] = build(part.captured, self._schedule(part, self.level))
+        return programs[self.level]
+
+    def decisions(self, part: Part, level: int) -> Decisions:
+        """Decide what a graph that waits computes again at a level."""
+        alone = self._of(part)
+        if level not in alone.decided:
+            alone.decided[level] = self._decide(alone, level)
+        return alone.decided[level]
+
+    def _of(self, part: Part) -> _Alone:
+        alone = self._alone.get(part)
+        if alone is None or alone.graph is not part.captured.graph:
+            graph, (_, profile) = part.captured.graph, self._parts.prepare(part)
+            step = merge([Call(in_blocks(graph, part.captured.device), profile)], [0])
+            alone = self._alone[part] = _Alone(graph, step, Remembering(worker.apart(self._options.solver)))
+        return alone
+
+    def _decide(self, alone: _Alone, level: int) -> Decisions:
+        """Decide for a graph on its own, with a part of the memory between the least and that of plain training."""
+        options = SolveOptions(time_limit_s=self._options.time_limit_s)
+        problem, everything = Problem(alone.step.graph, alone.step.profile, UNLIMITED, options), keep_all(alone.graph)
+        if not level:
+            return everything
+        least = smallest_budget(problem)
+        if level < LAST:
+            most_bytes = replay(problem, alone.step.join([everything])).peak_bytes
+            size_bytes = most_bytes - (most_bytes - least.peak_bytes) * level // LAST
+            found = alone.solve(replace(problem, budget_bytes=size_bytes))
+            if found.is_feasible and replay(problem, found.recompute).peak_bytes <= size_bytes:
+                return alone.step.split(found.recompute)[0]
+        return alone.step.split(least.recompute)[0]
+
+    def _schedule(self, part: Part, level: int) -> Schedule:
+        return lower(part.captured.graph, self.decisions(part, level))
+
+    def _more_bytes(self, part: Part, schedule: Schedule, level: int) -> int:
+        """Count the bytes by which a graph saves more at a level than by a schedule."""
+        own = self._schedule(part, level)
+        return 0 if own.saved == schedule.saved else saved_bytes(part, own) - saved_bytes(part, schedule)
+
+    def _work_bytes(self, part: Part, level: int, resident: Resident) -> int:
+        """Count what the backward of a graph takes beyond what the graph holds.
+
+        Gradients of parameters are added to those that exist, where there are some.
+        """
+        graph, trained = part.captured.graph, part.captured.trained
+        values = {node: t for t, node in enumerate(part.captured.fx_values)}
+        added = {
+            values[part.captured.backward_outputs[position]]
+            for position in (trained if resident.kept else ())
+            if _is_parameter(graph, position) and part.captured.backward_outputs[position] in values
+        }
+        (_, profile), stay = self._parts.prepare(part), tuple(t for t in graph.gradients if t not in added)
+        graph = in_blocks(replace(graph, gradients=stay), part.captured.device)
+        found = simulate(graph, profile, lower(graph, self.decisions(part, level)))
+        return max(moment.peak_bytes for moment in found.timeline[found.turn :]) - found.saved_bytes
+
+
+def _plain_bytes(resident: Resident) -> int:
+    """Count what exists before a step in plain training, without optimizers' state."""
+    return resident.size_bytes - resident.waiting_bytes + resident.plain_waiting_bytes - resident.state_bytes
+
+
+def saved_bytes(part: Part, schedule: Schedule) -> int:
+    """Count the bytes of what a part saves for its backward by a schedule, without its inputs."""
+    graph = part.captured.graph
+    return bytes_of(graph, set(schedule.saved).difference(graph.inputs))
+
+
+def _is_parameter(graph: Graph, position: int) -> bool:
+    storage = graph.tensors[graph.inputs[position]].storage
+    return storage is not None and graph.storages[storage].kind is StorageKind.PARAMETER
