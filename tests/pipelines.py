@@ -51,7 +51,6 @@ PIPELINES = [
     Pipeline("all forwards first", ScheduleGPipe, ("60%", "1100 KiB")),
     Pipeline("two stages in each process", ScheduleInterleaved1F1B, ("60%", "60%"), stages=2),
 ]
-TOO_SMALL = Pipeline("a budget too small for one stage", Schedule1F1B, ("600 KiB", "200 KiB"))
 
 
 class Stage(nn.Module):
