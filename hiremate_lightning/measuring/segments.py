@@ -68,7 +68,11 @@ class Observed(fx.Interpreter):
         self.given.update(map(self._block_of, _tensors(arguments)))
         hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda nothing: nothing)
         with hooks, Writes(lambda tensor: self._now.written.add(self._block_of(tensor))):
-            return self.run(*arguments)
+            try:
+                return self.run(*arguments)
+            finally:  # hooks may outlive the run, and so may this interpreter: its values must not
+                self.args_iter = iter(())
+                self.env.clear()
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node."""
