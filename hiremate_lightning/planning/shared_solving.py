@@ -117,7 +117,8 @@ class SharedSolving:
     def _peers(self) -> list[int]:
         """List the ranks that train the same model, or may do so."""
         ranks, check = range(self._world), self._store.check
-        return [r for r in ranks if check([_announced(r, self._model)]) or not check([_announced(r)])]
+        others = [r for r in ranks if check([_announced(r, self._model)]) or not check([_announced(r)])]
+        return sorted({self._rank, *others})
 
     def agree(self, problem: Problem) -> Problem:
         """Return the problem that fits all ranks; this rank's own where another one does not come in time."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 
 from ..measuring.describing import describe
 from ..measuring.recording import StepRecord
@@ -111,7 +112,12 @@ class PlanMaker:
 
     def announce(self) -> None:
         """Tell other processes which model this one trains."""
-        announce(runtime.process_group_store(), self._memory.describe_model())
+        announce(runtime.process_group_store(), self._model)
+
+    @cached_property
+    def _model(self) -> str:
+        """The name of the model before its first step: FSDP2 may keep whole parameters of another type after it."""
+        return self._memory.describe_model()
 
     def captured_before(self, kind: Kind) -> Known | None:
         """Find the same step at the same sizes: Dynamo captures a size anew once it has symbols for it."""
@@ -143,7 +149,7 @@ class PlanMaker:
         )
 
     def _shared(self, strategy: Strategy) -> Strategy:
-        return shared(strategy, runtime.process_group_store(), self._memory.describe_model())
+        return shared(strategy, runtime.process_group_store(), self._model)
 
     def make(self, kind: Kind) -> tuple[Plan, dict[int, Program]]:
         """Plan a described kind of step, and build its programs.
