@@ -201,7 +201,9 @@ def test_a_share_waits_for_steps_that_run_the_whole_model():
 
 
 def test_a_share_that_no_step_fits_is_an_error_at_the_third():
-    model = hiremate(TwoBodies(), "40%", verbose=False)  # of a step in which the large body keeps what no backward reads
+    model = hiremate(
+        TwoBodies(), "40%", verbose=False
+    )  # of a step in which the large body keeps what no backward reads
     sum_of_bodies(model, 0, trains_large=False)
     sum_of_bodies(model, 1, trains_large=False)
     with pytest.raises(InfeasibleBudgetError):

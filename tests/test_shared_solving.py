@@ -290,3 +290,14 @@ def test_the_first_rank_of_those_that_train_a_model_solves(store):
     found = together(*(lambda s=s: s(agreed(problem(), s)) for s in solve))
     assert found[1].stopped_by == "rank 1 solved" != found[0].stopped_by
     assert found[1].recompute == found[0].recompute
+
+
+def test_a_rank_that_called_its_model_otherwise_plans_alone(store):
+    """The names of models are made of their parameters, which code of others may change."""
+    for rank in range(2):
+        announce((store, rank, 2), "before")
+    solve = SharedSolving(get_strategy("portfolio"), store, 1, 2, 60.0, model="after")
+
+    own = problem(LESS)
+    assert agreed(own, solve).budget_bytes == own.budget_bytes
+    assert solve(own).is_feasible
