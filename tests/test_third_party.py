@@ -61,7 +61,7 @@ def test_runs_are_compared_bit_for_bit(compatibility):
     import numpy as np
 
     def run(loss, gradient):
-        return compatibility._Run([{"loss": np.float32(loss), "gradient": gradient}])
+        return compatibility._Training([{"loss": np.float32(loss), "gradient": gradient}])
 
     same = run(1.0, np.array([1.0, np.nan]))
     assert compatibility._difference(same, run(1.0, np.array([1.0, np.nan]))) == ""
