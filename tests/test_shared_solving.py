@@ -207,7 +207,7 @@ def test_ranks_agree_again_after_one_of_them_planned_alone(store, rank):
 
 def test_a_rank_that_plans_a_step_again_waits_less(ranks, store):
     own = SharedSolving(get_strategy("none"), store, 0, 2, 60.0, patience_again_s=0.0)
-    together(lambda: own.agree(problem()), lambda: ranks[1].plan(problem()))
+    together(lambda: own(own.agree(problem())), lambda: ranks[1].plan(problem()))
     start = time.perf_counter()
 
     assert own.agree(again := problem()) is again
