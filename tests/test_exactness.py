@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
-from hiremate_lightning.planning.solvers import Problem, smallest_budget
+from hiremate_lightning.planning.solvers import Problem, SolveOptions, smallest_budget
 
 from .models import EVERY_MODEL
 from .training import assert_equal, build, train
@@ -37,7 +37,7 @@ def smallest_budget_of(name):
         hiremate(model.module, "0.1%", on_infeasible="warn", time_limit_s=1, verbose=False)
         train(model, steps=2)
     plan = get_plan(model.module)
-    return plan.resident_bytes + smallest_budget(Problem(plan.graph, plan.profile, 0)).peak_bytes
+    return plan.resident_bytes + smallest_budget(Problem(plan.graph, plan.profile, 0, SolveOptions(time_limit_s=5))).peak_bytes
 
 
 @pytest.mark.parametrize("budget", ["50%", "smallest"])
