@@ -1,9 +1,10 @@
 """Measure training in which nearly every batch has a length of its own, as in fine-tuning.
 
-    python benchmarks/lengths.py [--models gpt2_6,bert_6] [--methods eager,checkpoint,planned] [--steps 100]
+    python benchmarks/lengths.py [--models gpt2_6,bert_6,unet,graph] [--methods eager,checkpoint,planned] [--steps 100]
 
 Lengths are drawn from a log-normal distribution (median 80, cut at 16 and 256). Batches of 4 are padded to their
-longest sequence, with masks; T5 gets texts of one length and labels of another; AdamW. The budget is what exists before
+longest sequence, with masks; T5 gets texts of one length and labels of another; AdamW. A UNet gets pictures and a graph
+network gets graphs of random sizes (`sizes_that_vary.py`). The budget is what exists before
 a step and a share (--share) of what the longest batch adds in eager PyTorch, so that long batches need recomputation.
 Each method runs in a process of its own.
 
@@ -25,6 +26,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import sizes_that_vary
 import torch
 from provenance import provenance
 from torch import Tensor, nn
@@ -61,7 +63,10 @@ def _batch(lengths: Tensor, length: int, seed: int) -> Batch:
 
 
 def build(name: str) -> nn.Module:
-    """Build a model of transformers by its kind and its number of layers, the same weights each time."""
+    """Build a model by its name, a kind and a number of layers for those of transformers; the same weights each time."""
+    if name in sizes_that_vary.MODELS:
+        torch.manual_seed(0)
+        return sizes_that_vary.MODELS[name]().train()
     import transformers
 
     kind, _, layers = name.rpartition("_")
@@ -87,7 +92,9 @@ def build(name: str) -> nn.Module:
         config = transformers.T5Config(**sizes, decoder_start_token_id=0, use_cache=False)
         model = transformers.T5ForConditionalGeneration(config)
     else:
-        raise SystemExit(f"Unknown model {name!r}: expected gpt2_N, bert_N, llama_N or t5_N, where N counts layers.")
+        raise SystemExit(
+            f"Unknown model {name!r}: expected unet, graph, gpt2_N, bert_N, llama_N or t5_N, where N counts layers."
+        )
     return model.train()
 
 
@@ -96,6 +103,8 @@ def budget_of(name: str, share: float) -> int:
     model = build(name)
     optimizer = torch.optim.AdamW(model.parameters())
     longest = _batch(torch.full((ROWS,), LONGEST), LONGEST, 0)
+    if name in sizes_that_vary.MODELS:
+        longest = sizes_that_vary.batch_of(name, None)
 
     def train() -> None:
         model(**longest).loss.backward()
@@ -126,7 +135,9 @@ def train(name: str, method: str, steps: int, budget_bytes: int, peaks: bool) ->
     losses, seconds, added, captured = [], 0.0, 0, 0
     torch.manual_seed(1)
     for step in range(steps):
-        batch, before = batch_of(step, pad_to, name.startswith("t5")), _captured(model)
+        others = name in sizes_that_vary.MODELS
+        batch = sizes_that_vary.batch_of(name, step) if others else batch_of(step, pad_to, name.startswith("t5"))
+        before = _captured(model)
 
         def act(batch: Batch = batch) -> None:
             loss = model(**batch).loss
