@@ -63,7 +63,7 @@ def _batch(lengths: Tensor, length: int, seed: int) -> Batch:
 
 
 def build(name: str) -> nn.Module:
-    """Build a model by its name, a kind and a number of layers for those of transformers; the same weights each time."""
+    """Build a model by its name (of transformers: kind and number of layers), the same weights each time."""
     if name in sizes_that_vary.MODELS:
         torch.manual_seed(0)
         return sizes_that_vary.MODELS[name]().train()

@@ -37,7 +37,10 @@ def smallest_budget_of(name):
         hiremate(model.module, "0.1%", on_infeasible="warn", time_limit_s=1, verbose=False)
         train(model, steps=2)
     plan = get_plan(model.module)
-    return plan.resident_bytes + smallest_budget(Problem(plan.graph, plan.profile, 0, SolveOptions(time_limit_s=5))).peak_bytes
+    return (
+        plan.resident_bytes
+        + smallest_budget(Problem(plan.graph, plan.profile, 0, SolveOptions(time_limit_s=5))).peak_bytes
+    )
 
 
 @pytest.mark.parametrize("budget", ["50%", "smallest"])

@@ -227,3 +227,27 @@ def _budget_of_length(length: int) -> int:
         model.zero_grad()
         model(torch.randn(8, length, WIDTH)).square().mean().backward()
     return get_plan(model).unplanned_peak_bytes
+
+
+class Sentence:
+    """What torch has no rule to look into, as the graphs of torch_geometric are."""
+
+    def __init__(self, words: torch.Tensor) -> None:
+        self.words = words
+
+
+class OnObjects(Attending):
+    """Is given an object that holds a tensor, and returns one."""
+
+    def forward(self, sentence: Sentence) -> Sentence:
+        return Sentence(super().forward(sentence.words))
+
+
+def test_sizes_of_tensors_that_objects_hold_are_seen():
+    torch.manual_seed(0)
+    model = hiremate(OnObjects(), _budget_of_length(96), verbose=False)
+    for step in range(12):
+        loss = model(Sentence(lengths_of(step))).words.square().mean()
+        loss.backward()
+        model.zero_grad()
+    assert targets_of(model).session.captured_count < 4

@@ -280,7 +280,7 @@ class _State:
                 seen.add(id(value))
                 held.append(value)
                 found.append(len(value) if isinstance(value, dict) else id(value))
-                stack.extend(_parts_of(value))
+                stack.extend(parts_of(value))
         return found, held
 
 
@@ -326,11 +326,11 @@ def _reached(value: Any) -> list[Any]:
             raise TypeError("a module is given as an argument")
         if isinstance(item, torch.Tensor):
             found.append(item)
-        stack.extend(_parts_of(item))
+        stack.extend(parts_of(item))
     return found
 
 
-def _parts_of(value: Any) -> list[Any]:
+def parts_of(value: Any) -> list[Any]:
     """List what a container or an object holds; nothing for tensors, modules, classes and functions."""
     if isinstance(value, torch.Tensor | nn.Module | type | FunctionType | MethodType | ModuleType):
         return []

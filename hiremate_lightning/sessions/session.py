@@ -45,7 +45,7 @@ from .plain_steps import ModuleCall
 from .plan_maker import PlanMaker
 from .planned import PlannedKinds
 from .proving import Proof, Prover
-from .steps import Steps, tensors_among
+from .steps import Steps, tensors_among, tensors_inside
 from .unplanned import UnplannedSteps
 from .watching import WatchPolicy
 
@@ -341,7 +341,7 @@ class Session:
         Inside of a backward, where a call is made again, it runs as it ran before.
         """
         if not backward_pass.is_running():
-            self.steps.called(arguments, ModuleCall.of(name, tensors_among(arguments)))
+            self.steps.called(arguments, ModuleCall.of(name, tensors_inside(arguments)))
         return self.is_plain
 
     def begin_step(self, arguments: Any) -> None:
@@ -377,7 +377,7 @@ class Session:
             if session is not None:
                 session.plain_backward_starts()
 
-        nodes = {tensor.grad_fn for tensor in tensors_among(result) if tensor.grad_fn is not None}
+        nodes = {tensor.grad_fn for tensor in tensors_inside(result) if tensor.grad_fn is not None}
         for node in nodes:
             node.register_prehook(begins)
         if not nodes:

@@ -27,10 +27,12 @@ from .kinds import Kind
 from .parts import Parts
 from .plain_steps import ModuleCall
 from .planned import PlannedKinds
+from .second_calls import parts_of
 from .small_parts import SmallParts
 from .unplanned import UnplannedSteps
 from .watching import Expected, Saw, Watch, WatchPolicy
 
+MOST_PARTS = 4096  # of objects that are looked into for tensors
 COUNTED_AGAIN = 64  # steps, after which resident bytes are counted once more
 
 
@@ -326,3 +328,16 @@ class Steps:
 def tensors_among(values: Any) -> list[torch.Tensor]:
     """List the tensors in a tree of containers."""
     return [value for value in tensor_state.leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def tensors_inside(values: Any) -> list[torch.Tensor]:
+    """List the tensors in a tree of containers; where there are none, those that its objects hold, modules left out."""
+    found, seen, stack = tensors_among(values), set[int](), [values]
+    if found:
+        return found
+    while stack and len(seen) < MOST_PARTS:
+        parts = [part for part in parts_of(stack.pop()) if id(part) not in seen]
+        seen.update(map(id, parts))
+        found += [part for part in parts if isinstance(part, torch.Tensor)]
+        stack.extend(reversed(parts))
+    return found
