@@ -57,7 +57,12 @@ def test_gradients_may_be_accumulated_by_a_schedule(target):
     assert logs == expected_logs
 
 
-@pytest.mark.filterwarnings("ignore:Another profiler is running", "ignore:Nothing fits", "ignore:The PyTorch Profiler")
+@pytest.mark.filterwarnings(
+    "ignore:Another profiler is running",
+    "ignore:Nothing fits",
+    "ignore:The PyTorch Profiler",
+    "ignore:net was not captured",
+)
 def test_a_profiler_may_begin_in_the_middle_of_a_step(tmp_path):
     def profiled() -> dict[str, Any]:  # it begins when the first forward has ended
         return {"profiler": PyTorchProfiler(dirpath=tmp_path, filename="profile", export_to_chrome=False)}
