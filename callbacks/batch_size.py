@@ -119,7 +119,7 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
         return self._generate_state_key(batch_arg_name=self._batch_arg_name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the size to checkpoints, once there is one."""
+        """Return the size to checkpoints, once there is one."""
         found = self._restored if self.result is None else self.result.size
         return {} if found is None else {"size": found}
 
@@ -345,7 +345,7 @@ class _Trials:
         return TrainingState(self.module, trainer.optimizers, [*others, trainer.precision_plugin])
 
     def dataset_length(self, size: int) -> int:
-        """Give the number of samples of the training data on each device, a large number where nobody knows."""
+        """Return the number of samples of the training data on each device, a large number where nobody knows."""
         self._set(size)
         self._trainer.fit_loop.setup_data()
         loader = self._trainer.fit_loop._combined_loader

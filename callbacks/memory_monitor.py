@@ -190,7 +190,7 @@ def _is_planned(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
 
 
 def _plans(trainer: pl.Trainer, pl_module: pl.LightningModule) -> tuple[Plan, ...]:
-    """Give the plans of all kinds of steps: which one ran may not be settled yet when a step ends."""
+    """Return the plans of all kinds of steps: which one ran may not be settled yet when a step ends."""
     if (planner := _planner(trainer)) is not None:
         return planner.plans
     targets = targets_of(pl_module)

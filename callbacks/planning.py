@@ -120,7 +120,7 @@ class HiRemateCallback(Callback):
 
     @contextmanager
     def paused(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[None]:
-        """Give the model's calls back for a while; afterwards they are planned anew."""
+        """Detach from the model for a while; afterwards its calls are planned anew."""
         self._detach()
         yield
         self.setup(trainer, pl_module, "fit")
@@ -162,11 +162,11 @@ class HiRemateCallback(Callback):
             self._log(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Give the model's calls back."""
+        """Detach from the model."""
         self._detach()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Give the model's calls back."""
+        """Detach from the model."""
         if stage == "fit":
             self._detach()
 
@@ -179,7 +179,7 @@ class HiRemateCallback(Callback):
         self.plan = self._unlogged = plan
 
     def _log(self, trainer: pl.Trainer) -> None:
-        """Give the loggers what is new of a plan; they write on rank zero only."""
+        """Log what is new of a plan; loggers write on rank zero only."""
         if self._unlogged is None or self._targets is None:
             return
         metrics = plan_metrics(self._unlogged, len(self.plans))

@@ -57,7 +57,7 @@ def bucket_lengths(lengths: Iterable[int], count: int = 8) -> tuple[int, ...]:
 
 
 def bucket_of(length: int, buckets: Sequence[int]) -> int:
-    """Give the length to pad to: the smallest bucket that holds a length.
+    """Return the length to pad to: the smallest bucket that holds a length.
 
     Args:
         length: Length of a batch.

@@ -109,7 +109,7 @@ def refuse_changes(now: SessionOptions, asked: SessionOptions) -> None:
 
 
 def _arguments(options: SessionOptions) -> dict[str, Any]:
-    """Give what decides on a plan, beside the budget, by the names of the arguments."""
+    """Return what decides on a plan, beside the budget, by the names of the arguments."""
     return {
         "time_limit_s": options.plan.time_limit_s,
         "max_plans": options.max_plans,

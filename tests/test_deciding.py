@@ -29,5 +29,5 @@ KEPT = Decision(Action.KEEP)
         ({"excess_bytes": 1, "corrections": CORRECTIONS}, Decision(Action.REFUSE, Reason.ABOVE_BUDGET)),
     ],
 )
-def test_each_plan_is_kept_made_anew_or_refused_for_its_reason(known, decision):
+def test_a_plan_is_kept_replaced_or_refused_with_its_reason(known, decision):
     assert decide(Evidence(**known)) == decision

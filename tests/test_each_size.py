@@ -108,7 +108,7 @@ def test_sizes_seen_with_one_model_are_forgotten_with_it(captures, traced):
         remove_hiremate(model)
 
 
-@pytest.mark.filterwarnings("ignore:Something was captured anew")
+@pytest.mark.filterwarnings("ignore:torch.compile captured code again")
 def test_what_was_traced_for_sizes_that_do_not_come_any_more_is_dropped(monkeypatch, traced):
     monkeypatch.setattr(each_size, "KEPT", 2)
     lengths = [9, 8, 7, 6, 5, 4, 3, 2, 7, 7]
@@ -320,7 +320,7 @@ def test_it_is_said_that_a_small_part_is_left_without_a_plan():
             warnings.simplefilter("always")
             model(make(step)).square().mean().backward()
         said += [str(warning.message) for warning in caught]
-    small = [text.split(":")[0] for text in said if not text.startswith("Something was captured anew")]
+    small = [text.split(":")[0] for text in said if not text.startswith("torch.compile captured code again")]
     assert small == ["Small parts of Choosing have other sizes in each step"]
     plan = get_plan(model)
     assert plan is not None

@@ -31,7 +31,7 @@ MIB = 2**20
 
 
 @pytest.mark.parametrize("run_of", [plain_run, planned_run])
-def test_the_bands_add_up_to_the_simulated_memory(run_of: Callable[[Plan], DrawnStep]):
+def test_drawn_bands_add_up_to_the_simulated_bytes(run_of: Callable[[Plan], DrawnStep]):
     run = run_of(mixed_plan(3))
     drawn = [sum(sizes) for sizes in zip(*run.bands.values(), strict=True)]
     assert drawn == [moment.peak_bytes for moment in run.simulation.timeline]

@@ -38,7 +38,7 @@ def test_kinds_that_come_in_turns_are_foreseen_as_soon_as_both_are_planned():
     assert kinds.likely(kinds.foresee((0, 0))) == CRITIC
 
 
-def test_a_plan_that_is_made_anew_as_its_step_begins_leaves_the_order_of_kinds():
+def test_replanning_as_a_step_begins_keeps_the_order_of_kinds():
     kinds = alternating()
     run(kinds, GENERATOR)
     kinds.install(CRITIC, PLAN, {})

@@ -53,7 +53,10 @@ FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate"
 MAY_USE_FRAMEWORKS = ("integrations", "callbacks")
 MAY_USE_PRIVATE_TORCH = ("torch_private",)
 # Private state of modules and tensors, where no name in the source says that it is torch's.
-PRIVATE_ATTRIBUTES = ("_call_impl", "_cdata", "_compiled_call_impl", "_is_view", "_version")
+PRIVATE_ATTRIBUTES = (
+    *("_backward_hooks", "_backward_pre_hooks", "_call_impl", "_cdata", "_compiled_call_impl"),
+    *("_forward_hooks", "_forward_pre_hooks", "_is_view", "_version"),
+)
 
 
 @dataclass(frozen=True)

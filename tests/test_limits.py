@@ -39,7 +39,7 @@ def test_a_plan_stays_where_it_fits(limits, peak_bytes, stays):
 
 
 @pytest.mark.parametrize(("peak_bytes", "have_risen"), [(185, True), (197, False), (205, False)])
-def test_a_share_has_risen_where_a_state_of_more_is_seen_and_the_plan_does_not_take_it(peak_bytes, have_risen):
+def test_a_share_has_risen_where_the_plan_leaves_clear_room(peak_bytes, have_risen):
     limits = Limits(is_share=True).meeting(BEFORE, 180).with_plan(178).meeting(AFTER, 200)
     assert limits.have_risen(AFTER, peak_bytes) is have_risen
 

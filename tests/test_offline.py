@@ -364,3 +364,18 @@ class Dropping(nn.Module):
 def test_a_dropout_is_not_tried_while_it_is_captured():
     (captured,) = capture(Dropping, "1048576x262144").captured
     assert DRAW_MASK in {node.op for node in captured.graph.nodes}
+
+
+def test_operators_that_call_graphs_are_counted_without_memory():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.linear(x)
+            return torch.cond(y.sum() > 0, torch.sin, torch.cos, (y,)).square().mean()
+
+    workload = Workload(Branches, "branches", parse_inputs("16x8"))
+    captured = capture_offline(workload, OfflineOptions())
+    assert any("cond" in node.op for part in captured.captured for node in part.graph.nodes)

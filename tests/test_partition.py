@@ -75,3 +75,8 @@ def test_cut_runs_are_runs():
     runs = cut_runs(graph, 5)
     assert len(runs) <= 5
     assert [n for run in runs for n in run] == list(graph.forward)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_top_has_at_most_max_top_children(step):
+    assert len(partition(STEPS[step][0], max_nodes=6, max_top=8).children) <= 8

@@ -223,7 +223,7 @@ def test_pools_are_joined_beside_fused_kernels_too(monkeypatch):
 
 
 @pytest.mark.parametrize(("make", "count"), CHOICES.values(), ids=CHOICES)
-def test_training_is_exact_and_only_pools_whose_places_nothing_else_reads_are_joined(make, count):
+def test_training_is_exact_with_the_expected_joined_pools(make, count):
     plan = train_both(make, simple_loop(batch), "70%")
     ops = [node.op for node in plan.graph.nodes]
     assert ops.count("hiremate.max_pool") == ops.count("hiremate.max_pool_gradient") == count

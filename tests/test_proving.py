@@ -26,7 +26,7 @@ from hiremate_lightning.rewriting import assignments, casts, finishing, kernels,
 from hiremate_lightning.rewriting.finishing import Finish
 from hiremate_lightning.running import program
 from hiremate_lightning.running.execution import Part
-from hiremate_lightning.sessions import backend
+from hiremate_lightning.sessions import backend, proving
 from hiremate_lightning.sessions.targets import targets_of
 from hiremate_lightning.torch_private import aot, changes, dynamo
 
@@ -210,7 +210,9 @@ def test_a_proof_keeps_the_first_step_within_its_budget():
 
 
 def test_wrong_gradients_are_seen_where_no_plain_backward_fits(monkeypatch):
-    """Half of what a plain backward takes."""
+    """A plain backward does not fit: gradients are proved segment by segment."""
+    made, cut = [], proving.cut
+    monkeypatch.setattr(proving, "cut", lambda *arguments: (made.append(cut(*arguments)), made[-1])[1])
 
     def make() -> nn.Module:
         torch.manual_seed(1)
@@ -227,6 +229,8 @@ def test_wrong_gradients_are_seen_where_no_plain_backward_fits(monkeypatch):
     )
     with pytest.warns(HiRemateWarning, match="as captured it gives other numbers: the gradient of"):
         assert not differing(act(found), expected)
+    assert made
+    assert all(made)
 
 
 # ---------------------------------------------------------------- faults of PyTorch, their mendings taken out

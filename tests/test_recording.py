@@ -192,7 +192,7 @@ class Embedded(nn.Module):
         return self.encoder(self.embed(words))
 
 
-def test_what_other_code_does_before_the_first_forward_and_after_the_last_backward_is_measured():
+def test_code_before_and_after_the_captured_calls_is_measured():
     model = hiremate(Embedded(), "100%", verbose=False)
     model(torch.arange(ROWS)).square().mean().backward()
     session = targets_of(model).session

@@ -145,13 +145,22 @@ def test_a_size_that_comes_often_gets_a_plan(monkeypatch):
     assert (found[8], found[13]) == ("twice", "captured"), "both are of length 90"
 
 
-def test_gradients_of_a_retained_graph_are_those_of_plain_training():
+@pytest.fixture
+def block_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Collect an entry for each time that a block is computed."""
+    calls, gelu = list[int](), nn.functional.gelu
+    monkeypatch.setattr(nn.functional, "gelu", lambda x: (calls.append(1), gelu(x))[1])
+    return calls
+
+
+def test_gradients_of_a_retained_graph_are_those_of_plain_training(block_calls):
     model, plain = Net(remembers=True), Net(remembers=True)
     plain.load_state_dict(model.state_dict())
     calls = SecondCalls(model)
     observe(calls, model)
     for _ in range(2):
         found = []
+        block_calls.clear()
         for net in (model, plain):
             torch.manual_seed(1)
             with calls.twice(BLOCKS), torch.autocast("cpu", torch.bfloat16):
@@ -159,15 +168,17 @@ def test_gradients_of_a_retained_graph_are_those_of_plain_training():
             loss.backward(retain_graph=True)
             loss.backward()
             found.append([loss, *(p.grad for p in net.parameters()), torch.get_rng_state()])
+        assert len(block_calls) == 4 * len(BLOCKS), "three times in the model, once in the plain one"
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_batch_norms_update_their_statistics_once():
+def test_batch_norms_update_their_statistics_once(block_calls):
     model, plain = Net(_Norm), Net(_Norm)
     calls = SecondCalls(model)
     observe(calls, model)
     assert calls.fit >= BLOCKS
     plain.load_state_dict(model.state_dict())
+    block_calls.clear()
     for net in (model, plain):
         torch.manual_seed(1)
         with calls.twice(BLOCKS):
@@ -176,9 +187,10 @@ def test_batch_norms_update_their_statistics_once():
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     assert model.blocks[0].norm.num_batches_tracked == OBSERVED_STEPS + 1
+    assert len(block_calls) == 3 * len(BLOCKS), "twice in the model, once in the plain one"
 
 
-def test_an_input_that_changes_later_for_the_first_time_is_an_error():
+def test_an_input_changed_after_observation_is_an_error():
     model = Net(_Adding)
     calls = SecondCalls(model)
     observe(calls, model)
@@ -188,6 +200,18 @@ def test_an_input_that_changes_later_for_the_first_time_is_an_error():
     x.detach().add_(1)
     with pytest.raises((HiRemateError, RuntimeError), match=r"in.?place"):
         loss.backward()
+
+
+def test_a_step_that_fails_makes_no_module_unfit():
+    model = Net()
+    calls = SecondCalls(model)
+    with calls.observed():
+        model(batch(8)).sum()  # nothing of this step follows
+    with torch.no_grad():
+        model.blocks[0].first.weight.add_(1)
+    calls.step_begins()
+    observe(calls, model)
+    assert calls.fit >= BLOCKS
 
 
 class _Adding(Block):
@@ -362,15 +386,17 @@ def test_modules_whose_second_call_is_another_are_called_once(name):
     assert not any("_compiled_call_impl" in module.__dict__ for module in model.modules())
 
 
-def test_hooks_that_come_later_are_called_once():
+def test_hooks_that_come_later_are_called_once(block_calls):
     model, seen = Net(), []
     calls = SecondCalls(model)
     observe(calls, model)
     model.blocks[1].first.register_forward_hook(lambda *_: seen.append(1))
+    block_calls.clear()
     with calls.twice(BLOCKS):
         loss = model(batch(8)).square().mean()
     loss.backward()
     assert seen == [1]
+    assert len(block_calls) == 2 * len(BLOCKS) - 1
 
 
 def test_nodes_are_found_below_the_module_whose_code_was_captured():

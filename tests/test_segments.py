@@ -68,7 +68,7 @@ def captured(make: Callable[[], nn.Module]) -> tuple[torch.fx.GraphModule, Trial
 
 def in_segments(module: torch.fx.GraphModule, trial: Trial, free_bytes: int) -> Segmented | None:
     observed = Observed(module)
-    trial.__class__(trial.arguments, trial.names).run(observed, keeps_nothing=True)
+    Trial(trial.arguments, trial.names).run(observed, keeps_nothing=True)
     return cut(module, observed, free_bytes)
 
 
@@ -84,6 +84,7 @@ def test_code_in_segments_gives_the_bits_of_a_plain_run(make):
     assert all(torch.equal(found.values[name], value) for name, value in plain.values.items())
     compared = {name for name, value in plain.gradients.items() if value is not None}
     assert all(torch.equal(found.gradients[name], plain.gradients[name]) for name in compared)
+    assert all(found.gradients[name] is None for name in plain.gradients.keys() - compared)
     assert len(compared) >= 2 * DEPTH
 
 

@@ -56,7 +56,7 @@ def test_a_changing_number_is_captured_once_more_or_announced(use, captured):
                 step(model, index)
             assert_same(gradients(planned), gradients(plain))
     assert session_of(planned).captured_count == captured
-    assert len([w for w in caught if "captured anew in each of 8 steps" in str(w.message)]) == (captured > 2)
+    assert len([w for w in caught if "captured code again in each of 8" in str(w.message)]) == (captured > 2)
 
 
 def appends(seen: list[torch.Tensor], output: torch.Tensor) -> None:
@@ -71,7 +71,9 @@ def test_a_growing_list_that_ends_each_capture_is_named(append, is_told):
         warnings.simplefilter("always", HiRemateWarning)
         for index in range(announcements.CAPTURES + 1):
             step(model, index)
-    told = [str(w.message).partition("is for this alone: ")[2] for w in caught if "captured anew" in str(w.message)]
+    told = [
+        str(w.message).partition("is for this alone: ")[2] for w in caught if "captured code again" in str(w.message)
+    ]
     assert len(told) == is_told
     assert all(f"== {announcements.CAPTURES - 2}" in text and "seen.append" in text for text in told)
     assert len(seen) == announcements.CAPTURES + 1

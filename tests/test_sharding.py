@@ -79,6 +79,8 @@ def test_a_budget_too_small_for_one_rank_is_an_error_on_both(ranks: Ranks):
 def test_losses_gradients_and_weights_are_those_without_a_plan(ranks: Ranks, case: Case):
     for left in ranks:
         plain, planned = left[case.name]
+        assert len(planned.losses) == len(plain.losses) > 0
+        assert len(planned.evaluated) == len(plain.evaluated)
         assert all(map(torch.equal, planned.losses, plain.losses))
         assert all(map(torch.equal, planned.evaluated, plain.evaluated))
         assert len(planned.gradients) == len(plain.gradients)
@@ -92,6 +94,7 @@ def test_stages_of_a_pipeline_train_as_without_a_plan(ranks: Ranks, case: Pipeli
     for left in ranks:
         plain, planned = left[case.name]
         assert planned.said == []
+        assert len(planned.losses) == len(plain.losses)
         assert all(map(torch.equal, planned.losses, plain.losses))
         for mine, theirs in zip((*planned.gradients, planned.weights), (*plain.gradients, plain.weights), strict=True):
             assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []

@@ -346,7 +346,7 @@ def test_a_unit_lends_whole_parameters():
     assert sharding.buffers_between_units(model) == []
 
 
-def test_an_imagined_group_moves_nothing_and_counts_what_it_would_send():
+def test_an_imagined_group_only_counts_what_it_would_send():
     events = StorageEvents(lambda before, after: None)
     with sharding.imagined_group(4), tensor_state.fake_mode(), events:
         name, collectives = torch.distributed.group.WORLD.group_name, torch.ops._c10d_functional
@@ -356,6 +356,19 @@ def test_an_imagined_group_moves_nothing_and_counts_what_it_would_send():
 
     assert (events.gathered_bytes, events.scattered_bytes, events.reduced_bytes) == (128, 128, 32)
     assert not sharding.may_shard()
+
+
+def test_code_is_captured_where_storages_are_watched():
+    seen = []
+
+    def backend(module, inputs):
+        seen.append(module)
+        return module.forward
+
+    with StorageEvents(lambda before, after: None):
+        torch.compile(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), backend=backend)(torch.ones(4))
+
+    assert len(seen) == 1
 
 
 @pytest.mark.usefixtures("one_process")

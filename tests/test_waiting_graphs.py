@@ -111,7 +111,7 @@ def test_what_waiting_graphs_hold_counts(make, loop, share):
     assert peaks[1] - uncounted <= found <= get_plan(model).budget_bytes
 
     waits = any("graphs that wait for their backward" in dict(plan.resident_parts) for plan in plans.values())
-    assert waits or loop is two_encoders  # there the piece beside which a graph waits has no backward of its own
+    assert waits == (loop is not two_encoders)  # there the piece beside which a graph waits has no backward of its own
     remove_hiremate(model)
 
 
@@ -167,7 +167,7 @@ def test_what_is_retained_counts_in_each_step_with_its_batch():
     assert any(dict(plan.resident_parts).get("graphs retained for another backward") for plan in plans)
 
 
-def test_steps_are_captured_once_one_without_a_plan_retained_its_graph():
+def test_capturing_resumes_after_an_unplanned_retained_graph():
     """What the graph holds of code that runs as the user wrote it is unknown in the steps after it."""
     model, plain = hiremate(make_net(), "1 GiB", verbose=False), []
     for rows in (512, 512, 512, 256, 384):

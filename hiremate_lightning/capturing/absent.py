@@ -71,7 +71,7 @@ def find_absent(captured: Captured, missing: frozenset[int]) -> Absence:
 
 
 def _other_term(node: fx.Node, absent: set[fx.Node]) -> fx.Node | None:
-    """Give the term of a sum that is there, where the other one is absent and the sum is nothing but that term."""
+    """Return the term of a sum that is there, where the other one is absent and the sum is nothing but that term."""
     if node.target is not torch.ops.aten.add.Tensor or node.kwargs:
         return None
     terms = [a for a in node.args if isinstance(a, fx.Node)]
@@ -85,7 +85,7 @@ def _other_term(node: fx.Node, absent: set[fx.Node]) -> fx.Node | None:
 
 
 def without_missing(captured: Captured, missing: frozenset[int], profile: Profile) -> tuple[Graph, Profile]:
-    """Give the graph of captured code, and its costs, without what some gradients of outputs would have brought.
+    """Return the graph of captured code, and its costs, without what some gradients of outputs would have brought.
 
     Args:
         captured: The code.
@@ -98,7 +98,7 @@ def without_missing(captured: Captured, missing: frozenset[int], profile: Profil
 
 
 def without(captured: Captured, absence: Absence, profile: Profile) -> tuple[Graph, Profile]:
-    """Give the graph and its costs as they are without what is absent.
+    """Return the graph and its costs as they are without what is absent.
 
     Nodes and tensors keep their indices; what is absent takes no memory and no time. Forward values that only absent
     computations read are read as the backward starts: nobody knows at the forward that nothing will read them.
@@ -143,7 +143,7 @@ def _gone(captured: Captured, absence: Absence) -> set[int]:
 
 
 def _reading_at_once(graph: Graph, gone: set[int]) -> tuple[Node, ...]:
-    """Give the nodes as they are where those that are gone read nothing, and the first of the backward all that."""
+    """Return the nodes as they are where those that are gone read nothing, and the first of the backward all that."""
     made = {t for index in graph.forward for t in graph.nodes[index].outputs}
     early = [t for index in sorted(gone) for t in graph.nodes[index].inputs if t in made]
     nodes = [
@@ -157,7 +157,7 @@ def _reading_at_once(graph: Graph, gone: set[int]) -> tuple[Node, ...]:
 
 
 def _overwritten(captured: Captured, absence: Absence) -> tuple[Graph, dict[fx.Node, int]]:
-    """Give the graph in which sums are their other term, and what is still overwritten there.
+    """Return the graph in which sums are their other term, and what is still overwritten there.
 
     Who else holds such a term, and how it lies in memory, is known to nobody before it is there: it is left alone.
     """
@@ -176,6 +176,6 @@ def _overwritten(captured: Captured, absence: Absence) -> tuple[Graph, dict[fx.N
 
 
 def _zeros_bytes(node: fx.Node, absence: Absence, device: torch.device) -> int:
-    """Give the bytes of the zeros that stand in, while a computation runs, for what it reads and is absent."""
+    """Return the bytes of the zeros that stand in, while a computation runs, for what it reads and is absent."""
     shown = [a.meta["val"] for a in node.all_input_nodes if a in absence.values]
     return sum(allocated_bytes(t.numel() * t.dtype.itemsize, device) for t in shown if t.device == device)

@@ -111,12 +111,12 @@ class Captured:
     terms: Mapping[int, int] = field(default_factory=dict)
 
     def reading_once(self, storages: Collection[int]) -> Captured:
-        """Give the same where what reads some storages of the graph is never run twice: others overwrite them."""
+        """Return the same where what reads some storages of the graph is never run twice: others overwrite them."""
         graph, allocating = self.graph.reading_once(storages), self.allocating.reading_once(storages)
         return replace(self, graph=graph, allocating=allocating, overwritten=self.overwritten.union(storages))
 
     def running_once(self, nodes: Collection[int]) -> Captured:
-        """Give the same where some nodes of the graph are never run twice."""
+        """Return the same where some nodes of the graph are never run twice."""
         return replace(self, graph=self.graph.running_once(nodes), allocating=self.allocating.running_once(nodes))
 
     @functools.cached_property
@@ -323,7 +323,7 @@ class _Builder:
         return index
 
     def _add_replays(self, index: int) -> None:
-        """Give a random node, or a batch norm, the nodes that bring its results back."""
+        """Add the nodes that bring back the results of a random node, or of a batch norm."""
         node, drawn = self.nodes[index], self.fx_nodes[index]
         values = {v.args[1]: self.tensor_of[v] for v in drawn.users if is_part(v)}
         source = self.tensor_of.get(drawn.args[0]) if drawn.args and isinstance(drawn.args[0], fx.Node) else None

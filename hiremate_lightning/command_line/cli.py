@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _one_line(error: BaseException) -> str:
-    """Say in one line what went wrong; what others raise needs its name."""
+    """Describe in one line what went wrong; what others raise needs its name."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return line if isinstance(error, HiRemateError) and line else f"{type(error).__name__}: {line}".removesuffix(": ")
 
@@ -170,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _heavy(name: str) -> Callable[[argparse.Namespace], int]:
-    """Give a command that loads torch once it runs."""
+    """Return a command that loads torch once it runs."""
 
     def run(asked: argparse.Namespace) -> int:
         with Console(stderr=True).status("HiRemate: loading PyTorch"):
@@ -231,7 +231,7 @@ def _add_several(parser: argparse.ArgumentParser) -> None:
     several.add_argument("--tp", metavar="N", type=int, default=1, help="divide blocks over N GPUs, as _tp_plan says")
     several.add_argument("--units", metavar="CLASSES", help="classes of the units to shard, instead of repeated blocks")
     several.add_argument("--param-dtype", metavar="DTYPE", help="type that FSDP2 gathers parameters in: bfloat16")
-    several.add_argument("--link", type=float, help="what a GPU sends to others, GB a second")
+    several.add_argument("--link", type=float, help="what a GPU sends, GB a second (default: 300, NVLink of an A100)")
 
 
 def _add_budget(parser: argparse.ArgumentParser, words: str) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -35,7 +34,7 @@ from ..reporting.breakdown import plan_lines
 from ..reporting.html_report import write_html
 from ..reporting.report import Reporter
 from ..reporting.svg_report import writable, write_svg
-from ..reporting.terminal import plan_table
+from ..reporting.terminal import plain_table, plan_table
 from ..sizes.size_result import BatchSizeResult, result_lines, result_table
 from ..sizes.size_search import Forecast, Objective, search
 from ..units import Budget, format_bytes, format_ratio, format_time, parse_budget
@@ -87,6 +86,13 @@ class _Work:
             raise ConfigurationError(f"Unknown device {asked.device!r}. Choose cpu or cuda.") from None
         self.asked = asked
         self.counts = parse_counts(asked.fsdp)
+        is_one = self.counts == (1,) and asked.tp == 1
+        if not is_one and getattr(asked, "measure", False):
+            raise ConfigurationError("--measure is of a step on one GPU. Leave it out with --fsdp and --tp.")
+        if self.counts == (1,) and (asked.units or asked.param_dtype):
+            raise ConfigurationError(
+                "--units and --param-dtype say how --fsdp shards: add --fsdp 8, or leave them out."
+            )
         units = tuple(name.strip() for name in (asked.units or "").split(",") if name.strip())
         layout = Layout(self.counts[0] if self.counts else 1, asked.tp, units, dtype)
         self.options = OfflineOptions(device, asked.loss, asked.optimizer, autocast, layout)
@@ -139,7 +145,7 @@ class _Work:
         return resolve(budget, 0, 0, torch.cuda.mem_get_info(self.options.device)[0])
 
     def notes(self, captured: OfflineStep) -> list[str]:
-        """Say what the numbers rest on."""
+        """Describe what the numbers rest on."""
         costs = "Times and workspaces of operations are measured one by one on this device."
         if not self.asked.measure:
             costs = (
@@ -158,17 +164,19 @@ class _Work:
         layout = captured.options.layout
         if layout.count > 1:
             sending = format_time(captured.sent_bytes / self.rates.link_bytes_per_ms)
-            batch = f"Each of {layout.shards} GPUs has a batch of its own"
+            is_cuda = self.options.device.type == "cuda"
+            devices = "GPUs" if is_cuda else "CPU processes (--device cuda plans for GPUs)"
+            batch = f"Each of {layout.count} {devices} has a batch of its own"
             if layout.parts > 1:
-                batch = f"Each {layout.parts} of {layout.count} GPUs have a batch of their own"
+                batch = f"Each group of {layout.parts} of the {layout.count} {devices} shares one batch"
             notes.append(
                 f"{batch}. Each sends "
                 f"{format_bytes(captured.sent_bytes)} to the others in a step, {sending} at "
                 f"{self.rates.link_bytes_per_ms / 1e6:g} GB/s if none of it overlaps with computation."
             )
-        if self.options.is_stand_in:
-            why = "" if torch.cuda.is_available() else "This torch is built without CUDA. "
-            notes.append(f"{why}Captured on CPU tensors, accounted as on a GPU.")
+        if captured.options.is_stand_in:
+            why = "Steps for several GPUs are" if layout.count > 1 else "There is no CUDA device here: the step is"
+            notes.append(f"{why} captured on CPU tensors and accounted as on a GPU.")
         return notes
 
 
@@ -241,8 +249,9 @@ def _plan_on_several(work: _Work, budget: Budget) -> int:
 
 
 def _plan_numbers(work: _Work, made: Plan, captured: OfflineStep, notes: list[str]) -> dict[str, Any]:
+    numbers = asdict(count_of(made, captured, work.rates))
     return {
-        **asdict(count_of(made, captured, work.rates)),
+        **{name: numbers[name] for name in ("gpus", "fsdp", "tp", "fits", "peak_parts", "sent_bytes", "sending_ms")},
         **made.to_dict(),
         "device": str(captured.options.device),
         "costs": made.profile.device,
@@ -309,7 +318,7 @@ def _points(found: Curve, resident_bytes: int) -> list[_Point]:
 
 
 def _curve_table(points: Sequence[_Point]) -> Table:
-    table = Table(box=box.ASCII2 if not Console().is_terminal else box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = plain_table()
     for header in ("peak memory", "step", "extra time", "no plan below", "found by"):
         table.add_column(header, justify="left" if header == "found by" else "right")
     for point in points:

@@ -6,27 +6,26 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from ..errors import ConfigurationError
 from ..planning.plan import Plan
 from ..records.costs import step_time_ms
 from ..reporting.lifetimes import Band, band_bytes, lifetimes
+from ..reporting.terminal import plain_table
 from ..units import format_bytes, format_ratio, format_time
 from .offline import OfflineStep
 from .rates import Rates
 
 MOST = 1024  # GPUs that "auto" looks at
 ENOUGH = 8  # from here on "auto" ends where more GPUs don't help:
-FALLS = 0.98  # where the peak is more than this part of that with half as many
+FALLS = 0.98  # where the peak of plain training is more than this part of that with half as many
 # What a peak is made of: its name, and the resident parts or bands that it sums up.
 PARTS = {
     "parameters": ("parameters",),
     "optimizer state": ("optimizer state",),
     "gradients": (Band.GRADIENT,),
-    "gathered": (Band.OUTSIDE,),
+    "outside": (Band.OUTSIDE,),
     "activations": (Band.SAVED, Band.PASSING, Band.RECOMPUTED),
 }
 OTHERS = "others"
@@ -101,9 +100,9 @@ def peak_parts(plan: Plan, gradients_bytes: int) -> dict[str, int]:
     sizes = {**dict(plan.resident_parts), **bands}
     found = {name: sum(sizes.get(part, 0) for part in parts) for name, parts in PARTS.items()}
     found["gradients"] += shards_bytes
-    found["gathered"] -= shards_bytes
+    found["outside"] -= shards_bytes
     rest = plan.planned_peak_bytes - sum(found.values())
-    found["gathered"] += min(0, rest)  # outside code takes memory that dies there for what it makes
+    found["outside"] += min(0, rest)  # outside code takes memory that dies there for what it makes
     return {**found, OTHERS: max(0, rest)}
 
 
@@ -122,8 +121,8 @@ def look_at(counts: Sequence[int], look: Callable[[int], Count]) -> Iterator[Cou
     while shards <= MOST:
         found = look(shards)
         yield found
-        is_stuck = shards > ENOUGH and before is not None and found.peak_bytes > FALLS * before.peak_bytes
-        if found.is_plain or is_stuck:
+        least_bytes = 0.0 if before is None else FALLS * before.unplanned_peak_bytes
+        if found.is_plain or (shards > ENOUGH and found.unplanned_peak_bytes > least_bytes):
             return
         before, shards = found, 2 * shards
 
@@ -133,13 +132,16 @@ def answer(found: Sequence[Count]) -> str:
     fitting = [count for count in found if count.fits]
     if not fitting:
         least = min(found, key=lambda count: count.peak_bytes)
+        peak, more = format_bytes(least.peak_bytes, up=True), ", or divide activations too (--tp)"
         return (
-            f"None of these is enough: {least.gpus} need at least {format_bytes(least.peak_bytes, up=True)} each. "
-            "Raise the budget, make the batch smaller, or divide activations too (--tp)."
+            f"None of these is enough: the smallest peak found is {peak} on each GPU, with {least.gpus}. "
+            f"Raise the budget, or make the batch smaller{more if least.tp == 1 else ''}."
         )
     least = min(fitting, key=lambda count: count.gpus)
+    if least.is_plain:
+        return f"{_gpus(least.gpus)} enough; nothing is recomputed."
     text = f"{_gpus(least.gpus)} enough, with {format_ratio(least.overhead)} time for recomputation."
-    plain = [count for count in fitting if count.is_plain and count is not least]
+    plain = [count for count in fitting if count.is_plain]
     return text + (f" With {min(c.gpus for c in plain)} nothing is recomputed." if plain else "")
 
 
@@ -149,7 +151,7 @@ def _gpus(count: int) -> str:
 
 def counts_table(found: Sequence[Count]) -> Table:
     """Draw a column for each number of GPUs."""
-    table = Table(box=box.ASCII2 if not Console().is_terminal else box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = plain_table()
     table.add_column("GPUs")
     for count in found:
         table.add_column(str(count.gpus) if count.tp == 1 else f"{count.fsdp} x {count.tp}", justify="right")

@@ -86,7 +86,7 @@ class ModelCall:
         return [v for v in tensor_state.leaves((self.args, self.kwargs)) if isinstance(v, torch.Tensor)]
 
     def changed(self, change: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Give the inputs with each of them changed; what is handed in twice, as inputs and labels say, stays one."""
+        """Return the inputs with each of them changed; what is handed in twice, as inputs and labels say, stays one."""
         found: dict[int, Any] = {}
 
         def once(value: Any) -> Any:
@@ -149,7 +149,7 @@ class Workload:
 
 
 def _resized(call: ModelCall, size: int) -> ModelCall:
-    """Give every tensor whose first dimension is the batch size another one."""
+    """Change the first dimension of every tensor in which it is the batch size."""
     old = call.size
 
     def resize(value: Any) -> Any:

@@ -6,7 +6,7 @@ code outside of them makes and releases, FSDP2's gathers among it. So bytes are 
 device can tell: workspaces, which are taken as 0. Times are estimates from operation counts and stated rates, unless
 they are measured operation by operation.
 
-Where torch was built without CUDA it can't differentiate fake CUDA tensors. A step for a GPU is then captured on CPU
+Without a CUDA device torch can't differentiate fake CUDA tensors. A step for a GPU is then captured on CPU
 tensors, as a step for several GPUs always is. It is accounted as on a GPU: blocks rounded as CUDA's allocator rounds
 them, attention by the kernels that a GPU runs.
 """
@@ -127,8 +127,6 @@ class OfflineStep:
         Raises:
             ConfigurationError: If the device is not there.
         """
-        if self.options.layout.count > 1:
-            raise ConfigurationError("--measure is of a step on one GPU. Leave it out with --fsdp and --tp.")
         if self.options.is_stand_in:
             raise ConfigurationError("There is no CUDA device here to measure on. Leave --measure out for estimates.")
         return self._merge([measure(captured, cache, progress=progress) for captured in self.captured])

@@ -44,7 +44,7 @@ def build(workload: Workload, device: torch.device, size: int | None, mode: Any)
 
 
 def on_fakes(call: ModelCall, device: torch.device) -> ModelCall:
-    """Give everything that is not a fake tensor on the device a fake one there; the module is copied for that."""
+    """Replace each tensor that is not a fake one on the device by such a one, in a copy of the module."""
     memo: dict[int, Any] = {}
     for value in _tensors_of(call.module):
         if not _is_fake_on(value, device) and id(value) not in memo:

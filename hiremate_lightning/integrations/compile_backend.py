@@ -80,7 +80,7 @@ def hiremate(
 
 
 def get_plan(model: nn.Module) -> Plan | None:
-    """Give the plan of what was compiled with this backend, None before its second training step.
+    """Return the plan of what was compiled with this backend, None before its second training step.
 
     Args:
         model: A module that was compiled, or in which something was, or the module before it was compiled.

@@ -27,7 +27,7 @@ _TORCHS_OWN = ("aten", "prims", "prim")
 
 
 def without_unsteady(captured: Captured) -> Captured:
-    """Give the same where custom operators run once that draw random numbers, or give other numbers when run again."""
+    """Return the same where custom operators run once that draw random numbers, or differ when run again."""
     custom = [
         i for i, node in enumerate(captured.fx_nodes) if captured.graph.nodes[i].is_repeatable and _is_custom(node)
     ]

@@ -7,10 +7,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ..records.costs import Profile
+from ..records.graph import bytes_of
 from ..records.step import Call, Gap, GapPart, Output
 from .marks import CALLED, LEFT, OTHER, START, Event, Mark, Span
 from .profiling import as_laid_out
-from .recording import Run, StepRecord, bytes_of
+from .recording import Run, StepRecord
 
 
 def describe(record: StepRecord, profiles: Mapping[int, Profile]) -> tuple[list[Call], list[int]]:
@@ -154,7 +155,7 @@ class _Description:
         return [(i, t) for i, t in lived if (i, t) not in alive and not self._record.runs[i].saves(t)]
 
     def _sizes(self, outputs: Iterable[Output]) -> dict[int, int]:
-        """Give the bytes of outputs that live at the same time, by storage."""
+        """Return the bytes of outputs that live at the same time, by storage."""
         return {self._record.runs[i].outputs[t][1]: bytes_of(self._record.runs[i].graph, (t,)) for i, t in outputs}
 
     def _gap_after_forward(
@@ -166,7 +167,7 @@ class _Description:
         tangents: Run | None,
         freed_bytes: int,
     ) -> Gap:
-        """Tell what outside code holds and takes, above what lived without what died meanwhile.
+        """Describe what outside code holds and takes, above what lived without what died meanwhile.
 
         It holds the growth until the next run and the place of what died, less the tangents. It may give back what it
         held.
@@ -224,7 +225,7 @@ class _Description:
         return (stages, called_at) if dead == sizes.keys() else ([], None)
 
     def _gap_before_backward(self, previous: Run, run: Run, released_bytes: int) -> Gap:
-        """Tell what outside code takes, and holds or gives back, between two backwards.
+        """Describe what outside code takes, and holds or gives back, between two backwards.
 
         Args:
             previous: The run whose backward has ended.
@@ -239,12 +240,12 @@ class _Description:
         return replace(gap, held_bytes=gap.held_bytes + freed_bytes - sum(run.tangent_bytes))
 
     def _gap_after_backward(self, run: Run) -> Gap:
-        """Tell what outside code needs until the whole backward ends."""
+        """Describe what outside code needs until the whole backward ends."""
         gap = self._between(Event.BACKWARD_DONE.of(run.index), Event.ENDED.of(run.index)) or Gap()
         return replace(gap, held_bytes=0)
 
     def _between(self, first: Mark, last: Mark) -> Gap | None:
-        """Tell how memory grew and peaked between two marks, None where that was not measured."""
+        """Describe how memory grew and peaked between two marks, None where that was not measured."""
         spans = self._spans(first, last)
         if not spans:
             return None

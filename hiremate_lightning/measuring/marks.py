@@ -83,7 +83,7 @@ def spans_of(intervals: Sequence[Interval], marks: Mapping[str, Mark]) -> list[S
 
 
 def peak_of_step(spans: Sequence[Span], at_once: bool) -> int:
-    """Return the peak up to the last backward's end, all marks after which are of releases; of other steps to theirs.
+    """Return the peak until the last backward ended. Where another backward began after it, return that of all spans.
 
     Where the step has not ended at once, the last span is left out of the others.
     """

@@ -75,7 +75,7 @@ class CostCache:
     _costs: dict[str, dict[str, Cost]] = field(default_factory=dict)
 
     def costs_on(self, device: torch.device) -> dict[str, Cost]:
-        """Give the costs known for a device; what is added to them is kept."""
+        """Return the costs known for a device; what is added to them is kept."""
         name = describe_device(device)
         if name not in self._costs:
             self._costs[name] = self._read(name)
@@ -208,7 +208,7 @@ def _workspace_bytes(run: Callable[[], Any], device: torch.device, used: Sequenc
 
 
 def as_laid_out(captured: Captured, profile: Profile, strides: Sequence[tuple[int, ...] | None]) -> Profile:
-    """Give costs with the workspace of what reads gradients of outputs that came with other strides than were traced.
+    """Return costs with the workspace of what reads gradients of outputs that came with other strides than were traced.
 
     A kernel may copy such a gradient first: those of pictures whose channels are last, or of probabilities that the
     loss of a recognizer of speech reads transposed, come so.
@@ -294,7 +294,7 @@ class TimedRun:
         self.samples_again: dict[str, list[float]] = {}
 
     def wrap(self, program: Program) -> Program:
-        """Give a program that does the same, timed."""
+        """Return a program that does the same, timed."""
         return replace(
             program,
             forward=lambda arguments: self._run(program.forward_module, arguments, recomputed=None),
@@ -318,7 +318,7 @@ class TimedRun:
         return result
 
     def refine(self, profile: Profile, graph: Graph) -> Profile:
-        """Give the costs with times taken inside the step, where operations find their inputs in no cache.
+        """Return the costs with times taken inside the step, where operations find their inputs in no cache.
 
         An operation that was measured alone, over and over, reads from caches what a step reads from memory. Times of
         recomputation count where there are any; what an interpreter takes for a node, a view's say, is left out.
@@ -371,7 +371,7 @@ class _TimedInterpreter(fx.Interpreter):
         return event
 
     def times(self) -> Iterator[tuple[fx.Node, float, float]]:
-        """Give each node's milliseconds, and how many of these went into page faults."""
+        """Return each node's milliseconds, and how many of these went into page faults."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
         for node, before, after, faults in self._clocks:

@@ -22,7 +22,7 @@ from ..memory.allocator import allocated_bytes
 from ..memory.counting import Meter
 from ..memory.metering import MemoryMeter
 from ..records.costs import Profile
-from ..records.graph import Graph
+from ..records.graph import Graph, bytes_of
 from ..records.step import Output
 from ..running.accumulation import Leaves, addable, existing
 from ..running.execution import Part, missing_gradients
@@ -96,7 +96,7 @@ class Run:
         return self.part.captured.graph
 
     def as_run(self, profile: Profile) -> tuple[Graph, Profile]:
-        """Give the graph and its costs without what the gradients that are missing would have brought."""
+        """Return the graph and its costs without what the gradients that are missing would have brought."""
         graph, profile = without_missing(self.part.captured, self.missing, profile)
         storages, roots = list(graph.storages), []
         for tensor, size_bytes in zip(graph.tangents, self.tangent_bytes, strict=False):
@@ -411,7 +411,7 @@ class StepRecord:
 
 
 def _storage_bytes(values: Sequence[Any]) -> tuple[int, ...]:
-    """Give the bytes of each tensor's storage, as its allocator rounds them; 0 for one that was seen before."""
+    """Return the bytes of each tensor's storage, as its allocator rounds them; 0 for one that was seen before."""
     seen, found = set[int](), []
     for value in values:
         sizes = tensor_state.storage_sizes([value]) if isinstance(value, torch.Tensor) else {}
@@ -453,9 +453,3 @@ def _added(captured: Captured, leaves: Leaves, added: frozenset[int]) -> dict[in
         for gradient, positions in positions_of.items()
         if gradient in tensor_of and added.issuperset(positions)
     }
-
-
-def bytes_of(graph: Graph, tensors: Iterable[int]) -> int:
-    """Add up the bytes of tensors, each storage once."""
-    storages = {graph.tensors[t].storage for t in tensors}
-    return sum(graph.sizes[s] for s in storages if s is not None)

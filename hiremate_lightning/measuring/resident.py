@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from ..memory.allocator import allocated_bytes
-from ..records.graph import Graph
+from ..records.graph import Graph, bytes_of
 from ..records.schedule import Schedule, keep_all, lower
 from ..running.execution import Part, Saved
 from ..torch_private import sharding, tensor_state
 from ..units import format_bytes
-from .recording import StepRecord, bytes_of
+from .recording import StepRecord
 
 WAITING = "graphs that wait for their backward"  # a kind of resident bytes
 RETAINED = "graphs retained for another backward"
@@ -131,7 +131,7 @@ class ResidentMemory:
         return list(dict.fromkeys([*self.root.parameters(), *trained, *sharding.shards(self.root), *sharded]))
 
     def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Give the gradients that there are, by parameter."""
+        """Return the gradients that there are, by parameter."""
         return {p: p.grad for p in self._parameters() if p.is_leaf and p.grad is not None}
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
@@ -309,7 +309,7 @@ class ResidentMemory:
         return hashlib.sha256(repr(parameters).encode()).hexdigest()[:32]
 
     def describe(self) -> str:
-        """Say what the device has handed out, "" where that is not known."""
+        """Describe what the device has handed out, "" where that is not known."""
         if self.device.type != "cuda":
             return ""
         allocated, reserved = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)

@@ -113,8 +113,8 @@ class Segment:
         module: Their code: what passes in as arguments, what passes out as a tuple.
         inputs: What passes in.
         outputs: What passes out.
-        changing: Positions of the inputs that the code changes somewhere: they are for a second run as they were for
-            the first one.
+        changing: Positions of the inputs that the code changes in place. A second run gets copies that were made
+            before the first one.
         once: Whether it runs once, and keeps what it saves.
     """
 

@@ -19,12 +19,12 @@ LEAST_REST_BYTES = 2**20  # what is left of it is only split off where it is mor
 
 
 def allocated_bytes(size_bytes: int, device: torch.device) -> int:
-    """Give the bytes that a device's allocator takes for a request: CUDA's caching allocator rounds up to 512."""
+    """Return the bytes that a device's allocator takes for a request: CUDA's caching allocator rounds up to 512."""
     return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES if device.type == "cuda" else size_bytes
 
 
 def in_blocks(graph: Graph, device: torch.device) -> Graph:
-    """Give a graph with the bytes that each storage occupies on a device.
+    """Return a graph with the bytes that each storage occupies on a device.
 
     What is left of the memory for a large request, at most 1 MiB, is not used for another. With expandable segments
     nothing is lost.
@@ -36,7 +36,7 @@ def in_blocks(graph: Graph, device: torch.device) -> Graph:
 
 
 def block_bytes(size_bytes: int) -> int:
-    """Give the bytes that a request for fresh memory occupies on CUDA without expandable segments."""
+    """Return the bytes that a request for fresh memory occupies on CUDA without expandable segments."""
     if size_bytes < LEAST_LARGE_BYTES:
         return size_bytes
     taken = -(-size_bytes // SEGMENT_BYTES) * SEGMENT_BYTES

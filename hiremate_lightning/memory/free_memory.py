@@ -13,7 +13,7 @@ _NO_LIMIT = 2**62
 
 
 def free_bytes(device: torch.device) -> int:
-    """Give the bytes of memory that a device could still hand out."""
+    """Return the bytes of memory that a device could still hand out."""
     if device.type != "cuda":
         return free_host_bytes()
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
@@ -23,7 +23,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def free_host_bytes() -> int:
-    """Give the bytes of memory that this process could still be handed, what would be taken from caches included."""
+    """Return the bytes of memory that this process could still be handed, what would be taken from caches included."""
     return min(_free_bytes_of_machine(), _free_bytes_of_container())
 
 

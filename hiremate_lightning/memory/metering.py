@@ -79,7 +79,7 @@ class MemoryMeter:
 
     @staticmethod
     def _current(thread: int) -> MemoryMeter | None:
-        """Give the meter of a thread that counts now."""
+        """Return the meter of a thread that counts now."""
         meters = (reference() for reference in reversed(MemoryMeter._running))
         return next((meter for meter in meters if meter is not None and meter._thread == thread), None)
 

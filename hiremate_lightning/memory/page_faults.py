@@ -23,7 +23,7 @@ _PROBE_BYTES = 8 * 2**20
 
 
 def count() -> int:
-    """Give the number of pages that this process has touched first so far; 0 where the system does not count."""
+    """Return the number of pages that this process has touched first so far; 0 where the system does not count."""
     return getrusage(RUSAGE_SELF).ru_minflt if ARE_COUNTED else 0
 
 

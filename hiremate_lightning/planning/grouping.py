@@ -71,7 +71,7 @@ def _flat(items: Sequence[_Item], parts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _single_nodes(graph: Graph) -> list[_Item]:
-    """Give one item for each node that allocates or joins storages; views go with what they look at."""
+    """Return one item for each node that allocates or joins storages; views go with what they look at."""
     storage_of = [t.storage for t in graph.tensors]
     owner: dict[int, int] = {}
     parts: list[list[int]] = []
@@ -153,7 +153,7 @@ class _Round:
             yield from self._regions(item)
 
     def _chains(self, first: int) -> Iterator[tuple[int, ...]]:
-        """Give the chain that begins at an item, cut after every `max_nodes`."""
+        """Return the chain that begins at an item, cut after every `max_nodes`."""
         before = self._predecessors(first)
         if len(before) == 1 and len(self._successors(before[0])) == 1:
             return
@@ -167,7 +167,7 @@ class _Round:
                 yield tuple(sorted(members))
 
     def _regions(self, opening: int) -> Iterator[tuple[int, ...]]:
-        """Give what lies between an item and where its branches meet again, with and without the two ends."""
+        """Return what lies between an item and where its branches meet again, with and without the two ends."""
         frontier, inside = set(self._successors(opening)), [opening]
         while len(frontier) > 1 and len(inside) <= self.max_nodes + 1:
             nearest = min(frontier, key=lambda i: self.groups[i].first)

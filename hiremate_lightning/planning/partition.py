@@ -129,7 +129,7 @@ def _read(graph: Graph, node: int) -> list[int]:
 
 
 def cut_weights(graph: Graph) -> list[float]:
-    """Give the cost of a cut before each forward position: bytes across, less where modules end."""
+    """Return the cost of a cut before each forward position: bytes across, less where modules end."""
     modules = [tuple(graph.nodes[n].module.split(".")) for n in graph.forward]
     weights = []
     for position, crossing in enumerate(crossing_bytes(graph)):

@@ -145,7 +145,7 @@ class Plan:
         return replace(self, measured=replace(self.measured, **changes))
 
     def to_dict(self) -> dict[str, Any]:
-        """Give the numbers of the plan: bytes, milliseconds and ratios, by name."""
+        """Return the numbers of the plan: bytes, milliseconds and ratios, by name."""
         return {
             "target": self.target,
             "budget": str(self.budget),
@@ -172,7 +172,7 @@ class Plan:
         return json.dumps(self.to_dict(), indent=2)
 
     def summary(self) -> str:
-        """Say what was planned, and what was measured, in a few plain lines."""
+        """Describe what was planned, and what was measured, in a few plain lines."""
         lines = planned_lines(self)
         if self.measured.peak_bytes is not None or self.measured.overhead is not None:
             lines.append(measured_line(self))
@@ -205,7 +205,7 @@ class Plan:
 
 
 def planned_lines(plan: Plan) -> list[str]:
-    """Say what was planned: peak and time, then solver and planning."""
+    """Describe what was planned: peak and time, then solver and planning."""
     peak = f"{format_bytes(plan.unplanned_peak_bytes)} -> {format_bytes(plan.planned_peak_bytes)}"
     return [
         f"{plan_title(plan)}: peak {peak}{over_words(plan, plan.planned_peak_bytes)}, budget {budget_words(plan)}, "
@@ -215,7 +215,7 @@ def planned_lines(plan: Plan) -> list[str]:
 
 
 def measured_line(plan: Plan) -> str:
-    """Say in one plain line what was measured of a plan, beside what was predicted.
+    """Describe in one plain line what was measured of a plan, beside what was predicted.
 
     Args:
         plan: A plan.
@@ -263,7 +263,7 @@ def solver_words(plan: Plan) -> str:
 
 
 def planning_words(plan: Plan) -> str:
-    """Say how long planning took, stage by stage."""
+    """Describe how long planning took, stage by stage."""
     planning = plan.planning
     seconds = (planning.capture_s, planning.prove_s, planning.compile_s, planning.profile_s, planning.solve_s)
     stages = zip(("tracing", "proving", "compiling", "profiling", "solving"), seconds, strict=True)

@@ -44,7 +44,7 @@ class Store(Protocol):
         """Read a value that is there."""
 
     def check(self, keys: list[str]) -> bool:
-        """Tell whether all of the values are there."""
+        """Return whether all of the values are there."""
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, 0 at first; give the sum."""
@@ -62,7 +62,7 @@ def shared(strategy: Strategy, group: tuple[Store, int, int] | None, model: str 
 
 
 def announce(group: tuple[Store, int, int] | None, model: str) -> None:
-    """Tell the other ranks which model this one trains: those that train others are not to wait for it.
+    """Announce to the other ranks which model this one trains: ranks that train another one do not wait for it.
 
     A rank that has told nothing yet is waited for: all of them tell before the first of them plans.
 
@@ -117,6 +117,8 @@ class SharedSolving:
     def _peers(self) -> list[int]:
         """List the ranks that train the same model, or may do so."""
         ranks, check = range(self._world), self._store.check
+        if check([_announced(rank, self._model) for rank in ranks]):
+            return [*ranks]
         others = [r for r in ranks if check([_announced(r, self._model)]) or not check([_announced(r)])]
         return sorted({self._rank, *others})
 

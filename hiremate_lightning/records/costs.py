@@ -39,7 +39,7 @@ def profile_from_json(text: str) -> Profile:
 
 
 def as_plain(graph: Graph, profile: Profile) -> tuple[Graph, Profile]:
-    """Give a step as plain PyTorch runs it, where that is known to hold, to read or to need more."""
+    """Return a step as plain PyTorch runs it, where that is known to hold, to read or to need more."""
     storages = tuple(replace(s, size_bytes=s.size_bytes * s.plain_times, plain_times=1) for s in graph.storages)
     nodes = tuple(map(_node_as_plain, graph.nodes))
     pairs = zip(graph.nodes, profile.workspace_bytes, strict=True)

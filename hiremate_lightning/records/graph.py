@@ -14,7 +14,7 @@ then the tensor can only be saved.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -164,7 +164,7 @@ class Graph:
     retained: tuple[int, ...] = ()
 
     def reading_once(self, storages: Collection[int]) -> Graph:
-        """Give the graph in which what reads some storages is never run twice: someone else overwrites them."""
+        """Return the graph in which what reads some storages is never run twice: someone else overwrites them."""
         on_them = {t for t, tensor in enumerate(self.tensors) if tensor.storage in storages}
         nodes = tuple(
             node if on_them.isdisjoint(node.inputs) else replace(node, reads_mutated=True) for node in self.nodes
@@ -172,12 +172,12 @@ class Graph:
         return replace(self, nodes=nodes)
 
     def running_once(self, nodes: Collection[int]) -> Graph:
-        """Give the graph in which some nodes are never run twice: they would give other numbers."""
+        """Return the graph in which some nodes are never run twice: they would give other numbers."""
         once = tuple(replace(n, is_random=True) if i in nodes else n for i, n in enumerate(self.nodes))
         return replace(self, nodes=once)
 
     def taking(self, taken: Mapping[int, int | None]) -> Graph:
-        """Give the graph in which some nodes, by index, take the memory of other tensors than before, or of none."""
+        """Return the graph in which some nodes, by index, take the memory of other tensors than before, or of none."""
         nodes = tuple(replace(n, takes=taken[i]) if i in taken else n for i, n in enumerate(self.nodes))
         return replace(self, nodes=nodes)
 
@@ -243,3 +243,9 @@ def graph_from_json(text: str) -> Graph:
     tensors = tuple(Tensor(**freeze(t)) for t in data.pop("tensors"))
     storages = tuple(Storage(**{**s, "kind": StorageKind(s["kind"])}) for s in data.pop("storages"))
     return Graph(nodes, tensors, storages, **freeze(data))
+
+
+def bytes_of(graph: Graph, tensors: Iterable[int]) -> int:
+    """Add up the bytes of tensors, each storage once."""
+    storages = {graph.tensors[t].storage for t in tensors}
+    return sum(graph.sizes[s] for s in storages if s is not None)

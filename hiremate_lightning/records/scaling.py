@@ -39,7 +39,7 @@ class Sample:
 
 
 def difference(first: Graph, second: Graph) -> str | None:
-    """Say where two graphs stop being the same but for sizes, None where they don't.
+    """Describe where two graphs stop being the same but for sizes, None where they don't.
 
     Names don't count: the front end numbers them as it meets them.
     """
@@ -126,11 +126,11 @@ class Line:
         self._values = tuple(values)
 
     def _segment(self, size: int) -> int:
-        """Give the position of the segment that a size lies on, or nearest to."""
+        """Return the position of the segment that a size lies on, or nearest to."""
         return min(max(bisect_right(self._sizes, size) - 1, 0), len(self._sizes) - 2)
 
     def whole(self, size: int) -> int:
-        """Give the value on the line, for values that are whole numbers; rounded up, at least 0."""
+        """Return the value on the line, for values that are whole numbers; rounded up, at least 0."""
         if len(self._sizes) == 1:
             return int(self._values[0])
         i = self._segment(size)
@@ -139,7 +139,7 @@ class Line:
         return max(0, -((-(low * width + (high - low) * (size - x))) // width))
 
     def measured(self, size: int) -> float:
-        """Give the value, for what was measured: beyond the last size never less than there, and see `MAX_POWER`."""
+        """Return the value, for what was measured: beyond the last size never less than there, and see `MAX_POWER`."""
         if len(self._sizes) == 1:
             return self._values[0]
         i = self._segment(size)
@@ -176,7 +176,7 @@ class Scaling:
         return tuple(sample.size for sample in self.samples)
 
     def at(self, size: int) -> Sample:
-        """Give the step at a size; at the size of a sample, that sample."""
+        """Return the step at a size; at the size of a sample, that sample."""
         known = next((sample for sample in self.samples if sample.size == size), None)
         if known is not None:
             return known

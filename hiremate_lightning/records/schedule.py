@@ -51,7 +51,7 @@ class Schedule:
         return tuple(node for node in nodes if graph.nodes[node].phase is Phase.FORWARD)
 
     def decisions(self, graph: Graph) -> tuple[tuple[int, ...], ...]:
-        """Give the decisions that were lowered to it."""
+        """Return the decisions that were lowered to it."""
         rows: list[list[int]] = [[]]
         for operation in self.backward:
             if not isinstance(operation, Compute):
@@ -119,7 +119,7 @@ def _with_frees(
 
 
 def keep_all(graph: Graph) -> tuple[tuple[int, ...], ...]:
-    """Give the decisions of plain training: nothing is recomputed."""
+    """Return the decisions of plain training: nothing is recomputed."""
     return ((),) * (len(graph.backward) + 1)
 
 

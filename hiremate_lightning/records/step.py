@@ -113,7 +113,7 @@ class Call:
         return sum(gap.peak_bytes for gap in gaps) + sum(stage.peak_bytes for stage in self.before_deaths)
 
     def beside_others(self, size_bytes: int) -> Call:
-        """Give the call as it is where the backwards of graphs of earlier steps take so many bytes."""
+        """Return the call with room for so many bytes that backwards of graphs of earlier steps take."""
         return replace(
             self,
             after_forward=self.after_forward.taking(size_bytes),
@@ -122,7 +122,7 @@ class Call:
         )
 
     def without_gradients(self, tensors: Collection[int]) -> Call:
-        """Give the call as it is where some gradients die as soon as nothing reads them."""
+        """Return the call as it is where some gradients die as soon as nothing reads them."""
         stay = tuple(t for t in self.graph.gradients if t not in tensors)
         return replace(self, graph=replace(self.graph, gradients=stay))
 
@@ -144,7 +144,7 @@ class Step:
     spans: tuple[tuple[int, int], ...]
 
     def split(self, recompute: Decisions) -> tuple[Decisions, ...]:
-        """Give each call its own decisions."""
+        """Split decisions of the step into those of each call."""
         rows: list[list[list[int]]] = [[[] for _ in range(count + 1)] for _, count in self.spans]
         for position, before in enumerate(recompute):
             for node in before:
@@ -410,7 +410,7 @@ class _Merger:
         return node
 
     def _let_linger(self, call: Call, turn: int, readers: Sequence[int]) -> None:
-        """Give the outputs that code outside holds for a while beyond the forward a place of their own till then."""
+        """Place the outputs that outside code holds beyond the forward in storages of their own."""
         storages = {call.graph.tensors[t].storage: ended for t, ended in call.lingering}
         for storage, ended in storages.items():
             if storage is not None:

@@ -347,7 +347,7 @@ def _saved_without_stale_gradients(plan: Plan) -> int:
 
 
 def place_words(plan: Plan) -> str:
-    """Say where in the step the planned peak is."""
+    """Describe where in the step the planned peak is."""
     node = plan.graph.nodes[plan.planned.peak_moment.node]
     if node.op == OUTSIDE:
         return f"{node_words(node)}, {node.phase.value}"
@@ -360,7 +360,7 @@ def node_words(node: Node) -> str:
 
 
 def use_words(use: ModuleUse) -> str:
-    """Say what a plan does to some modules, nothing that is zero."""
+    """Describe what a plan does to some modules, nothing that is zero."""
     said = []
     for size_bytes, word in ((use.kept_bytes, "kept"), (use.dropped_bytes, "not kept")):
         if size_bytes:

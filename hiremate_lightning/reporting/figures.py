@@ -84,13 +84,13 @@ class DrawnStep:
 
 
 def plain_run(plan: Plan) -> DrawnStep:
-    """Give the step with everything kept."""
+    """Return the step with everything kept."""
     graph, profile = as_plain(plan.graph, plan.profile)
     return DrawnStep(plan, graph, "plain", lower(graph, as_written(graph)), plan.unplanned, profile.workspace_bytes)
 
 
 def planned_run(plan: Plan) -> DrawnStep:
-    """Give the step under the plan."""
+    """Return the step under the plan."""
     return DrawnStep(plan, plan.graph, "planned", plan.schedule, plan.planned, plan.profile.workspace_bytes)
 
 
@@ -172,7 +172,7 @@ def _falling(bounds: tuple[tuple[int, float], ...]) -> list[tuple[int, float]]:
 
 
 def frontier_words(plan: Plan) -> str:
-    """Say how good the plan is proven to be."""
+    """Describe how good the plan is proven to be."""
     if not plan.solution.recompute_ms:
         return "Nothing is recomputed: no plan is faster."
     found, bound = format_ratio(plan.predicted_overhead), format_ratio(plan.bound_overhead)

@@ -90,7 +90,7 @@ def band_bytes(lives: Iterable[Lifetime], length: int) -> dict[Band, list[int]]:
 
 
 def _named(graph: Graph, life: Lifetime, turn: int, stale: set[int | None]) -> Lifetime:
-    """Say what a block is for, once it is known how long it lived."""
+    """Describe what a block is for, once it is known how long it lived."""
     kind = graph.storages[life.storage].kind
     node = None if life.node is None else graph.nodes[life.node]
     if kind is StorageKind.TANGENT or life.storage in stale:

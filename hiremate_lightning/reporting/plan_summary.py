@@ -39,7 +39,7 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 def summary_rows(numbers: dict[str, Any]) -> list[tuple[str, str]]:
-    """Say what the numbers of a plan are, by name and in words."""
+    """Describe what the numbers of a plan are, by name and in words."""
     if "solution" in numbers:
         return _cached_rows(numbers["solution"])
     resident = format_bytes(numbers["resident_bytes"])

@@ -124,7 +124,7 @@ class Reporter:
             self._progress.update(self._tasks[-1], completed=completed, total=total, detail=detail)
 
     def solving(self, step_ms: float) -> Callable[[float, float], None]:
-        """Give what shows the progress of a solve, to be its `SolveOptions.progress`.
+        """Return what shows the progress of a solve, to be its `SolveOptions.progress`.
 
         Args:
             step_ms: Time of the step without recomputation.
@@ -237,7 +237,7 @@ class Stages:
         self._seconds = replace(self._seconds, **{field: seconds})
 
     def take(self) -> PlanningTime:
-        """Give what was added up, and begin anew."""
+        """Return what was added up, and begin anew."""
         taken, self._seconds = self._seconds, PlanningTime()
         return taken
 

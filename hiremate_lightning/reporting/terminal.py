@@ -282,7 +282,7 @@ class _Timeline:
         return Text("\n").join([*lines, self._axis(again), self._phases()])
 
     def _columns(self, simulation: Simulation) -> tuple[list[int], list[bool]]:
-        """Give for each column the most bytes of its time, and whether much of that time runs something again."""
+        """Return for each column the most bytes of its time, and whether much of that time runs something again."""
         peaks, again = [0] * self.columns, [0.0] * self.columns
         clock = 0.0
         for position, moment in enumerate(simulation.timeline):
@@ -295,7 +295,7 @@ class _Timeline:
         return peaks, [share > 0.25 for share in again]
 
     def _duration(self, node: int) -> float:
-        """Give the time of a node, in columns."""
+        """Return the time of a node, in columns."""
         total_ms = max(self.plan.planned.time_ms, self.plan.unplanned.time_ms)
         if not total_ms:
             return self.columns / max(1, len(self.plan.planned.timeline))
@@ -340,3 +340,8 @@ class _Timeline:
         gap = "   " if self.width >= 70 else " "
         keys = [Text.assemble((mark, style), f" {words}") for mark, style, words in items]
         return Text(" " * (self.width - self.columns)) + Text(gap).join(keys)
+
+
+def plain_table() -> Table:
+    """Make a table without a frame, of ASCII alone where what is printed is not shown on a terminal."""
+    return Table(box=box.SIMPLE_HEAD if Console().is_terminal else box.ASCII2, show_edge=False, pad_edge=False)

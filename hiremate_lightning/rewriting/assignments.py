@@ -68,7 +68,7 @@ _LAID_OUT_ALIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_li
 
 
 def assign(base: torch.Tensor, *parts: Any, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Give a tensor with other values in some parts of it.
+    """Return a tensor with other values in some parts of it.
 
     Args:
         base: The tensor.
@@ -172,7 +172,7 @@ def _copy_gradients_once(graph: fx.Graph) -> None:
 
 
 def _only_read_for(copy: fx.Node) -> fx.Node | None:
-    """Give what a copy is of before any views of it; None where something else reads that."""
+    """Return what a copy is of before any views of it; None where something else reads that."""
     readers, node = set(copy.all_input_nodes[:1]) | {copy}, copy.all_input_nodes[-1]
     while node.users.keys() <= readers:
         if not is_view(node.target):
@@ -219,7 +219,7 @@ def _gather_steps(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _new_values(source: Any, dtype: torch.dtype) -> Any:
-    """Give what a part of a tensor of some type gets: a tensor that can be expanded to its shape, or a number."""
+    """Return what a part of a tensor of some type gets: a tensor that can be expanded to its shape, or a number."""
     while isinstance(source, fx.Node) and source.target in _NEW_VALUES and source.meta["val"].dtype == dtype:
         source = source.args[1]
     return source

@@ -65,7 +65,7 @@ def share(joint: fx.GraphModule, forward_outputs: int, parameters: Collection[in
 
 
 def _block_of(node: fx.Node, blocks: Mapping[str, int]) -> int | None:
-    """Give the block of autocast that made a node to cast a parameter, None for any other node."""
+    """Return the block of autocast that made a node to cast a parameter, None for any other node."""
     is_cast = node.target is aten._to_copy.default and set(node.kwargs) == {"dtype"} and "seq_nr" in node.meta
     if not is_cast or node.kwargs["dtype"] not in (torch.bfloat16, torch.float16):
         return None

@@ -201,7 +201,7 @@ def additions(total: Any, count: int) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def sums_alone(gradients: Sequence[Any], terms: TermCounts) -> TermCounts:
-    """Give those of the gradients of leaves that are sums of several terms, each added up for this gradient alone.
+    """Return those of the gradients of leaves that are sums of several terms, each added up for this gradient alone.
 
     Args:
         gradients: What a captured graph's backward returns, as rewritten.

@@ -59,7 +59,7 @@ class Decomposer:
         return self._add(aten._to_copy.default, source, dtype=torch.float32) if is_short else source
 
     def _statistics(self, source: fx.Node, dims: list[int], epsilon: float) -> tuple[fx.Node, fx.Node, list[fx.Node]]:
-        """Give variance and mean over some dimensions, which stay with size 1, and the operations from there.
+        """Return variance and mean over some dimensions, which stay with size 1, and the operations from there.
 
         The last of these is the inverse deviation.
         """

@@ -48,7 +48,7 @@ class Finish:
         return tuple(dict.fromkeys(a for step in self.steps for a in step.all_input_nodes if a not in inside))
 
     def calls(self) -> Iterator[tuple[fx.Node, Any, tuple[Any, ...]]]:
-        """Give for each step what runs it, and its arguments, in which FX nodes stand for values.
+        """Return for each step what runs it, and its arguments, in which FX nodes stand for values.
 
         The steps are the same for small values and for large ones, so that a graph is the same for all batch sizes.
         """

@@ -93,7 +93,7 @@ class Kernels:
         self._known: dict[str, Kernel] = {}
 
     def get(self, module: fx.GraphModule, results: Sequence[torch.Tensor]) -> Kernel:
-        """Give the kernel of a group.
+        """Return the kernel of a group.
 
         Args:
             module: The group: takes tensors, returns a list of tensors.

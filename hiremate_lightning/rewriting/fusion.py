@@ -187,7 +187,7 @@ class _Fuser:
         return is_wider and before.dtype in _FLOATS
 
     def origin(self, node: fx.Node) -> fx.Node:
-        """Give the operation or input from which a value comes, through views and casts."""
+        """Return the operation or input from which a value comes, through views and casts."""
         while node in self.transparent:
             node = source_of(node)
         return node

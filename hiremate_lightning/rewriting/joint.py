@@ -119,12 +119,12 @@ def values_of(node: fx.Node) -> list[fx.Node]:
 
 
 def operation_of(node: fx.Node) -> fx.Node:
-    """Give the computation whose value, or part of whose value, a node is."""
+    """Return the computation whose value, or part of whose value, a node is."""
     return source_of(node) if is_part(node) else node
 
 
 def source_of(node: fx.Node) -> fx.Node:
-    """Give the first argument of a node, a value."""
+    """Return the first argument of a node, a value."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     return source
@@ -140,7 +140,7 @@ def replace_node(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any 
 
 
 def alone_behind(node: fx.Node) -> fx.Node | None:
-    """Give what a node reads first, through other shapes of it, where nothing else reads that."""
+    """Return what a node reads first, through other shapes of it, where nothing else reads that."""
     before: Any = node.args[0]
     while isinstance(before, fx.Node) and before.users.keys() == {node}:
         if before.target not in SHAPES:

@@ -88,7 +88,7 @@ def draw_in_place(source: torch.Tensor, probability: float) -> torch.Tensor:
 
 
 def eager_scale(source: fx.Node, probability: float) -> float:
-    """Give the number by which eager PyTorch multiplies what a dropout keeps."""
+    """Return the number by which eager PyTorch multiplies what a dropout keeps."""
     if probability == 1:
         return 0.0
     shown: torch.Tensor = source.meta["val"]
@@ -123,7 +123,7 @@ def draw_mask(like: torch.Tensor, probability: float, device: torch.device) -> t
 
 
 def apply_dropout_mask(source: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """Give what a dropout keeps, of its input or of its output's gradient."""
+    """Return what a dropout keeps, of its input or of its output's gradient."""
     if source.is_cpu and source.stride() == mask.stride():  # in one block; a product with booleans takes a second one
         return mask.view(torch.uint8).to(source.dtype).mul_(scale).mul_(source)
     return torch.mul(source, mask).mul_(scale)
@@ -164,13 +164,13 @@ _READ_MEMORY = {
 
 
 def memory_format_of(value: torch.Tensor) -> torch.memory_format | None:
-    """Say how a tensor lies in memory, None where it has gaps or another order of its dimensions."""
+    """Describe how a tensor lies in memory, None where it has gaps or another order of its dimensions."""
     last = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}.get(value.dim(), ())
     return next((f for f in (torch.contiguous_format, *last) if value.is_contiguous(memory_format=f)), None)
 
 
 def with_strides(source: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """Give a tensor with these strides, whose memory has its very numbers: itself where that is so, else a copy."""
+    """Return a tensor with these strides, whose memory has its very numbers: itself where that is so, else a copy."""
     source = source.resolve_conj().resolve_neg()
     if source.stride() == strides:
         return source

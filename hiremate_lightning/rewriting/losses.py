@@ -39,7 +39,7 @@ def cross_entropy(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the cross entropy of logits, and the number of the rows that count, as `nll_loss_forward` does.
+    """Return the cross entropy of logits, and the number of the rows that count, as `nll_loss_forward` does.
 
     Args:
         logits: Of each class in the last dimension.
@@ -73,7 +73,7 @@ def cross_entropy_gradient(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Give the gradient of a cross entropy with respect to its logits.
+    """Return the gradient of a cross entropy with respect to its logits.
 
     Args:
         gradient: Of the loss: a number, or one for each row.
@@ -103,7 +103,7 @@ def cross_entropy_gradient(
 
 
 def _parts(logits: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Give the logarithms of the softmax of some rows after the other, each time in the same memory."""
+    """Return the logarithms of the softmax of some rows after the other, each time in the same memory."""
     rows = _rows_of_a_part(shape, dtype)
     memory = torch.empty((rows, shape[1]), dtype=dtype, device=logits.device)
     for start in range(0, shape[0], rows):
@@ -128,7 +128,7 @@ def _copy_rows(logits: torch.Tensor, part: slice, into: torch.Tensor) -> None:
 
 
 def _rows_of_a_part(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Give how many rows to take at a time: half of them at most, or operations on all rows would take less memory."""
+    """Return how many rows to take at a time: at most half, or operations on all rows would take less memory."""
     count, classes = shape
     enough = -(-PART_BYTES // max(1, classes * dtype.itemsize))
     rows = max(1, -(-count // PARTS), min(enough, -(-count // 2)))
@@ -157,7 +157,7 @@ class _Loss:
 
 
 def plain_bytes(node: fx.Node) -> int:
-    """Give the bytes that plain PyTorch needs while it computes one of these losses or gradients, beside the result.
+    """Return the bytes that plain PyTorch needs while it computes one of these losses or gradients, beside the result.
 
     For a loss that is a copy of the logits, where they are converted, and the logarithms. For a gradient it is the
     logarithms and two gradients, at the end of which the result has their place, where the logits are gone.
@@ -203,7 +203,7 @@ def _replace(loss: _Loss) -> None:
 
 
 def _loss_at(forward: fx.Node) -> _Loss | None:
-    """Give the loss whose forward a node is, None where what lies around it has another form."""
+    """Return the loss whose forward a node is, None where what lies around it has another form."""
     logarithms: Any = forward.args[0]
     shown = logarithms.meta.get("val")
     if logarithms.target is not aten._log_softmax.default or forward.kwargs or tensor_state.is_symbolic(shown):
@@ -233,7 +233,7 @@ def _is_derivative(backward: fx.Node, forward: fx.Node, logarithms: fx.Node) -> 
 
 
 def _source_of(logarithms: fx.Node) -> fx.Node:
-    """Give what a loss may read: through other shapes, what was converted for it alone, or what it was given."""
+    """Return what a loss may read: through other shapes, what was converted for it alone, or what it was given."""
     copy = alone_behind(logarithms)
     if copy is not None and copy.target is aten._to_copy.default and copy.kwargs.keys() <= _OPTIONS:
         source = source_of(copy)
@@ -244,7 +244,7 @@ def _source_of(logarithms: fx.Node) -> fx.Node:
 
 
 def _converted(gradient: fx.Node) -> fx.Node:
-    """Give what becomes of a gradient: itself, or through other shapes its conversion, where nothing else reads it."""
+    """Return what becomes of a gradient: itself, or its conversion in other shapes, where nothing else reads it."""
     value = gradient
     while len(value.users) == 1:
         (reader,) = value.users

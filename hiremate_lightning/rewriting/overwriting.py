@@ -327,7 +327,7 @@ def _look_alike(dying: Any, result: Any) -> bool:
 
 
 def traced_strides(node: fx.Node, dying: int) -> Strides:
-    """Give the positions of the tensors among an operation's arguments, with the strides that they were traced with.
+    """Return the positions of the tensors among an operation's arguments, with the strides that they were traced with.
 
     Of operations that put numbers into one argument, or overwrite it row by row, only that one counts.
 
@@ -346,7 +346,7 @@ def traced_strides(node: fx.Node, dying: int) -> Strides:
 
 @functools.cache
 def overwriting(target: Any, position: int) -> Callable[..., torch.Tensor]:
-    """Give the function that computes what an operator does into one of its arguments, where that is safe.
+    """Return the function that computes what an operator does into one of its arguments, where that is safe.
 
     It takes positions and strides of tensors among its arguments, as these were traced, then what the operator takes.
     With other strides the result might get other ones too, or the argument might not have memory of its own for each

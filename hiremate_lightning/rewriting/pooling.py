@@ -38,7 +38,7 @@ Windows = tuple[list[int], list[int], list[int], list[int], bool]
 def max_pool(
     source: torch.Tensor, windows: Windows, shape: Sequence[int], form: torch.memory_format, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the largest value of each window, and its place within the window.
+    """Return the largest value of each window, and its place within the window.
 
     Args:
         source: Pictures or volumes: batch, channels, and two or three dimensions.
@@ -64,7 +64,7 @@ def max_pool(
 def max_pool_gradient(
     gradient: torch.Tensor, places: torch.Tensor, windows: Windows, shape: Sequence[int], form: torch.memory_format
 ) -> torch.Tensor:
-    """Give the gradient of a max pool with respect to what was pooled.
+    """Return the gradient of a max pool with respect to what was pooled.
 
     Args:
         gradient: Of the largest values.
@@ -126,7 +126,7 @@ def plain_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def plain_times(value: fx.Node) -> int:
-    """Say how many times as large plain PyTorch holds a value: the places of a max pool."""
+    """Describe how many times as large plain PyTorch holds a value: the places of a max pool."""
     maker: Any = value.args[0] if is_part(value) else None
     is_places = maker is not None and maker.target is max_pool and value.args[1] == 1
     return torch.int64.itemsize // value.meta["val"].itemsize if is_places else 1
@@ -148,7 +148,7 @@ def _replace(pool: fx.Node, gradients: Sequence[fx.Node], windows: Windows) -> N
 
 
 def _places_of(pool: fx.Node) -> Any:
-    """Give the places of a max pool, None where nothing reads them."""
+    """Return the places of a max pool, None where nothing reads them."""
     return next((part for part in values_of(pool) if part.args[1] == 1), None)
 
 
@@ -221,7 +221,7 @@ def _windows_of(given: Sequence[Any], dims: int) -> Windows:
 
 
 def _dtype_of_places(plane: Sequence[int], windows: Windows) -> torch.dtype:
-    """Give the narrowest integers that number the elements from the first of a window to its last."""
+    """Return the narrowest integers that number the elements from the first of a window to its last."""
     kernel, _, _, dilation, _ = windows
     span = 0
     for size, length, gap in zip(plane, kernel, dilation, strict=True):

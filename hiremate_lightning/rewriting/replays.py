@@ -34,7 +34,7 @@ OperatorCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 def call_of(op: str, drawn: fx.Node, inputs: Sequence[fx.Node]) -> OperatorCall:
-    """Give what a replay node runs.
+    """Return what a replay node runs.
 
     Args:
         op: One of the four above.
@@ -60,12 +60,12 @@ def call_of(op: str, drawn: fx.Node, inputs: Sequence[fx.Node]) -> OperatorCall:
 
 
 def generator_state(device: torch.device) -> torch.Tensor:
-    """Give the state of a device's default generator, a tensor on the host."""
+    """Return the state of a device's default generator, a tensor on the host."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def mask_state(device: torch.device, source: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Give the state before a dropout, and the strides of what it reads.
+    """Return the state before a dropout, and the strides of what it reads.
 
     A mask is drawn in the order of that memory, and a kernel may have laid it out otherwise than its trace says.
     """
@@ -81,7 +81,7 @@ def _set_state(state: torch.Tensor, device: torch.device) -> None:
 
 @functools.cache
 def again(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Give the function that draws from a given state: it takes the state, the device, and what `draw` takes."""
+    """Return the function that draws from a given state: it takes the state, the device, and what `draw` takes."""
 
     def draw_again(state: torch.Tensor, device: torch.device, /, *args: Any, **kwargs: Any) -> Any:
         before = generator_state(device)
@@ -115,7 +115,7 @@ def is_state(node: fx.Node) -> bool:
 
 
 def state_arguments(state: fx.Node, drawn: fx.Node, value_of: Callable[[Any], Any]) -> tuple[Any, ...]:
-    """Give what a random operation's state is made of; `value_of` gives the value of what a dropout reads."""
+    """Return what a random operation's state is made of; `value_of` gives the value of what a dropout reads."""
     return (*state.args, value_of(drawn.args[0])) if state.target is mask_state else state.args
 
 
@@ -162,7 +162,7 @@ def draw_mask_again(
 
 
 def mask_arguments(dropout: fx.Node) -> tuple[Any, ...]:
-    """Give what `draw_mask_of` takes to draw the mask of a captured dropout."""
+    """Return what `draw_mask_of` takes to draw the mask of a captured dropout."""
     source, probability = dropout.args[:2]
     assert isinstance(source, fx.Node)
     shown: torch.Tensor = source.meta["val"]

@@ -39,7 +39,7 @@ def leave_out(joint: fx.GraphModule) -> None:
 
 
 def _shown_by(node: fx.Node) -> fx.Node | None:
-    """Give the value of which a node is a view that shows all of it in the same shape and order."""
+    """Return the value of which a node is a view that shows all of it in the same shape and order."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node) or node.kwargs:
         return None
     source, arguments = node.args[0], node.args[1:]

@@ -30,7 +30,7 @@ def find_leaves(captured: Captured, arguments: Sequence[Any]) -> dict[int, torch
 
 
 def existing(leaves: Leaves) -> dict[int, torch.Tensor]:
-    """Give the gradients that leaves have already."""
+    """Return the gradients that leaves have already."""
     found = ((position, leaf.grad) for position, leaf in leaves.items())
     return {position: gradient for position, gradient in found if gradient is not None}
 

@@ -47,7 +47,7 @@ class Shared:
 
 
 def shared_leaves(run: SavedRun) -> dict[int, Shared]:
-    """Give the leaves of a run, by position, for whose gradients the order counts; its backward is about to run."""
+    """Return the leaves of a run, by position, for whose gradients the order counts; its backward is about to run."""
     notes = backward_pass.notes()
     if notes is None:
         return {}

@@ -155,7 +155,7 @@ class Part:
         return [saved for saved in self._saved if saved.is_retained]
 
     def _find_totals(self, leaves: Leaves) -> dict[int, torch.Tensor]:
-        """Give the gradients that exist and to which the backward adds, by position."""
+        """Return the gradients that exist and to which the backward adds, by position."""
         found = existing(leaves)
         added = (
             addable(self.captured, {position: leaves[position] for position in found}) if found else frozenset[int]()
@@ -178,7 +178,7 @@ class Part:
 
 
 def _what_was_saved(arguments: Sequence[Any]) -> Saved:
-    """Give what rides on the token, and refuse the backwards that can't be run."""
+    """Return what rides on the token, and refuse the backwards that can't be run."""
     token, *tangents = arguments
     saved: Saved | None = getattr(token, "hiremate", None)
     if saved is None:

@@ -109,7 +109,7 @@ def _check_collectives(captured: Captured, schedule: Schedule) -> None:
 
 
 def _takes(captured: Captured, schedule: Schedule) -> dict[fx.Node, int]:
-    """Give what computes into a value of the forward that nothing reads after it in a schedule, with its position."""
+    """Return what computes into a value of the forward that nothing reads after it in a schedule, with its position."""
     found, read = dict[fx.Node, int](), set[int | None]()
     for operation in reversed(schedule.backward):
         if not isinstance(operation, Compute):
@@ -208,7 +208,7 @@ class _Sum:
         return self._total
 
     def finish(self, graph: fx.Graph, gradient: fx.Node | None) -> fx.Node:
-        """Give the sum with all terms, where the gradient is a single term or what they came to."""
+        """Return the sum with all terms, where the gradient is a single term or what they came to."""
         if gradient is not None and not self.terms:
             self.add(graph, gradient)
         return self._total
@@ -297,7 +297,7 @@ class _Emitter:
         return _zeros(value, self._graph) if value in self._absence.values else self.values[value]
 
     def _laid_out(self, value: fx.Node) -> fx.Node:
-        """Give a value with the strides that it was traced with."""
+        """Return a value with the strides that it was traced with."""
         shown = value.meta.get("val")
         if not isinstance(shown, torch.Tensor):
             return self._value_of(value)

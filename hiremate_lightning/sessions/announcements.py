@@ -71,8 +71,8 @@ class Announcements:
             failed = [*(dynamo.failed_guards() - self._failed_guards)]
             found = f" What had been captured is for this alone: {failed[-1]}" if failed else ""
             self.say(
-                f"Something was captured anew in each of {CAPTURES} steps, one after the other, which takes time: "
-                "input shapes change, numbers that code computes with, or the length of a list that it appends to. Pad "
+                f"torch.compile captured code again in each of {CAPTURES} consecutive steps, which takes time. Usual "
+                "causes: changing input shapes, numbers that code computes with, a list that code appends to. Pad "
                 "to a few shapes; hand changing numbers over as tensors; append in a function with "
                 "@torch.compiler.disable; or name what keeps its shapes with target=, a detector's backbone say.",
                 found,
@@ -135,8 +135,8 @@ class Announcements:
         self._said.add("first step")
         took = f"{format_bytes(peak_bytes)}, {format_bytes(excess_bytes)} above its budget"
         self.say(
-            f"The first step of another kind took {took}: it had no plan yet. So may others that data or input "
-            "shapes bring; the next step of each has its plan."
+            f"The first step of another kind took {took}, since it had no plan yet. Other new kinds of steps may do so "
+            "too, once each: from its second step on a kind has a plan."
         )
 
     def least(self, peak_bytes: int, budget_bytes: int) -> None:

@@ -46,7 +46,7 @@ class _EntryPoints:
         self._count = 0
 
     def take(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Give a copy that no one uses."""
+        """Return a copy that no one uses."""
         unused = self._unused.setdefault(function, [])
         if unused:
             return unused.pop()

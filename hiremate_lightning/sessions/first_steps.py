@@ -85,7 +85,7 @@ class FirstSteps:
         self._programs.pop(part, None)
 
     def choose(self, step: CurrentStep, part: Part) -> Forward:
-        """Choose the program of a part that is about to run in the step under way; nothing is noted in the step.
+        """Choose the program of a part that is about to run in the step under way, which gets no forward by that.
 
         Raises:
             InfeasibleBudgetError: If the part alone fits neither the budget nor what is free.

@@ -85,7 +85,7 @@ class KindRecord:
 
     Attributes:
         sights: How often it has run.
-        is_by_plans: Whether it ran by plans throughout, be they of other kinds.
+        is_by_plans: Whether every forward of some step ran by a plan, of this or another kind.
         known: What it runs; None before that was described.
         plan: Its plan, None before there is one.
         programs: The program for each place in its sequence of forwards.
@@ -207,9 +207,9 @@ class Kinds:
         return kind if kind in self.plans else None
 
     def all_likely(self, foreseen: Iterable[Kind]) -> frozenset[Kind]:
-        """Return the kinds by whose plan a step may run: none before there is one."""
+        """Return the planned kinds by whose plan a step may run: none before there is one."""
         likely = self.likely(foreseen)
-        return frozenset() if likely is None else self.taken_for(likely)
+        return frozenset() if likely is None else self.taken_for(likely) & self.plans.keys()
 
     def taken_for(self, kind: Kind) -> frozenset[Kind]:
         """Return the kinds by whose plans a step of a kind may begin, itself included."""

@@ -62,7 +62,7 @@ class Known:
         margin_bytes: By how much an earlier plan was measured above what it predicted.
         corrections: How often it was planned again for such a margin.
         unfinished: Its forwards whose backward is not part of it, and the schedules by which these ran.
-        unfinished_bytes: What these save more now.
+        unfinished_bytes: Bytes that unfinished forwards save beyond what they saved when the step was recorded.
         others_bytes: What the backwards of graphs of earlier steps take that run in it.
         decided: For each call, what it computes again, where that is not to be chosen.
     """

@@ -58,7 +58,7 @@ def leaving_no_trace() -> Iterator[None]:
     """Let a call in which something is raised have no say in how later ones are captured."""
     try:
         yield
-    except BaseException:  # Ctrl-C too
+    except BaseException:  # Ctrl-C too: what was not captured because of it is tried again
         dynamo.try_again()
         raise
 

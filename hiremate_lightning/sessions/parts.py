@@ -56,7 +56,7 @@ class Parts:
         return {self._numbers[part]: self._profiles[part] for part in self.all if part in self._profiles}
 
     def find(self, number: int) -> Part | None:
-        """Give the part with a number, None where it was dropped."""
+        """Return the part with a number, None where it was dropped."""
         return self._parts[number]()
 
     def waiting(self) -> list[tuple[Part, Saved]]:
@@ -76,7 +76,7 @@ class Parts:
         return part
 
     def prepare(self, part: Part) -> tuple[int, Profile]:
-        """Give the number of a part that is about to run, and the costs of its operations: measured the first time."""
+        """Return the number of a part that is about to run, and its costs, which are measured the first time."""
         if part not in self._profiles:
             part.captured = without_unsteady(part.captured)
             self._profiles[part] = self._measure(part.captured)

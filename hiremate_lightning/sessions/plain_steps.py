@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..records.costs import as_plain
+from ..records.graph import bytes_of
 from ..records.resizing import Bytes, Resizing, Sample
 from ..records.schedule import as_written, lower, with_checkpoints
 from ..records.simulation import Allocations, allocations
@@ -114,9 +115,7 @@ class _Code:
 
     @cached_property
     def _gradient_bytes(self) -> int:
-        graph = self._resizing.graph
-        storages = {graph.tensors[t].storage for t in graph.gradients}
-        return sum(graph.sizes[s] for s in storages if s is not None)
+        return bytes_of(self._resizing.graph, self._resizing.graph.gradients)
 
     def peaks(self, sizes: tuple[int, ...], paths: frozenset[str] = frozenset()) -> tuple[int, int]:
         """Bound the captured graph's peak at some sizes, from below and from above."""

@@ -111,7 +111,7 @@ class PlanMaker:
         return list(concerned)
 
     def announce(self) -> None:
-        """Tell other processes which model this one trains."""
+        """Announce to the other processes which model this one trains."""
         announce(runtime.process_group_store(), self._model)
 
     @cached_property

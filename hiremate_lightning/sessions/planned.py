@@ -108,7 +108,7 @@ class PlannedKinds:
         try:
             self.maker.settle()
             made = {kind: self.maker.make(kind) for kind in self.kinds.known}
-        except BaseException as error:  # Ctrl-C too
+        except BaseException as error:  # Ctrl-C too: budgets change for all kinds of steps or for none
             enough = self._error_of_all() if isinstance(error, InfeasibleBudgetError) else None
             self.maker.options, self.maker.waiting.level = before, level
             self.kinds.restore(records)
@@ -234,7 +234,7 @@ class PlannedKinds:
         self.kinds.change(kind, before={**self.kinds[kind].before, resident.kept: resident})
 
     def see_first(self, kind: Kind, peak_bytes: int) -> None:
-        """Say where the first step of another kind, which ran before it was planned, took more than its budget."""
+        """Warn where the first step of another kind, which ran before it was planned, took more than its budget."""
         plan = self.plans[kind]
         excess_bytes = peak_bytes - max(plan.budget_bytes, plan.planned_peak_bytes)
         if excess_bytes > GUARD_BYTES and len(self.plans) > 1:
@@ -278,7 +278,7 @@ class PlannedKinds:
         self._announcements.checkpointing(plan)
 
     def _say_least(self, kind: Kind, peak_bytes: int) -> None:
-        """Say what a step takes in which nothing fits, planned or measured, clearly more than was said."""
+        """Warn of what a step takes in which nothing fits, planned or measured, clearly more than was said."""
         if peak_bytes > CLEARLY_MORE * self.kinds[kind].said_bytes:
             self.kinds.change(kind, said_bytes=peak_bytes)
             self._announcements.least(peak_bytes, self.plans[kind].budget_bytes)
@@ -351,11 +351,11 @@ class PlannedKinds:
         if self.kinds[kind].is_searching:  # cuDNN tried its algorithms, with all the memory that these may take
             self.kinds.change(kind, is_searching=False)
             return
-        solution, known = self.plans[kind].solution, self.kinds.described(kind)
+        solution, before = self.plans[kind].solution, self.kinds[kind]
         try:
             self.adapt(kind, resident)
         except InfeasibleBudgetError:  # to be raised where such a step begins: this one has run
-            self.kinds.change(kind, known=known)
+            self.kinds.change(kind, known=before.known, is_unfit=before.is_unfit)
             return
         plan, known = self.plans[kind], self.kinds.described(kind)
         if plan.solution is not solution:

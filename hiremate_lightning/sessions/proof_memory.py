@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from ..capturing.capture import Captured
 from ..planning.planner import unplanned
 from ..records.costs import Profile
-from ..records.graph import Graph, StorageKind
+from ..records.graph import Graph, StorageKind, bytes_of
 from ..records.simulation import forward_peak_bytes, simulate, simulate_plain
 from ..records.step import Call, merge
 from ..running.program import Program
@@ -84,8 +83,8 @@ def proof_memory(
         forward_bytes=forward_peak_bytes(graph, profile),
         own_bytes=own.peak_bytes,
         own_forward_bytes=max((moment.peak_bytes for moment in own.timeline[: own.turn]), default=0),
-        changed_bytes=2 * _bytes_of(graph, captured.mutated),
-        kept_bytes=_bytes_of(graph, (*graph.outputs, *graph.gradients)) if device.type == "cpu" else 0,
+        changed_bytes=2 * bytes_of(graph, captured.mutated),
+        kept_bytes=bytes_of(graph, (*graph.outputs, *graph.gradients)) if device.type == "cpu" else 0,
         free_bytes=max(free_bytes, own.peak_bytes),  # what the step takes in any case
     )
 
@@ -93,8 +92,3 @@ def proof_memory(
 def _without_activations(graph: Graph) -> Graph:
     own = (replace(s, size_bytes=0) if s.kind is StorageKind.ACTIVATION else s for s in graph.storages)
     return replace(graph, storages=tuple(own))
-
-
-def _bytes_of(graph: Graph, tensors: Iterable[int]) -> int:
-    storages = {graph.tensors[t].storage for t in tensors}
-    return sum(graph.sizes[s] for s in storages if s is not None)

@@ -12,10 +12,9 @@ import copy
 import pickle
 import random
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -28,10 +27,10 @@ from ..records.graph import Node
 from ..records.step import Step
 from ..records.ways import Calls
 from ..torch_private import hooks, sharding, tensor_state
+from .given import PLAIN_DATA, parts_of, things_in
 from .slots import Slot
 
 OBSERVED_STEPS = 2  # plain ones, before modules are called twice
-_PLAIN_DATA = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -54,6 +53,10 @@ class SecondCalls:
         self._seen = Counter[str]()
         self._unfit = set[str]()
         self._observed = list[tuple[str, _State, list[weakref.ref[torch.Tensor]], list[int]]]()
+
+    def step_begins(self) -> None:
+        """Forget what was observed in a step that has failed."""
+        self._observed.clear()
 
     def step_ended(self) -> None:
         """Learn that a step has ended in which calls were observed."""
@@ -107,7 +110,7 @@ class SecondCalls:
 
     def _observe(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._called[path] += 1
-        if not _may_be_given_again((args, kwargs)) or _has_hooks(module):
+        if not _may_be_given_again((args, kwargs)) or hooks.has_hooks(module):
             self._unfit.add(path)
             return hooks.plain_call(module, *args, **kwargs)
         given = _tensors_in((args, kwargs))
@@ -130,7 +133,7 @@ class SecondCalls:
         self._observed.clear()
 
     def _call_twice(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.is_grad_enabled() or _has_hooks(module):  # which may have come since
+        if not torch.is_grad_enabled() or hooks.has_hooks(module):  # which may have come since
             return hooks.plain_call(module, *args, **kwargs)
         call = _ModuleTwice(path, module, args, kwargs)
         return checkpoint(call, *call.tensors, use_reentrant=False)
@@ -223,26 +226,22 @@ class _ModuleTwice:
 @contextmanager
 def _statistics_apart(module: nn.Module) -> Iterator[None]:
     """Let batch norms update copies of their running statistics, on which nothing that they return depends."""
-    norms = [norm._buffers for norm in module.modules() if _keeps_statistics(norm)]
-    found = [dict(buffers) for buffers in norms]
-    for buffers in norms:
-        buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+    norms = [norm for norm in module.modules() if _keeps_statistics(norm)]
+    found = [dict(norm.named_buffers(recurse=False)) for norm in norms]
+    for norm, own in zip(norms, found, strict=True):
+        for name, buffer in own.items():
+            setattr(norm, name, buffer.clone())
     try:
         yield
     finally:
-        for buffers, own in zip(norms, found, strict=True):
-            buffers.update(own)
+        for norm, own in zip(norms, found, strict=True):
+            for name, buffer in own.items():
+                setattr(norm, name, buffer)
 
 
 def _keeps_statistics(module: nn.Module) -> bool:
     """Whether a module is a batch norm of PyTorch's own in training."""
     return type(module) in _BATCH_NORMS and module.training
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether functions of others are called with the module or its parts: twice, where these are called twice."""
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(inner.__dict__.get(name) for inner in module.modules() for name in names)
 
 
 def _generators() -> list[Any]:
@@ -265,14 +264,14 @@ class _State:
         """Describe it; return also the objects whose identity is part of that."""
         found, seen, stack, held = list[Any](), set[int](), list[Any](), list[Any]()
         for inner in self._module.modules():
-            seen.update((id(inner), id(inner._buffers)) if _keeps_statistics(inner) else (id(inner),))
+            seen.update((id(inner), id(hooks.buffers_of(inner))) if _keeps_statistics(inner) else (id(inner),))
             own = {name: value for name, value in vars(inner).items() if name != hooks.CALL_SLOT}
             stack += [own, dict(vars(type(inner)))]
-            buffers = () if _keeps_statistics(inner) else inner._buffers.values()
-            found += tensor_state.versions_of([*buffers, *inner._parameters.values()])
+            buffers = () if _keeps_statistics(inner) else inner.buffers(recurse=False)
+            found += tensor_state.versions_of([*buffers, *inner.parameters(recurse=False)])
         while stack:
             value = stack.pop()
-            if isinstance(value, _PLAIN_DATA):
+            if isinstance(value, PLAIN_DATA):
                 found.append(value)
             elif isinstance(value, torch.Generator):
                 found.append(value.get_state().tolist())
@@ -295,47 +294,23 @@ def _may_be_given_again(values: Any) -> bool:
 
 def _apart(value: Any) -> Any:
     """Copy whatever a call may change of its arguments, except for the tensors among them."""
-    if isinstance(value, (torch.Tensor, *_PLAIN_DATA)):
+    if isinstance(value, (torch.Tensor, *PLAIN_DATA)):
         return value
     if type(value) in (tuple, list):
         return type(value)(_apart(item) for item in value)
     if type(value) is dict:
         return {key: _apart(item) for key, item in value.items()}
-    kept = _reached(value)
+    kept = _tensors_in(value)
     return copy.deepcopy(value, {id(tensor): tensor for tensor in kept})
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
-    """List the tensors in arguments, those in objects too."""
-    return [found for found in _reached(value) if isinstance(found, torch.Tensor)]
-
-
-def _reached(value: Any) -> list[Any]:
     """List the tensors that containers and objects hold, however deep.
 
     Raises:
         TypeError: If a module is among them: a copy would have weights of its own.
     """
-    found, seen, stack = list[Any](), set[int](), [value]
-    while stack:
-        item = stack.pop()
-        if id(item) in seen or isinstance(item, _PLAIN_DATA):
-            continue
-        seen.add(id(item))
-        if isinstance(item, nn.Module):
-            raise TypeError("a module is given as an argument")
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        stack.extend(parts_of(item))
-    return found
-
-
-def parts_of(value: Any) -> list[Any]:
-    """List what a container or an object holds; nothing for tensors, modules, classes and functions."""
-    if isinstance(value, torch.Tensor | nn.Module | type | FunctionType | MethodType | ModuleType):
-        return []
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        return list(value)
-    return list(getattr(value, "__dict__", {}).values())
+    found = list(things_in(value))
+    if any(isinstance(thing, nn.Module) for thing in found):
+        raise TypeError("a module is given as an argument")
+    return [thing for thing in found if isinstance(thing, torch.Tensor)]

@@ -39,13 +39,14 @@ from .backend import planning_backend
 from .current_step import CurrentStep
 from .eager_paths import eager_paths
 from .first_steps import FirstSteps
+from .given import tensors_among, tensors_inside
 from .kinds import Kind, Kinds
 from .parts import Parts
 from .plain_steps import ModuleCall
 from .plan_maker import PlanMaker
 from .planned import PlannedKinds
 from .proving import Proof, Prover
-from .steps import Steps, tensors_among, tensors_inside
+from .steps import Steps
 from .unplanned import UnplannedSteps
 from .watching import WatchPolicy
 
@@ -187,7 +188,7 @@ class Session:
     # ---------------------------------------------------------------- capture
 
     def backend(self) -> Any:
-        """Give the torch.compile backend whose captured graphs this session runs."""
+        """Return the torch.compile backend whose captured graphs this session runs."""
         reference = weakref.ref(self)  # torch.compile's caches must not keep a session alive
 
         def session() -> Session:

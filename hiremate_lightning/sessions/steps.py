@@ -18,21 +18,20 @@ from ..measuring.resident import LITTERED_STEPS, WATCHED_STEPS, Resident, Reside
 from ..memory.metering import MemoryMeter
 from ..out_of_memory import InfeasibleBudgetError, explain
 from ..planning.planner import GUARD_BYTES, guard_bytes
-from ..torch_private import backward_pass, tensor_state
+from ..torch_private import backward_pass
 from .announcements import Announcements
 from .current_step import CurrentStep, Ended, PlainRun, State
 from .deciding import Action
 from .first_steps import FirstSteps
+from .given import tensors_among
 from .kinds import Kind
 from .parts import Parts
 from .plain_steps import ModuleCall
 from .planned import PlannedKinds
-from .second_calls import parts_of
 from .small_parts import SmallParts
 from .unplanned import UnplannedSteps
 from .watching import Expected, Saw, Watch, WatchPolicy
 
-MOST_PARTS = 4096  # of objects that are looked into for tensors
 COUNTED_AGAIN = 64  # steps, after which resident bytes are counted once more
 
 
@@ -116,7 +115,11 @@ class Steps:
         if self.current is not None and (self.current.is_over or self._was_trial(self.current, call)):
             self.end(at_once=False)
         if self.current is None:
-            self._begin(tensors, [] if call is None else [call])
+            try:
+                self._begin(tensors, [] if call is None else [call])
+            except BaseException:  # Ctrl-C too: the next step must not go on with half of this one
+                self.fail()
+                raise
         elif call is not None:
             self._unplanned.called(self.current, call)
 
@@ -213,15 +216,17 @@ class Steps:
     def _expect_planned(self, kind: Kind, foreseen: Kind | None, size_bytes: int) -> Expected:
         """Return what is known of a step of a planned kind."""
         record, plan = self._kinds[kind], self._planned.plans[kind]
-        is_free = not MemoryMeter.is_running(self._memory.device)
         higher_bytes = 0 if record.seen_bytes is None else plan.planned_peak_bytes - record.seen_bytes
+        may_grow = self._kinds.described(kind).outside_bytes > GUARD_BYTES
+        is_higher = higher_bytes > guard_bytes(plan.budget_bytes)  # and not by a loss that is kept
+        is_free = (may_grow or is_higher) and not MemoryMeter.is_running(self._memory.device)
         return Expected(
             kind,
             foreseen,
             size_bytes,
             record.status,
-            may_grow=is_free and self._kinds.described(kind).outside_bytes > GUARD_BYTES,
-            is_higher=is_free and higher_bytes > guard_bytes(plan.budget_bytes),  # and not by a loss that is kept
+            may_grow=is_free and may_grow,
+            is_higher=is_free and is_higher,
         )
 
     def _begin_record(self, step: CurrentStep, arguments: list[torch.Tensor]) -> StepRecord:
@@ -260,14 +265,14 @@ class Steps:
         Args:
             at_once: Whether it has ended just now, or some time before the next one.
         """
-        step = self.current
-        if step is not None and step.is_unseen:
-            self.fail()
-            return
-        if at_once:
+        step, self.current = self.current, None
+        if at_once:  # else it is the batch of the next step
             self._memory.batch = []
-        self.current = None
         if step is None:
+            return
+        if step.is_unseen:
+            self.ended = None
+            step.fail()
             return
         if step.plain is not None:
             self._end_plain(step, step.plain, at_once)
@@ -305,7 +310,8 @@ class Steps:
         """Keep the record of a step to plan its kind, or compare its peak or time with those of its plan."""
         record, kind, plans = ended.record, ended.kind, self._planned.plans
         if record is None:
-            if ended.timed is not None and ended.is_own and plans[kind].measured.peak_bytes is not None:
+            is_planned = ended.is_own and kind in plans
+            if ended.timed is not None and is_planned and plans[kind].measured.peak_bytes is not None:
                 self._planned.update(kind, step_ms=ended.timed.total_ms, recompute_ms=ended.timed.recompute_ms)
             return Saw.NOTHING
         if not record.is_whole:
@@ -323,21 +329,3 @@ class Steps:
             return Saw.NO_FREES
         self._planned.peak_measured(kind, record.peak_bytes, self._memory.as_seen(ended.resident))
         return Saw.PEAK
-
-
-def tensors_among(values: Any) -> list[torch.Tensor]:
-    """List the tensors in a tree of containers."""
-    return [value for value in tensor_state.leaves(values) if isinstance(value, torch.Tensor)]
-
-
-def tensors_inside(values: Any) -> list[torch.Tensor]:
-    """List the tensors in a tree of containers; where there are none, those that its objects hold, modules left out."""
-    found, seen, stack = tensors_among(values), set[int](), [values]
-    if found:
-        return found
-    while stack and len(seen) < MOST_PARTS:
-        parts = [part for part in parts_of(stack.pop()) if id(part) not in seen]
-        seen.update(map(id, parts))
-        found += [part for part in parts if isinstance(part, torch.Tensor)]
-        stack.extend(reversed(parts))
-    return found

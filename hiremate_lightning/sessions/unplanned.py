@@ -38,7 +38,7 @@ class UnplannedSteps:
         root: The model.
         planned: The plans.
         reporter: Shows what is decided.
-        say: Warns.
+        say: Warns, once for each text, and of what was found.
         is_allowed: Whether any step may: not where fused kernels give other bits than PyTorch's own.
 
     Attributes:
@@ -46,7 +46,7 @@ class UnplannedSteps:
     """
 
     def __init__(
-        self, root: nn.Module, planned: PlannedKinds, reporter: Reporter, say: Callable[[str], None], is_allowed: bool
+        self, root: nn.Module, planned: PlannedKinds, reporter: Reporter, say: Callable[..., None], is_allowed: bool
     ) -> None:
         self.releases = Releases()
         self._name, self._planned, self._reporter, self._say = type(root).__name__, planned, reporter, say
@@ -64,6 +64,7 @@ class UnplannedSteps:
         Returns:
             The kind of the step, where its plan gains nothing; else None.
         """
+        self._second_calls.step_begins()
         self._describe_planned()
         settled = self._settled_kind(step)
         if settled is not None and self.releases.runs_plain(settled):
@@ -72,7 +73,8 @@ class UnplannedSteps:
         step.plain = self._plainly(step)
         if step.plain is not None:
             way, self._sizes_vary = step.plain.prediction.way, True
-            self._again_ms[tuple(step.calls)] += way.recompute_ms
+            if way.paths:
+                self._again_ms[tuple(step.calls)] += way.recompute_ms
             self._note(
                 "Steps of other input sizes that fit the budget only with recomputation run without a plan, and call "
                 f"as many modules of {self._name} twice as they need to, until their sizes have come often."
@@ -115,14 +117,21 @@ class UnplannedSteps:
         if plain.released is not None and self._planned.options.budget.share == 1:
             return  # the budget is what plain training takes
         if peak_bytes is not None and plan is not None and peak_bytes > plan.budget_bytes:
-            if plain.released is not None:
-                self.releases.keep(plain.released)
-            way = "a plan" if plain.prediction.way.paths else "recomputation"
-            self._say(
-                f"A step of a new input size ran without {way}, since it was predicted to fit, and took "
-                f"{format_bytes(peak_bytes)}, above the budget of {format_bytes(plan.budget_bytes)}. "
-                "From now on such predictions have a margin."
-            )
+            self._is_over(plain, peak_bytes, plan.budget_bytes)
+
+    def _is_over(self, plain: PlainRun, peak_bytes: int, budget_bytes: int) -> None:
+        """Learn that a step that ran plain took more than the budget, and warn, once for each reason."""
+        found = f" It took {format_bytes(peak_bytes)}; the budget is {format_bytes(budget_bytes)}."
+        if plain.released is not None:
+            self.releases.keep(plain.released)
+            self._say("A step without its plan took more than the budget: such steps run by their plan again.", found)
+            return
+        way = "a plan" if plain.prediction.way.paths else "recomputation"
+        self._say(
+            f"A step of a new input size ran without {way}, since it was predicted to fit, and took more than the "
+            "budget. From now on such predictions have a margin.",
+            found,
+        )
 
     def graph_stays(self) -> None:
         """Learn that a backward retained the graph of code that ran as the user wrote it: later steps are captured.
@@ -196,7 +205,7 @@ class UnplannedSteps:
 
     def _is_to_be_planned(self, step: CurrentStep, prediction: Prediction) -> bool:
         """Whether steps called like this one have computed so much twice that a plan would have taken less time."""
-        plan, again_ms = self._planned.latest, self._again_ms[tuple(step.calls)]
+        plan, again_ms = self._planned.latest, self._again_ms.get(tuple(step.calls), 0.0)
         planning_ms = 0.0 if plan is None else 1000 * float(sum(astuple(plan.planning)))
         return bool(prediction.way.paths) and again_ms > WORTH_A_PLAN * planning_ms
 

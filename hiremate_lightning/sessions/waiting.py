@@ -16,7 +16,6 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from ..measuring.recording import bytes_of
 from ..measuring.resident import WAITING, Resident
 from ..memory.allocator import in_blocks
 from ..options import SessionOptions
@@ -24,7 +23,7 @@ from ..planning.planner import guard_bytes
 from ..planning.solvers import UNLIMITED, smallest_budget, worker
 from ..planning.solvers.base import Problem, SolveOptions, replay
 from ..planning.solvers.curve import Remembering
-from ..records.graph import Graph, StorageKind
+from ..records.graph import Graph, StorageKind, bytes_of
 from ..records.schedule import Schedule, keep_all, lower
 from ..records.simulation import simulate
 from ..records.step import Call, Decisions, Step, merge

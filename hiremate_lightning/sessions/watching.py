@@ -162,7 +162,7 @@ class WatchPolicy:
         return self._decide(expected)[0]
 
     def _decide(self, expected: Expected) -> tuple[Watch, Reason | None, Expected]:
-        """Decide, and tell why and for which step: it may be for the one that follows, to see what that one frees."""
+        """Return what to watch, why, and for which step: it may be the next one, whose peak is to be seen."""
         reason, following, count = self.reason(expected), expected.following, 1
         if reason in OF_PEAKS and self._needs_step_before(expected):
             before = self._before
@@ -213,6 +213,7 @@ class WatchPolicy:
 
     def plain_step_begins(self, is_informative: bool) -> Look:
         """Decide about a step that begins now and runs as the user wrote it: it is measured where that says more."""
+        self._before = None
         return Look(self._clock(), Watch.MEASURE if is_informative else Watch.NOTHING, None, False, None)
 
     def step_ended(self, look: Look, kind: Kind, saw: Saw = Saw.NOTHING, is_usual: bool = True) -> None:

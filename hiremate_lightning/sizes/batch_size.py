@@ -387,7 +387,7 @@ class SizeFinder:
         return replace(found, size=size, unplanned_size=self._agree(found.unplanned_size))
 
     def _nothing_fits(self, forecast: Forecast | None) -> ConfigurationError | InfeasibleBudgetError:
-        """Say what stands against size 1, by a forecast or by its own step."""
+        """Describe what stands against size 1, by a forecast or by its own step."""
         trial = self._trials[1] if forecast is None else forecast.trial(1)
         is_feasible = forecast is None or forecast.largest_feasible(1) > 0
         if is_feasible and trial.overhead is not None and trial.overhead > self._max_overhead:
@@ -453,7 +453,7 @@ class SizeFinder:
         return replace(failed, size=size, limit=Limit.STEPS)
 
     def _agree(self, value: int) -> int:
-        """Give the smallest value of all ranks."""
+        """Return the smallest value of all ranks."""
         if not _is_distributed():
             return int(value)
         on = self._runner.device if torch.distributed.get_backend() == "nccl" else torch.device("cpu")

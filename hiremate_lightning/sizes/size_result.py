@@ -43,7 +43,7 @@ class BatchSizeResult:
     seconds: float
 
     def __int__(self) -> int:
-        """Give the size."""
+        """Return the size."""
         return self.size
 
     @property
@@ -52,7 +52,7 @@ class BatchSizeResult:
         return next((trial for trial in self.trials if trial.size == self.size), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give all numbers, by name: bytes, ratios, seconds."""
+        """Return all numbers, by name: bytes, ratios, seconds."""
         return asdict(self)
 
     def to_json(self) -> str:

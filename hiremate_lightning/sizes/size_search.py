@@ -103,21 +103,21 @@ class Forecast:
         self.trials: dict[int, SizeTrial] = {}
 
     def least_bytes(self, size: int) -> int:
-        """Give the smallest peak found at a size, resident bytes included."""
+        """Return the smallest peak found at a size, resident bytes included."""
         sample = self._scaling.at(size)
         smallest = smallest_budget(Problem(sample.graph, sample.profile, UNLIMITED))
         return self._resident.whole(size) + smallest.peak_bytes
 
     def unplanned_bytes(self, size: int) -> int:
-        """Give the peak at a size without a plan, resident bytes included."""
+        """Return the peak at a size without a plan, resident bytes included."""
         return self._resident.whole(size) + unplanned(self._step(size)).peak_bytes
 
     def validation_bytes(self, size: int) -> int:
-        """Give the peak of validation at a size, resident bytes included; 0 where there is none."""
+        """Return the peak of validation at a size, resident bytes included; 0 where there is none."""
         return 0 if self._validation is None else math.ceil(self._validation.measured(size))
 
     def largest_feasible(self, high: int) -> int:
-        """Give the largest size up to one at which the least memory fits, and validation; 0 for none."""
+        """Return the largest size up to one at which the least memory fits, and validation; 0 for none."""
         return largest(lambda s: max(self.validation_bytes(s), self.least_bytes(s)), self.limit_bytes, high)
 
     def trial(self, size: int) -> SizeTrial:

@@ -163,7 +163,7 @@ class SizeRunner:
         return allocated_bytes(1, self.device)
 
     def free_bytes(self) -> int:
-        """Give the bytes that "auto" stands for: what is there, and most of what is free."""
+        """Return the bytes that "auto" stands for: what is there, and most of what is free."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         resident = TrialSession(self._task.root, self._options).resident
@@ -209,17 +209,17 @@ class SizeRunner:
             self.seen[size] = Seen(calls, order, session.batch_bytes, validation)
 
     def sample(self, size: int) -> Sample:
-        """Give the step at a size that has run, as one graph."""
+        """Return the step at a size that has run, as one graph."""
         seen = self.seen[size]
         step = merge(seen.calls, seen.order, self._stale_bytes)
         return Sample(size, step.graph, step.profile)
 
     def resident_line(self, sizes: Sequence[int]) -> Line:
-        """Give what exists before a step, by size."""
+        """Return what exists before a step, by size."""
         return Line(sizes, [self.fixed_bytes + self.seen[size].batch_bytes for size in sizes])
 
     def validation_line(self, sizes: Sequence[int]) -> Line | None:
-        """Give the peak of validation, by size; None where there is none."""
+        """Return the peak of validation, by size; None where there is none."""
         if self._task.validate is None:
             return None
         return Line(sizes, [self.seen[size].validation_bytes for size in sizes])

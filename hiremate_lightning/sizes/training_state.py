@@ -20,7 +20,7 @@ class Stateful(Protocol):
     """A scheduler, a gradient scaler, or whatever else has a state that it gives and takes."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the state."""
+        """Return the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Take a state."""

@@ -53,7 +53,7 @@ def joint_outputs(joint: fx.GraphModule, num_forward: int) -> tuple[list[Any], l
 
 
 def called(node: fx.Node) -> Any:
-    """Give the function that the user's code called where a node was captured, None where that is not known."""
+    """Return the function that the user's code called where a node was captured, None where that is not known."""
     stack = node.meta.get("source_fn_stack")
     return stack[-1][1] if stack else None
 

@@ -25,7 +25,7 @@ def as_found_on_error() -> Iterator[None]:
     found = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICE_TYPES}
     try:
         yield
-    except BaseException:
+    except BaseException:  # Ctrl-C too: autocast would stay entered for the rest of the process
         for _ in range(_depth() - depth):
             torch.autocast_decrement_nesting()
         if depth == 0:

@@ -136,7 +136,7 @@ def _will_run(accumulating: Node, if_returned: bool) -> bool:
 
 
 def notes() -> dict[str, Any] | None:
-    """Give what is noted about the running backward, to be read and changed; None where it is not known."""
+    """Return what is noted about the running backward, to be read and changed; None where it is not known."""
     running = _current()
     return None if running is None else running.notes
 

@@ -23,7 +23,7 @@ _one_by_one: dict[Any, bool] = {}  # by form of a call: whether sizes may be giv
 
 
 def shortest(node: fx.Node) -> Any:
-    """Give the function that does what a node calls, and takes its arguments, in the least time."""
+    """Return the function that does what a node calls, and takes its arguments, in the least time."""
     target: Any = node.target
     if type(target) is not aot.OpOverload:
         return target
@@ -34,7 +34,7 @@ def shortest(node: fx.Node) -> Any:
 
 
 def arguments(node: fx.Node) -> tuple[Any, ...]:
-    """Give the arguments of a call as `shortest` takes them in the least time: sizes one by one, where it does.
+    """Return the arguments of a call as `shortest` takes them in the least time: sizes one by one, where it does.
 
     Given a list, a method looks first whether that is a dtype, which takes as long as the view itself.
     """
@@ -53,13 +53,13 @@ def _form(node: fx.Node) -> tuple[Any, ...]:
 
 
 def schema_call(target: aot.OpOverload) -> Callable[..., Any]:
-    """Give what an operator's call goes on to."""
+    """Return what an operator's call goes on to."""
     call: Callable[..., Any] = target._op
     return call
 
 
 def _functions_named(target: aot.OpOverload) -> Iterator[Callable[..., Any]]:
-    """Give the functions that users call which are named as an operator."""
+    """Return the functions that users call which are named as an operator."""
     name = target.overloadpacket.__name__
     for where in (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase):
         if target.namespace == "aten" and hasattr(where, name):
@@ -101,7 +101,7 @@ class _Called(Exception):  # noqa: N818  no error: how a computation is left
 
 
 def _first_call(function: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
-    """Give the first operator that a function calls, with its arguments; None where it refuses its own."""
+    """Return the first operator that a function calls, with its arguments; None where it refuses its own."""
     try:
         with tensor_state.real_mode(), torch.no_grad(), _FirstCall():  # type: ignore[no-untyped-call]
             function(*args, **kwargs)

@@ -143,7 +143,7 @@ def _give_up(code: types.CodeType, error: Exception) -> None:
 
 
 def _whole(code: types.CodeType) -> types.CodeType:
-    """Give the code that this is the rest of, after a break."""
+    """Return the code that this is the rest of, after a break."""
     rest_of = ContinueExecutionCache.generated_code_metadata.get(code)
     whole: types.CodeType = code if rest_of is None else rest_of.code
     return whole
@@ -161,7 +161,7 @@ def given_up_count() -> int:
 
 
 def latest_break() -> Any:
-    """Give the break of a graph that came last in this process, None before the first."""
+    """Return the break of a graph that came last in this process, None before the first."""
     return graph_break_reasons[-1] if graph_break_reasons else None
 
 

@@ -139,7 +139,7 @@ def _eager_strides() -> Iterator[None]:
 
 
 def _with_precise_statistics(decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    """Give mean and deviation of a batch norm of half precision the type that the CPU's kernel gives them.
+    """Convert mean and deviation of a batch norm of half precision to the type that the CPU's kernel returns.
 
     With parameters in single precision, as under autocast, it keeps them in that. What is traced is what is profiled:
     to recompute from statistics of the other type takes other memory.
@@ -158,7 +158,7 @@ def _with_precise_statistics(decomposition: Callable[..., Any]) -> Callable[...,
 
 @contextmanager
 def _eager_strides_of_one() -> Iterator[None]:
-    """Give dimensions of size 1 the strides that kernels give them.
+    """Set the strides of dimensions of size 1 to those that kernels return.
 
     No element is found by them, but kernels tell by them whether images are channels-last: for a batch of one.
     """
@@ -209,7 +209,7 @@ def _without_memory(tensor: torch.Tensor, function: Callable[[torch.Tensor], tor
 
 
 def _with_strides(decomposition: Callable[..., Any], position: int | None) -> Callable[..., Any]:
-    """Give the first result of a decomposition the memory format of an argument, None for a contiguous one."""
+    """Let a decomposition return its first result in the memory format of an argument; None for a contiguous one."""
 
     @functools.wraps(decomposition)  # torch looks at its name and module
     def corrected(*args: Any, **kwargs: Any) -> Any:

@@ -26,7 +26,7 @@ SMALLEST = 1e-11  # of the squares' sum, below which eager PyTorch divides by no
 
 @contextmanager
 def shaped_at_once() -> Iterator[None]:
-    """Give traced sums of windows their shape without a look at the windows, for a while."""
+    """Trace sums of windows by their shape, without a look at the windows, for a while."""
     if FOLD in meta_table:  # torch has a rule of its own, or this is on already
         yield
         return

@@ -17,7 +17,7 @@ CALL_SLOT = "_compiled_call_impl"
 
 
 def get_call(module: torch.nn.Module) -> Callable[..., Any] | None:
-    """Give the function that stands in for a module's call, None where there is none."""
+    """Return the function that stands in for a module's call, None where there is none."""
     call: Callable[..., Any] | None = module.__dict__.get(CALL_SLOT)
     return call
 
@@ -38,6 +38,17 @@ def plain_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 def has_backward_hooks(module: torch.nn.Module) -> bool:
     """Whether functions are called with the gradients of a module, which torch.compile does not capture."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether functions of others are called with a module or its parts."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(inner.__dict__.get(name) for inner in module.modules() for name in names)
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the very dictionary in which a module keeps its own buffers."""
+    return module._buffers
 
 
 def on_optimizer_step(hook: Callable[[torch.optim.Optimizer], None]) -> Any:

@@ -18,7 +18,7 @@ _REDUCES = ("_c10d_functional::all_reduce", "_c10d_functional::all_reduce_")
 class StorageEvents(TorchDispatchMode):
     """Reports each storage that an operation makes, and its release, while the mode is on.
 
-    What kernels allocate inside is not seen.
+    What kernels allocate inside is not seen, nor what the graphs do that higher-order operators (`torch.cond`) call.
 
     Args:
         changed: Called with the bytes before and after: 0 before a storage is made, 0 after its release.
@@ -32,6 +32,7 @@ class StorageEvents(TorchDispatchMode):
 
     def __init__(self, changed: Callable[[int, int], None], resized: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.supports_higher_order_operators = True
         self.gathered_bytes = self.scattered_bytes = self.reduced_bytes = 0
         self._changed = changed
         storages = {tensor_state.storage_id(tensor): tensor.untyped_storage() for tensor in resized}

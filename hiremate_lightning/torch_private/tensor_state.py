@@ -39,7 +39,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def unviewed(tensor: torch.Tensor) -> torch.Tensor:
-    """Give the same memory as a tensor that is no view of another one, as autograd sees it."""
+    """Return the same memory as a tensor that is no view of another one, as autograd sees it."""
     return torch.ops.aten._unsafe_view(tensor, tensor.shape)  # type: ignore[no-any-return]
 
 
@@ -138,13 +138,13 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def storage_sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Give the bytes of all storages of some tensors, each once, by their identities."""
+    """Return the bytes of all storages of some tensors, each once, by their identities."""
     parts = (part for tensor in tensors for part in dense_parts(tensor))
     return {storage_id(part): part.untyped_storage().nbytes() for part in parts}
 
 
 def watch_storage(tensor: torch.Tensor) -> Callable[[], bool]:
-    """Give a function that tells whether a tensor's storage still lives, without keeping it alive."""
+    """Return a function that tells whether a tensor's storage still lives, without keeping it alive."""
     reference = StorageWeakRef(tensor.untyped_storage())
     return lambda: not reference.expired()
 

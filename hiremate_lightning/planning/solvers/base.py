@@ -99,7 +99,7 @@ class Solution:
         return self.status in (Status.OPTIMAL, Status.FEASIBLE)
 
     def gap(self, step_ms: float) -> float:
-        """Give the proven gap as a share of the total step time: the plan is at most this much slower than the best."""
+        """Return the proven gap, a share of the step's time: the plan is at most so much slower than the best."""
         total = step_ms + self.recompute_ms
         return max(0.0, self.recompute_ms - self.bound_ms) / total if total else 0.0
 

@@ -153,7 +153,7 @@ class Tape:
 
 
 def tapes(model: StepModel, stage: Stage) -> list[Tape]:
-    """Give options for a stage: its whole tape, and less and less of it, what is cheap per byte first."""
+    """Return options for a stage: its whole tape, and less and less of it, what is cheap per byte first."""
     order = sorted(
         (s for s in stage.tape if s in model.producer),
         key=lambda s: (model.cost_ms[model.producer[s]] / (model.sizes[s] + 1), s),
@@ -213,7 +213,7 @@ class _Table:
         choice[better] = number
 
     def _shifted(self, s: int, t: int, slots: int) -> Array:
-        """Give C[s, t] with some slots taken."""
+        """Return C[s, t] with some slots taken."""
         shifted = np.full(SLOTS + 1, np.inf)
         if slots <= SLOTS:
             shifted[slots:] = self.cost[s, t][: SLOTS + 1 - slots]

@@ -39,7 +39,7 @@ def try_crossovers(search: Search, policies: Iterable[Policy], deadline: float) 
 
 
 def _bisections(model: StepModel, large: Policy, small: Policy, limit: int) -> Iterator[Found]:
-    """Give what is on the way to the most of the large policy that fits, from either end of the forward."""
+    """Return what is on the way to the most of the large policy that fits, from either end of the forward."""
     for large_first in (True, False):
         fits, too_much = 0, len(model.graph.forward)  # nodes under the large policy
         while too_much - fits > 1:

@@ -34,7 +34,7 @@ class Curve:
     least_bytes: int = 0
 
     def solution(self, budget_bytes: int) -> Solution:
-        """Give the fastest known solution within a budget, with the best bound that holds for it.
+        """Return the fastest known solution within a budget, with the best bound that holds for it.
 
         Args:
             budget_bytes: Bytes that the step may add to what is resident.

@@ -10,7 +10,7 @@ from .model import Rows, StepModel
 
 
 def decisions(model: StepModel, rows: Rows) -> tuple[tuple[int, ...], ...]:
-    """Give the nodes to run before each backward position, views and all else that costs nothing included.
+    """Return the nodes to run before each backward position, views and all else that costs nothing included.
 
     Args:
         model: The step.

@@ -97,7 +97,7 @@ def _evictions(model: StepModel, current: Found, order: Order) -> Iterator[Found
 
 
 def neighbours(model: StepModel, current: Found) -> Iterator[Policy]:
-    """Give each policy that gives up one more value at the peak, whatever the peak is then."""
+    """Return each policy that gives up one more value at the peak, whatever the peak is then."""
     for candidate in _candidates(model, current.replay):
         moved = _without(current.policy, candidate)
         if moved != current.policy:
@@ -141,7 +141,7 @@ def _candidates(model: StepModel, replay: Replay) -> list[Candidate]:
 
 
 def _steps(model: StepModel, replay: Replay) -> Iterator[tuple[int, int, Sequence[int], Sequence[int]]]:
-    """Give position, node, storages read and storages made of all that runs in the backward."""
+    """Return position, node, storages read and storages made of all that runs in the backward."""
     for position, row in enumerate(replay.rows[: len(model.reads)]):
         for node in row:
             yield position, node, model.needs[node], model.makes[node]
@@ -149,7 +149,7 @@ def _steps(model: StepModel, replay: Replay) -> Iterator[tuple[int, int, Sequenc
 
 
 def _chain_ms(model: StepModel, storage: int, there: set[int]) -> float:
-    """Give the time to recompute a value from what is kept."""
+    """Return the time to recompute a value from what is kept."""
     total, stack, seen = 0.0, [storage], set[int]()
     while stack:
         top = stack.pop()

@@ -36,7 +36,7 @@ Frontier = tuple[frozenset[int], ...]
 
 
 def frontiers(model: StepModel, clusters: Sequence[Cluster]) -> dict[int, Frontier]:
-    """Give each cluster's options, as the values that are kept; equal clusters are solved once.
+    """Return each cluster's options, as the values that are kept; equal clusters are solved once.
 
     Args:
         model: The step.
@@ -59,7 +59,7 @@ def frontiers(model: StepModel, clusters: Sequence[Cluster]) -> dict[int, Fronti
 
 
 def values_of(model: StepModel, cluster: Cluster) -> list[int]:
-    """Give the choices that a cluster makes and that no other cluster reads in the forward."""
+    """Return the choices that a cluster makes and that no other cluster reads in the forward."""
     nodes = set(cluster.nodes)
     made = {s for n in cluster.nodes for s in model.graph.allocates[n]}
     outside = {
@@ -106,7 +106,7 @@ def _cluster_program(model: StepModel, inside: Sequence[int]) -> tuple[LinearPro
 
 
 def restriction(options: Mapping[int, Frontier], values: Mapping[int, Sequence[int]]) -> Restriction:
-    """Give what adds (7) and (8) to a phased program."""
+    """Return what adds (7) and (8) to a phased program."""
 
     def restrict(phased: PhasedProgram) -> None:
         program = phased.program

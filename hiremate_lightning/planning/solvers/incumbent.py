@@ -51,7 +51,7 @@ class Search:
         return self.start + self.problem.options.time_limit_s - time.monotonic()
 
     def within(self, share: float) -> float:
-        """Give the `time.monotonic` at which a share of what is left will have passed."""
+        """Return the `time.monotonic` at which a share of what is left will have passed."""
         return time.monotonic() + share * max(0.0, self.left_s())
 
     def offer(self, found: Found) -> bool:
@@ -90,7 +90,7 @@ class Search:
         return self.best is not None and self.best.replay.recompute_ms <= self.bound_ms + self.gap_ms
 
     def answer(self, strategy: str) -> Solution:
-        """Give the solution, with the time and the peak that the independent simulator finds."""
+        """Return the solution, with the time and the peak that the independent simulator finds."""
         seconds = time.monotonic() - self.start
         stopped_by = "proof" if self.is_done else "time limit" if self.left_s() <= 0 else "end of the search"
         if self.best is None or self.is_infeasible:
@@ -140,5 +140,5 @@ def searching(name: str, needs_programs: bool = False) -> Callable[[Callable[[Se
 
 
 def keep_everything(graph: Graph, peak_bytes: int) -> Solution:
-    """Give the solution that recomputes nothing: nothing is faster."""
+    """Return the solution that recomputes nothing: nothing is faster."""
     return Solution("none", Status.OPTIMAL, keep_all(graph), 0.0, peak_bytes, stopped_by="proof")

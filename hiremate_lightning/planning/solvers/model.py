@@ -260,7 +260,7 @@ class StepModel:
             stack.extend(fresh)
 
     def last_need(self, storage: int) -> int:
-        """Give the last backward position that may need a choice: for its node, or to recompute what that reads."""
+        """Return the last backward position that may need a choice: for its node, or to recompute what that reads."""
         if not hasattr(self, "_last_need"):
             self._last_need = {s: max(self.uses.get(s, (-1,))) for s in self.choices}
             for node in reversed(self.order):  # a dropout's output is brought back from its mask, of the same node
@@ -270,7 +270,7 @@ class StepModel:
         return self._last_need[storage]
 
     def last_forward_use(self, storage: int) -> int:
-        """Give the last forward position that reads a choice, its own where none does."""
+        """Return the last forward position that reads a choice, its own where none does."""
         if not hasattr(self, "_forward_last"):
             self._forward_last: dict[int, int] = {}
             for position, node in enumerate(self.graph.forward):
@@ -338,7 +338,7 @@ class StepModel:
         return [*rows[:position], sorted(rows[position], key=self.order.__getitem__), *rows[position + 1 :]]
 
     def replay(self, policy: Policy) -> Replay:
-        """Give the peak and the time of a policy; the row at the peak runs as the forward does where that is less."""
+        """Return the peak and the time of a policy; the row at the peak runs as the forward does where that is less."""
         found = self.replay_rows(self.rows(policy))
         while found.position >= 0 and found.row_peaks[found.position] == found.peak_bytes:
             rows = self.in_order(found.rows, found.position)
@@ -349,7 +349,7 @@ class StepModel:
         return found
 
     def replay_rows(self, rows: Rows) -> Replay:
-        """Give the peak and the time of recomputing given producers before each backward position."""
+        """Return the peak and the time of recomputing given producers before each backward position."""
         at = self._indices(rows)
         kept, change = self._lay_out(rows, at)
         forward_peak, forward_position = self._forward_peak(kept)
@@ -384,13 +384,13 @@ class StepModel:
         return position, rows[position][found.index(peak)]
 
     def _row_bytes(self, rows: Rows, position: int, at: list[int], live: list[int]) -> list[int]:
-        """Give the bytes while each value is recomputed before a backward position."""
+        """Return the bytes while each value is recomputed before a backward position."""
         row = rows[position]
         first, rest = at[position] - len(row), self.live_gradients[position]
         return [live[first + i] + self.transient[k] + rest for i, k in enumerate(row)]
 
     def row_bytes(self, rows: Rows, position: int) -> list[int]:
-        """Give the bytes while each value is recomputed before a backward position."""
+        """Return the bytes while each value is recomputed before a backward position."""
         at = self._indices(rows)
         return self._row_bytes(rows, position, at, self._live(*self._lay_out(rows, at)))
 
@@ -407,7 +407,7 @@ class StepModel:
         return at
 
     def live_at(self, rows: Rows, positions: Iterable[int]) -> tuple[frozenset[int], dict[int, frozenset[int]]]:
-        """Give the choices in memory at the turn, and while the nodes of some backward positions run."""
+        """Return the choices in memory at the turn, and while the nodes of some backward positions run."""
         wanted, found = set(positions), {}
         live = set(self.returned)
         for position in reversed(range(len(rows))):
@@ -454,7 +454,7 @@ class StepModel:
         return kept, change
 
     def _end_of_block(self, storage: int, position: int, last: int, at: list[int]) -> int:
-        """Give the last node that needs a block which is recomputed at a position: views may need it still."""
+        """Return the last node that needs a block which is recomputed at a position: views may need it still."""
         return max((at[u] for b, u in self._pins.get(storage, ()) if b < position <= u), default=last)
 
     def _reads_of_block(self, position: int, at: list[int], begin: dict[int, int]) -> Iterable[int]:
@@ -465,11 +465,11 @@ class StepModel:
         return [s for s in self._read_at(position) if s not in seen_from or begin.get(s, -1) < at[seen_from[s]]]
 
     def kept_through_the_turn(self, rows: Rows) -> frozenset[int | None]:
-        """Give the storages that lie in memory as the backward starts, of those that it or a recomputation reads."""
+        """Return the storages that lie in memory as the backward starts, of those that it or a recomputation reads."""
         return frozenset((*self._lay_out(rows, self._indices(rows))[0], *self.fixed, *self._held))
 
     def _forward_peak(self, kept: list[int]) -> tuple[int, int]:
-        """Give the peak of the forward, where what is kept lives to its end, and its position."""
+        """Return the peak of the forward, where what is kept lives to its end, and its position."""
         if not self.graph.forward:
             return -1, 0
         change = list(self._forward_change)

@@ -134,7 +134,7 @@ class PhasedProgram:
             self.run[phase, node] = self.program.variable(model.cost_ms[node])
 
     def _there(self, phase: int, storage: int) -> LinearTerms:
-        """Give S[t, d] + R[t, p(d)]."""
+        """Return S[t, d] + R[t, p(d)]."""
         terms = [(self.held[phase, storage], 1.0)] if (phase, storage) in self.held else []
         node = self.model.producer.get(storage, -1)
         return [*terms, (self.run[phase, node], 1.0)] if (phase, node) in self.run else terms
@@ -218,7 +218,7 @@ class PhasedProgram:
         return Policy(frozenset(kept), frozenset(drops), frozenset(early))
 
     def start(self, rows: Rows) -> list[float]:
-        """Give the values of a schedule's variables, to start the solver from."""
+        """Return the values of a schedule's variables, to start the solver from."""
         turn, at = self.model.live_at(rows, self.checks.instants)
         live = [turn, *(at[instant] for instant in self.checks.instants)]
         values = [0.0] * len(self.program.costs)
@@ -235,7 +235,7 @@ class PhasedProgram:
 
 
 def _small(model: StepModel, most_bytes: float) -> frozenset[int]:
-    """Give the values that are too small to matter, the smallest first."""
+    """Return the values that are too small to matter, the smallest first."""
     total, found = 0, set()
     for storage in sorted(model.choices, key=lambda s: (model.sizes[s], s)):
         total += model.sizes[storage]
@@ -283,6 +283,6 @@ def _check_at(position: int, checks: Checks, model: StepModel, replay: Replay, l
 
 
 def _over(model: StepModel, rows: Rows, position: int, limit_bytes: int) -> frozenset[tuple[int, int]]:
-    """Give the pairs of a position and a node recomputed before it that take more than the limit."""
+    """Return the pairs of a position and a node recomputed before it that take more than the limit."""
     found = zip(rows[position], model.row_bytes(rows, position), strict=True)
     return frozenset((position, node) for node, size_bytes in found if size_bytes > limit_bytes)

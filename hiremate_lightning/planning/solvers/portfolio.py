@@ -37,7 +37,7 @@ def _try_least_memory(search: Search) -> None:
 
 
 def _in_half_the_time(attempt: Callable[[Search, float], None]) -> Callable[[Search], None]:
-    """Give what makes an attempt end when half of the time that is left has passed."""
+    """Return an attempt that ends after half of the time that is left."""
     return lambda search: attempt(search, search.within(0.5))
 
 

@@ -74,13 +74,13 @@ class RowMemory:
         self._program.row(f"{10 if in_order else 9}_{self._position}_{node}", list(terms.items()), upper=limit)
 
     def _in_any_order(self, storage: int, node: int) -> int | None:
-        """Give R[t, k] for what k reads or makes, H[d] for another value."""
+        """Return R[t, k] for what k reads or makes, H[d] for another value."""
         if storage in self._model.needs[node] or storage in self._model.makes[node]:
             return self._run[node]
         return self._maximum(self._after(storage), self._maker(storage))
 
     def _in_order(self, storage: int, node: int) -> int | None:
-        """Give M[k, d]."""
+        """Return M[k, d]."""
         here, made = self._number[node], self._number.get(self._model.producer.get(storage, -1), -1)
         readers = [self._order[n] for n in self._readers.get(storage, ()) if n >= here]
         needed = [*self._after(storage), *(self._run[k] for k in readers)]
@@ -95,7 +95,7 @@ class RowMemory:
         return self._run.get(self._model.producer.get(storage, -1))
 
     def _maximum(self, above: list[int], less: int | None) -> int | None:
-        """Give a variable that is at least each of some others, less one; None where that is nothing."""
+        """Return a variable that is at least each of some others, less one; None where that is nothing."""
         key = (frozenset(above), less)
         if not above:
             return None

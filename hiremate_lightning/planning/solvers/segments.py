@@ -29,7 +29,7 @@ def keep_sets(graph: Graph) -> Iterator[frozenset[int]]:
 
 
 def _lives(graph: Graph) -> tuple[dict[int, int], dict[int, int]]:
-    """Give the forward position that makes each storage, and the last one that reads it."""
+    """Return the forward position that makes each storage, and the last one that reads it."""
     made: dict[int, int] = {}
     last: dict[int, int] = {}
     for position, index in enumerate(graph.forward):

@@ -59,7 +59,7 @@ def stages(model: StepModel, count: int) -> list[Stage]:
 
 
 def policy_of(model: StepModel, held: Mapping[int, frozenset[int]], kept: frozenset[int]) -> Policy:
-    """Give the policy that holds given choices at the start of some backward positions, and no others.
+    """Return the policy that holds given choices at the start of some backward positions, and no others.
 
     Args:
         model: The step.

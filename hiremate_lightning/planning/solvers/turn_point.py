@@ -99,7 +99,7 @@ def _program(model: StepModel, limit_bytes: int, instant: int | None = None) -> 
 
 
 def segment_policies(model: StepModel) -> list[Policy]:
-    """Give the policies that keep what crosses narrow cuts of the forward, and the one that keeps everything."""
+    """Return the policies that keep what crosses narrow cuts of the forward, and the one that keeps everything."""
     choices = frozenset(model.choices)
     sets = dict.fromkeys([*(kept & choices for kept in keep_sets(model.graph)), choices])
     return [Policy(kept) for kept in sets]

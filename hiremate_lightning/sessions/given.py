@@ -1,0 +1,51 @@
+"""The tensors in what a call is given, and in what it returns: in containers, and in objects of any class."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..torch_private import tensor_state
+
+PLAIN_DATA = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+MOST_THINGS = 4096  # in which to look for tensors
+
+
+def tensors_among(values: Any) -> list[torch.Tensor]:
+    """List the tensors in a tree of containers."""
+    return [value for value in tensor_state.leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def tensors_inside(values: Any) -> list[torch.Tensor]:
+    """List the tensors in a tree of containers; where there are none, those that its objects hold, modules left out."""
+    found = tensors_among(values)
+    return found or [thing for thing in islice(things_in(values), MOST_THINGS) if isinstance(thing, torch.Tensor)]
+
+
+def things_in(value: Any) -> Iterator[Any]:
+    """Go through what containers and objects hold, however deep, each thing once, and no plain data."""
+    seen, stack = set[int](), [value]
+    while stack:
+        thing = stack.pop()
+        if id(thing) in seen or isinstance(thing, PLAIN_DATA):
+            continue
+        seen.add(id(thing))
+        yield thing
+        stack.extend(reversed(parts_of(thing)))
+
+
+def parts_of(value: Any) -> list[Any]:
+    """List what a container or an object holds; nothing for tensors, modules, classes and functions."""
+    if isinstance(value, torch.Tensor | nn.Module | type | FunctionType | MethodType | ModuleType):
+        return []
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return list(value)
+    return list(getattr(value, "__dict__", {}).values())
