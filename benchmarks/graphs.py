@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
+from hiremate_lightning.capturing.backend import planning_backend
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.measuring.profiling import CostCache, measure
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.running.execution import Part
 from hiremate_lightning.running.program import Program, build
-from hiremate_lightning.sessions.backend import planning_backend
 from models import MODELS
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from hiremate_lightning.capturing.backend import planning_backend
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.rewriting.kernels import apply_dropout_mask
 from hiremate_lightning.running.execution import Part
 from hiremate_lightning.running.program import build
-from hiremate_lightning.sessions.backend import planning_backend
 from hiremate_lightning.torch_private.calls import shortest
 
 from .lazily import recompute_lazily

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning.capturing import backend
 from hiremate_lightning.garbage import collecting_what_it_leaves
-from hiremate_lightning.sessions import backend, first_steps, steps, watching
+from hiremate_lightning.sessions import first_steps, steps, watching
 from hiremate_lightning.sessions.targets import targets_of
 
 from .exact import simple_loop, train_both
@@ -166,8 +167,8 @@ def test_code_whose_gradients_have_several_terms_is_traced_once_for_a_size(monke
     """The second graph reads what the first gives twice; at the first size nobody knows that."""
     model = planned("80%", (LONG, LONG - 1, LONG - 2, LONG - 3))
     found: list[int] = []
-    partition = backend._Compilation._partition
-    monkeypatch.setattr(backend._Compilation, "_partition", lambda *a, **k: (found.append(1), partition(*a, **k))[1])
+    rewrite = backend.rewrite
+    monkeypatch.setattr(backend, "rewrite", lambda traced: (found.append(1), rewrite(traced))[1])
     step(model, LONG - 4)
     assert len(found) == 3, "one for each graph whose size is new"
 

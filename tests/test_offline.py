@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
+from hiremate_lightning.capturing.backend import planning_backend
 from hiremate_lightning.command_line.factory import Workload, parse_inputs
 from hiremate_lightning.command_line.offline import OfflineOptions, capture_offline
 from hiremate_lightning.command_line.rates import rates_of
@@ -19,7 +20,6 @@ from hiremate_lightning.records.scaling import Sample, Scaling
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.simulation import simulate
 from hiremate_lightning.rewriting.replays import DRAW_MASK
-from hiremate_lightning.sessions.backend import planning_backend
 from hiremate_lightning.torch_private import tensor_state
 
 from .exact import TORCH

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hiremate_lightning import ConfigurationError, HiRemateWarning, get_plan, hiremate
+from hiremate_lightning.capturing import backend
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.options import make_options
 from hiremate_lightning.reporting.html_report import write_html
@@ -26,7 +27,7 @@ from hiremate_lightning.rewriting import assignments, casts, finishing, kernels,
 from hiremate_lightning.rewriting.finishing import Finish
 from hiremate_lightning.running import program
 from hiremate_lightning.running.execution import Part
-from hiremate_lightning.sessions import backend, proving
+from hiremate_lightning.sessions import proving, session
 from hiremate_lightning.sessions.targets import targets_of
 from hiremate_lightning.torch_private import aot, changes, dynamo
 
@@ -124,12 +125,12 @@ def test_a_proof_says_how_many_graphs_it_holds_for_in_the_plan():
 
 
 def test_differences_by_rounding_are_named_in_the_plan(monkeypatch, tmp_path):
-    make = backend.Proof
+    make = session.Proof
 
     def nearly(run):
         return lambda *arguments: tuple(value * (1 + 2**-20) for value in run(*arguments))
 
-    monkeypatch.setattr(backend, "Proof", lambda written, run, *given: make(written, nearly(run), *given))
+    monkeypatch.setattr(session, "Proof", lambda written, run, *own, **given: make(written, nearly(run), *own, **given))
     module = hiremate(Written(lambda self, x: torch.sin(x)), "1 GiB", verbose=False)
     for index in range(2):
         module(rows(index)).sum().backward()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from hiremate_lightning.running.straight_line import compiled
+from hiremate_lightning.rewriting.straight_line import compiled
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ import torchgen
 from torch import nn
 
 from hiremate_lightning import torch_private
-from hiremate_lightning.running.straight_line import compiled
+from hiremate_lightning.rewriting.straight_line import compiled
 from hiremate_lightning.torch_private import aot, autocasting, dynamo, hooks, sharding, tensor_state
 from hiremate_lightning.torch_private.storage_events import StorageEvents
 

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ..capturing.backend import planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError, ConfigurationError, did_you_mean
 from ..measuring.profiling import CostCache, measure
 from ..memory.allocator import allocated_bytes
 from ..records.costs import Profile
 from ..records.step import Step, merge
-from ..sessions.backend import planning_backend
 from ..sessions.eager_paths import eager_paths
 from ..sessions.refusals import refuse
 from ..torch_private import dynamo, tensor_state

@@ -23,18 +23,20 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from ..capturing.backend import has_gradients, planning_backend
 from ..capturing.capture import Captured
 from ..errors import ConfigurationError, did_you_mean
 from ..options import make_options
 from ..planning.plan import Plan
 from ..running.execution import Part
-from ..sessions.backend import has_gradients, planning_backend
 from ..sessions.overseeing import listen_to_optimizers
+from ..sessions.proving import Proof
 from ..sessions.session import Session
 from ..sessions.slots import WITH_COMPILE
 from ..sessions.targets import planned_module_with
@@ -208,7 +210,7 @@ class _Graph:
         # Where sizes are symbols, it is traced when it runs.
         self._trains = has_gradients(inputs) and any(isinstance(value, torch.SymInt) for value in inputs)
         with session.stages.stage("capture_s", "tracing"):
-            prove = session.prover.prove if session.options.verify else None
+            prove = partial(Proof, prove=session.prover.prove) if session.options.verify else None
             backend = planning_backend(self._take_in, session.kernels, session.let_run_captured, prove)
             self._run = backend(module, inputs)
 

@@ -23,9 +23,9 @@ from ..rewriting.joint import is_collective
 from ..rewriting.kernels import as_eager, needs_traced_layout, with_strides
 from ..rewriting.overwriting import overwriting, traced_strides
 from ..rewriting.replays import DRAW_AGAIN, call_of, is_state, state_arguments
+from ..rewriting.straight_line import compiled
 from ..torch_private import aot, tensor_state
 from .saved_values import SavedValues, saved_values
-from .straight_line import compiled
 
 aten = torch.ops.aten
 
@@ -343,38 +343,3 @@ def _zeros(value: fx.Node, graph: fx.Graph) -> fx.Node:
     shown: torch.Tensor = value.meta["val"]
     size = tuple(tensor_state.int_hint(s) for s in shown.shape)
     return graph.call_function(torch.zeros, (size,), {"dtype": shown.dtype, "device": shown.device})
-
-
-def stub_modules(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Make the two modules that AOTAutograd partitions into: only their calling convention counts, they never run."""
-    with tensor_state.fake_mode_of([n.meta.get("val") for n in captured.placeholders]):
-        token = torch.empty(0)
-    forward = _stub_forward(captured, token)
-    backward = fx.Graph()
-    backward.placeholder("token").meta["val"] = token
-    for tangent in captured.tangents:
-        backward.placeholder(tangent.name).meta = dict(tangent.meta)
-    gradients = []
-    for value in captured.backward_outputs:
-        if isinstance(value, fx.Node):
-            stand_in = backward.call_function(torch.empty, ((0,),))
-            stand_in.meta = dict(value.meta)
-            gradients.append(stand_in)
-        else:
-            gradients.append(value)
-    backward.output(tuple(gradients)).meta["desc"] = list(captured.output_descriptions[1])
-    return fx.GraphModule(captured.joint, forward), fx.GraphModule(captured.joint, backward)
-
-
-def _stub_forward(captured: Captured, token: torch.Tensor) -> fx.Graph:
-    graph = fx.Graph()
-    values = {p: graph.node_copy(p) for p in captured.placeholders}
-    _copy_constants(captured, graph, values)
-    _Emitter(captured, graph, values).emit([Compute(n) for n in captured.graph.forward])
-    made = graph.call_function(torch.empty, ((0,),))
-    made.meta["val"] = token
-    outputs = [values[v] if isinstance(v, fx.Node) else v for v in captured.forward_outputs]
-    description = [*captured.output_descriptions[0], aot.describe_saved(0)]
-    graph.output((*outputs, made)).meta["desc"] = description
-    _drop_unread_states(graph)
-    return graph

@@ -12,11 +12,13 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..capturing.backend import planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError
 from ..measuring.recording import Run, StepRecord
@@ -35,7 +37,6 @@ from ..running.program import Program
 from ..torch_private import backward_pass, dynamo
 from ..units import Budget
 from .announcements import Announcements
-from .backend import planning_backend
 from .current_step import CurrentStep
 from .eager_paths import eager_paths
 from .first_steps import FirstSteps
@@ -205,7 +206,8 @@ class Session:
         def say(text: str) -> None:
             session().say(text)
 
-        given = self.kernels, let_run_captured, prove if self.options.verify else None, say
+        proof = partial(Proof, prove=prove) if self.options.verify else None
+        given = self.kernels, let_run_captured, proof, say
         return planning_backend(lambda captured: session().take_in(captured), *given)
 
     def let_run_captured(self, code: object, size_bytes: int) -> bool:

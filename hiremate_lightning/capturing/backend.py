@@ -1,7 +1,8 @@
-"""The torch.compile backend: Dynamo's captured code in, planned parts out.
+"""The torch.compile backend: Dynamo's captured code in, parts of a step out.
 
 Dynamo guards on shapes, dtypes and modes and survives graph breaks; AOTAutograd functionalises and traces the joint
-graph. What is left to do here is to cut that graph for execution. Code without gradients runs as it is.
+graph. What is left to do here is to rewrite that graph, see `passes`, and to make records of it, see `capture`. Code
+without gradients runs as it is.
 """
 
 from __future__ import annotations
@@ -9,36 +10,54 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
 from torch.nn import functional as F
 
-from ..capturing.capture import Captured, capture
 from ..errors import CaptureError
-from ..rewriting import assignments, casts, losses, pooling, views
+from ..rewriting import casts
 from ..rewriting.contributions import Contributions, OtherTermsError, TermCounts, sums_alone
 from ..rewriting.fused_kernel import Kernels
-from ..rewriting.fusion import fuse
 from ..rewriting.kernels import run_as_eager
-from ..running.execution import Part
-from ..running.program import stub_modules
-from ..running.straight_line import compiled
+from ..rewriting.straight_line import compiled
 from ..torch_private import aot, autocasting, backward_pass, tensor_state, user_compiled
 from ..torch_private.changes import lost_changes
-from ..torch_private.each_size import EachSize, LetRunCaptured, sizes_among
+from ..torch_private.each_size import EachSize, LetRunCaptured, Runner, sizes_among
 from ..torch_private.eager_tracing import traced_as_eager
-from .proving import Proof
+from .capture import Captured, capture
+from .passes import Traced, rewrite
+from .stubs import stub_modules
 
 log = logging.getLogger("hiremate_lightning")
 
 
+class Runs(Protocol):
+    """What runs in the place of a joint graph.
+
+    Attributes:
+        own: Positions of outputs that are returned as tensors of their own, where the graph may give views.
+    """
+
+    own: tuple[int, ...]
+
+    def forward(self, arguments: list[Any]) -> list[Any]:
+        """Run the forward: inputs in, outputs and the token out."""
+
+    def backward(self, arguments: list[Any]) -> Sequence[Any]:
+        """Run the backward: the token and tangents in, gradients out."""
+
+
+MakePart = Callable[[Captured], Runs]
+Prove = Callable[[fx.GraphModule, Runner, Any], Runner]
+
+
 def planning_backend(
-    make_part: Callable[[Captured], Part],
+    make_part: MakePart,
     kernels: Kernels | None = None,
     let_run_captured: LetRunCaptured = lambda code, size_bytes: False,
-    prove: Callable[[Proof, Sequence[Any]], None] | None = None,
+    prove: Prove | None = None,
     say: Callable[[str], None] = log.warning,
 ) -> Any:
     """Build a backend that hands each captured graph to a session.
@@ -47,7 +66,8 @@ def planning_backend(
         make_part: Called once for each joint graph; the part that it returns runs in the graph's place.
         kernels: Where the kernels of fused operations are kept; None to fuse nothing.
         let_run_captured: Lets code whose sizes don't repeat run without a plan, see `EachSize`.
-        prove: Proves code before it runs, see `Proof`; None to believe what is captured.
+        prove: Returns what runs in the place of code and proves it first. It gets the code, what runs it as captured,
+            and the part inside of that, None where nothing has a gradient. None to believe what is captured.
         say: Warns.
 
     Returns:
@@ -63,12 +83,12 @@ def planning_backend(
     def run_in_place(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         terms: TermCounts = {}  # at the size traced last
 
-        def trace(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Callable[..., Any], int]:
+        def trace(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Runner, int]:
             nonlocal terms
             compilation = _Compilation(make_part, kernels)
-            run, terms = compilation.compile(module, inputs, terms)
+            run, terms = compilation.compile(module, inputs, terms), compilation.terms
             if prove is not None:
-                run = Proof(module, run, compilation.part, prove)
+                run = prove(module, run, compilation.part)
             return run, compilation.size_bytes
 
         if not has_gradients(inputs):
@@ -103,97 +123,95 @@ def _running_statistics(module: fx.GraphModule) -> list[int]:
 
 
 class _Compilation:
-    """The state of one compilation: AOTAutograd calls partition, then forward, then backward."""
+    """One compilation of captured code: AOTAutograd calls partition, then forward, then backward.
 
-    def __init__(self, make_part: Callable[[Captured], Part], kernels: Kernels | None) -> None:
-        self._make_part = make_part
-        self._kernels = kernels
+    AOTAutograd's caches hold it. So it must keep neither the code nor its inputs, which would keep the model.
+
+    Args:
+        make_part: Makes what runs in the place of the joint graph.
+        kernels: Where the kernels of fused operations are kept; None to fuse nothing.
+
+    Attributes:
+        part: What runs in the place of what was traced, None where nothing of it has a gradient.
+    """
+
+    def __init__(self, make_part: MakePart, kernels: Kernels | None) -> None:
+        self.part: Runs | None = None
+        self._make_part, self._kernels = make_part, kernels
         self._parameters: frozenset[int] = frozenset()
         self._blocks: dict[str, int] = {}
         self._contributions = Contributions((), {})
         self._captured: Captured | None = None
-        self._part: Part | None = None
 
     @property
-    def part(self) -> Part | None:
-        """What runs in the place of what was traced, None where nothing of it has a gradient."""
-        return self._part
+    def terms(self) -> TermCounts:
+        """Of how many terms the gradients are of what was traced."""
+        return self._contributions.terms
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all values of what was traced, be they needed or not; 0 where nothing of it has a gradient."""
         return 0 if self._captured is None else sum(self._captured.graph.sizes)
 
-    def compile(
-        self, module: fx.GraphModule, inputs: Sequence[Any], terms: TermCounts
-    ) -> tuple[Callable[..., Any], TermCounts]:
-        """Trace captured code; where gradients turn out to be of other terms than expected, once more with those.
-
-        Gives what runs in its place, and the terms that it has.
-        """
+    def compile(self, module: fx.GraphModule, inputs: Sequence[Any], terms: TermCounts) -> Runner:
+        """Trace captured code; where gradients turn out to be of other terms than expected, once more with those."""
         while True:
             try:
-                return self._trace(module, inputs, terms)
+                run = self._expanded(module, inputs, terms)
+                break
             except user_compiled.NotCompiledError as missing:
                 missing.compile()
+        statistics = _running_statistics(module)
+        if not statistics:
+            return run
 
-    def _trace(
-        self, module: fx.GraphModule, inputs: Sequence[Any], terms: TermCounts
-    ) -> tuple[Callable[..., Any], TermCounts]:
+        def run_uncounted(*arguments: Any) -> Any:
+            with tensor_state.changes_uncounted([arguments[position] for position in statistics]):
+                return run(*arguments)
+
+        return run_uncounted
+
+    def _expanded(self, module: fx.GraphModule, inputs: Sequence[Any], terms: TermCounts) -> Runner:
+        """Trace code; what is returned hands it an input for each term of a gradient."""
         backward_pass.watch()
         self._parameters = frozenset(i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
         for device_type in {inputs[i].device.type for i in self._parameters}:
             self._blocks |= casts.remembering_blocks(module, device_type)
-        backend = aot.make_backend(
-            partition=self._partition, forward=self._forward, backward=self._backward, inference=self._inference
-        )
         self._contributions = given = Contributions(inputs, terms)
         with traced_as_eager():
             try:
-                with autocasting.as_found_on_error(), given.traced(module):
-                    run = backend(module, given.expand_traced(inputs))
+                run = self._trace(module, inputs)
             except OtherTermsError as error:
                 given.settle(error.terms)
-                with autocasting.as_found_on_error(), given.traced(module):
-                    run = backend(module, given.expand_traced(inputs))
-        expanded = run if not given.terms else lambda *arguments: run(*given.expand(arguments))
-        statistics = _running_statistics(module)
-        if not statistics:
-            return expanded, given.terms
+                run = self._trace(module, inputs)
+        return run if not given.terms else lambda *arguments: run(*given.expand(arguments))
 
-        def run_uncounted(*arguments: Any) -> Any:
-            with tensor_state.changes_uncounted([arguments[position] for position in statistics]):
-                return expanded(*arguments)
-
-        return run_uncounted, given.terms
+    def _trace(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Runner:
+        backend = aot.make_backend(
+            partition=self._partition, forward=self._forward, backward=self._backward, inference=self._inference
+        )
+        given = self._contributions
+        with autocasting.as_found_on_error(), given.traced(module):
+            run: Runner = backend(module, given.expand_traced(inputs))
+        return run
 
     def _partition(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
-        joint.graph.eliminate_dead_code()
-        self._contributions.hand_over(joint, num_fwd_outputs)
-        if self._blocks:
-            casts.share(joint, num_fwd_outputs, self._parameters, self._blocks)
-        assignments.gather(joint)
-        views.leave_out(joint)
-        losses.join(joint)
-        pooling.join(joint)
-        if self._kernels is not None:
-            fuse(joint, num_fwd_outputs, self._kernels)
-        joint.recompile()
+        given = self._contributions
+        rewrite(Traced(joint, num_fwd_outputs, self._parameters, self._blocks, given, self._kernels))
         captured = capture(joint, num_fwd_outputs, self._parameters)
-        terms = sums_alone(captured.backward_outputs, self._contributions.of_leaves)
-        self._captured = captured = replace(captured, terms=terms)
-        return stub_modules(captured)
+        self._captured = replace(captured, terms=sums_alone(captured.backward_outputs, given.of_leaves))
+        return stub_modules(self._captured)
 
     def _forward(self, _: fx.GraphModule, __: Sequence[Any]) -> aot.Boxed:
         assert self._captured is not None, "AOTAutograd compiles a forward only after it partitioned"
         aot.allow_retain_graph()
         aot.take_gradients_as_they_come()
-        self._part = part = self._make_part(self._captured)
+        self.part = part = self._make_part(self._captured)
         part.own = aot.take_over_results()
         return aot.mark_boxed(lambda arguments: part.forward(arguments))
 
     def _backward(self, _: fx.GraphModule, __: Sequence[Any]) -> aot.Boxed:
-        part = self._part
+        part = self.part
         assert part is not None, "AOTAutograd compiles a backward only after its forward"
         return aot.mark_boxed(lambda arguments: part.backward(arguments))
 

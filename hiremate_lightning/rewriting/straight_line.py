@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from ..rewriting.joint import is_part
 from ..torch_private import aot, calls
+from .joint import is_part
 
 
 def compiled(module: fx.GraphModule) -> aot.Boxed:
