@@ -1,33 +1,54 @@
-"""What becomes of the plan of a kind of step, as a table."""
+"""What becomes of the plan of a kind of step, as tables."""
 
 from __future__ import annotations
 
 import pytest
 
-from hiremate_lightning.sessions.deciding import CORRECTIONS, Action, Decision, Evidence, Reason, decide
-
-NEW = {"has_plan": False}
-KEPT = Decision(Action.KEEP)
+from hiremate_lightning.sessions.deciding import (
+    CORRECTIONS,
+    Decision,
+    decide_beside,
+    decide_first,
+    decide_measured,
+)
 
 
 @pytest.mark.parametrize(
-    ("known", "decision"),
+    ("is_worth_it", "has_place", "decision"),
     [
-        (NEW, KEPT),
-        ({**NEW, "has_place": False}, KEPT),
-        ({**NEW, "is_worth_a_plan": True}, Decision(Action.REPLAN, Reason.FIRST)),
-        ({**NEW, "is_worth_a_plan": True, "has_place": False}, Decision(Action.REFUSE, Reason.FIRST)),
-        ({}, KEPT),
-        ({"stays": False}, Decision(Action.REPLAN, Reason.LESS_ROOM)),
-        ({"stays": False, "is_risen": True, "recomputes": True}, Decision(Action.REPLAN, Reason.LESS_ROOM)),
-        ({"is_risen": True}, KEPT),  # more room is of no use
-        ({"is_risen": True, "recomputes": True}, Decision(Action.REPLAN, Reason.MORE_ROOM)),
-        ({"excess_bytes": 0}, KEPT),
-        ({"excess_bytes": 1}, Decision(Action.REPLAN, Reason.ABOVE_BUDGET)),
-        ({"excess_bytes": 1, "is_least": True}, KEPT),  # no plan takes less
-        ({"excess_bytes": 1, "corrections": CORRECTIONS - 1}, Decision(Action.REPLAN, Reason.ABOVE_BUDGET)),
-        ({"excess_bytes": 1, "corrections": CORRECTIONS}, Decision(Action.REFUSE, Reason.ABOVE_BUDGET)),
+        (False, True, Decision.KEEP),
+        (False, False, Decision.KEEP),
+        (True, True, Decision.FIRST),
+        (True, False, Decision.FULL),
     ],
 )
-def test_a_plan_is_kept_replaced_or_refused_with_its_reason(known, decision):
-    assert decide(Evidence(**known)) == decision
+def test_a_first_plan_is_made_where_it_is_worth_it(is_worth_it, has_place, decision):
+    assert decide_first(is_worth_it, has_place) is decision
+
+
+@pytest.mark.parametrize(
+    ("stays", "is_risen", "recomputes", "decision"),
+    [
+        (True, False, True, Decision.KEEP),
+        (False, False, False, Decision.LESS_ROOM),
+        (False, True, True, Decision.LESS_ROOM),
+        (True, True, False, Decision.KEEP),  # more room is of no use
+        (True, True, True, Decision.MORE_ROOM),
+    ],
+)
+def test_a_plan_stays_where_it_fits_beside_what_exists(stays, is_risen, recomputes, decision):
+    assert decide_beside(stays, is_risen, recomputes) is decision
+
+
+@pytest.mark.parametrize(
+    ("excess_bytes", "is_least", "corrections", "decision"),
+    [
+        (0, False, 0, Decision.KEEP),
+        (1, False, 0, Decision.ABOVE_BUDGET),
+        (1, True, 0, Decision.KEEP),  # no plan takes less
+        (1, False, CORRECTIONS - 1, Decision.ABOVE_BUDGET),
+        (1, False, CORRECTIONS, Decision.HOPELESS),
+    ],
+)
+def test_a_plan_above_its_budget_is_corrected_a_few_times(excess_bytes, is_least, corrections, decision):
+    assert decide_measured(excess_bytes, is_least, corrections) is decision

@@ -108,7 +108,8 @@ def test_each_step_has_its_reason_to_be_watched(expected, reason):
     assert policy.reason(expected) is reason
     assert policy.reason(expected) is reason, "a query changes nothing"
     is_timed = reason is Reason.TIME
-    assert policy.decide(expected) is (Watch.NOTHING if reason is None else Watch.TIME if is_timed else Watch.MEASURE)
+    watch = Watch.NOTHING if reason is None else Watch.TIME if is_timed else Watch.MEASURE
+    assert policy.step_begins(expected).watch is watch
 
 
 def test_a_steady_kind_is_settled_in_three_steps():
@@ -173,7 +174,7 @@ def test_what_failed_is_not_counted():
     policy = WatchPolicy(Clock())
     policy.step_begins(Expected(None, None, SIZE))  # and does not end
     policy.settle()
-    assert policy.decide(Expected(None, None, SIZE)) is Watch.MEASURE
+    assert policy.step_begins(Expected(None, None, SIZE)).watch is Watch.MEASURE
 
 
 def test_a_state_with_a_higher_predicted_peak_is_measured_at_its_third_step():

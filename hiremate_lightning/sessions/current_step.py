@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from enum import Enum
 
 from ..capturing.capture import Captured
 from ..measuring.profiling import TimedRun
@@ -20,15 +19,6 @@ from .releasing import Timing
 from .watching import Look
 
 Planned = tuple[Known, Decisions]  # a step, and what was decided for it
-
-
-class State(Enum):
-    """How far a step has come."""
-
-    FORWARD = "its forwards run"
-    BACKWARD = "a backward has begun, so the next forward begins another step"
-    ENDED = "it has ended, and the next step may learn from it"
-    FAILED = "it was dropped, since an exception was raised or not all of it was seen"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,29 +96,6 @@ class PlainRun:
     released: Kind | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """What happened in a step that ran captured code.
-
-    Attributes:
-        kind: Its kind.
-        is_own: Whether it ran by the plan of its kind throughout, or of a kind that it is taken for.
-        is_by_plans: Whether it ran by plans throughout, be they of other kinds.
-        expected: The kind by whose plan it began, None for none.
-        resident: What existed when it began, None where that was not counted.
-        record: What was measured, None for nothing.
-        timed: Times of its operations, None where they were not taken.
-    """
-
-    kind: Kind
-    is_own: bool
-    is_by_plans: bool
-    expected: Kind | None
-    resident: Resident | None
-    record: StepRecord | None
-    timed: TimedRun | None
-
-
 @dataclass(eq=False)
 class CurrentStep:
     """A step from its beginning to its end.
@@ -138,7 +105,7 @@ class CurrentStep:
         waiting: How many graphs of earlier steps waited for their backward as it began.
         foreseen: The kinds that it may be of, the likeliest first.
         calls: What each call of a planned module was given.
-        state: How far it has come.
+        has_backward: Whether a backward has begun.
         is_unseen: Whether a part of it was not seen, so that nothing can be learned from it.
         resident: What existed when it began, None where that was not counted.
         plain: How it runs as the user wrote it; None where it runs captured.
@@ -157,7 +124,7 @@ class CurrentStep:
     waiting: int = 0
     foreseen: tuple[Kind, ...] = ()
     calls: list[ModuleCall] = field(default_factory=list)
-    state: State = State.FORWARD
+    has_backward: bool = False
     is_unseen: bool = False
     resident: Resident | None = None
     plain: PlainRun | None = None
@@ -179,7 +146,7 @@ class CurrentStep:
     @property
     def is_over(self) -> bool:
         """Whether the next forward begins another step."""
-        return self.state is not State.FORWARD or self.is_unseen
+        return self.has_backward or self.is_unseen
 
     @property
     def kind(self) -> Kind:
@@ -196,24 +163,17 @@ class CurrentStep:
         self.is_replanned = self.is_replanned or bool(self.forwards)
         self.comparison.followed = None
 
-    def end(self, own: Collection[Kind]) -> Ended:
-        """End it.
-
-        Args:
-            own: Its kind, and those that it is taken for.
-
-        Returns:
-            What happened in it.
-        """
-        self.state = State.ENDED
+    def ran_by(self, own: Collection[Kind]) -> bool:
+        """Whether it ran throughout by the plans of these kinds: its own, and those that it is taken for."""
         chosen = {forward.kind for forward in self.forwards}
-        is_own = bool(chosen) and chosen <= set(own) and not self.is_replanned
-        is_by_plans = all(forward.is_planned for forward in self.forwards)
-        given = self.expected, self.resident, self.record, self.timed
-        return Ended(self.kind, is_own, is_by_plans, *given)
+        return bool(chosen) and chosen <= set(own) and not self.is_replanned
 
-    def fail(self) -> None:
-        """Drop it."""
-        self.state = State.FAILED
+    @property
+    def is_by_plans(self) -> bool:
+        """Whether it ran by plans throughout, be they of other kinds."""
+        return all(forward.is_planned for forward in self.forwards)
+
+    def drop(self) -> None:
+        """End its measurement, of which nothing is learned."""
         if self.record is not None:
             self.record.close()

@@ -163,7 +163,7 @@ class FirstSteps:
         """Find the planned steps that are the same code so far."""
         seen = step.comparison
         if not seen.compared:
-            seen.alike = list(self._kinds.foreseen())
+            seen.alike = list(self._kinds.decided())
         for place in range(seen.compared, len(step.forwards)):
             captured = step.forwards[place].captured
             seen.alike = [(known, decided) for known, decided in seen.alike if known.runs_at(place, captured)]

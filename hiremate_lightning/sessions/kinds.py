@@ -254,7 +254,7 @@ class Kinds:
         """Learn in which order kinds come, from a step that has ended."""
         self._order.note(kind, start)
 
-    def foreseen(self) -> Iterator[tuple[Known, Decisions]]:
+    def decided(self) -> Iterator[tuple[Known, Decisions]]:
         """List what each planned kind runs, and what its plan recomputes."""
         return ((self.described(kind), plan.solution.recompute) for kind, plan in self.plans.items())
 

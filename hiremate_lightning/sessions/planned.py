@@ -22,7 +22,7 @@ from ..running.program import Program
 from ..units import Budget, format_bytes
 from .announcements import Announcements
 from .current_step import CurrentStep
-from .deciding import Action, Decision, Evidence, Reason, decide
+from .deciding import Decision, decide_beside, decide_first, decide_measured
 from .first_steps import FirstSteps
 from .kinds import CERTAIN, Kind, Kinds
 from .known import Known
@@ -193,8 +193,8 @@ class PlannedKinds:
         record = self.kinds[kind]
         is_worth_it = record.sights > 1 or not record.is_by_plans
         has_place = is_worth_it and (self.maker.captured_before(kind) is not None or self.has_place())
-        decision = decide(Evidence(has_plan=False, is_worth_a_plan=is_worth_it, has_place=has_place))
-        if decision.action is Action.REFUSE:
+        decision = decide_first(is_worth_it, has_place)
+        if decision is Decision.FULL:
             self.announce_full()
         return decision
 
@@ -316,16 +316,16 @@ class PlannedKinds:
         )
         adapted = adapted.with_measured(peak_bytes=None) if is_old else adapted  # measured again
         peak_bytes = adapted.planned_peak_bytes + known.margin_bytes
-        evidence = Evidence(
+        decision = decide_beside(
             stays=limits.stays(resident, peak_bytes, is_least=plan.planned_peak_bytes > plan.budget_bytes),
             is_risen=limits.have_risen(resident, peak_bytes),
             recomputes=plan.solution.recompute_ms > 0,
         )
-        self._adapt(kind, adapted, peak_bytes, decide(evidence))
+        self._adapt(kind, adapted, peak_bytes, decision)
 
     def _adapt(self, kind: Kind, adapted: Plan, peak_bytes: int, decision: Decision) -> None:
         """Let a plan stay that meets what exists, or make another one."""
-        if decision.reason is Reason.LESS_ROOM:
+        if decision is Decision.LESS_ROOM:
             log.info("%s is planned anew: resident bytes are now %s", self.name, format_bytes(adapted.resident_bytes))
             self._replan(kind)
             return
@@ -333,7 +333,7 @@ class PlannedKinds:
         self._tell(adapted)
         if adapted.planned_peak_bytes > adapted.budget_bytes:
             self._say_least(kind, adapted.planned_peak_bytes)
-        if decision.reason is Reason.MORE_ROOM:
+        if decision is Decision.MORE_ROOM:
             log.info("%s is planned anew: the budget is now %s", self.name, format_bytes(adapted.budget_bytes))
             known = self.kinds.described(kind)
             self.kinds.change(kind, known=replace(known, limits=known.limits.with_plan(peak_bytes)))  # tried once
@@ -367,20 +367,18 @@ class PlannedKinds:
         is_least = plan.planned_peak_bytes > plan.budget_bytes
         if is_least:
             self._say_least(kind, peak_bytes)
-        excess_bytes = peak_bytes - plan.budget_bytes
-        decision = decide(Evidence(is_least=is_least, excess_bytes=excess_bytes, corrections=known.corrections))
-        self._correct(kind, peak_bytes, decision)
+        self._correct(kind, peak_bytes, decide_measured(peak_bytes - plan.budget_bytes, is_least, known.corrections))
 
     def _correct(self, kind: Kind, peak_bytes: int, decision: Decision) -> None:
         """Plan with a margin where a peak was measured above the budget, or say why not."""
         plan, known = self.plans[kind], self.kinds.described(kind)
         excess_bytes = peak_bytes - plan.budget_bytes
         text = f"The measured peak {format_bytes(peak_bytes)} is {format_bytes(excess_bytes)} above the budget"
-        if decision.action is Action.REFUSE:
+        if decision is Decision.HOPELESS:
             self._announcements.say_over(
                 f"{text}, after planning with a margin: something outside of the planned modules takes the memory."
             )
-        if decision.action is not Action.REPLAN:
+        if decision is not Decision.ABOVE_BUDGET:
             return
         margin_bytes = peak_bytes - plan.planned_peak_bytes  # more than the last one, which was left free
         corrected = replace(known, corrections=known.corrections + 1)

@@ -20,8 +20,8 @@ from ..out_of_memory import InfeasibleBudgetError, explain
 from ..planning.planner import GUARD_BYTES, guard_bytes
 from ..torch_private import backward_pass
 from .announcements import Announcements
-from .current_step import CurrentStep, Ended, PlainRun, State
-from .deciding import Action
+from .current_step import CurrentStep, PlainRun
+from .deciding import Decision
 from .first_steps import FirstSteps
 from .given import tensors_among
 from .kinds import Kind
@@ -246,18 +246,17 @@ class Steps:
     def backward_starts(self) -> None:
         """Learn that a backward starts."""
         step = self.current
-        if step is not None and step.state is State.FORWARD:
-            step.state = State.BACKWARD
+        if step is None or not step.has_backward:  # there is none for a backward of one that failed, or has ended
             self._memory.backward_starts(self.count)
-        elif step is None:  # of a step that failed, or has ended before
-            self._memory.backward_starts(self.count)
+        if step is not None:
+            step.has_backward = True
 
     def fail(self) -> None:
         """Drop the step under way, after an exception."""
         step, self.current, self.ended = self.current, None, None
         self._memory.batch = []
         if step is not None:
-            step.fail()
+            step.drop()
 
     def end(self, at_once: bool = True) -> None:
         """End the step under way, and its measurement; what was learned is used when the next one begins.
@@ -272,15 +271,14 @@ class Steps:
             return
         if step.is_unseen:
             self.ended = None
-            step.fail()
-            return
-        if step.plain is not None:
+            step.drop()
+        elif step.plain is not None:
             self._end_plain(step, step.plain, at_once)
         elif step.forwards or step.record is not None:
             self._end_captured(step, at_once)
 
     def _end_plain(self, step: CurrentStep, plain: PlainRun, at_once: bool) -> None:
-        step.state, self.ended = State.ENDED, step
+        self.ended = step
         if plain.released is not None:
             self._kinds.note(plain.released, step.start)
         self._memory.step_ended(step.record)
@@ -290,42 +288,48 @@ class Steps:
 
     def _end_captured(self, step: CurrentStep, at_once: bool) -> None:
         is_usual = self._announcements.step_ended(self._parts.count)
-        ended, self.ended = step.end(self._kinds.taken_for(step.kind)), step
-        self._kinds.ended(ended.kind, step.start, ended.is_by_plans)
+        self.ended, kind, expected, record = step, step.kind, step.expected, step.record
+        is_own = step.ran_by(self._kinds.taken_for(kind))
+        self._kinds.ended(kind, step.start, step.is_by_plans)
         self._unplanned.was_foreseen(step)
-        kind, expected, plans = ended.kind, ended.expected, self._planned.plans
-        if not ended.is_own and expected is not None and kind in plans and expected != kind:
+        plans = self._planned.plans
+        if not is_own and expected is not None and kind in plans and expected != kind:
             self._planned.confused(expected, kind)
-        self._memory.step_ended(ended.record)
-        if ended.record is not None:
-            ended.record.close(at_once)
-        saw = self._learn_from(step, ended)
+        self._memory.step_ended(record)
+        if record is not None:
+            record.close(at_once)
+        saw = self._learn_from(step, is_own)
         if step.look is not None:
             self._watching.step_ended(step.look, kind, saw, is_usual)
-        is_missed = kind not in plans and (ended.record is None or not ended.record.is_whole)
-        if is_missed and self._planned.decide_to_plan(kind).action is Action.REPLAN:
+        is_missed = kind not in plans and (record is None or not record.is_whole)
+        if is_missed and self._planned.decide_to_plan(kind) is Decision.FIRST:
             self._watching.missed(kind)
 
-    def _learn_from(self, step: CurrentStep, ended: Ended) -> Saw:
-        """Keep the record of a step to plan its kind, or compare its peak or time with those of its plan."""
-        record, kind, plans = ended.record, ended.kind, self._planned.plans
+    def _learn_from(self, step: CurrentStep, is_own: bool) -> Saw:
+        """Keep the record of a step to plan its kind, or compare its peak or time with those of its plan.
+
+        Args:
+            step: The step.
+            is_own: Whether it ran by the plan of its kind throughout, or of a kind that it is taken for.
+        """
+        record, kind, plans = step.record, step.kind, self._planned.plans
         if record is None:
-            is_planned = ended.is_own and kind in plans
-            if ended.timed is not None and is_planned and plans[kind].measured.peak_bytes is not None:
-                self._planned.update(kind, step_ms=ended.timed.total_ms, recompute_ms=ended.timed.recompute_ms)
+            is_planned = is_own and kind in plans
+            if step.timed is not None and is_planned and plans[kind].measured.peak_bytes is not None:
+                self._planned.update(kind, step_ms=step.timed.total_ms, recompute_ms=step.timed.recompute_ms)
             return Saw.NOTHING
         if not record.is_whole:
             return Saw.NOTHING
         self._planned.see_backwards(kind, record)
         if kind not in self._planned.plans:
             if record.backwards:
-                record.timed = ended.timed
-                step.is_to_be_planned = self._planned.decide_to_plan(kind).action is Action.REPLAN
+                record.timed = step.timed
+                step.is_to_be_planned = self._planned.decide_to_plan(kind) is Decision.FIRST
                 self._watching.found(kind)
             return Saw.NOTHING
-        if not ended.is_own or ended.resident is None or not record.is_measured:
+        if not is_own or step.resident is None or not record.is_measured:
             return Saw.NOTHING
         if record.peak_bytes is None:
             return Saw.NO_FREES
-        self._planned.peak_measured(kind, record.peak_bytes, self._memory.as_seen(ended.resident))
+        self._planned.peak_measured(kind, record.peak_bytes, self._memory.as_seen(step.resident))
         return Saw.PEAK

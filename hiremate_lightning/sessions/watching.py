@@ -157,10 +157,6 @@ class WatchPolicy:
             return Reason.TIME
         return Reason.AGAIN if expected.may_grow and own.since >= own.gap else None
 
-    def decide(self, expected: Expected) -> Watch:
-        """Decide whether to measure the step that begins, to time it, or neither."""
-        return self._decide(expected)[0]
-
     def _decide(self, expected: Expected) -> tuple[Watch, Reason | None, Expected]:
         """Return what to watch, why, and for which step: it may be the next one, whose peak is to be seen."""
         reason, following, count = self.reason(expected), expected.following, 1
