@@ -13,7 +13,14 @@ from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.records.graph import StorageKind
 from hiremate_lightning.records.resizing import Sample
 from hiremate_lightning.records.ways import Way
-from hiremate_lightning.sessions.plain_steps import ROUNDING, TRIES, UNMEASURED_RATIO, Captured, ModuleCall, PlainSteps
+from hiremate_lightning.sessions.plain_steps import (
+    ROUNDING,
+    TRIES,
+    UNMEASURED_RATIO,
+    CapturedStep,
+    ModuleCall,
+    PlainSteps,
+)
 from hiremate_lightning.sessions.targets import targets_of
 
 from .exact import simple_loop, train_both
@@ -34,7 +41,7 @@ def bytes_at(rows: int, length: int) -> int:
 
 def captured(
     rows: int, length: int, code: tuple[int, ...] = KIND, times: int = 1, margin_bytes: int = 0, width: int = 8
-) -> Captured:
+) -> CapturedStep:
     """A step that keeps one tensor of its rows, its length and channels, in a module that may be called twice."""
     b = Builder()
     weight, x = b.input("w", width), b.input("x", 8, StorageKind.INPUT)
@@ -44,12 +51,12 @@ def captured(
     gradient = b.op("grad", (tangent, kept), 8, backward=True)
     graph, profile = b.graph(outputs=(out,), gradients=(gradient,))
     sample = Sample((), graph, profile, len(graph.storages))
-    return Captured(
+    return CapturedStep(
         (call(rows, length),), code, times * rows * length, margin_bytes, lambda: (sample, {"module": [[0]]})
     )
 
 
-def known(*steps: Captured) -> PlainSteps:
+def known(*steps: CapturedStep) -> PlainSteps:
     """Make predictions from captured steps, of the kinds (0,), (1,) and so on."""
     plain = PlainSteps()
     for number, step in enumerate(steps):
@@ -73,8 +80,8 @@ def test_a_step_fits_or_it_does_not():
     plain = known(captured(4, 100))
     most = plain.predict([call(4, 60)], KIND, 10**9)
     assert most is not None
-    assert plain.predict([call(4, 60)], KIND, int(most.added_bytes) + 1) is not None
-    assert plain.predict([call(4, 60)], KIND, int(most.added_bytes) - 1, (Way(),)) is None
+    assert plain.predict([call(4, 60)], KIND, most.added_bytes) is not None
+    assert plain.predict([call(4, 60)], KIND, most.added_bytes - 1, (Way(),)) is None
 
 
 def test_the_first_way_that_fits_is_chosen():
@@ -101,7 +108,7 @@ def test_kinds_called_like_a_step_are_found_by_its_first_calls():
     assert plain.called_like([call(4, 60)], [KIND]) == []
 
 
-def added(plain: PlainSteps, length: int) -> float:
+def added(plain: PlainSteps, length: int) -> int:
     found = plain.predict([call(4, length)], KIND, 10**9, (Way(),))
     assert found is not None
     return found.added_bytes

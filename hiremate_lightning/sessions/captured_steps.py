@@ -1,4 +1,4 @@
-"""Captured steps, as predictions of plain steps need them."""
+"""CapturedStep steps, as predictions of plain steps need them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..records.resizing import Sample
 from ..records.ways import Calls
 from .kinds import Kind
 from .known import Known
-from .plain_steps import Captured, ModuleCall
+from .plain_steps import CapturedStep, ModuleCall
 from .second_calls import SecondCalls
 
 
@@ -22,9 +22,9 @@ class CapturedSteps:
 
     def __init__(self, second_calls: SecondCalls) -> None:
         self._second_calls = second_calls
-        self._described: dict[Kind, tuple[tuple[object, ...], Captured]] = {}
+        self._described: dict[Kind, tuple[tuple[object, ...], CapturedStep]] = {}
 
-    def described(self, kind: Kind, known: Known, calls: Sequence[ModuleCall], code: Kind) -> Captured:
+    def described(self, kind: Kind, known: Known, calls: Sequence[ModuleCall], code: Kind) -> CapturedStep:
         """Describe a kind of step, or return how it was described before.
 
         Args:
@@ -41,9 +41,9 @@ class CapturedSteps:
             self._described[kind] = found = state, self.describe(known, calls, code)
         return found[1]
 
-    def describe(self, known: Known, calls: Sequence[ModuleCall], code: Kind) -> Captured:
+    def describe(self, known: Known, calls: Sequence[ModuleCall], code: Kind) -> CapturedStep:
         """Describe a step that is known."""
-        return Captured(tuple(calls), code, known.bytes_from(0), known.margin_bytes, partial(self._read, known))
+        return CapturedStep(tuple(calls), code, known.bytes_from(0), known.margin_bytes, partial(self._read, known))
 
     def _read(self, known: Known) -> tuple[Sample, Calls]:
         step, first, parameters = known.merge(), 0, dict[int, int]()

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class ModuleCall:
 
 
 @dataclass(frozen=True, eq=False)
-class Captured:
+class CapturedStep:
     """A step that was captured.
 
     Attributes:
@@ -93,14 +94,14 @@ class Prediction:
     """
 
     way: Way
-    added_bytes: float
-    captured_bytes: float
+    added_bytes: int
+    captured_bytes: int
 
 
 class _Code:
     """Steps of the same code, as far as their first calls tell them apart."""
 
-    def __init__(self, steps: Sequence[Captured], count: int) -> None:
+    def __init__(self, steps: Sequence[CapturedStep], count: int) -> None:
         samples = [replace(step.known[0], sizes=_sizes(step.calls[:count])) for step in steps]
         self._base, self._twice = steps[0].known
         self._resizing = Resizing(samples)
@@ -127,10 +128,10 @@ class _Code:
         low = found.peak_bytes(bounds.low, bounds.low_workspaces)
         return low, found.peak_bytes(bounds.high, bounds.high_workspaces)
 
-    def growing(self, sizes: tuple[int, ...], paths: frozenset[str]) -> tuple[float, float]:
+    def growing(self, sizes: tuple[int, ...], paths: frozenset[str]) -> tuple[int, int]:
         """Bound what of the peak grows with the sizes: in eager PyTorch it is larger."""
         low, high = self.peaks(sizes, paths)
-        return max(0.1 * low, low - self._gradient_bytes), max(0.1 * high, high - self._gradient_bytes)
+        return max(low // 10, low - self._gradient_bytes), max(high // 10, high - self._gradient_bytes)
 
     def _allocated(self, paths: frozenset[str]) -> Allocations:
         if paths not in self._allocations:
@@ -153,22 +154,22 @@ class PlainSteps:
     """Predicts what plain steps take at sizes that were not planned, and corrects that by what is measured."""
 
     def __init__(self) -> None:
-        self._captured: dict[Kind, Captured] = {}
-        self._foreseen = deque[Captured](maxlen=SAMPLES)
-        self._codes: dict[tuple[Kind, int], tuple[tuple[Captured, ...], _Code]] = {}
+        self._captured: dict[Kind, CapturedStep] = {}
+        self._foreseen = deque[CapturedStep](maxlen=SAMPLES)
+        self._codes: dict[tuple[Kind, int], tuple[tuple[CapturedStep, ...], _Code]] = {}
         self._predicted: dict[tuple[object, ...], Prediction | None] = {}
         self._measured: dict[Way, list[_Measured]] = {}
-        self._largest_bytes: dict[Way, float] = {}  # that were measured
+        self._largest_bytes: dict[Way, int] = {}  # that were measured
         self._tries = 0
         self._ratios: dict[Way, float] = {}
 
-    def learn(self, kind: Kind, step: Captured) -> None:
+    def learn(self, kind: Kind, step: CapturedStep) -> None:
         """Learn what a kind of step takes."""
         if self._captured.get(kind) is not step:
             self._captured[kind] = step
             self._forget_predictions()
 
-    def learn_foreseen(self, step: Captured) -> None:
+    def learn_foreseen(self, step: CapturedStep) -> None:
         """Learn what a step takes that was captured and has no plan of its own."""
         self._foreseen.append(step)
         self._forget_predictions()
@@ -216,20 +217,20 @@ class PlainSteps:
                 return most
         return None
 
-    def with_margin(self, added_bytes: float) -> float:
+    def with_margin(self, added_bytes: int) -> int:
         """Return what a plain step takes, of which the captured graph takes so many bytes."""
-        return added_bytes * self._ratio(Way())
+        return ceil(added_bytes * self._ratio(Way()))
 
     def _takes(self, code: _Code, sizes: tuple[int, ...], way: Way) -> Prediction:
         captured_bytes = code.peaks(sizes, way.paths)[1]
         excess_bytes = (self._ratio(way) - 1) * code.growing(sizes, way.paths)[1]
-        added_bytes = ROUNDING * (captured_bytes + excess_bytes) + code.margin_bytes
+        added_bytes = ceil(ROUNDING * (captured_bytes + excess_bytes)) + code.margin_bytes
         return Prediction(way, added_bytes, captured_bytes)
 
     def _codes_called(self, calls: tuple[ModuleCall, ...], likely: Kind) -> list[_Code]:
         """List the codes whose first calls have the form of these, that of the likely kind first; none without it."""
         form, count = _form(calls), len(calls)
-        found = dict[Kind, list[Captured]]()
+        found = dict[Kind, list[CapturedStep]]()
         for step in (*self._captured.values(), *self._foreseen):
             if _form(step.calls[:count]) == form:
                 found.setdefault(step.code, []).append(step)
@@ -239,7 +240,7 @@ class PlainSteps:
         codes = [first, *(code for code in found if code != first)]
         return [self._code(code, _some_of(found[code]), count) for code in codes]
 
-    def _code(self, code: Kind, steps: tuple[Captured, ...], count: int) -> _Code:
+    def _code(self, code: Kind, steps: tuple[CapturedStep, ...], count: int) -> _Code:
         known = self._codes.get((code, count))
         if known is None or known[0] != steps:
             self._codes[code, count] = known = steps, _Code(steps, count)
@@ -249,7 +250,7 @@ class PlainSteps:
 
     def is_to_be_measured(self, prediction: Prediction) -> bool:
         """Whether to measure a plain step: the first ones are, and the first clearly larger ones."""
-        largest_bytes = self._largest_bytes.get(prediction.way, 0.0)
+        largest_bytes = self._largest_bytes.get(prediction.way, 0)
         return prediction.captured_bytes > CLEARLY_LARGER * largest_bytes or 0 < self._tries < TRIES
 
     def measured(
@@ -270,21 +271,21 @@ class PlainSteps:
             self._measured[way] = sorted(measured, key=lambda step: step.added_bytes)[-COMPARED:]
             self._forget_predictions()
         if added_bytes is not None or self._tries == TRIES:
-            self._largest_bytes[way] = max(self._largest_bytes.get(way, 0.0), prediction.captured_bytes)
+            self._largest_bytes[way] = max(self._largest_bytes.get(way, 0), prediction.captured_bytes)
             self._tries = 0
 
     def _ratio(self, way: Way) -> float:
         """Return the ratio of what grows with the sizes in eager PyTorch to the same in the captured graph."""
         if way not in self._ratios:
             found = [self._compare(way, measured) for measured in self._measured.get(way, ())]
-            largest_bytes = max((size_bytes for size_bytes, _ in found), default=0.0)
+            largest_bytes = max((size_bytes for size_bytes, _ in found), default=0)
             similar = [ratio for size_bytes, ratio in found if size_bytes >= SIMILAR * largest_bytes]
             others = (self._ratio(other) for other in self._measured if other != way and not largest_bytes)
             unmeasured = UNMEASURED_WAY_RATIO if way.paths and self._measured else UNMEASURED_RATIO
             self._ratios[way] = max([LEAST_RATIO, *similar]) if largest_bytes else max([unmeasured, *others])
         return self._ratios[way]
 
-    def _compare(self, way: Way, measured: _Measured) -> tuple[float, float]:
+    def _compare(self, way: Way, measured: _Measured) -> tuple[int, float]:
         """Return what grows with the sizes in a plain step that was measured, and its ratio to the captured graph.
 
         What the captured graph takes is only bounded: at worst the ratio is that to the lower bound. A step that took
@@ -296,7 +297,7 @@ class PlainSteps:
             if growing[0]:
                 excess = [(measured.added_bytes - peak) / size for peak, size in zip(peaks, growing, strict=True)]
                 return growing[0], 1 + min(excess[0], max(UNMEASURED_RATIO - 1, excess[1]))
-        return 0.0, 0.0
+        return 0, 0.0
 
 
 def _form(calls: Sequence[ModuleCall]) -> tuple[tuple[Any, ...], ...]:
@@ -307,7 +308,7 @@ def _sizes(calls: Sequence[ModuleCall]) -> tuple[int, ...]:
     return tuple(size for call in calls for shape in call.shapes for size in shape)
 
 
-def _some_of(steps: Sequence[Captured]) -> tuple[Captured, ...]:
+def _some_of(steps: Sequence[CapturedStep]) -> tuple[CapturedStep, ...]:
     """Choose the steps to predict from: the largest and the latest ones, each at sizes of its own."""
     largest = max(steps, key=lambda step: step.total_bytes)
     latest = {step.calls: step for step in steps if step.calls != largest.calls}

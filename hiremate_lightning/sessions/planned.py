@@ -408,7 +408,7 @@ class PlannedKinds:
 
     # ---------------------------------------------------------------- what others ask
 
-    def gains_nothing(self, kind: Kind, plain_bytes: float) -> bool:
+    def gains_nothing(self, kind: Kind, plain_bytes: int) -> bool:
         """Whether a plan that was measured and timed recomputes nothing, where its step fits without it.
 
         Args:
