@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
+from hiremate_lightning.records.scaling import difference
 from hiremate_lightning.sessions import backend
 from hiremate_lightning.sessions.targets import targets_of
 from hiremate_lightning.torch_private import dynamo, each_size
@@ -211,6 +212,35 @@ class Rooted(nn.Module):
         for _ in range(x.shape[1] // 4):
             x = self.linear(x) / len(str(x.shape[1])) ** 0.5
         return x
+
+
+class Zooming(nn.Module):
+    """A picture beside its half, interpolated: Dynamo finds no symbols for what is interpolated after a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        halved = nn.functional.max_pool2d(x, 2)
+        return torch.cat([x, nn.functional.interpolate(halved, scale_factor=2, mode="bilinear")], 1)
+
+
+def test_sizes_that_dynamo_fixes_are_no_inputs_of_the_code(monkeypatch):
+    graphs = []
+    capture = backend.capture
+
+    def note(*arguments):
+        graphs.append(capture(*arguments))
+        return graphs[-1]
+
+    monkeypatch.setattr(backend, "capture", note)
+    model = hiremate(Zooming(), "100%", verbose=False)
+    for height, width in ((8, 16), (12, 24), (16, 12)):
+        model(torch.randn(2, 3, height, width)).sum().backward()
+    assert len(graphs) == 3
+    assert [difference(graphs[0].graph, other.graph) for other in graphs] == [None] * 3
 
 
 def test_code_that_needs_the_number_is_captured_for_each():

@@ -31,13 +31,17 @@ LetRunCaptured = Callable[[object, int], bool]
 
 
 def sizes_among(module: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
-    """List the positions of the inputs of captured code that are numbers on which sizes of its tensors depend."""
+    """List the positions of the inputs of captured code that are numbers on which sizes of its tensors depend.
+
+    Among them are sizes that turned out to be one number each, as those of a picture that is interpolated: the code is
+    that of other captures, whose sizes are no inputs.
+    """
     numbers = {i: value.node.expr.free_symbols for i, value in enumerate(inputs) if isinstance(value, torch.SymInt)}
     if not numbers:
         return []
     shown = tensor_state.leaves([node.meta.get("example_value") for node in module.graph.nodes])
     symbols = set[Any]().union(*(_symbols_of(value) for value in shown if isinstance(value, torch.Tensor)))
-    return [position for position, its_symbols in numbers.items() if not symbols.isdisjoint(its_symbols)]
+    return [p for p, its_symbols in numbers.items() if not its_symbols or not symbols.isdisjoint(its_symbols)]
 
 
 def _symbols_of(tensor: torch.Tensor) -> set[Any]:
