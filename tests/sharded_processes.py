@@ -6,7 +6,9 @@ Each case trains twice, plain and planned, from the same random states. What is 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,17 @@ from . import pipelines
 from .pipelines import PIPELINES
 from .processes import leave
 from .sharded_tools import TOOLS, too_small
-from .sharding import CASES, HEAVY, SCORED, TOO_SMALL, train
+from .sharding import CASES, HEAVY, SCORED, TOO_SMALL, Left, train
 from .shared_memory import SharedMemory
+
+
+def models() -> dict[str, Callable[..., Left]]:
+    """Return what trains models of transformers and timm, nothing where these are not installed."""
+    if None in map(find_spec, ("transformers", "timm")):
+        return {}
+    from .sharded_models import MODELS
+
+    return MODELS
 
 
 def main(folder: Path, wanted: list[str]) -> None:
@@ -36,6 +47,9 @@ def main(folder: Path, wanted: list[str]) -> None:
     for name, train_with in TOOLS.items():
         if not wanted or name in wanted:
             found[name] = tuple(train_with(rank, planned) for planned in (False, True))
+    for name, train_model in models().items():
+        if not wanted or name in wanted:
+            found[name] = tuple(train_model(rank, memory, planned) for planned in (False, True))
     if not wanted or TOO_SMALL in wanted:
         found[TOO_SMALL] = [too_small(rank, budgets) for budgets in (("4 MiB", "500 KiB"), ("500 KiB", "4 MiB"))]
     torch.save(found, folder / f"{rank}.pt")

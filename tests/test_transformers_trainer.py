@@ -86,6 +86,15 @@ def test_arguments_that_do_what_a_plan_does_are_refused_by_name(callback_of, tmp
         trainer_of(tmp_path, callback_of("80%"), **{argument: True})
 
 
+def test_checkpointing_by_the_configuration_of_fsdp_is_refused_by_name(callback_of, tmp_path):
+    """A Trainer refuses it before that, but where it is one of several processes."""
+    from transformers import TrainingArguments
+
+    settings = {"use_cpu": True, "fsdp": True, "fsdp_config": {"version": 2, "activation_checkpointing": True}}
+    with pytest.raises(ConfigurationError, match=r"Pass fsdp_config\['activation_checkpointing'\]=False"):
+        callback_of("80%").on_init_end(TrainingArguments(str(tmp_path), **settings), None, None)
+
+
 def test_the_callback_checks_its_own_arguments(callback_of):
     with pytest.raises(BudgetError, match="it has no unit"):
         callback_of("10")

@@ -51,6 +51,8 @@ class HiRemateTrainerCallback(TrainerCallback):
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse arguments that do what a plan does."""
         name = next((name for name in CHECKPOINTING if getattr(args, name, False)), None)
+        if (getattr(args, "fsdp_plugin_args", None) or {}).get("activation_checkpointing"):
+            name = "fsdp_config['activation_checkpointing']"
         if name is not None:
             raise ConfigurationError(
                 f"The Trainer is told to recompute by itself, found {name}=True. Pass {name}=False to its arguments: "

@@ -18,7 +18,8 @@ FOREIGN = {
         "or DistributedDataParallel."
     ),
     "CheckpointWrapper": (
-        "checkpoint_wrapper() is around it, and a plan replaces activation checkpointing. Leave the wrapper out."
+        "checkpoint_wrapper() is around it, and a plan replaces activation checkpointing. Leave the wrapper out; with "
+        "Accelerate and transformers' Trainer by fsdp_activation_checkpointing: false."
     ),
     "DeepSpeedEngine": "DeepSpeed schedules memory itself. Use fully_shard() (FSDP2) or DistributedDataParallel.",
     "PipelineEngine": "DeepSpeed schedules memory itself. Use fully_shard() (FSDP2) or DistributedDataParallel.",
