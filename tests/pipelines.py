@@ -1,10 +1,16 @@
-"""Training scripts of pipeline stages, with and without a plan, as each of two processes runs them."""
+"""Training scripts of pipeline stages, with and without a plan, as each of two processes runs them.
+
+python -m tests.pipelines RANK STORE is one of two processes of which the last one has too small a budget.
+"""
 
 from __future__ import annotations
 
+import sys
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -51,6 +57,9 @@ PIPELINES = [
     Pipeline("all forwards first", ScheduleGPipe, ("60%", "1100 KiB")),
     Pipeline("two stages in each process", ScheduleInterleaved1F1B, ("60%", "60%"), stages=2),
 ]
+
+TOO_SMALL = Pipeline("a budget too small for the last stage", Schedule1F1B, ("4 MiB", "100 KiB"))
+LIMIT_S = 120  # of their process group
 
 
 class Stage(nn.Module):
@@ -105,3 +114,12 @@ def train(case: Pipeline, rank: int, planned: bool) -> Left:
     if planned:
         left.plans = list(targets_of(modules).session.plans.values())
     return left
+
+
+if __name__ == "__main__":
+    group = {"rank": int(sys.argv[1]), "world_size": WORLD, "init_method": f"file://{sys.argv[2]}"}
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_S), **group)
+    try:
+        train(TOO_SMALL, int(sys.argv[1]), planned=True)
+    finally:
+        print(f"ended at {time.time():.1f} s", flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.sessions.targets import targets_of
 
-from .shared_memory import SharedMemory, communicate_through
+from .shared_memory import SharedMemory, collectives_through, communicate_through
 
 STEPS = 5
 TOO_SMALL = "too small for one rank"  # name of what two ranks with different budgets left
@@ -50,6 +51,7 @@ class Case:
         evaluates: Whether the model is evaluated, and its state read, between steps.
         parts: Whether the last dimension of the mesh is of parts of each block, with the same batch for all of them.
         sequence: Whether the blocks get a part of each row.
+        gloo: Whether collectives inside of blocks go through gloo, which frees their buffers unseen.
     """
 
     name: str
@@ -70,14 +72,10 @@ class Case:
     evaluates: bool = False
     parts: bool = False
     sequence: bool = False
+    gloo: bool = False
 
     def __str__(self) -> str:
         return self.name
-
-    @property
-    def splits(self) -> bool:
-        """Whether collectives run inside of blocks."""
-        return self.parts and self.mesh[-1] > 1
 
 
 @dataclass
@@ -145,6 +143,11 @@ class Broken(Block):
 class Language(nn.Module):
     """A language model, whose blocks may run twice."""
 
+    _tp_plan = {  # noqa: RUF012
+        **{f"blocks.*.{name}": "colwise" for name in ("query", "key", "value", "up", "gate")},
+        **{f"blocks.*.{name}": "rowwise" for name in ("mix", "down")},
+    }
+
     def __init__(
         self,
         blocks: int = 2,
@@ -203,12 +206,10 @@ CASES = [
     Case("blocks whose graphs break", partial(gpt, kind=Broken)),
     Case("replicas, gradients clipped", gpt, mesh=(2, 1), clips=True),
 ]
-parts = partial(Case, parts=True, blocks=True)
+parts = partial(Case, parts=True, blocks=True, gloo=True)
 CASES += [
     parts("parts of blocks", gpt),
     parts("parts of blocks, and of rows between them", llama, sequence=True),
-    parts("one shard of parts of blocks", gpt, mesh=(1, 2)),
-    parts("shards of blocks in one part", gpt, mesh=(2, 1)),
 ]
 wide = partial(Case, rows=2, length=16, budget="95%")
 HEAVY = [
@@ -219,6 +220,9 @@ HEAVY = [
 SCORED = [
     Case("GPT that returns its loss", partial(gpt, scores=True)),
     wide("Llama in bfloat16 that returns its loss", partial(llama, width=128, blocks=3, scores=True), bf16=True),
+    Case("Llama in parts that returns its loss", partial(llama, scores=True), parts=True),
+    Case("one shard of parts of blocks", partial(llama, scores=True), parts=True, mesh=(1, 2)),
+    Case("shards of blocks in one part", partial(gpt, scores=True), parts=True, mesh=(2, 1)),
 ]
 
 
@@ -275,6 +279,11 @@ def make_model(case: Case) -> nn.Module:
 
 def train(case: Case, rank: int, memory: SharedMemory, planned: bool, steps: int = STEPS) -> Left:
     """Train a model, with or without a plan."""
+    with nullcontext() if case.gloo else collectives_through(memory):
+        return _train(case, rank, memory, planned, steps)
+
+
+def _train(case: Case, rank: int, memory: SharedMemory, planned: bool, steps: int) -> Left:
     left = Left()
     names = ("shards", "parts") if case.parts else ("replicas", "shards")
     mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=names[-len(case.mesh) :])

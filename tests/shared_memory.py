@@ -6,12 +6,15 @@ Those of gloo free their buffers in threads of their own, which a measurement of
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
@@ -74,11 +77,45 @@ class ReduceScatter(DefaultReduceScatter):
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, **options: Any) -> None:
         found = [values.chunk(self._memory.world)[self._memory.rank] for values in self._memory.exchange(input_tensor)]
-        output_tensor.copy_(found[0])
-        for values in found[1:]:
-            output_tensor.add_(values)
+        _sum(output_tensor, found)
         if op == ReduceOp.AVG:
             output_tensor.div_(self._memory.world)
+
+
+@contextmanager
+def collectives_through(memory: SharedMemory) -> Iterator[None]:
+    """Let collectives that tensor parallelism runs inside of blocks go through shared memory while a block runs."""
+
+    def parts_of(own: Tensor, group: str) -> list[Tensor]:
+        return memory.exchange(own.contiguous()) if _resolve_process_group(group).size() > 1 else [own.view(-1)]
+
+    def all_reduce(own: Tensor, how: str, group: str) -> Tensor:
+        assert how == "sum", how
+        parts = parts_of(own, group)
+        return _sum(torch.empty_like(own), [part.view(own.shape) for part in parts])
+
+    def all_gather(own: Tensor, size: int, group: str) -> Tensor:
+        return torch.cat(parts_of(own, group)).view(size * own.shape[0], *own.shape[1:])
+
+    def reduce_scatter(own: Tensor, how: str, size: int, group: str) -> Tensor:
+        assert how == "sum", how
+        rank = memory.rank if size > 1 else 0
+        parts = [part.view(own.shape).chunk(size)[rank] for part in parts_of(own, group)]
+        return _sum(torch.empty_like(parts[0]), parts)
+
+    with torch.library._scoped_library("_c10d_functional", "IMPL") as library:
+        library.impl("all_reduce", all_reduce, "CPU")
+        library.impl("all_gather_into_tensor", all_gather, "CPU")
+        library.impl("reduce_scatter_tensor", reduce_scatter, "CPU")
+        yield
+
+
+def _sum(total: Tensor, parts: list[Tensor]) -> Tensor:
+    """Add parts up, by kernels that allocate nothing."""
+    total.copy_(parts[0])
+    for part in parts[1:]:
+        total.add_(part)
+    return total
 
 
 def communicate_through(memory: SharedMemory, model: torch.nn.Module) -> None:

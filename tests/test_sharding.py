@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from hiremate_lightning.command_line.factory import Workload
 from hiremate_lightning.command_line.offline import OfflineOptions, capture_offline
 from hiremate_lightning.command_line.rates import rates_of
-from hiremate_lightning.command_line.sharded import Layout
+from hiremate_lightning.command_line.sharded import PARTS, SHARDS, Layout, divide
 from hiremate_lightning.records.schedule import lower
 from hiremate_lightning.records.simulation import simulate
 
@@ -138,7 +140,7 @@ def test_graphs_that_wait_in_a_pipeline_count(ranks: Ranks, case: Pipeline):
 def test_units_get_one_plan_at_the_second_step_without_warnings(ranks: Ranks, case: Case):
     for left in ranks:
         _, planned = left[case.name]
-        assert planned.said == [] or case.splits  # see below
+        assert planned.said == [] or case.gloo  # see below
         assert planned.planned_at == (1 if case.micro == 1 else 0)
         (plan,) = planned.plans
         assert plan.schedule.recomputed(plan.graph)
@@ -151,7 +153,7 @@ def test_the_measured_peak_is_the_predicted_one(ranks: Ranks, case: Case):
         plain, planned = left[case.name]
         (plan,) = planned.plans
         predicted = plan.planned_peak_bytes - plan.resident_bytes
-        if case.splits:  # gloo frees the buffers of collectives inside of graphs, unseen
+        if case.gloo:  # it frees the buffers of collectives inside of graphs, unseen
             assert predicted < plan.unplanned_peak_bytes - plan.resident_bytes
             continue
         assert planned.peak_bytes <= 1.001 * predicted
@@ -161,12 +163,26 @@ def test_the_measured_peak_is_the_predicted_one(ranks: Ranks, case: Case):
         assert planned.peak_bytes < plain.peak_bytes
 
 
+class Both(Layout):
+    """Shards of parts, also where there is one shard or one part, as in a script that makes the mesh itself."""
+
+    def spread(self, root: nn.Module, mesh: Any) -> None:
+        divide(root, mesh[PARTS])
+        for module in [*self.units_of(root), root]:
+            fully_shard(module, mesh=mesh[SHARDS])
+
+
+def layout_of(case: Case) -> Layout:
+    if case.parts:
+        return Layout(parts=2) if len(case.mesh) == 1 else Both(*case.mesh)
+    return Layout(2, dtype=torch.bfloat16 if case.bf16 else None)
+
+
 @pytest.mark.parametrize("case", SCORED, ids=str)
 def test_a_step_without_processes_has_the_measured_peak(ranks: Ranks, case: Case):
-    """What `hiremate plan --fsdp 2` predicts of the plan that the processes ran by is what they measured."""
-    layout = Layout(2, dtype=torch.bfloat16 if case.bf16 else None)
+    """What `hiremate plan` with --fsdp or --tp predicts of the plan that the processes ran by is what they measured."""
     workload = Workload(lambda: (case.model(), tokens(0, 0, case)), case.name)
-    captured = capture_offline(workload, OfflineOptions(layout=layout))
+    captured = capture_offline(workload, OfflineOptions(layout=layout_of(case)))
     step = replace(captured, stale_bytes=0).estimated(rates_of(torch.device("cpu")))  # freed before each step there
     for left in ranks:
         _, planned = left[case.name]
@@ -178,7 +194,7 @@ def test_a_step_without_processes_has_the_measured_peak(ranks: Ranks, case: Case
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in (*CASES, *HEAVY, *SCORED) if case.micro == 1 and not case.parts], ids=str
+    "case", [case for case in (*CASES, *HEAVY, *SCORED) if case.micro == 1 and not case.gloo], ids=str
 )
 def test_resident_bytes_are_those_of_the_local_shards(ranks: Ranks, case: Case):
     """All that is not a shard, or an optimizer's state of one, is the batch."""
