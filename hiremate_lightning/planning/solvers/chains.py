@@ -1,8 +1,8 @@
-"""Strategies for chains, applied to the stages of any network: `min_memory` and `rotor`.
+"""Strategies for chains, applied to the links of any network: `min_memory` and `rotor`.
 
-Both decide which stage inputs are held when, by dynamic programmes over the chain that `stages` cuts; the replay of
+Both decide which link inputs are held when, by dynamic programmes over the chain that `links` cuts; the replay of
 the real graph says what a decision needs, and chains of several lengths and several working budgets are tried, because
-the stages' model of memory is coarse. Heuristics on graphs that are no chains; on a chain whose stages are single
+the links' model of memory is coarse. Heuristics on graphs that are no chains; on a chain whose links are single
 nodes `rotor` is optimal among persistent schedules up to the rounding of bytes to slots.
 """
 
@@ -18,8 +18,8 @@ import numpy.typing as npt
 from .base import Problem, Solution, strategy
 from .greedy import Found
 from .incumbent import Search, begin, searching
+from .links import Link, links, policy_of
 from .model import Policy, StepModel
-from .stages import Stage, policy_of, stages
 
 LENGTHS = (6, 10, 16, 24, 36, 50)  # of the chains that are tried
 STATIC_LENGTH = 24  # of the longest chain for the O(n^3) programme
@@ -33,7 +33,7 @@ Array = npt.NDArray[np.float64]
 
 
 def checkpoints(inputs: Sequence[int], segment_bytes: Array) -> list[int]:
-    """Choose the stages whose input is kept, so that the peak is least: Hong et al.'s progressive objective.
+    """Choose the links whose input is kept, so that the peak is least: Hong et al.'s progressive objective.
 
         M(i) = d_i + min over j > i of max(U(i, j), M(j)),  M(n) = 0
 
@@ -41,11 +41,11 @@ def checkpoints(inputs: Sequence[int], segment_bytes: Array) -> list[int]:
     on which M falls and U rises, so that the best is where they cross.
 
     Args:
-        inputs: d_i, bytes of the input of each stage.
-        segment_bytes: U(i, j), bytes to rebuild and differentiate stages i to j - 1 from the input of i.
+        inputs: d_i, bytes of the input of each link.
+        segment_bytes: U(i, j), bytes to rebuild and differentiate links i to j - 1 from the input of i.
 
     Returns:
-        The chosen stages, ascending, with 0.
+        The chosen links, ascending, with 0.
     """
     count = len(inputs)
     least = [0.0] * (count + 1)
@@ -60,10 +60,10 @@ def checkpoints(inputs: Sequence[int], segment_bytes: Array) -> list[int]:
         while queue and least[queue[0]] >= least[i]:
             queue.pop(0)
         queue.insert(0, i)
-    chosen, stage = [], 0
-    while stage < count:
-        chosen.append(stage)
-        stage = following[stage]
+    chosen, link = [], 0
+    while link < count:
+        chosen.append(link)
+        link = following[link]
     return chosen
 
 
@@ -97,7 +97,7 @@ def static_checkpoints(sizes: Sequence[int]) -> list[int]:
     return best[::-1]
 
 
-def _segment_bytes(model: StepModel, chain: Sequence[Stage]) -> Array:
+def _segment_bytes(model: StepModel, chain: Sequence[Link]) -> Array:
     count = len(chain)
     tapes = np.concatenate(([0.0], np.cumsum([_bytes(model, s.tape) for s in chain])))
     table = np.zeros((count, count + 1))
@@ -116,8 +116,8 @@ def _bytes(model: StepModel, storages: Sequence[int]) -> int:
 def min_memory_policies(model: StepModel) -> Iterator[Policy]:
     """Give, for chains of several lengths, the policy of least memory by each of the two objectives."""
     for length in LENGTHS:
-        chain = stages(model, length)
-        inputs = [_bytes(model, stage.input) for stage in chain]
+        chain = links(model, length)
+        inputs = [_bytes(model, link.input) for link in chain]
         static = static_checkpoints(inputs[1:]) if len(chain) <= STATIC_LENGTH else []
         for chosen in (checkpoints(inputs, _segment_bytes(model, chain)), [i + 1 for i in static]):
             yield Policy(frozenset(s for i in chosen for s in chain[i].input))
@@ -125,7 +125,7 @@ def min_memory_policies(model: StepModel) -> Iterator[Policy]:
 
 @strategy("min_memory")
 def min_memory(problem: Problem) -> Solution:
-    """Keep the stage inputs that give the least memory, whatever the time.
+    """Keep the link inputs that give the least memory, whatever the time.
 
     Source: Hong, Tsai, Wang, Liu, Wu, 2025, arXiv 2502.12499; the formulas of the progressive objective are
         reconstructed.
@@ -141,7 +141,7 @@ def min_memory(problem: Problem) -> Solution:
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """An option of a stage: what of its tape is held from its last forward to its backward, and what that costs.
+    """An option of a link: what of its tape is held from its last forward to its backward, and what that costs.
 
     Attributes:
         held: Choices that are held.
@@ -152,13 +152,13 @@ class Tape:
     extra_ms: float
 
 
-def tapes(model: StepModel, stage: Stage) -> list[Tape]:
-    """Return options for a stage: its whole tape, and less and less of it, what is cheap per byte first."""
+def tapes(model: StepModel, link: Link) -> list[Tape]:
+    """Return options for a link: its whole tape, and less and less of it, what is cheap per byte first."""
     order = sorted(
-        (s for s in stage.tape if s in model.producer),
+        (s for s in link.tape if s in model.producer),
         key=lambda s: (model.cost_ms[model.producer[s]] / (model.sizes[s] + 1), s),
     )
-    options, total = [Tape(frozenset(stage.tape), 0.0)], _bytes(model, order)
+    options, total = [Tape(frozenset(link.tape), 0.0)], _bytes(model, order)
     for share in (0.25, 0.5, 0.75):
         dropped, gone = set(), 0
         for storage in order:
@@ -167,18 +167,18 @@ def tapes(model: StepModel, stage: Stage) -> list[Tape]:
                 gone += model.sizes[storage]
         extra = sum(model.cost_ms[n] for n in dict.fromkeys(model.producer[s] for s in sorted(dropped)))
         if dropped:
-            options.append(Tape(frozenset(stage.tape) - dropped, extra))
+            options.append(Tape(frozenset(link.tape) - dropped, extra))
     return options
 
 
 class _Table:
-    """C[s, t][m]: least time to run the backward of stages s to t from the input of s with m slots, and how."""
+    """C[s, t][m]: least time to run the backward of links s to t from the input of s with m slots, and how."""
 
-    def __init__(self, model: StepModel, chain: Sequence[Stage], budget_bytes: float) -> None:
+    def __init__(self, model: StepModel, chain: Sequence[Link], budget_bytes: float) -> None:
         self.chain, self.model = chain, model
         self.slot = max(1.0, budget_bytes / SLOTS)
-        self.options = [tapes(model, stage) for stage in chain]
-        self.inputs = [self._slots(_bytes(model, stage.input)) for stage in chain]
+        self.options = [tapes(model, link) for link in chain]
+        self.inputs = [self._slots(_bytes(model, link.input)) for link in chain]
         self.held = [[self._slots(_bytes(model, sorted(o.held))) for o in options] for options in self.options]
         count = len(chain)
         self.cost: dict[tuple[int, int], Array] = {}
@@ -195,10 +195,10 @@ class _Table:
         memory = np.arange(SLOTS + 1)
         cost = np.full(SLOTS + 1, np.inf)
         choice = np.zeros(SLOTS + 1, dtype=np.int64)
-        stage = self.chain[s]
+        link = self.chain[s]
         for number, option in enumerate(self.options[s]):
-            need = self._slots(_bytes(self.model, stage.tape) + stage.rest_bytes)
-            base = stage.forward_ms + option.extra_ms
+            need = self._slots(_bytes(self.model, link.tape) + link.rest_bytes)
+            base = link.forward_ms + option.extra_ms
             rest = self._shifted(s + 1, t, self.held[s][number]) if s < t else np.zeros(SLOTS + 1)
             self._take(cost, choice, np.where(memory >= need, rest + base, np.inf), -1 - number)
         for q in range(s + 1, t + 1):
@@ -220,7 +220,7 @@ class _Table:
         return shifted
 
     def held_at(self) -> dict[int, frozenset[int]] | None:
-        """Trace back what is held as the backward of each stage begins, None where nothing fits."""
+        """Trace back what is held as the backward of each link begins, None where nothing fits."""
         first = 0
         if not np.isfinite(self.cost[0, len(self.chain) - 1][SLOTS - self.inputs[first] if self.inputs else SLOTS]):
             return None
@@ -242,7 +242,7 @@ class _Table:
         return held
 
 
-def rotor_policy(model: StepModel, chain: Sequence[Stage], budget_bytes: float) -> Policy | None:
+def rotor_policy(model: StepModel, chain: Sequence[Link], budget_bytes: float) -> Policy | None:
     """Solve a chain under a working budget; None where the table finds nothing."""
     held = _Table(model, chain, budget_bytes).held_at()
     if held is None:
@@ -255,7 +255,7 @@ def try_rotor(search: Search, deadline: float) -> None:
     """Offer rotor's policies for several chains and working budgets."""
     limit = search.limit
     for length in LENGTHS:
-        chain = stages(search.model, length)
+        chain = links(search.model, length)
         for share in WORKING_BUDGETS:
             if time.monotonic() > deadline:
                 return
@@ -266,11 +266,11 @@ def try_rotor(search: Search, deadline: float) -> None:
 
 @searching("rotor")
 def rotor(search: Search) -> None:
-    """Hold stage inputs and tapes by the persistent dynamic programme for chains with options.
+    """Hold link inputs and tapes by the persistent dynamic programme for chains with options.
 
     Sources: Herrmann, Beaumont, Eyraud-Dubois, Hermann, Joly, Shilova, "Optimal checkpointing for heterogeneous
     chains", 2019, arXiv 1911.13214; with options: Zhao et al., "Rockmate", ICML 2023. Changed: no thresholds for the
-    forward within the table, which the replay checks; a tape may outlive the input of its stage where the backward
+    forward within the table, which the replay checks; a tape may outlive the input of its link where the backward
     doesn't read that.
     """
     try_rotor(search, search.within(1.0))

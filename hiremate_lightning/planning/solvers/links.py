@@ -1,7 +1,7 @@
-"""The step as a chain of stages: what the strategies for chains see of any network.
+"""The step as a chain of links: what the strategies for chains see of any network.
 
-A stage is a run of forward nodes between two cuts. Its *input* is what crosses the cut before it, its *tape* what it
-makes and the backward reads. A skip that crosses several cuts is part of the input of each stage on its way; it is
+A link, a stage in the papers on chains, is a run of forward nodes between two cuts. Its *input* is what crosses the cut before it, its *tape* what it
+makes and the backward reads. A skip that crosses several cuts is part of the input of each link on its way; it is
 counted each time, so networks with long skips look larger than they are, and the replay tells the truth.
 """
 
@@ -15,15 +15,15 @@ from .model import Policy, StepModel
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class Link:
     """One link of the chain.
 
     Attributes:
         nodes: Its forward nodes.
         input: Choices made before it that it, or what follows, reads in the forward.
         tape: Choices that it makes.
-        begins: Backward position from which on nothing of later stages is read.
-        ends: Backward position from which on nothing of this stage is read.
+        begins: Backward position from which on nothing of later links is read.
+        ends: Backward position from which on nothing of this link is read.
         forward_ms: Time to recompute its tape.
         rest_bytes: Most bytes of gradients and workspace in its part of the backward.
     """
@@ -37,14 +37,14 @@ class Stage:
     rest_bytes: int
 
 
-def stages(model: StepModel, count: int) -> list[Stage]:
-    """Cut a step into at most so many stages."""
+def links(model: StepModel, count: int) -> list[Link]:
+    """Cut a step into at most so many links."""
     runs = cut_runs(model.graph, count)
     cuts = [0]
     for run in runs:
         cuts.append(cuts[-1] + len(run))
     starts = backward_starts(model.graph, cuts[:-1])
-    begins = [0, *reversed(starts[1:])][::-1]  # of stage l: where nothing made after its end is read any more
+    begins = [0, *reversed(starts[1:])][::-1]  # of link l: where nothing made after its end is read any more
     made = []
     for number, run in enumerate(runs):
         first, last = cuts[number], cuts[number + 1]
@@ -54,7 +54,7 @@ def stages(model: StepModel, count: int) -> list[Stage]:
         span = range(begins[number], max(begins[number] + 1, starts[number]))
         rest = max((model.gradients[p] for p in span if p < len(model.gradients)), default=0)
         time_ms = sum(model.cost_ms[n] for n in nodes)
-        made.append(Stage(run, tuple(crossing), tuple(tape), begins[number], starts[number], time_ms, rest))
+        made.append(Link(run, tuple(crossing), tuple(tape), begins[number], starts[number], time_ms, rest))
     return made
 
 
