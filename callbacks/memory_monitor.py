@@ -16,7 +16,7 @@ from hiremate_lightning.memory.metering import Interval, MemoryMeter
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.reporting.metrics import PREFIX
 from hiremate_lightning.sessions.targets import targets_of
-from hiremate_lightning.torch_private.tensor_state import leaves
+from hiremate_lightning.torch_private.tensor_state import tensors_among
 from hiremate_lightning.units import format_bytes
 
 METRIC = f"{PREFIX}step_peak_bytes"
@@ -96,7 +96,7 @@ class MemoryMonitor(Callback):
             return
         for optimizer in trainer.optimizers:
             self._memory.watch(optimizer)
-        self._memory.batch = [t for t in leaves(batch) if isinstance(t, torch.Tensor)]
+        self._memory.batch = tensors_among(batch)
         self._base_bytes = self._memory.count(()).size_bytes
         self._memory.batch = []
         self._meter = MemoryMeter(device)

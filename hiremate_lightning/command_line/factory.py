@@ -83,7 +83,7 @@ class ModelCall:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors of the batch."""
-        return [v for v in tensor_state.leaves((self.args, self.kwargs)) if isinstance(v, torch.Tensor)]
+        return tensor_state.tensors_among((self.args, self.kwargs))
 
     def changed(self, change: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the inputs with each of them changed; what is handed in twice, as inputs and labels say, stays one."""

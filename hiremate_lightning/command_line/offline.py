@@ -305,7 +305,7 @@ def _loss(result: Any, kind: str) -> torch.Tensor:
                 f"The module returns no loss (found {kind_found}): expected a scalar, or one named 'loss'. "
                 "Give it what it makes a loss from, such as labels, or use --loss sum."
             )
-    outputs = [t for t in tensor_state.leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+    outputs = [tensor for tensor in tensor_state.tensors_among(result) if tensor.requires_grad]
     if not outputs:
         raise ConfigurationError("Nothing that the module returns requires a gradient: there is no step to plan.")
     return sum((t.sum() for t in outputs[1:]), outputs[0].sum())

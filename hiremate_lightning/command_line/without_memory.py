@@ -63,7 +63,7 @@ def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.parameters()
     yield from module.buffers()
     for inner in module.modules():
-        yield from (v for v in tensor_state.leaves(list(vars(inner).values())) if isinstance(v, torch.Tensor))
+        yield from tensor_state.tensors_among(list(vars(inner).values()))
 
 
 def _fake_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

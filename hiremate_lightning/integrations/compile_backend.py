@@ -223,7 +223,8 @@ class _Graph:
         if not self._trains:
             return self._run(*arguments)
         self._see(arguments)
-        with self._session.calling(self._name, arguments):
+        self._session.begin_step(arguments)
+        with self._session.calling(self._name):
             return self._run(*arguments)
 
     def _see(self, arguments: Sequence[Any]) -> None:

@@ -246,7 +246,7 @@ _VIEW_MS = 0.002  # what a view costs the interpreter; kernels on top of it are 
 
 
 def _storage_bytes(result: Any, device: torch.device) -> int:
-    tensors = [t for t in tensor_state.leaves(result) if isinstance(t, torch.Tensor) and t.device == device]
+    tensors = [tensor for tensor in tensor_state.tensors_among(result) if tensor.device == device]
     return sum(allocated_bytes(size, device) for size in tensor_state.storage_sizes(tensors).values())
 
 

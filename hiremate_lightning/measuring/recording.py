@@ -254,7 +254,7 @@ class StepRecord:
         tensors = dict(zip(part.captured.graph.inputs, arguments, strict=False))
         made = {storage: (r.index, t) for r in self.runs for t, (lives, storage) in r.outputs.items() if lives()}
         for tensor, value in tensors.items():
-            if _is_dense(value) and not isinstance(value, torch.nn.Parameter):
+            if tensor_state.is_dense(value) and not isinstance(value, torch.nn.Parameter):
                 storage = tensor_state.storage_id(value)
                 if storage in made:
                     run.links[tensor] = made[storage]
@@ -280,7 +280,7 @@ class StepRecord:
         captured = run.part.captured
         tensor_of = {captured.fx_values[t]: t for t in captured.graph.outputs}
         for node, value in zip(captured.forward_outputs, outputs, strict=True):
-            if node in tensor_of and _is_dense(value):
+            if node in tensor_of and tensor_state.is_dense(value):
                 run.outputs[tensor_of[node]] = (tensor_state.watch_storage(value), tensor_state.storage_id(value))
                 self._mark_release(value, Mark(Event.RELEASED, run.index, tensor_of[node]))
         self._note_alive(Event.FORWARD_DONE.of(run.index))
@@ -299,10 +299,12 @@ class StepRecord:
         run.missing = missing_gradients(tangents)
         run.is_retained = retains or run.is_retained
         run.tangent_bytes = _storage_bytes(tangents)
-        run.tangent_strides = tuple(tuple(t.stride()) if _is_dense(t) else None for t in tangents)
+        run.tangent_strides = tuple(tuple(t.stride()) if tensor_state.is_dense(t) else None for t in tangents)
         run.made_outside = {storage: made for storage, made in run.made_outside.items() if made[0]()}
         watched = enumerate(tangents)
-        self._tangents = {position: tensor_state.watch_storage(t) for position, t in watched if _is_dense(t)}
+        self._tangents = {
+            position: tensor_state.watch_storage(t) for position, t in watched if tensor_state.is_dense(t)
+        }
         self._note_alive(Event.BACKWARD.of(run.index))
         if not self.backwards:
             self._waiting = [other for other in self.runs if other.is_waiting]
@@ -418,10 +420,6 @@ def _storage_bytes(values: Sequence[Any]) -> tuple[int, ...]:
         found.append(sum(allocated_bytes(size, value.device) for storage, size in sizes.items() if storage not in seen))
         seen.update(sizes)
     return tuple(found)
-
-
-def _is_dense(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 def _living(run: Run) -> tuple[int, ...]:

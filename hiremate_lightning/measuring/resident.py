@@ -194,14 +194,19 @@ class ResidentMemory:
             self._samples = _sample(self._parameters())
         self._uncollected_steps += 1
 
-    def collect_garbage(self, steps: int = 1) -> None:
+    def collect_garbage(self, steps: int = 1) -> bool:
         """Collect garbage of so many steps or more: it would pass for what stays, or in a step for what that frees.
 
         It looks at all objects of the process; what is traced and planned is collected as it ends, see `garbage`.
+
+        Returns:
+            Whether it was collected.
         """
-        if self._uncollected_steps >= steps:
+        is_due = self._uncollected_steps >= steps
+        if is_due:
             gc.collect()
             self._uncollected_steps = 0
+        return is_due
 
     def step_ended(self, record: StepRecord | None) -> None:
         """Learn of the step that has ended, None for one that was not recorded."""
@@ -321,8 +326,7 @@ class ResidentMemory:
 
     def _optimizer_state(self) -> Iterator[torch.Tensor]:
         for optimizer in self._optimizers:
-            for state in optimizer.state.values():
-                yield from (v for v in tensor_state.leaves(state) if isinstance(v, torch.Tensor))
+            yield from tensor_state.tensors_among(list(optimizer.state.values()))
 
     def _on_device(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         device = self.device

@@ -295,4 +295,4 @@ class _Shape:
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    return [v for v in tensor_state.leaves(values) if isinstance(v, torch.Tensor) and v.layout is torch.strided]
+    return [value for value in tensor_state.leaves(values) if tensor_state.is_dense(value)]

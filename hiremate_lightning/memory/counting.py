@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
 from ..torch_private.storage_events import StorageEvents
 from .allocator import allocated_bytes
-from .metering import Interval
+from .metering import Interval, LiveBytes
 
 
 class Meter(Protocol):
@@ -32,7 +31,7 @@ class Meter(Protocol):
         """End the measurement."""
 
 
-class CountingMeter:
+class CountingMeter(LiveBytes):
     """A meter of tensors without memory. Workspaces, which kernels take inside, are not counted.
 
     Args:
@@ -46,12 +45,10 @@ class CountingMeter:
     """
 
     def __init__(self, device: torch.device, resized: Iterable[torch.Tensor] = ()) -> None:
-        self.intervals: list[Interval] = []
+        super().__init__()
         self.lost_marks = False
         self.events = StorageEvents(self._changed, resized)
         self._device = device
-        self._live = 0
-        self._releases: list[str] = []
 
     def start(self) -> None:
         """Begin to count; the first mark is called "start"."""
@@ -61,26 +58,12 @@ class CountingMeter:
     def mark(self, label: str) -> None:
         """Begin a new interval."""
         self.events.look_at_resized()
-        for release in (*self._releases, label):
-            self._begin(release)
-        self._releases.clear()
-
-    def mark_release(self, label: str) -> None:
-        """Begin a new interval as soon as something has been released."""
-        self._releases.append(label)
+        super().mark(label)
 
     def stop(self) -> None:
         """End the count."""
         self.events.look_at_resized()
         self.events.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def _begin(self, label: str, released_bytes: int = 0) -> None:
-        self.intervals.append(Interval(label, self._live, self._live, released_bytes))
-
     def _changed(self, before_bytes: int, after_bytes: int) -> None:
-        before, after = (allocated_bytes(size, self._device) for size in (before_bytes, after_bytes))
-        self._live += after - before
-        last = self.intervals[-1]
-        self.intervals[-1] = replace(last, peak_bytes=max(last.peak_bytes, self._live))
-        if self._releases and after < before:
-            self._begin(self._releases.pop(0), before - after)
+        self.add(allocated_bytes(after_bytes, self._device) - allocated_bytes(before_bytes, self._device))

@@ -35,6 +35,41 @@ class Interval:
     released_bytes: int = 0
 
 
+class LiveBytes:
+    """Live bytes, and their peaks between marks, as an allocator's events come.
+
+    Attributes:
+        intervals: One for each mark.
+    """
+
+    def __init__(self) -> None:
+        self.intervals: list[Interval] = []
+        self._live_bytes = 0
+        self._releases: list[str] = []  # marks to set at releases to come
+
+    def mark(self, label: str) -> None:
+        """Begin a new interval, after those of releases that the allocator did not tell of."""
+        for release in (*self._releases, label):
+            self._begin(release)
+        self._releases.clear()
+
+    def mark_release(self, label: str) -> None:
+        """Begin a new interval as soon as something is released."""
+        self._releases.append(label)
+
+    def add(self, size_bytes: int) -> None:
+        """Count an allocation, or a release where the bytes are below 0; nothing before the first mark."""
+        if self.intervals:
+            self._live_bytes += size_bytes
+            last = self.intervals[-1]
+            self.intervals[-1] = replace(last, peak_bytes=max(last.peak_bytes, self._live_bytes))
+            if self._releases and size_bytes < 0:
+                self._begin(self._releases.pop(0), -size_bytes)
+
+    def _begin(self, label: str, released_bytes: int = 0) -> None:
+        self.intervals.append(Interval(label, self._live_bytes, self._live_bytes, released_bytes))
+
+
 def _measured_thread(device: torch.device) -> int:
     """Name the thread whose memory is measured: on a CPU the current one, on CUDA all of them are."""
     return 0 if device.type == "cuda" else threading.get_ident()
@@ -162,9 +197,12 @@ class _HostEvents:
     _RELEASE = "hiremate_release:"
 
     def __init__(self, give_way: Callable[[], None]) -> None:
-        self.intervals: list[Interval] = []
-        self._live = 0
+        self._live = LiveBytes()
         self._give_way = give_way
+
+    @property
+    def intervals(self) -> list[Interval]:
+        return self._live.intervals
 
     def resume(self) -> None:
         host_events.start(self._give_way)
@@ -178,24 +216,13 @@ class _HostEvents:
             pass
 
     def pause(self) -> None:
-        releases: list[str] = []
         for name, size in host_events.stop():
             if name.startswith(self._MARK):
-                for label in releases:  # of memory that the allocator does not know
-                    self._begin(label)
-                releases.clear()
-                self._begin(name.removeprefix(self._MARK))
+                self._live.mark(name.removeprefix(self._MARK))
             elif name.startswith(self._RELEASE):
-                releases.append(name.removeprefix(self._RELEASE))
-            elif size and self.intervals:
-                self._live += size
-                last = self.intervals[-1]
-                self.intervals[-1] = replace(last, peak_bytes=max(last.peak_bytes, self._live))
-                if releases and size < 0:
-                    self._begin(releases.pop(0), -size)
-
-    def _begin(self, label: str, released_bytes: int = 0) -> None:
-        self.intervals.append(Interval(label, self._live, self._live, released_bytes))
+                self._live.mark_release(name.removeprefix(self._RELEASE))
+            elif size:
+                self._live.add(size)
 
 
 class _DeviceStatistics:

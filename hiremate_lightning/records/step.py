@@ -316,13 +316,12 @@ class _Merger:
         is_last = index + 1 == len(self.calls)
         if is_last and self.left_bytes:
             read = [self.tensor_at[index] + t for t in call.graph.outputs]
-            self._outside(Gap(), read, [], self.forward, Phase.FORWARD)
-            self.left_until = self.forward[-1]
+            self.left_until = self._outside(Gap(), read, [], self.forward, Phase.FORWARD)
         for count, stage in enumerate(call.before_deaths, start=1):
             read = [self.tensor_at[c] + t for c, t in stage.alive]
-            self._outside(Gap(peak_bytes=stage.peak_bytes), read, [], self.forward, Phase.FORWARD)
+            place = self._outside(Gap(peak_bytes=stage.peak_bytes), read, [], self.forward, Phase.FORWARD)
             if count == call.called_at:
-                self.stale_until = self.forward[-1]
+                self.stale_until = place
         read = [self.tensor_at[index] + t for t in call.graph.outputs if t not in call.died]
         stay = ((c, t) for c, t in call.beside_after if not (is_last and t in dict(self.calls[c].lingering)))
         read += [self.tensor_at[c] + t for c, t in stay]
@@ -332,34 +331,34 @@ class _Merger:
             start = len(self.tensors)  # where the next call's tensors will be
             handed = [start + t for t in following.links]
             read.extend(self.tensor_at[c] + t for c, t in following.links.values())
-        self._outside(call.after_forward, read, handed, self.forward, Phase.FORWARD)
-        self.after_forward.append(self.forward[-1])
+        place = self._outside(call.after_forward, read, handed, self.forward, Phase.FORWARD)
+        self.after_forward.append(place)
         if call.called_at is None:
-            self.stale_until = self.forward[-1]
+            self.stale_until = place
 
     def add_outside_before_backward(self, previous: int, index: int) -> None:
         """Turn the gradients that the previous backward passed on into the tangents of the next one."""
         read = self._left_by(previous)
         handed = [self.tensor_at[index] + t for t in self.calls[index].graph.tangents]
-        self._outside(self.calls[index].before_backward, read, handed, self.backward, Phase.BACKWARD)
-        self.before_backward[index] = self.backward[-1]
-        self.after_backwards.append(self.backward[-1])
+        place = self._outside(self.calls[index].before_backward, read, handed, self.backward, Phase.BACKWARD)
+        self.before_backward[index] = place
+        self.after_backwards.append(place)
 
     def add_outside_after_backward(self, index: int) -> None:
         """Let outside code run on the gradients that the last backward passed on."""
-        read = self._left_by(index)
-        self._outside(self.calls[index].after_backward, read, [], self.backward, Phase.BACKWARD)
-        self.after_backwards.append(self.backward[-1])
+        gap, read = self.calls[index].after_backward, self._left_by(index)
+        self.after_backwards.append(self._outside(gap, read, [], self.backward, Phase.BACKWARD))
 
     def _left_by(self, index: int) -> list[int]:
         """List the gradients that go to code outside when a backward has ended."""
         call = self.calls[index]
         return [self.tensor_at[index] + t for t in (*call.passed_on, *call.outlasting)]
 
-    def _outside(self, gap: Gap, read: list[int], handed: list[int], order: list[int], phase: Phase) -> None:
-        """Reserve a place in an order; the node itself is appended at the end."""
+    def _outside(self, gap: Gap, read: list[int], handed: list[int], order: list[int], phase: Phase) -> int:
+        """Reserve a place in an order, and return it; the node itself is appended at the end."""
         self.outside.append((gap, read, handed, phase))
         order.append(-len(self.outside))
+        return order[-1]
 
     def finish(self, backward_order: tuple[int, ...], spans: dict[int, tuple[int, int]]) -> Step:
         """Append the outside nodes, last, so that no call's indices depend on them."""
@@ -369,7 +368,8 @@ class _Merger:
         after_forward = [number[outside] for outside in self.after_forward]
         self._give_back_between_forwards(beginning, after_forward)
         for index, outside in zip(backward_order, self.after_backwards, strict=True):
-            self._give_back_inputs(index, [beginning, *after_forward[:index]], number[outside])
+            holders = [*reversed(after_forward[:index]), beginning]
+            self._give_back(self.calls[index].released_bytes, holders, number[outside])
         for call in self.calls:
             self._let_linger(call, turn, [number[reader] for reader in self.after_backwards])
         before_backward = {index: number[outside] for index, outside in self.before_backward.items()}
@@ -426,8 +426,7 @@ class _Merger:
         for index, (call, giver) in enumerate(zip(self.calls, outside, strict=True)):
             owed_bytes = max(0, -call.after_forward.held_bytes)
             stale_bytes, owed_bytes = max(0, stale_bytes - owed_bytes), max(0, owed_bytes - stale_bytes)
-            for holder in (*reversed(outside[:index]), beginning):
-                owed_bytes -= self._give_back(owed_bytes, holder, giver)
+            self._give_back(owed_bytes, (*reversed(outside[:index]), beginning), giver)
 
     def _give_back_between_backwards(self, beginning: int, outside: Sequence[int], before: Mapping[int, int]) -> None:
         """Let what outside code holds live until it is given back before a backward.
@@ -444,24 +443,19 @@ class _Merger:
         earlier = [beginning, *outside]
         for index, giver in before.items():
             owed_bytes = -self.calls[index].before_backward.held_bytes
-            for holder in (outside[index], *reversed(earlier)):
-                owed_bytes -= self._give_back(owed_bytes, holder, giver)
+            self._give_back(owed_bytes, (outside[index], *reversed(earlier)), giver)
             earlier.append(giver)
 
-    def _give_back_inputs(self, index: int, holders: Sequence[int], giver: int) -> None:
-        """Let inputs of a call that code outside has made before it live until the call's backward has ended."""
-        owed_bytes = self.calls[index].released_bytes
-        for holder in reversed(holders):
-            owed_bytes -= self._give_back(owed_bytes, holder, giver)
-
-    def _give_back(self, size_bytes: int, holder: int, giver: int) -> int:
-        """Let up to so many bytes that one outside node holds live until another one only; tell how many."""
-        held = self.held_by[holder]
-        given_bytes = min(self.storages[held].size_bytes, max(0, size_bytes))
-        if given_bytes:
-            self.storages[held] = replace(self.storages[held], size_bytes=self.storages[held].size_bytes - given_bytes)
-            self._hold_between("given_back", given_bytes, holder, giver)
-        return given_bytes
+    def _give_back(self, size_bytes: int, holders: Sequence[int], giver: int) -> None:
+        """Let up to so many bytes that outside nodes hold, the first ones first, live until another one only."""
+        for holder in holders:
+            held = self.held_by[holder]
+            given_bytes = min(self.storages[held].size_bytes, max(0, size_bytes))
+            if given_bytes:
+                left_bytes = self.storages[held].size_bytes - given_bytes
+                self.storages[held] = replace(self.storages[held], size_bytes=left_bytes)
+                self._hold_between("given_back", given_bytes, holder, giver)
+                size_bytes -= given_bytes
 
     def _hold_between(self, name: str, size_bytes: int, producer: int, reader: int) -> None:
         """Append a tensor that stands for bytes that live from one outside node to another."""

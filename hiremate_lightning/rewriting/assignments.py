@@ -196,8 +196,7 @@ def _is_made(node: fx.Node) -> bool:
     if not isinstance(target, aot.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
         return False
     read = [t for a in made_by.all_input_nodes for t in tensor_state.leaves(a.meta.get("val"))]
-    dense = [t for t in read if isinstance(t, torch.Tensor) and t.layout is torch.strided]
-    return tensor_state.storage_id(node.meta["val"]) not in {tensor_state.storage_id(t) for t in dense}
+    return tensor_state.storage_id(node.meta["val"]) not in tensor_state.storages_among(read)
 
 
 def _gather_steps(graph: fx.Graph, node: fx.Node) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from ..torch_private import aot, tensor_state
@@ -149,10 +148,9 @@ def _allocates(node: fx.Node) -> bool:
 def _is_fresh(value: fx.Node) -> bool:
     """Whether a value lies on memory of its own."""
     shown = value.meta.get("val")
-    if not isinstance(shown, torch.Tensor) or shown.layout is not torch.strided or tensor_state.is_symbolic(shown):
+    if not tensor_state.is_dense(shown) or tensor_state.is_symbolic(shown):
         return False
     maker = operation_of(value)
     beside = [v for v in values_of(maker) if v is not value]
     around = (v.meta.get("val") for v in (*maker.all_input_nodes, *beside))
-    storages = {tensor_state.storage_id(v) for v in around if isinstance(v, torch.Tensor) and v.layout is torch.strided}
-    return tensor_state.storage_id(shown) not in storages
+    return tensor_state.storage_id(shown) not in tensor_state.storages_among(around)

@@ -174,9 +174,8 @@ class _Fuser:
 
     def _reads_overwritten(self, node: fx.Node) -> bool:
         """Whether a node reads a buffer that the step writes to."""
-        values = (a.meta.get("val") for a in node.all_input_nodes)
-        dense = (v for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided)
-        return any(tensor_state.storage_id(v) in self.overwritten for v in dense)
+        read = tensor_state.storages_among(a.meta.get("val") for a in node.all_input_nodes)
+        return not read.isdisjoint(self.overwritten)
 
     def _is_widening(self, node: fx.Node) -> bool:
         """Whether a node casts to a wider type: each reader does that for itself at no cost."""

@@ -88,7 +88,7 @@ def planned_device(joint: fx.GraphModule) -> torch.device:
     by_device: dict[torch.device, int] = {}
     for node in joint.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        if tensor_state.is_dense(value):
             size = tensor_state.int_hint(value.untyped_storage().nbytes())
             by_device[value.device] = by_device.get(value.device, 0) + size
     return max(by_device, key=lambda d: by_device[d]) if by_device else torch.device("cpu")
@@ -202,8 +202,7 @@ def written_values(joint: fx.GraphModule) -> list[fx.Node]:
 
 def written_storages(joint: fx.GraphModule) -> set[int]:
     """Find what a step writes to by the identity of fake storages."""
-    values = (node.meta.get("val") for node in written_values(joint))
-    return {tensor_state.storage_id(v) for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided}
+    return tensor_state.storages_among(node.meta.get("val") for node in written_values(joint))
 
 
 def updates_under_checkpoint(joint: fx.GraphModule) -> bool:

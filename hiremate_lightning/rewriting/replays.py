@@ -120,8 +120,7 @@ def state_arguments(state: fx.Node, drawn: fx.Node, value_of: Callable[[Any], An
 
 
 def _device(drawn: fx.Node) -> torch.device:
-    values = (v for v in tensor_state.leaves(drawn.meta["val"]) if isinstance(v, torch.Tensor))
-    return next(values).device
+    return tensor_state.tensors_among(drawn.meta["val"])[0].device
 
 
 def can_draw_again(node: fx.Node) -> bool:

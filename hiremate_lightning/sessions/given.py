@@ -11,15 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..torch_private import tensor_state
+from ..torch_private.tensor_state import tensors_among
 
 PLAIN_DATA = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 MOST_THINGS = 4096  # in which to look for tensors
-
-
-def tensors_among(values: Any) -> list[torch.Tensor]:
-    """List the tensors in a tree of containers."""
-    return [value for value in tensor_state.leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def tensors_inside(values: Any) -> list[torch.Tensor]:

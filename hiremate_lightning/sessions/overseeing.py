@@ -87,4 +87,4 @@ def check_captured(session: Session, name: str, result: Any) -> None:
 
 def requires_gradient(result: Any) -> bool:
     """Whether anything in a tree of containers requires a gradient."""
-    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensor_state.leaves(result))
+    return any(tensor.requires_grad for tensor in tensor_state.tensors_among(result))

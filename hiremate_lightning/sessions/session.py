@@ -35,12 +35,13 @@ from ..running.accumulation import Leaves
 from ..running.execution import Part
 from ..running.program import Program
 from ..torch_private import backward_pass, dynamo
+from ..torch_private.tensor_state import tensors_among
 from ..units import Budget
 from .announcements import Announcements
 from .current_step import CurrentStep
 from .eager_paths import eager_paths
 from .first_steps import FirstSteps
-from .given import tensors_among, tensors_inside
+from .given import tensors_inside
 from .kinds import Kind, Kinds
 from .parts import Parts
 from .plain_steps import ModuleCall
@@ -190,25 +191,9 @@ class Session:
 
     def backend(self) -> Any:
         """Return the torch.compile backend whose captured graphs this session runs."""
-        reference = weakref.ref(self)  # torch.compile's caches must not keep a session alive
-
-        def session() -> Session:
-            found = reference()
-            assert found is not None, "a model is alive while it is called"
-            return found
-
-        def let_run_captured(code: object, size_bytes: int) -> bool:
-            return session().let_run_captured(code, size_bytes)
-
-        def prove(proof: Proof, arguments: Sequence[Any]) -> None:
-            session().prover.prove(proof, arguments)
-
-        def say(text: str) -> None:
-            session().say(text)
-
-        proof = partial(Proof, prove=prove) if self.options.verify else None
-        given = self.kernels, let_run_captured, proof, say
-        return planning_backend(lambda captured: session().take_in(captured), *given)
+        proof = partial(Proof, prove=_weakly(self.prover.prove)) if self.options.verify else None
+        given = self.kernels, _weakly(self.let_run_captured), proof, _weakly(self.say)
+        return planning_backend(_weakly(self.take_in), *given)
 
     def let_run_captured(self, code: object, size_bytes: int) -> bool:
         """Let code whose sizes don't repeat run as captured, where it is small beside planned code.
@@ -234,17 +219,15 @@ class Session:
         return self.parts.add(captured, self)
 
     @contextmanager
-    def calling(self, name: str, arguments: Sequence[Any]) -> Iterator[None]:
-        """Surround an outermost call of a planned module.
+    def calling(self, name: str) -> Iterator[None]:
+        """Surround an outermost call of a planned module, which has begun.
 
-        A call after a backward begins a new step. The first call is traced, and errors of torch.compile become ours.
+        The first call is traced, and errors of torch.compile become ours.
         """
         is_inside = backward_pass.is_running()
         if is_inside:
             self.steps.called_inside_backward()
             self._announcements.called_inside_backward(name)
-        else:
-            self.steps.called(arguments)
         if not self.parts.count:
             worker.warm_up()
             self._tracing.enter_context(self.stages.stage("capture_s", "tracing"))
@@ -339,17 +322,18 @@ class Session:
     # ---------------------------------------------------------------- steps
 
     def begin_call(self, name: str, arguments: Any) -> bool:
-        """Begin a call of a planned module; return whether it is to run as the user wrote it.
-
-        Inside of a backward, where a call is made again, it runs as it ran before.
-        """
+        """Begin a call of a planned module, as `begin_step`; return whether it is to run as the user wrote it."""
         if not backward_pass.is_running():
             self.steps.called(arguments, ModuleCall.of(name, tensors_inside(arguments)))
         return self.is_plain
 
     def begin_step(self, arguments: Any) -> None:
-        """Begin a step where a backward has ended the one before, or none is under way."""
-        self.steps.called(arguments)
+        """Begin a step where a backward has ended the one before, or none is under way.
+
+        Inside of a backward, where a call is made again, the step goes on.
+        """
+        if not backward_pass.is_running():
+            self.steps.called(arguments)
 
     def end_step(self, at_once: bool = True) -> None:
         """End the step under way, and its measurement; what was learned is used when the next one begins.
@@ -395,3 +379,15 @@ class Session:
         self.unplanned.backward_starts()
         if self.steps.record is not None:
             self.steps.record.plain_backward_starts()
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls a method without keeping its object alive, as torch.compile's caches would."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        found = reference()
+        assert found is not None, "a model is alive while it is called"
+        return found(*arguments)
+
+    return call

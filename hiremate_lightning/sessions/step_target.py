@@ -75,7 +75,7 @@ class StepTarget:
             )
         before = self.session.runs
         name = f"{type(self.root).__name__}.{self.METHOD}"
-        with leaving_no_trace(), self.session.calling(name, (args, kwargs)), self._log_untraced():
+        with leaving_no_trace(), self.session.calling(name), self._log_untraced():
             result = self._compiled(*args, **kwargs)
         if self.session.runs == before:
             check_captured(self.session, name, result)

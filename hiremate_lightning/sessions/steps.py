@@ -19,11 +19,11 @@ from ..memory.metering import MemoryMeter
 from ..out_of_memory import InfeasibleBudgetError, explain
 from ..planning.planner import GUARD_BYTES, guard_bytes
 from ..torch_private import backward_pass
+from ..torch_private.tensor_state import tensors_among
 from .announcements import Announcements
 from .current_step import CurrentStep, PlainRun
 from .deciding import Decision
 from .first_steps import FirstSteps
-from .given import tensors_among
 from .kinds import Kind
 from .parts import Parts
 from .plain_steps import ModuleCall
@@ -231,8 +231,9 @@ class Steps:
 
     def _begin_record(self, step: CurrentStep, arguments: list[torch.Tensor]) -> StepRecord:
         """Begin to measure a step."""
-        self._memory.collect_garbage(LITTERED_STEPS)
-        resident = step.resident = self._memory.count_before_step(arguments)
+        if self._memory.collect_garbage(LITTERED_STEPS) or step.resident is None:
+            step.resident = self._memory.count_before_step(arguments)
+        resident = step.resident
         sees_frees = self._memory.sees_frees(resident)
         sizes = (resident.size_bytes, resident.stale_bytes, resident.left_bytes)
         record = StepRecord(self._memory.device, *sizes, sees_frees, self._memory.root)

@@ -167,7 +167,7 @@ class Targets:
         before = self.session.runs
         with (
             leaving_no_trace(),
-            self.session.calling(name or type(self.root).__name__, (args, kwargs)),
+            self.session.calling(name or type(self.root).__name__),
             self._in_place(module),
         ):
             result = hooks.plain_call(module, *args, **kwargs)
@@ -187,8 +187,7 @@ class Targets:
 
     def _call_around(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module around those named: where it is sharded the step begins, before it gathers its parameters."""
-        trains = torch.is_grad_enabled() and module.training and not backward_pass.is_running()
-        if trains and sharding.has_units(module):
+        if torch.is_grad_enabled() and module.training and sharding.has_units(module):
             self.session.begin_step((args, kwargs))
         return hooks.plain_call(module, *args, **kwargs)
 

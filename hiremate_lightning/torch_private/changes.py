@@ -40,8 +40,7 @@ def lost_changes(written: fx.GraphModule) -> list[str]:
 
 
 def _storage_of(value: Any) -> int | None:
-    is_dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
-    return tensor_state.storage_id(value) if is_dense else None
+    return tensor_state.storage_id(value) if tensor_state.is_dense(value) else None
 
 
 def _changes_of(value: Any) -> int:

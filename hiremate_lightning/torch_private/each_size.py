@@ -124,7 +124,7 @@ class EachSize:
             return ()
         storages: dict[int, list[tuple[int, int]]] = {}
         for position, value in enumerate(others):
-            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            if tensor_state.is_dense(value):
                 place = position, int(value.storage_offset())
                 storages.setdefault(value.untyped_storage().data_ptr(), []).append(place)
         shared = [places for places in storages.values() if len(places) > 1]
@@ -133,7 +133,7 @@ class EachSize:
 
 
 def _bytes_of(values: Sequence[Any]) -> int:
-    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor) and value.layout is torch.strided)
+    return sum(value.nbytes for value in values if tensor_state.is_dense(value))
 
 
 def _with_numbers(module: fx.GraphModule, numbers: Mapping[int, int]) -> fx.GraphModule:

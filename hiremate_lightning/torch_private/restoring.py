@@ -79,14 +79,13 @@ class Writes(TorchDispatchMode):
 def _written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """List the tensors that an operator may write to: by its schema, or all that a kernel of the user's takes."""
     if isinstance(operator, HigherOrderOperator):
-        given = tensor_state.leaves((args, kwargs)) if "triton" in operator.name() else []
-        return [value for value in given if isinstance(value, torch.Tensor)]
+        return tensor_state.tensors_among((args, kwargs)) if "triton" in operator.name() else []
     found: list[Any] = []
     for position, argument in enumerate(operator._schema.arguments):
         is_declared = argument.alias_info is not None and argument.alias_info.is_write
         if is_declared or argument.name in _WRITTEN_UNDECLARED:
             found.append(args[position] if position < len(args) else kwargs.get(argument.name))
-    return [value for value in tensor_state.leaves(found) if isinstance(value, torch.Tensor)]
+    return tensor_state.tensors_among(found)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -88,5 +88,4 @@ class StorageEvents(TorchDispatchMode):
 
 
 def _dense_among(values: Any) -> list[torch.Tensor]:
-    tensors = (value for value in tensor_state.leaves(values) if isinstance(value, torch.Tensor))
-    return [part for tensor in tensors for part in tensor_state.dense_parts(tensor)]
+    return [part for tensor in tensor_state.tensors_among(values) for part in tensor_state.dense_parts(tensor)]

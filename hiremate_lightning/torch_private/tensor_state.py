@@ -6,7 +6,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch._guards import detect_fake_mode
@@ -20,6 +20,21 @@ from torch.utils._pytree import tree_leaves as leaves
 from torch.utils._pytree import tree_map as map_leaves
 
 __all__ = ["DataDependentError", "leaves", "map_leaves"]
+
+
+def tensors_among(values: Any) -> list[torch.Tensor]:
+    """List the tensors in a tree of containers."""
+    return [value for value in leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
+    """Whether a value is a tensor that lies in a storage with strides."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def storages_among(values: Iterable[Any]) -> set[int]:
+    """Return the identities of the storages of the dense tensors among some values."""
+    return {storage_id(value) for value in values if is_dense(value)}
 
 
 def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode:
