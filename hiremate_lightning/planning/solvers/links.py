@@ -1,8 +1,9 @@
 """The step as a chain of links: what the strategies for chains see of any network.
 
-A link, a stage in the papers on chains, is a run of forward nodes between two cuts. Its *input* is what crosses the cut before it, its *tape* what it
-makes and the backward reads. A skip that crosses several cuts is part of the input of each link on its way; it is
-counted each time, so networks with long skips look larger than they are, and the replay tells the truth.
+A link, a stage in the papers on chains, is a run of forward nodes between two cuts. Its *input* is what crosses the cut
+before it, its *tape* what it makes and the backward reads. A skip that crosses several cuts is part of the input of
+each link on its way; it is counted each time, so networks with long skips look larger than they are, and the replay
+tells the truth.
 """
 
 from __future__ import annotations
