@@ -33,7 +33,7 @@ from .stubs import stub_modules
 log = logging.getLogger("hiremate_lightning")
 
 
-class Runs(Protocol):
+class Replacement(Protocol):
     """What runs in the place of a joint graph.
 
     Attributes:
@@ -49,7 +49,7 @@ class Runs(Protocol):
         """Run the backward: the token and tangents in, gradients out."""
 
 
-MakePart = Callable[[Captured], Runs]
+MakePart = Callable[[Captured], Replacement]
 Prove = Callable[[fx.GraphModule, Runner, Any], Runner]
 
 
@@ -136,7 +136,7 @@ class _Compilation:
     """
 
     def __init__(self, make_part: MakePart, kernels: Kernels | None) -> None:
-        self.part: Runs | None = None
+        self.part: Replacement | None = None
         self._make_part, self._kernels = make_part, kernels
         self._parameters: frozenset[int] = frozenset()
         self._blocks: dict[str, int] = {}

@@ -3,32 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
 
 import torch
 
 from ..torch_private.storage_events import StorageEvents
 from .allocator import allocated_bytes
-from .metering import Interval, LiveBytes
-
-
-class Meter(Protocol):
-    """Measures memory between marks, as `MemoryMeter` does."""
-
-    intervals: list[Interval]
-    lost_marks: bool
-
-    def start(self) -> None:
-        """Begin to measure."""
-
-    def mark(self, label: str) -> None:
-        """Begin a new interval."""
-
-    def mark_release(self, label: str) -> None:
-        """Begin a new interval as soon as something is released."""
-
-    def stop(self) -> Any:
-        """End the measurement."""
+from .metering import LiveBytes, MemoryMeter
 
 
 class CountingMeter(LiveBytes):
@@ -67,3 +47,6 @@ class CountingMeter(LiveBytes):
 
     def _changed(self, before_bytes: int, after_bytes: int) -> None:
         self.add(allocated_bytes(after_bytes, self._device) - allocated_bytes(before_bytes, self._device))
+
+
+Meter = MemoryMeter | CountingMeter

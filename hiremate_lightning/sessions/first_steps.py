@@ -19,7 +19,7 @@ from ..planning.planner import FirstSolution, fastest_that_fits, first_solution
 from ..records.costs import Profile, step_time_ms
 from ..records.graph import Graph
 from ..records.scaling import is_no_larger
-from ..records.schedule import keep_all, lower
+from ..records.schedule import Schedule, keep_all, lower
 from ..records.step import Call, Decisions, merge
 from ..reporting.report import Stages
 from ..running.execution import Part
@@ -32,7 +32,7 @@ from .parts import Parts
 from .plan_maker import PlanMaker
 
 REMEMBERED = 8  # searches, whose result may serve at another size
-KEPT = 64  # decisions for a part, by what ran before it in its step
+KEPT = 64  # programs of a part, by what ran before it in its step
 TRACING_BYTES = 2**14  # that tracing takes for itself: states of the random generator, three deep
 
 
@@ -63,14 +63,12 @@ class FirstSteps:
         self._resident, self._spare_bytes = resident, spare_bytes
         self._found: deque[FirstSolution] = deque(maxlen=REMEMBERED)
         self._least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
-        self._taken_over: weakref.WeakKeyDictionary[Part, dict[Kind, Decisions | None]] = weakref.WeakKeyDictionary()
-        self._programs: weakref.WeakKeyDictionary[Part, dict[Decisions, Program]] = weakref.WeakKeyDictionary()
+        self._taken_over: weakref.WeakKeyDictionary[Part, dict[Kind, Program | None]] = weakref.WeakKeyDictionary()
         self._most_bytes = 0  # that were resident
 
     def forget_plans(self) -> None:
         """Decide anew what to take over: there is another plan, or more is resident."""
         self._taken_over.clear()
-        self._programs.clear()
 
     def count(self, resident: Resident) -> None:
         """Learn of what exists before a step: where that is more than ever, what was taken over may not fit."""
@@ -82,7 +80,6 @@ class FirstSteps:
         """Learn that a part can't run any more as it did."""
         self._least.pop(part, None)
         self._taken_over.pop(part, None)
-        self._programs.pop(part, None)
 
     def choose(self, step: CurrentStep, part: Part) -> Forward:
         """Choose the program of a part that is about to run in the step under way, which gets no forward by that.
@@ -91,26 +88,26 @@ class FirstSteps:
             InfeasibleBudgetError: If the part alone fits neither the budget nor what is free.
         """
         number, profile = self._parts.prepare(part)
-        kind, program = self._kinds.choose((*step.kind, number), step.expected, step.start)
+        ran = (*step.kind, number)
+        kind, program = self._kinds.choose(ran, step.expected, step.start)
         if program is None and kind is not None:
             program = self._maker.waiting.program(part)  # the forward has no backward in its step
-        program = program or self._take_over(step, part, number, profile)
+        program = program or self._take_over(step, part, ran, profile)
         is_planned = program is not None
         return Forward(number, part.captured, profile, program or self._find_least(part, profile), kind, is_planned)
 
-    def _take_over(self, step: CurrentStep, part: Part, number: int, profile: Profile) -> Program | None:
+    def _take_over(self, step: CurrentStep, part: Part, ran: Kind, profile: Profile) -> Program | None:
         """Return the program of a part by a plan for the same step at other sizes; None where none fits."""
-        found, ran = self._taken_over.setdefault(part, {}), (*step.kind, number)
+        found = self._taken_over.setdefault(part, {})
         if ran not in found:
             with self._stages.stage("solve_s", "solving"):
                 if len(found) == KEPT:
                     found.clear()
-                found[ran] = decisions = self._decide(step, part.captured, profile)
-                programs = self._programs.setdefault(part, {})
-                if decisions is not None and decisions not in programs:
-                    programs[decisions] = _build(part.captured, decisions)
-        decisions = found[ran]
-        return None if decisions is None else self._programs[part][decisions]
+                decisions = self._decide(step, part.captured, profile)
+                schedule = None if decisions is None else lower(part.captured.graph, decisions)
+                alike = (known for known in found.values() if known is not None and known.schedule == schedule)
+                found[ran] = None if schedule is None else next(alike, None) or _build(part.captured, schedule)
+        return found[ran]
 
     def _find_least(self, part: Part, profile: Profile) -> Program:
         """Return the program of least memory of a part.
@@ -139,7 +136,7 @@ class FirstSteps:
                     self._spare_bytes,
                 )
                 self._found.append(FirstSolution(step, least))
-                self._least[part] = _build(captured, step.split(least.recompute)[0])
+                self._least[part] = _build(captured, lower(captured.graph, step.split(least.recompute)[0]))
         return self._least[part]
 
     def _decide(self, step: CurrentStep, captured: Captured, profile: Profile) -> Decisions | None:
@@ -226,6 +223,5 @@ def _without_doubtful(captured: Captured, profile: Profile) -> tuple[Graph, Prof
     return without_missing(captured, doubtful if len(doubtful) < len(graph.tangents) else frozenset(), profile)
 
 
-def _build(captured: Captured, decisions: Decisions) -> Program:
-    program = build(captured, lower(captured.graph, decisions))
-    return replace(program, protects=True)  # what becomes of the values outside was not seen yet
+def _build(captured: Captured, schedule: Schedule) -> Program:
+    return replace(build(captured, schedule), protects=True)  # what becomes of the values outside was not seen yet
