@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from hiremate_lightning import CaptureError, ConfigurationError, HiRemateWarning, get_plan, hiremate
+from hiremate_lightning.capturing import backend
 from hiremate_lightning.capturing.capture import capture
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.sessions import backend
 from hiremate_lightning.sessions.targets import targets_of
 
 from .exact import TORCH, simple_loop, train_both
