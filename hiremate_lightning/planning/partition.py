@@ -79,17 +79,8 @@ def crossing_bytes(graph: Graph) -> list[int]:
     In the forward these are the storages made before the cut and read after it; in the backward, what backward nodes
     made and still read when the last of them that reads something from beyond the cut has run.
     """
-    length = len(graph.forward)
-    made = {s: p for p, n in enumerate(graph.forward) for s in graph.allocates[n]}
-    last = dict(made)
-    for position, node in enumerate(graph.forward):
-        last.update((s, position) for s in _read(graph, node) if s in made)
-    change = [0] * (length + 2)
-    for storage, position in made.items():
-        change[position + 1] += graph.sizes[storage]
-        change[last[storage] + 1] -= graph.sizes[storage]
-    forward = list(accumulate(change))
-    backward = _gradient_bytes(graph)
+    length, forward = len(graph.forward), bytes_across(graph, graph.forward)
+    backward = bytes_across(graph, graph.backward)
     turn = backward_starts(graph, range(length))
     return [forward[cut] + backward[turn[cut]] for cut in range(length)]
 
@@ -110,16 +101,23 @@ def backward_starts(graph: Graph, cuts: Iterable[int]) -> list[int]:
     return [min(starts[cut], max(0, len(graph.backward) - 1)) for cut in cuts]
 
 
-def _gradient_bytes(graph: Graph) -> list[int]:
-    """Give, for each backward position, the bytes made by the backward before it and read from it on."""
-    made = {s: p for p, n in enumerate(graph.backward) for s in graph.allocates[n]}
-    last: dict[int, int] = {}
-    for position, node in enumerate(graph.backward):
-        last.update((s, position) for s in _read(graph, node) if s in made)
-    change = [0] * (len(graph.backward) + 2)
-    for storage, end in last.items():
-        change[made[storage] + 1] += graph.sizes[storage]
-        change[end + 1] -= graph.sizes[storage]
+def lives_in(graph: Graph, order: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Return, for each storage that an order of nodes makes, the positions at which it is made and read last."""
+    lives = {storage: (position, position) for position, node in enumerate(order) for storage in graph.allocates[node]}
+    for position, node in enumerate(order):
+        for storage in _read(graph, node):
+            if storage in lives:
+                made, last = lives[storage]
+                lives[storage] = made, max(last, position)
+    return lives
+
+
+def bytes_across(graph: Graph, order: Sequence[int]) -> list[int]:
+    """Return, for each position of an order of nodes, the bytes made before it that it or a later one reads."""
+    change = [0] * (len(order) + 2)
+    for storage, (made, last) in lives_in(graph, order).items():
+        change[made + 1] += graph.sizes[storage]
+        change[last + 1] -= graph.sizes[storage]
     return list(accumulate(change))
 
 

@@ -14,6 +14,7 @@ then the tensor can only be saved.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
@@ -249,3 +250,9 @@ def bytes_of(graph: Graph, tensors: Iterable[int]) -> int:
     """Add up the bytes of tensors, each storage once."""
     storages = {graph.tensors[t].storage for t in tensors}
     return sum(graph.sizes[s] for s in storages if s is not None)
+
+
+def item_bytes(dtype: str) -> int:
+    """Read the bytes of an element from its type's name: the first number in it counts bits."""
+    bits = re.search(r"\d+", dtype)
+    return 1 if bits is None else max(1, int(bits.group()) // 8)

@@ -10,14 +10,13 @@ beyond them it follows the last two, by their line or, where it grew faster than
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .costs import Profile
-from .graph import OUTSIDE, Graph, Storage, Tensor
+from .graph import OUTSIDE, Graph, Storage, Tensor, item_bytes
 from .step import Call, Gap, GapPart
 
 MAX_POWER = 2.0  # of the size, that anything measured is taken to grow by
@@ -256,10 +255,4 @@ class Scaling:
 
 
 def _bytes_of(tensor: Tensor) -> int:
-    return math.prod(tensor.shape) * _item_bytes(tensor.dtype)
-
-
-def _item_bytes(dtype: str) -> int:
-    """Read the bytes of an element from its type's name: the first number in it counts bits."""
-    bits = re.search(r"\d+", dtype)
-    return 1 if bits is None else max(1, int(bits.group()) // 8)
+    return math.prod(tensor.shape) * item_bytes(tensor.dtype)
