@@ -114,19 +114,19 @@ def gather(joint: fx.GraphModule) -> None:
     """
     graph = joint.graph
     for node in list(graph.nodes):
-        _stand_alone(graph, node)
+        _stand_alone(node)
     _copy_gradients_once(graph)
     for node in reversed(list(graph.nodes)):
         if node.target in _SCATTERS and node.users:  # without users it was a step of a later one
-            _gather_steps(graph, node)
+            _gather_steps(node)
     graph.eliminate_dead_code()
     for node in list(graph.nodes):
         if node.target is assign:
-            _merge_with_base(graph, node)
+            _merge_with_base(node)
     graph.eliminate_dead_code()
 
 
-def _stand_alone(graph: fx.Graph, node: fx.Node) -> None:
+def _stand_alone(node: fx.Node) -> None:
     """Let a tensor of one number be made from that number alone: to make it again takes nothing else then."""
     if node.target in _FILLED_AS_GIVEN:
         value: Any = node.args[_FILLED_AS_GIVEN[node.target]]
@@ -199,7 +199,7 @@ def _is_made(node: fx.Node) -> bool:
     return tensor_state.storage_id(node.meta["val"]) not in tensor_state.storages_among(read)
 
 
-def _gather_steps(graph: fx.Graph, node: fx.Node) -> None:
+def _gather_steps(node: fx.Node) -> None:
     """Make one operation of an assignment whose last step is this scatter."""
     base = source_of(node)
     if not _is_plain(base.meta.get("val")) or not _is_plain(node.meta["val"]):
@@ -253,7 +253,7 @@ def _step(name: str, source: Any, arguments: Sequence[Any]) -> tuple[str, tuple[
     return name, (dim, start, max(start, end), numbers[3])
 
 
-def _merge_with_base(graph: fx.Graph, node: fx.Node) -> None:
+def _merge_with_base(node: fx.Node) -> None:
     """Do an assignment where what it assigns to is made, or assigned to before, for this alone.
 
     All that is assigned waits until then, and must be no more than what it is assigned to.

@@ -213,7 +213,7 @@ class _Fuser:
             return
         group.members.insert(0, node)
         self.group_of[node] = group
-        if _is_elementwise(node) and self._is_wanted(node, node):
+        if _is_elementwise(node) and self._is_wanted(node):
             self.derived.add(node)
 
     def _absorbing(self, node: fx.Node) -> _Group | None:
@@ -227,17 +227,16 @@ class _Fuser:
 
     def _can_be_internal(self, node: fx.Node, value: fx.Node) -> bool:
         """Whether a value can vanish into a group, or come out beside its result at little cost."""
-        if not self._is_wanted(node, value):
+        if not self._is_wanted(value):
             return True
         if not _is_elementwise(node):
             return self._is_small(node, value)
         backward = [c for c in self.consumers(value) if c not in self.is_forward]
         return all(c in self.fusible for c in backward) and len(self._kept_for(node)) <= 1
 
-    def _is_wanted(self, node: fx.Node, value: fx.Node) -> bool:
+    def _is_wanted(self, value: fx.Node) -> bool:
         """Whether the backward reads a value, or derives another one from it."""
-        readers = self.consumers(value)
-        return any(c not in self.is_forward or c in self.derived for c in readers)
+        return any(c not in self.is_forward or c in self.derived for c in self.consumers(value))
 
     def _kept_for(self, node: fx.Node) -> list[fx.Node]:
         """List what the backward would have to read in place of an internal value, and for it alone."""
@@ -245,7 +244,7 @@ class _Fuser:
         return [
             a
             for a in map(self.origin, node.all_input_nodes)
-            if a.op not in ("placeholder", "get_attr") and _numel(a) >= size and not self._is_wanted(a, a)
+            if a.op not in ("placeholder", "get_attr") and _numel(a) >= size and not self._is_wanted(a)
         ]
 
     def _may_wait(self, node: fx.Node, group: _Group) -> bool:

@@ -253,7 +253,7 @@ class Targets:
                 f"{where} gets another forward again and again, which is captured anew each time; from the next step "
                 "on its parts are planned."
             )
-            self._plan_instead(name, module, parts)
+            self._plan_instead(name, parts)
 
     def _plan_parts_of(self, name: str, module: nn.Module, result: Any) -> bool:
         """Plan the parts of a module of which nothing was captured, from the next step on.
@@ -275,7 +275,7 @@ class Targets:
             return False
         if parts or self.session.captured_count:
             announced.add(self.session)
-        self._plan_instead(name, module, parts)
+        self._plan_instead(name, parts)
         return True
 
     def _say_split(self, found: str) -> None:
@@ -286,7 +286,7 @@ class Targets:
         """List what may be planned below a module."""
         return {n: m for n, m in module.named_modules(prefix=name) if m is not module and _has_weights(m)}
 
-    def _plan_instead(self, name: str, module: nn.Module, parts: Mapping[str, nn.Module]) -> None:
+    def _plan_instead(self, name: str, parts: Mapping[str, nn.Module]) -> None:
         """Pass by a module, and plan what is below it."""
         if parts:
             self.session.abandon_step()

@@ -24,7 +24,6 @@ class Link:
         input: Choices made before it that it, or what follows, reads in the forward.
         tape: Choices that it makes.
         begins: Backward position from which on nothing of later links is read.
-        ends: Backward position from which on nothing of this link is read.
         forward_ms: Time to recompute its tape.
         rest_bytes: Most bytes of gradients and workspace in its part of the backward.
     """
@@ -33,7 +32,6 @@ class Link:
     input: tuple[int, ...]
     tape: tuple[int, ...]
     begins: int
-    ends: int
     forward_ms: float
     rest_bytes: int
 
@@ -55,7 +53,7 @@ def links(model: StepModel, count: int) -> list[Link]:
         span = range(begins[number], max(begins[number] + 1, starts[number]))
         rest = max((model.gradients[p] for p in span if p < len(model.gradients)), default=0)
         time_ms = sum(model.cost_ms[n] for n in nodes)
-        made.append(Link(run, tuple(crossing), tuple(tape), begins[number], starts[number], time_ms, rest))
+        made.append(Link(run, tuple(crossing), tuple(tape), begins[number], time_ms, rest))
     return made
 
 
