@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from .costs import Profile, as_plain
-from .graph import Graph, StorageKind, item_bytes
+from .graph import Graph, StorageKind
 
 LEAST_SIZE = 8  # an input size from which multiples of it are taken to follow from it
 LEAST_MULTIPLE = 4  # of a size: a larger one may be by chance, where the dimension is a multiple of another size too
@@ -180,7 +181,7 @@ class Resizing:
         graphs, found = [sample.graph for sample in self._samples], list[tuple[Sizes, ...]]()
         for index in tensors:
             tensor = graphs[0].tensors[index]
-            own_bytes = math.prod(tensor.shape) * item_bytes(tensor.dtype)
+            own_bytes = math.prod(tensor.shape) * _item_bytes(tensor.dtype)
             if own_bytes <= size_bytes <= 1.1 * own_bytes + 1024:  # as its allocator rounds up
                 found.append(tuple(zip(*(graph.tensors[index].shape for graph in graphs), strict=True)))
         grown = {column: (column[0] * 1.5, column[0] * 1.5) for column in self._columns}
@@ -261,3 +262,9 @@ def _is_fraction(dim: int, size: int) -> bool:
     """Whether a dimension is about a half, a quarter, ... of a size, as strides of convolutions make it."""
     halvings = round(math.log2(size / dim))
     return halvings >= 0 and abs(size / 2**halvings - dim) <= 4
+
+
+def _item_bytes(dtype: str) -> int:
+    """Read the bytes of an element from its type's name: the first number in it counts bits."""
+    bits = re.search(r"\d+", dtype)
+    return 1 if bits is None else max(1, int(bits.group()) // 8)
