@@ -77,6 +77,9 @@ CASES: dict[str, tuple[type[nn.Module], Callable[..., Any], list[tuple[int, int]
     "lengths": (Attending, words, [(4, 37), (4, 20), (4, 61)]),
     "crops": (Convolving, images, [(32, 48), (48, 32), (64, 64)]),
     "graphs": (Passing, graph, [(40, 100), (55, 90), (31, 160)]),
+    "lengths that are widths": (Attending, words, [(4, 24), (4, 12), (4, 36)]),
+    "lengths that divide widths": (Attending, words, [(4, 36), (4, 18), (4, 12)]),
+    "crops that are channels": (Convolving, images, [(16, 32), (32, 16), (64, 16)]),
 }
 
 
@@ -89,8 +92,8 @@ def samples_of(name: str) -> list[Sample]:
         inputs = batch(*own)
         captured = captured_by(make(), *inputs).graph
         profile = Profile((0.0,) * len(captured.nodes), (0,) * len(captured.nodes), "")
-        input_sizes = tuple(size for tensor in inputs for size in tensor.shape)
-        samples.append(Sample(input_sizes, captured, profile, len(captured.storages)))
+        shapes = tuple(tuple(tensor.shape) for tensor in inputs)
+        samples.append(Sample(shapes, captured, profile, len(captured.storages)))
     return samples
 
 
@@ -123,7 +126,7 @@ def step(*values: tuple[int, ...], weight: tuple[int, ...] = (64, 256), sizes: t
     made = tuple(range(1, len(shapes)))
     node = Node("n", "op", Phase.FORWARD, (0,), made)
     graph = Graph((node,), tensors, storages, (0,), (), (0,), (), (), ())
-    return Sample(sizes, graph, Profile((0.0,), (1000,), ""), len(storages))
+    return Sample((sizes,), graph, Profile((0.0,), (1000,), ""), len(storages))
 
 
 def high(samples: list[Sample], sizes: tuple[int, ...]) -> float:

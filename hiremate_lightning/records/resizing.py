@@ -1,8 +1,9 @@
 """Bounds of the bytes of a step at sizes of its inputs at which it was not captured.
 
 Each dimension of a tensor is a number of the model (a width, say), or follows from sizes of the step's inputs. Which,
-and how, is concluded from steps of the same code at other sizes. Where that leaves several answers, the bound from
-above takes the largest and the bound from below the smallest.
+and how, is mostly seen in the operations that made it (`dimensions`). Of others it is concluded from steps of the same
+code at other sizes. Where that leaves several answers, the bound from above takes the largest and the bound from below
+the smallest.
 
 - One captured step tells little. A dimension that is a multiple of one input size is taken to follow from that size,
   unless a weight has such a dimension too: then it may be either. Whatever else it may be, it does not shrink, and it
@@ -10,7 +11,8 @@ above takes the largest and the bound from below the smallest.
 - From two captured steps each dimension that differs is known: it lies on a line over the input size which it follows.
 - A dimension that follows from several sizes at once (rows times length) grows at most with each of them.
 
-What was only measured (workspaces, the bytes of code outside) does not shrink, and grows with the square of the sizes.
+What was only measured (workspaces, the bytes of code outside) does not shrink, and grows with the square of the sizes;
+but a workspace that is proportional to the product of the sizes in several captured steps stays so in between.
 """
 
 from __future__ import annotations
@@ -24,15 +26,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from .costs import Profile, as_plain
+from .dimensions import Origin, origins_of
 from .graph import Graph, StorageKind
 
 LEAST_SIZE = 8  # an input size from which multiples of it are taken to follow from it
 LEAST_MULTIPLE = 4  # of a size: a larger one may be by chance, where the dimension is a multiple of another size too
 TAKEN_OFF = 4  # from an input size, at most, where a dimension is neither a multiple of it nor a number of the model
 ROUNDED = 1  # by so much a dimension may leave its line, where code divides sizes
+EXACT = 1e-6  # by so much products of fractions of sizes may be off
+LINEAR = 0.05  # of a workspace, by which it may leave its line
 MEASURED_POWER = 2  # of the sizes, by which measured bytes grow at most
 Sizes = tuple[int, ...]  # of the inputs of a step, or of one dimension at all samples
 Range = tuple[float, float]  # at least, and at most
+_Dimension = tuple[Sizes, Origin]  # at all samples, and the sizes of the largest one from which it follows
 
 
 @dataclass(frozen=True)
@@ -40,16 +46,21 @@ class Sample:
     """A captured step.
 
     Attributes:
-        sizes: The dimensions of its inputs, in order.
+        shapes: The shapes of its inputs, in order.
         graph: The step.
         profile: Its costs.
         storages: Number of its first storages that captured code holds; others stand for code outside, as measured.
     """
 
-    sizes: Sizes
+    shapes: tuple[Sizes, ...]
     graph: Graph
     profile: Profile
     storages: int
+
+    @property
+    def sizes(self) -> Sizes:
+        """The dimensions of its inputs, in order."""
+        return tuple(itertools.chain.from_iterable(self.shapes))
 
 
 @dataclass(frozen=True)
@@ -83,22 +94,22 @@ class Resizing:
         self._width_dims = _dims_of_weights(self.base.graph)
         self._bytes = np.array(self.graph.sizes, dtype=np.float64)
         self._workspaces = np.array(self.profile.workspace_bytes, dtype=np.float64)
-        self._dims: dict[Sizes, int] = {(1,) * len(self._samples): 0}  # each that occurs, and its number
+        self._is_linear = self._find_linear()  # by node, whether its workspace is
+        self._followed = dict[_Dimension, list[tuple[Sizes, ...]]]()  # the input sizes that a dimension may follow
+        self._origins = origins_of(self.base.graph, frozenset(self.base.shapes))
+        self._dims: dict[_Dimension, int] = {((1,) * len(self._samples), ()): 0}  # each that occurs, and its number
         self._places = self._find_places()  # by storage, numbers of its dimensions
 
     def at(self, sizes: Sizes) -> Bytes:
         """Bound the bytes at some sizes, given in the order of those of the samples."""
         ranges = self._ranges(sizes)
-        factors = np.array([self._factors(dims, ranges) for dims in self._dims])
+        factors = np.array([self._factors(dimension, ranges) for dimension in self._dims])
         least, most = self._measured_factors(ranges)
         scale = factors[self._places].prod(axis=1) if len(self._places) else np.ones((0, 2))
         is_measured = self._places[:, 0] < 0 if len(self._places) else np.zeros(0, dtype=bool)
         scale[is_measured] = least, most
         low, high = (np.ceil(self._bytes * scale[:, i]) for i in (0, 1))
-        workspaces = (
-            np.where(self._workspaces > 0, a, b) * self._workspaces for a, b in ((least, most), (most, least))
-        )
-        return Bytes(low, high, *workspaces)
+        return Bytes(low, high, *self._workspaces_at(ranges))
 
     def _ranges(self, sizes: Sizes) -> dict[Sizes, Range]:
         """Find what the columns become: sizes that were equal in all samples may differ now."""
@@ -112,10 +123,45 @@ class Resizing:
         grown = math.prod(max(1.0, high / max(1, column[0])) for column, (_, high) in ranges.items())
         return shrunk**MEASURED_POWER, grown**MEASURED_POWER
 
+    def _workspaces_at(self, ranges: Mapping[Sizes, Range]) -> tuple[np.ndarray, np.ndarray]:
+        """Bound what nodes take while they run: in between linear ones lie on their line, nearly."""
+        least, most = self._measured_factors(ranges)
+        lowest, highest = (math.prod(now[end] / max(1, c[0]) for c, now in ranges.items()) for end in (0, 1))
+        if highest <= max(self._volumes):
+            lows = np.where(self._is_linear, lowest * (1 - LINEAR), least)
+            highs = np.where(self._is_linear, highest * (1 + LINEAR), most)
+        else:
+            lows, highs = np.full(len(self._workspaces), least), np.full(len(self._workspaces), most)
+        is_taken = self._workspaces > 0
+        return (
+            np.where(is_taken, lows, highs) * self._workspaces,
+            np.where(is_taken, highs, lows) * self._workspaces,
+        )
+
+    @property
+    def _volumes(self) -> list[float]:
+        """For each sample the product of its sizes, over that of the largest sample."""
+        return [math.prod(c[n] / max(1, c[0]) for c in self._columns) for n in range(len(self._samples))]
+
+    def _find_linear(self) -> np.ndarray:
+        """Find the nodes whose workspace is nearly proportional to the product of the sizes in several samples."""
+        found = [as_plain(sample.graph, sample.profile)[1].workspace_bytes for sample in self._samples]
+        if len(set(self._volumes)) == 1 or len(set(map(len, found))) > 1:
+            return np.zeros(len(self._workspaces), dtype=bool)
+        lines = np.outer(self._volumes, self._workspaces)
+        is_linear: np.ndarray = (np.abs(np.array(found) - lines) <= LINEAR * np.abs(lines)).all(axis=0)
+        return is_linear
+
     # ---------------------------------------------------------------- dimensions
 
-    def _factors(self, dims: Sizes, ranges: Mapping[Sizes, Range]) -> Range:
+    def _factors(self, dimension: _Dimension, ranges: Mapping[Sizes, Range]) -> Range:
         """Bound what a dimension becomes, over what it is in the largest sample."""
+        dims, _ = dimension
+        if dimension not in self._followed:
+            self._followed[dimension] = self._shown(*dimension)
+        if self._followed[dimension]:
+            found = [_following(dims, columns, ranges) for columns in self._followed[dimension]]
+            return min(low for low, _ in found), max(high for _, high in found)
         if len(set(dims)) == 1:
             return self._factors_of_same(dims[0], ranges)
         followed = [column for column in ranges if len(set(column)) > 1 and self._follows(dims, column)]
@@ -150,6 +196,20 @@ class Resizing:
         high = math.prod(grown) if grown else max((high for _, high in sure), default=1.0)
         return low * math.prod(min(1.0, f) for f, _ in others), high * math.prod(max(1.0, f) for _, f in others)
 
+    def _shown(self, dims: Sizes, origin: Origin) -> list[tuple[Sizes, ...]]:
+        """List the input sizes from which a dimension may follow as its operations show, and does in all samples."""
+        if origin is None:
+            return []
+        alike = [[column for column in self._columns if column[0] == size > 0] for size in origin]
+        return [columns for columns in itertools.product(*alike) if self._is_so(dims, columns)]
+
+    def _is_so(self, dims: Sizes, columns: tuple[Sizes, ...]) -> bool:
+        for number, dim in enumerate(dims):
+            low, high = _following(dims[:1], columns, {c: (c[number], c[number]) for c in columns})
+            if not low * dims[0] - EXACT <= dim <= high * dims[0] + EXACT:
+                return False
+        return True
+
     def _follows(self, dims: Sizes, column: Sizes) -> bool:
         """Whether a dimension may follow from one input size alone."""
         points = sorted(zip(column, dims, strict=True))
@@ -176,14 +236,15 @@ class Resizing:
             places[storage] = numbers + [0] * (places.shape[1] - len(numbers))
         return places
 
-    def _view(self, tensors: Iterable[int], size_bytes: int) -> tuple[Sizes, ...] | None:
+    def _view(self, tensors: Iterable[int], size_bytes: int) -> tuple[_Dimension, ...] | None:
         """Choose, of the tensors that fill a storage, one whose dimensions tell most; None where none fills it."""
-        graphs, found = [sample.graph for sample in self._samples], list[tuple[Sizes, ...]]()
+        graphs, found = [sample.graph for sample in self._samples], list[tuple[_Dimension, ...]]()
         for index in tensors:
             tensor = graphs[0].tensors[index]
             own_bytes = math.prod(tensor.shape) * _item_bytes(tensor.dtype)
             if own_bytes <= size_bytes <= 1.1 * own_bytes + 1024:  # as its allocator rounds up
-                found.append(tuple(zip(*(graph.tensors[index].shape for graph in graphs), strict=True)))
+                dims = zip(*(graph.tensors[index].shape for graph in graphs), strict=True)
+                found.append(tuple(zip(dims, self._origins[index], strict=True)))
         grown = {column: (column[0] * 1.5, column[0] * 1.5) for column in self._columns}
         return min(found, key=lambda dims: math.prod(self._factors(dim, grown)[1] for dim in dims), default=None)
 
@@ -192,6 +253,28 @@ def _kept(ranges: Mapping[Sizes, Range]) -> dict[int, Range]:
     """Return what becomes of the input sizes that are the same in all samples, over what they are there."""
     same = ((column[0], now) for column, now in ranges.items() if len(set(column)) == 1)
     return {size: (least / size, most / size) for size, (least, most) in same if size > 1}
+
+
+def _is_proportional(dims: Sizes, column: Sizes) -> bool:
+    """Whether a dimension was the same fraction of a size at several sizes."""
+    pairs = list(zip(dims, column, strict=False))
+    return len(set(pairs)) > 1 and all(dim * column[0] == dims[0] * size for dim, size in pairs)
+
+
+def _following(dims: Sizes, columns: Sequence[Sizes], ranges: Mapping[Sizes, Range]) -> Range:
+    """Bound what a dimension becomes that follows from some sizes: as a multiple, or nearly as a fraction.
+
+    It is that fraction where it was in all samples of several sizes, but for what is rounded.
+    """
+    low, high, rounded = 1.0, 1.0, 0.0
+    for column in columns:
+        least, most = (now / column[0] for now in ranges[column])
+        if dims[0] % column[0] and (least, most) != (1.0, 1.0):
+            rounded = ROUNDED / dims[0]
+            if len(columns) > 1 or not _is_proportional(dims, column):
+                least, most = min(least, _less_off(least, column[0])), max(most, _more_off(most, column[0]))
+        low, high = low * least, high * most
+    return max(0.0, low - rounded), high + rounded
 
 
 class _Line:

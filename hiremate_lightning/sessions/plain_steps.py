@@ -20,14 +20,15 @@ from typing import Any
 import torch
 
 from ..records.costs import as_plain
-from ..records.graph import bytes_of
+from ..records.graph import OUTSIDE, bytes_of
 from ..records.resizing import Bytes, Resizing, Sample
 from ..records.schedule import as_written, lower, with_checkpoints
 from ..records.simulation import Allocations, allocations
 from ..records.ways import Calls, Way, ways_of
 from .kinds import Kind
 
-UNMEASURED_RATIO = 1.5  # of what grows with the sizes in eager PyTorch to the same in the captured graph
+UNMEASURED_RATIO = 1.3  # of what grows with the sizes in eager PyTorch to the same in the captured graph
+RANDOM_RATIO = 1.5  # the same where the code draws, as dropout does, whose masks are floats in eager PyTorch on a CPU
 UNMEASURED_WAY_RATIO = 1.25  # the same of a way that was not measured, where others were
 LEAST_RATIO = 1.03  # where it was measured
 TRIES = 4  # steps to measure in a row: on a CPU the first one does not see all that is freed
@@ -102,7 +103,7 @@ class _Code:
     """Steps of the same code, as far as their first calls tell them apart."""
 
     def __init__(self, steps: Sequence[CapturedStep], count: int) -> None:
-        samples = [replace(step.known[0], sizes=_sizes(step.calls[:count])) for step in steps]
+        samples = [replace(step.known[0], shapes=_shapes(step.calls[:count])) for step in steps]
         self._base, self._twice = steps[0].known
         self._resizing = Resizing(samples)
         self._allocations: dict[frozenset[str], Allocations] = {}
@@ -113,6 +114,12 @@ class _Code:
     def ways(self) -> tuple[Way, ...]:
         """The ways to run it, the fastest first."""
         return ways_of(self._resizing.graph, self._resizing.profile, self._twice)
+
+    @cached_property
+    def unmeasured_ratio(self) -> float:
+        """The ratio of what grows with the sizes in eager PyTorch to the same here, as long as none was measured."""
+        draws = any(node.is_random and node.op != OUTSIDE for node in self._base.graph.nodes)
+        return RANDOM_RATIO if draws else UNMEASURED_RATIO
 
     @cached_property
     def _gradient_bytes(self) -> int:
@@ -161,7 +168,7 @@ class PlainSteps:
         self._measured: dict[Way, list[_Measured]] = {}
         self._largest_bytes: dict[Way, int] = {}  # that were measured
         self._tries = 0
-        self._ratios: dict[Way, float] = {}
+        self._ratios: dict[tuple[Way, float], float] = {}
 
     def learn(self, kind: Kind, step: CapturedStep) -> None:
         """Learn what a kind of step takes."""
@@ -219,11 +226,11 @@ class PlainSteps:
 
     def with_margin(self, added_bytes: int) -> int:
         """Return what a plain step takes, of which the captured graph takes so many bytes."""
-        return ceil(added_bytes * self._ratio(Way()))
+        return ceil(added_bytes * self._ratio(Way(), RANDOM_RATIO))
 
     def _takes(self, code: _Code, sizes: tuple[int, ...], way: Way) -> Prediction:
         captured_bytes = code.peaks(sizes, way.paths)[1]
-        excess_bytes = (self._ratio(way) - 1) * code.growing(sizes, way.paths)[1]
+        excess_bytes = (self._ratio(way, code.unmeasured_ratio) - 1) * code.growing(sizes, way.paths)[1]
         added_bytes = ceil(ROUNDING * (captured_bytes + excess_bytes)) + code.margin_bytes
         return Prediction(way, added_bytes, captured_bytes)
 
@@ -274,16 +281,21 @@ class PlainSteps:
             self._largest_bytes[way] = max(self._largest_bytes.get(way, 0), prediction.captured_bytes)
             self._tries = 0
 
-    def _ratio(self, way: Way) -> float:
-        """Return the ratio of what grows with the sizes in eager PyTorch to the same in the captured graph."""
-        if way not in self._ratios:
+    def _ratio(self, way: Way, unmeasured: float) -> float:
+        """Return the ratio of what grows with the sizes in eager PyTorch to the same in the captured graph.
+
+        Args:
+            way: How the step runs.
+            unmeasured: The ratio as long as no step was measured.
+        """
+        if (way, unmeasured) not in self._ratios:
             found = [self._compare(way, measured) for measured in self._measured.get(way, ())]
-            largest_bytes = max((size_bytes for size_bytes, _ in found), default=0)
+            largest_bytes = max((size_bytes for size_bytes, _ in found), default=0.0)
             similar = [ratio for size_bytes, ratio in found if size_bytes >= SIMILAR * largest_bytes]
-            others = (self._ratio(other) for other in self._measured if other != way and not largest_bytes)
-            unmeasured = UNMEASURED_WAY_RATIO if way.paths and self._measured else UNMEASURED_RATIO
-            self._ratios[way] = max([LEAST_RATIO, *similar]) if largest_bytes else max([unmeasured, *others])
-        return self._ratios[way]
+            others = (self._ratio(other, unmeasured) for other in self._measured if other != way and not largest_bytes)
+            least = UNMEASURED_WAY_RATIO if way.paths and self._measured else unmeasured
+            self._ratios[way, unmeasured] = max([LEAST_RATIO, *similar]) if largest_bytes else max([least, *others])
+        return self._ratios[way, unmeasured]
 
     def _compare(self, way: Way, measured: _Measured) -> tuple[int, float]:
         """Return what grows with the sizes in a plain step that was measured, and its ratio to the captured graph.
@@ -296,7 +308,7 @@ class PlainSteps:
             peaks, growing = code.peaks(sizes, way.paths), code.growing(sizes, way.paths)
             if growing[0]:
                 excess = [(measured.added_bytes - peak) / size for peak, size in zip(peaks, growing, strict=True)]
-                return growing[0], 1 + min(excess[0], max(UNMEASURED_RATIO - 1, excess[1]))
+                return growing[0], 1 + min(excess[0], max(code.unmeasured_ratio - 1, excess[1]))
         return 0, 0.0
 
 
@@ -304,8 +316,12 @@ def _form(calls: Sequence[ModuleCall]) -> tuple[tuple[Any, ...], ...]:
     return tuple((call.name, call.dtypes, tuple(map(len, call.shapes))) for call in calls)
 
 
+def _shapes(calls: Sequence[ModuleCall]) -> tuple[tuple[int, ...], ...]:
+    return tuple(shape for call in calls for shape in call.shapes)
+
+
 def _sizes(calls: Sequence[ModuleCall]) -> tuple[int, ...]:
-    return tuple(size for call in calls for shape in call.shapes for size in shape)
+    return tuple(size for shape in _shapes(calls) for size in shape)
 
 
 def _some_of(steps: Sequence[CapturedStep]) -> tuple[CapturedStep, ...]:
