@@ -21,7 +21,10 @@ from hiremate_lightning.sessions.targets import Target, Targets
 
 UNSUPPORTED_STRATEGIES = {
     "FSDPStrategy": "FSDP1 flattens the parameters of each unit. Use ModelParallelStrategy or strategy='ddp'.",
-    "DeepSpeedStrategy": "DeepSpeed schedules memory itself. Use ModelParallelStrategy or strategy='ddp'.",
+    "DeepSpeedStrategy": (
+        "DeepSpeed lays all weights into one flat tensor, and no part of such a model could be captured. Use "
+        "ModelParallelStrategy or strategy='ddp'."
+    ),
     "SingleDeviceXLAStrategy": "XLA decides on memory itself. Train on CUDA or on the CPU.",
     "XLAStrategy": "XLA decides on memory itself. Train on CUDA or on the CPU.",
 }

@@ -27,7 +27,7 @@ class GPT(nn.Module):
         super().__init__()
         self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, 4, 0.1) for _ in range(blocks))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.bytes(tokens) + self.places(torch.arange(tokens.shape[1]))

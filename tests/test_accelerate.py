@@ -192,7 +192,7 @@ def fake(kind: DistributedType, dynamo: DynamoBackend = DynamoBackend.NO) -> Sim
     ("kind", "reason"),
     [
         (DistributedType.FSDP, "FSDP1 flattens the parameters of each unit. Set fsdp_version: 2"),
-        (DistributedType.DEEPSPEED, "DeepSpeed schedules memory itself"),
+        (DistributedType.DEEPSPEED, "DeepSpeed lays all weights into one flat tensor"),
         (DistributedType.MEGATRON_LM, "Megatron-LM splits and recomputes layers itself"),
         (DistributedType.XLA, "XLA decides on memory itself"),
         (DistributedType.MULTI_NPU, ""),

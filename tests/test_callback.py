@@ -340,7 +340,7 @@ def test_two_callbacks_are_refused():
     ("strategy", "reason"),
     [
         ("FSDPStrategy", "FSDP1 flattens the parameters of each unit. Use ModelParallelStrategy or strategy='ddp'"),
-        ("DeepSpeedStrategy", "DeepSpeed schedules memory itself"),
+        ("DeepSpeedStrategy", "DeepSpeed lays all weights into one flat tensor.*Use ModelParallelStrategy"),
         ("SingleDeviceXLAStrategy", "XLA decides on memory itself"),
     ],
 )

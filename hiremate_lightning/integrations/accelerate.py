@@ -26,7 +26,10 @@ ENVIRONMENT_BUDGET = "HIREMATE_BUDGET"
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 REASONS = {
     "FSDP": "FSDP1 flattens the parameters of each unit. Set fsdp_version: 2, or launch with --multi_gpu (DDP).",
-    "DEEPSPEED": "DeepSpeed schedules memory itself. Launch with FSDP and fsdp_version: 2, or with --multi_gpu (DDP).",
+    "DEEPSPEED": (
+        "DeepSpeed lays all weights into one flat tensor, and no part of such a model could be captured. Launch with "
+        "FSDP and fsdp_version: 2, or with --multi_gpu (DDP)."
+    ),
     "MEGATRON_LM": "Megatron-LM splits and recomputes layers itself. Launch with --multi_gpu (DDP) instead.",
     "XLA": "XLA decides on memory itself. Train on CUDA devices or on the CPU.",
 }

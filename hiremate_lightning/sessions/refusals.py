@@ -21,8 +21,10 @@ FOREIGN = {
         "checkpoint_wrapper() is around it, and a plan replaces activation checkpointing. Leave the wrapper out; with "
         "Accelerate and transformers' Trainer by fsdp_activation_checkpointing: false."
     ),
-    "DeepSpeedEngine": "DeepSpeed schedules memory itself. Use fully_shard() (FSDP2) or DistributedDataParallel.",
-    "PipelineEngine": "DeepSpeed schedules memory itself. Use fully_shard() (FSDP2) or DistributedDataParallel.",
+    "DeepSpeedEngine": (  # and what inherits from it: its PipelineEngine
+        "DeepSpeed lays all weights into one flat tensor, and no part of such a model could be captured. Use "
+        "fully_shard() (FSDP2) or DistributedDataParallel."
+    ),
 }
 
 
