@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from hiremate_lightning.records.costs import as_plain
@@ -11,18 +10,19 @@ from hiremate_lightning.records.resizing import Resizing, Sample
 
 from .test_resizing import CASES, samples_of
 
-BY_CHANCE = {"lengths that divide widths": 2.4, "crops that are channels": 1.1}  # and how loose bounds may be
+BY_CHANCE = ["lengths that divide widths", "crops that are channels"]
 
 
 def follows(sample: Sample, other: Sample, dim: int, now: int, origin: tuple[int, ...]) -> bool:
-    """Whether a dimension became what its sizes say, rounded where it is a fraction of them."""
-    expected = float(dim)
+    """Whether a dimension became what its sizes say: their multiple, or a fraction after borders were taken off."""
+    ends = [float(dim), float(dim)]
     for size in origin:
         became = {b for a, b in zip(sample.sizes, other.sizes, strict=True) if a == size}
         if len(became) > 1:
             return True  # two sizes were the same by chance
-        expected *= became.pop() / size
-    return abs(now - expected) <= (1e-6 if dim % max(1, np.prod(origin)) == 0 else 2)
+        resized, taken = became.pop(), 0 if dim % size == 0 else abs(size - dim * round(size / dim))
+        ends = [ends[0] * resized / size, ends[1] * (resized - taken) / (size - taken)]
+    return min(ends) - 1 <= now <= max(ends) + 1
 
 
 def origins(sample: Sample) -> list[Origins]:
@@ -39,9 +39,9 @@ def test_dimensions_follow_from_the_sizes_that_operations_show(name):
                     assert origin is None or follows(sample, other, dim, now, origin), (tensor, resized, found)
 
 
-@pytest.mark.parametrize(("name", "looseness"), BY_CHANCE.items())
-def test_one_captured_step_tells_sizes_from_widths_that_are_the_same(name, looseness):
+@pytest.mark.parametrize("name", BY_CHANCE)
+def test_one_captured_step_tells_sizes_from_widths_that_are_the_same(name):
     for known in samples_of(name):
         for sample in samples_of(name):
-            actual = sum(as_plain(sample.graph, sample.profile)[0].sizes)
-            assert Resizing([known]).at(sample.sizes).high.sum() <= looseness * actual
+            largest, actual = (sum(as_plain(s.graph, s.profile)[0].sizes) for s in (known, sample))
+            assert actual > largest or Resizing([known]).at(sample.sizes).high.sum() <= 1.8 * actual

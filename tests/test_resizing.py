@@ -25,10 +25,11 @@ class Attending(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.attention = nn.Embedding(50, 24), nn.MultiheadAttention(24, 4, 0.1, batch_first=True)
+        self.positions = nn.Parameter(torch.randn(64, 24))
         self.rest = nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 72), nn.GELU(), nn.Dropout(0.1), nn.Linear(72, 50))
 
     def forward(self, words: Tensor) -> Tensor:
-        x = self.embedding(words)
+        x = self.embedding(words) + self.positions[: words.shape[1]]
         x = self.rest(x + self.attention(x, x, x)[0])
         return F.cross_entropy(x[:, 1:].flatten(0, 1), words[:, :-1].flatten())
 
@@ -46,6 +47,22 @@ class Convolving(nn.Module):
         y = F.avg_pool2d(F.silu(self.down(x)), 2)
         y = self.up(F.interpolate(y, scale_factor=2.0))
         return torch.cat([x, y], 1).square().mean()
+
+
+class Resized(nn.Module):
+    """Brings pictures to one size, and takes their borders off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rest = (
+            nn.Conv2d(3, 8, 7),
+            nn.Sequential(nn.Conv2d(11, 8, 5, stride=2), nn.GELU(), nn.AvgPool2d(3)),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.first(images)
+        x = torch.cat([F.interpolate(x, (24, 24)), F.interpolate(images, (24, 24), mode="bilinear")], 1)
+        return self.rest(x).square().mean() + F.relu(self.first(images)).mean()
 
 
 class Passing(nn.Module):
@@ -76,6 +93,7 @@ def graph(nodes: int, edges: int) -> tuple[Tensor, ...]:
 CASES: dict[str, tuple[type[nn.Module], Callable[..., Any], list[tuple[int, int]]]] = {
     "lengths": (Attending, words, [(4, 37), (4, 20), (4, 61)]),
     "crops": (Convolving, images, [(32, 48), (48, 32), (64, 64)]),
+    "pictures made alike": (Resized, images, [(48, 36), (32, 64), (20, 28)]),
     "graphs": (Passing, graph, [(40, 100), (55, 90), (31, 160)]),
     "lengths that are widths": (Attending, words, [(4, 24), (4, 12), (4, 36)]),
     "lengths that divide widths": (Attending, words, [(4, 36), (4, 18), (4, 12)]),

@@ -90,11 +90,15 @@ def _broadcast(shape: Shape, read: _Given) -> Origins:
 
 
 def _joined(shape: Shape, read: _Given) -> Origins:
-    """Tensors side by side, a slice, or padding: also what is longer or shorter than a number of the model is one."""
-    found = _by_place(shape, read)
-    alike = [origins for own, origins in read if len(own) == len(shape)]
-    fixed = [bool(alike) and all(origins[i] == () for origins in alike) for i in range(len(shape))]
-    return tuple(() if is_fixed else origin for is_fixed, origin in zip(fixed, found, strict=True))
+    """Tensors side by side: all dimensions but one are the same, and that one is a sum."""
+    if any(len(own) != len(shape) for own, _ in read):
+        return (None,) * len(shape)
+    found = list[Origin]()
+    for place, dim in enumerate(shape):
+        same = [origins[place] for own, origins in read if own[place] == dim]
+        is_fixed = all(origins[place] == () for _, origins in read)
+        found.append(() if is_fixed else _agreed(same))
+    return tuple(found)
 
 
 def _moved(shape: Shape, read: _Given) -> Origins:
@@ -183,13 +187,18 @@ def _looked_up(shape: Shape, read: _Given) -> Origins:
 
 
 def _strided(shape: Shape, read: _Given) -> Origins:
-    """Convolution, pooling and interpolation: pictures become larger or smaller, each side by itself."""
+    """Convolution and pooling: pictures become larger or smaller, each side by itself."""
     pictures = [pair for pair in read if len(pair[0]) == len(shape) and pair[0][0] == shape[0]]
     if not pictures:
         return _by_place(shape, read)
     own, origins = pictures[0]
     channels = origins[1] if own[1] == shape[1] else ()
     return (origins[0], channels, *origins[2:])
+
+
+def _interpolated(shape: Shape, read: _Given) -> Origins:
+    """Interpolation: pictures become as large as they are asked to be."""
+    return (*_by_place(shape, read)[:2], *[None] * len(shape[2:]))
 
 
 def _agreed(origins: Iterable[Origin]) -> Origin:
@@ -210,8 +219,7 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("addmm", "baddbmm"), _added_product),
     **dict.fromkeys(("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"), _viewed),
     **dict.fromkeys(("convolution", "max_pool", "max_pool2d_with_indices", "avg_pool2d"), _strided),
-    **dict.fromkeys(("upsample_bilinear2d", "upsample_bilinear2d_backward"), _strided),
-    **dict.fromkeys(("upsample_nearest2d", "upsample_nearest2d_backward"), _strided),
-    **dict.fromkeys(("cat", "slice", "constant_pad_nd"), _joined),
+    **dict.fromkeys(("upsample_bilinear2d", "upsample_nearest2d", "upsample_bicubic2d"), _interpolated),
+    "cat": _joined,
     **dict.fromkeys(("embedding", "index", "index_select"), _looked_up),
 }

@@ -31,7 +31,7 @@ from .graph import Graph, StorageKind
 
 LEAST_SIZE = 8  # an input size from which multiples of it are taken to follow from it
 LEAST_MULTIPLE = 4  # of a size: a larger one may be by chance, where the dimension is a multiple of another size too
-TAKEN_OFF = 4  # from an input size, at most, where a dimension is neither a multiple of it nor a number of the model
+TAKEN_OFF = 8  # from an input size, at most, where a dimension is neither a multiple of it nor a number of the model
 ROUNDED = 1  # by so much a dimension may leave its line, where code divides sizes
 EXACT = 1e-6  # by so much products of fractions of sizes may be off
 LINEAR = 0.05  # of a workspace, by which it may leave its line
@@ -189,7 +189,7 @@ class Resizing:
                 is_told = size == largest or dim // size <= LEAST_MULTIPLE
                 is_sure = is_told and size >= LEAST_SIZE and not any(own % size == 0 for own in self._width_dims)
                 (sure if is_sure else others).append((min(least, least**power), max(most, most**power)))
-            elif dim >= LEAST_SIZE and (dim not in self._width_dims or _is_fraction(dim, size)):
+            elif (dim >= LEAST_SIZE and dim not in self._width_dims) or _is_fraction(dim, size):
                 others.append((_less_off(min(1.0, least), size), _more_off(max(1.0, most), size)))
         shrunk, grown = [low for low, _ in sure if low < 1], [high for _, high in sure if high > 1]
         low = math.prod(shrunk) if shrunk else min((low for low, _ in sure), default=1.0)
@@ -272,9 +272,16 @@ def _following(dims: Sizes, columns: Sequence[Sizes], ranges: Mapping[Sizes, Ran
         if dims[0] % column[0] and (least, most) != (1.0, 1.0):
             rounded = ROUNDED / dims[0]
             if len(columns) > 1 or not _is_proportional(dims, column):
-                least, most = min(least, _less_off(least, column[0])), max(most, _more_off(most, column[0]))
+                off = _taken_off(dims[0], column[0])
+                least, most = min(least, least - off * (1 - least)), max(most, most + off * (most - 1))
         low, high = low * least, high * most
     return max(0.0, low - rounded), high + rounded
+
+
+def _taken_off(dim: int, size: int) -> float:
+    """Return what may be taken off from a size before a fraction of it, as borders are, over what is left then."""
+    taken = max(TAKEN_OFF, abs(size - dim * round(size / max(1, dim))))
+    return taken / max(1, size - taken)
 
 
 class _Line:
@@ -343,8 +350,8 @@ def _multiplicity(dim: int, size: int) -> int:
 
 def _is_fraction(dim: int, size: int) -> bool:
     """Whether a dimension is about a half, a quarter, ... of a size, as strides of convolutions make it."""
-    halvings = round(math.log2(size / dim))
-    return halvings >= 0 and abs(size / 2**halvings - dim) <= 4
+    halvings = round(math.log2(size / max(1, dim)))
+    return 0 <= halvings < size and abs(size / 2**halvings - dim) <= (TAKEN_OFF if dim >= LEAST_SIZE else 0) and dim > 1
 
 
 def _item_bytes(dtype: str) -> int:
