@@ -304,6 +304,9 @@ class Left:
     def left_bytes(self, present):
         return self.size_bytes
 
+    def left_inputs(self):
+        return []
+
 
 def test_in_a_count_of_all_outputs_that_are_dropped_before_the_backward_are_stale():
     everything, left, record = Resident(1000, 50), LeftOutputs(), Left(200)

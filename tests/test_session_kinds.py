@@ -49,6 +49,18 @@ def test_steps_of_two_shapes_in_turn_stay_exact():
     assert_same(found, expected)
 
 
+def test_a_kind_that_was_not_foreseen_meets_what_has_grown():
+    """Its plan was made before the optimizer had any state, and steps are counted seldom after the first ones."""
+    torch.manual_seed(1)
+    model = hiremate(nn.ModuleDict({"one": Net(), "other": Net()}), "1 GiB", verbose=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    for index, name in enumerate(["one"] * 3 + ["other"] * 20 + ["one"]):
+        model[name](batch(index)).square().mean().backward()
+        if index > 2:
+            optimizer.step()
+    assert dict(get_plan(model).resident_parts)["optimizer state"] > 0
+
+
 @pytest.mark.parametrize("steps_before", [1, 6])
 def test_max_plans_is_announced_once(steps_before):
     model = warm_up(planned(max_plans=1), steps=steps_before)

@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
+from hiremate_lightning.measuring.resident import held_by
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sessions.targets import targets_of
 
@@ -165,6 +166,74 @@ def test_what_is_retained_counts_in_each_step_with_its_batch():
     plans = targets_of(model).session.plans.values()
     assert max(plan.measured.peak_bytes for plan in plans) == pytest.approx(peaks[1], abs=1024)
     assert any(dict(plan.resident_parts).get("graphs retained for another backward") for plan in plans)
+
+
+def held_inputs(model: nn.Module, index: int) -> None:
+    """A loop holds an output, whose graph holds a batch that gets gradients, while another network is trained."""
+    x = draw(index, 4 * ROWS, WIDTH).requires_grad_()
+    output = model["one"](x)
+    output.square().mean().backward()
+    del x
+    model["other"](draw(index + 100, 4 * ROWS, WIDTH)).square().mean().backward()
+    del output
+
+
+def test_inputs_that_live_on_in_the_graph_of_an_output_count():
+    peaks = list[int]()
+    for share in (None, 0.85):
+        torch.manual_seed(1)
+        model = make_pair()
+        if share is not None:
+            hiremate(model, int(share * peaks[0]), verbose=False, on_infeasible="warn")
+        with quiet():
+            iterate(model, held_inputs, peaks)
+    plans = targets_of(model).session.plans.values()
+    assert max(plan.measured.peak_bytes for plan in plans) == pytest.approx(peaks[1], abs=1024)
+    held = {dict(plan.resident_parts).get("inputs that these outputs hold") for plan in plans}
+    assert 2 * 4 * ROWS * WIDTH * 4 in held  # with their gradient
+
+
+def test_inputs_that_a_waiting_graph_holds_count():
+    """Its backward does not read them: their gradient is wanted."""
+    model, kept = hiremate(make_pair(), "1 GiB", verbose=False), []
+    for index in range(3):
+        x = (draw(index, ROWS, WIDTH) > 0).float().requires_grad_()
+        waiting = model["one"](x).sum()
+        kept.append(x.nbytes)
+        del x
+        model["other"](draw(index + 100, ROWS, WIDTH)).square().mean().backward()
+        session = targets_of(model).session
+        held = {t.untyped_storage()._cdata: t.nbytes for s in session.parts.waiting() for t in held_by([s[1]])}
+        assert kept[-1] in held.values()
+        waiting.backward()
+
+
+def test_what_is_retained_counts_again_where_it_has_grown():
+    """Steps are counted in the first ones, and seldom afterwards."""
+    model, found = hiremate(make_pair(), "1 GiB", verbose=False), []
+    for index, rows in enumerate([2048, 2048, *[512] * 9, 2048]):
+        output = model["one"](draw(index, rows, WIDTH))
+        torch.autograd.grad(output.square().mean(), list(model["one"].parameters()), retain_graph=True)
+        model["other"](draw(index + 100, ROWS, WIDTH)).square().mean().backward()
+        if index > 8:
+            parts = targets_of(model).session.plans[1,].resident_parts
+            found.append(dict(parts).get("graphs retained for another backward", 0))
+        del output
+    assert found[-1] > 3 * found[-2] > 0, found
+
+
+def test_a_dropped_forward_holds_what_its_plan_counts():
+    """Where graphs wait and there is room, forwards without a backward keep everything for it."""
+    model = nn.ModuleDict({name: make_net(out=WIDTH) for name in ("one", "other", "dropped")})
+    hiremate(model, "1 GiB", verbose=False)
+    for index in range(5):
+        waiting = model["one"](draw(index, ROWS, WIDTH)).square().mean()
+        model["other"](draw(index + 100, ROWS, WIDTH)).square().mean().backward()
+        waiting.backward()
+        model["dropped"](draw(index, 8 * ROWS, WIDTH))
+        model["other"](draw(index + 100, ROWS, WIDTH)).square().mean().backward()
+    plan = get_plan(model)
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.01)
 
 
 def test_capturing_resumes_after_an_unplanned_retained_graph():

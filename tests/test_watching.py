@@ -134,6 +134,17 @@ def test_watching_takes_one_percent_of_random_cycles(seed):
     assert training.measured <= 16 * len(seen) + 3000 * SHARE / 0.1
 
 
+def test_plans_made_anew_after_the_first_steps_are_measured_within_one_percent():
+    training = Training(extra_s=1.0)
+    for index in range(3000):
+        training.step(KIND)
+        if index % 100 == 0 and index < 2000:
+            training.planned[KIND] = False, False
+            training.policy.planned(KIND)
+    assert worst_share(training.seconds[STEPS:]) <= SHARE
+    assert training.planned[KIND] == (True, True)
+
+
 def test_a_cycle_of_adversarial_training_is_planned():
     training = Training()
     for kind in islice(cycle([KIND] * 5 + [OTHER]), 60):

@@ -24,7 +24,7 @@ from ..memory.metering import MemoryMeter
 from ..records.costs import Profile
 from ..records.graph import Graph, bytes_of
 from ..records.step import Output
-from ..running.accumulation import Leaves, addable, existing
+from ..running.accumulation import Leaves, addable, existing, find_leaves
 from ..running.execution import Part, missing_gradients
 from ..running.program import Program
 from ..torch_private import backward_pass, sharding, tensor_state
@@ -59,6 +59,7 @@ class Run:
         added: Gradients with which autograd did nothing but add them to those of parameters, if there were any, and
             the storages of these parameters.
         is_retained: Whether a backward left what was saved to another one.
+        trained: Inputs that get gradients and are no parameters: the graph of its outputs holds them.
     """
 
     part: Part
@@ -79,6 +80,7 @@ class Run:
     accumulated_bytes: int = 0
     added: dict[int, frozenset[int]] = field(default_factory=dict)
     is_retained: bool = False
+    trained: tuple[weakref.ref[torch.Tensor], ...] = ()
 
     def saves(self, output: int) -> bool:
         """Whether it saved an output, or something that lies there, for its backward."""
@@ -265,6 +267,8 @@ class StepRecord:
         given, lent = run.parameters.values(), self._lent()
         self.parameters.update(given, (lent[p] for p in given if p in lent))
         run.passed_on = _passed_on(part, arguments, lent)
+        leaves = find_leaves(part.captured, arguments).values()
+        run.trained = tuple(weakref.ref(leaf) for leaf in leaves if id(leaf) not in given)
         self._note_alive(Event.FORWARD.of(run.index))
         self.runs.append(run)
         self._mark(Event.FORWARD.of(run.index))
@@ -410,6 +414,14 @@ class StepRecord:
                     seen.add(storage)
                     total += bytes_of(run.graph, (tensor,))
         return total
+
+    def left_inputs(self) -> list[torch.Tensor]:
+        """List the inputs that live on in the graphs of outputs that someone holds after the step, and their gradients.
+
+        Parameters are not among them.
+        """
+        leaves = [leaf() for run in self.runs if _living(run) for leaf in run.trained]
+        return [tensor for leaf in leaves if leaf is not None for tensor in (leaf, leaf.grad) if tensor is not None]
 
 
 def _storage_bytes(values: Sequence[Any]) -> tuple[int, ...]:

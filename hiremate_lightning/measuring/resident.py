@@ -10,6 +10,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from .recording import StepRecord
 WAITING = "graphs that wait for their backward"  # a kind of resident bytes
 RETAINED = "graphs retained for another backward"
 LEFT = "outputs of the step before"
+INPUTS = "inputs that these outputs hold"
 SAMPLES = 8  # of the parameters, to see whether there are gradients
 LITTERED_STEPS = 16  # that may pass before another one is measured, with the garbage that they left
 LARGE_BYTES = 2**14  # of a tensor whose release is worth to be seen
@@ -59,6 +61,11 @@ class Resident:
     waiting: tuple[tuple[Part, Schedule], ...] = ()
     used: tuple[int, frozenset[int]] = field(default=(0, frozenset()), compare=False)
 
+    def with_more(self, kind: str, size_bytes: int) -> Resident:
+        """Return the same with bytes of another kind that stay."""
+        kinds = (*self.kinds, (kind, size_bytes)) if size_bytes else self.kinds
+        return replace(self, size_bytes=self.size_bytes + size_bytes, kinds=kinds)
+
     @property
     def state_bytes(self) -> int:
         """Those of optimizers' state."""
@@ -88,6 +95,7 @@ class ResidentMemory:
         root: The model.
         batch: Tensors of the batch of the step under way, where its caller told.
         optimizer_steps: How many steps of optimizers have used gradients of the model.
+        growths: How often there was more of optimizers' state, or of gradients, than before any step that was counted.
     """
 
     def __init__(
@@ -99,11 +107,12 @@ class ResidentMemory:
         self.root = root
         self._find_waiting = waiting
         self.batch: list[torch.Tensor] = []
-        self.optimizer_steps = 0
+        self.optimizer_steps = self.growths = 0
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._have_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._updating: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._left = LeftOutputs(lambda: tensor_state.storage_sizes(self._on_device(held_by(retained()))))
+        self._find_retained = retained
         parameters = list(root.parameters())
         self._trained = [weakref.ref(p) for p in parameters]
         self._inputs_on = torch.device("cpu")
@@ -186,6 +195,11 @@ class ResidentMemory:
         states = sum(len(optimizer.state) for optimizer in self._optimizers)
         return states, sum(p.grad is not None for p in (seen() for seen in self._samples) if p is not None)
 
+    def retained_bytes(self) -> int:
+        """Count what is retained for another backward, parameters that it reads included."""
+        retained = self._find_retained()
+        return self._bytes_of(held_by(retained)) if retained else 0
+
     def step_begins(self, arguments: Sequence[torch.Tensor]) -> None:
         """Learn that a step begins, and with what."""
         if arguments:
@@ -208,9 +222,9 @@ class ResidentMemory:
             self._uncollected_steps = 0
         return is_due
 
-    def step_ended(self, record: StepRecord | None) -> None:
-        """Learn of the step that has ended, None for one that was not recorded."""
-        self._left.step_ended(record)
+    def step_ended(self, record: StepRecord | None, kind: tuple[int, ...] | None = None) -> None:
+        """Learn of the step that has ended: its record, None for one that was not recorded, and its kind if known."""
+        self._left.step_ended(record, kind)
 
     def backward_starts(self, step: int) -> None:
         """See whether what was to be freed before this backward was: outputs left, gradients that were used."""
@@ -224,6 +238,7 @@ class ResidentMemory:
         if self._left.are_some(self._present(arguments)):
             self.collect_garbage()
         states, gradients = self._held()
+        self.growths += self.has_grown()
         self._most = max(states, self._most[0]), max(gradients, self._most[1])
         resident, present = self.count(arguments), self._present(arguments)
         is_counted = self.device.type == "cuda"  # there all that is allocated is
@@ -349,8 +364,12 @@ def more_kept_plainly(graph: Graph, schedule: Schedule) -> int:
 
 
 def held_by(waiting: Iterable[Saved]) -> list[torch.Tensor]:
-    """List the tensors that captured graphs hold whose backward is still to come."""
-    return [value for kept in waiting for value in kept.values or () if isinstance(value, torch.Tensor)]
+    """List the tensors that captured graphs hold whose backward is still to come: inputs with gradients included."""
+    held = list[Any]()
+    for kept in waiting:
+        leaves = kept.leaves.values()
+        held += [*(kept.values or ()), *leaves, *(leaf.grad for leaf in leaves)]
+    return [value for value in held if isinstance(value, torch.Tensor)]
 
 
 def _sample(parameters: Sequence[torch.Tensor]) -> list[weakref.ref[torch.Tensor]]:
@@ -358,9 +377,10 @@ def _sample(parameters: Sequence[torch.Tensor]) -> list[weakref.ref[torch.Tensor
 
 
 class LeftOutputs:
-    """What a step leaves to the next one: outputs still held, where the step was measured, and retained graphs.
+    """What a step leaves to the next one: outputs still held, inputs that these hold, and retained graphs.
 
-    They stay, or those of the next step take their place.
+    They stay, or those of the next step take their place. Where the step was not measured, it is taken to leave as much
+    of outputs and inputs as the latest measured one of its kind.
 
     Args:
         find_retained: Finds the bytes of what was retained for another backward, by storage.
@@ -369,7 +389,9 @@ class LeftOutputs:
     def __init__(self, find_retained: Callable[[], dict[int, int]] = dict) -> None:
         self._find_retained = find_retained
         self._record: StepRecord | None = None
-        self._outputs_bytes = self._retained_bytes = 0
+        self._kind: tuple[int, ...] | None = None  # of the step that has ended
+        self._sizes_after: dict[tuple[int, ...] | None, tuple[int, int]] = {}  # by kind, when one was measured last
+        self._outputs_bytes = self._retained_bytes = self._inputs_bytes = 0
         self._stay: bool | None = None  # beyond the next forward; None before that was seen
         self._returning: bool | None = None  # whether they go as that returns
 
@@ -389,7 +411,7 @@ class LeftOutputs:
     @property
     def storages(self) -> set[int]:
         """Those that they lie on, and that live."""
-        return {*self._output_storages(), *self._find_retained()}
+        return {*self._output_storages(), *self._find_inputs(), *self._find_retained()}
 
     def _output_storages(self) -> set[int]:
         runs = self._record.runs if self._record is not None else ()
@@ -401,25 +423,35 @@ class LeftOutputs:
         seen = {*present, *self._output_storages()}
         return outputs_bytes, sum(size for storage, size in self._find_retained().items() if storage not in seen)
 
+    def _find_inputs_bytes(self, present: Collection[int]) -> int:
+        """Return the bytes of inputs, and their gradients, that live by these outputs beside some storages."""
+        seen = {*present, *self._output_storages(), *self._find_retained()}
+        return sum(size for storage, size in self._find_inputs().items() if storage not in seen)
+
+    def _find_inputs(self) -> dict[int, int]:
+        return tensor_state.storage_sizes(self._record.left_inputs()) if self._record is not None else {}
+
     def watch(self, record: StepRecord) -> None:
         """Let a record that begins see when they are released."""
         if self._record is not None and self._size_bytes and not self._retained_bytes:
             record.watch_left(self._record, self._size_bytes, is_stale=self._are_stale())
 
-    def step_ended(self, record: StepRecord | None) -> None:
-        """Learn of the step whose outputs may be left, None for one that was not recorded."""
-        self._record = record if record is not None and record.is_measured else None
+    def step_ended(self, record: StepRecord | None, kind: tuple[int, ...] | None = None) -> None:
+        """Learn of the step whose outputs may be left: its record, None for one that was not recorded, and its kind."""
+        self._record, self._kind = record if record is not None and record.is_measured else None, kind
 
     def add_to(self, resident: Resident, present: Collection[int]) -> Resident:
-        """Count them with what exists before a step, beside some storages; garbage was collected."""
+        """Count them with what exists before a step, beside some storages; garbage was collected.
+
+        The inputs that they hold are taken to stay: the allocator may not tell what their release gives back.
+        """
         self._look(present)
+        resident = resident.with_more(INPUTS, self._inputs_bytes)
         if self._return():
             return replace(resident, left_bytes=self._size_bytes)
         if self._are_stale():
             return replace(resident, stale_bytes=resident.stale_bytes + self._size_bytes)
-        kinds = [*resident.kinds, (LEFT, self._outputs_bytes)]
-        kinds += [(RETAINED, self._retained_bytes)] if self._retained_bytes else []
-        return replace(resident, size_bytes=resident.size_bytes + self._size_bytes, kinds=tuple(kinds))
+        return resident.with_more(LEFT, self._outputs_bytes).with_more(RETAINED, self._retained_bytes)
 
     def sort_out(self, resident: Resident, present: Collection[int]) -> Resident:
         """Take them for stale where they are, in a count of all that exists, beside some storages."""
@@ -441,8 +473,12 @@ class LeftOutputs:
 
     def _look(self, present: Collection[int]) -> None:
         outputs_bytes, self._retained_bytes = self._living_bytes(present)
-        if self._record is not None:
-            self._outputs_bytes = outputs_bytes
+        if self._record is None:
+            sizes = self._sizes_after.get(self._kind, (self._outputs_bytes, self._inputs_bytes))
+            self._outputs_bytes, self._inputs_bytes = sizes
+        else:
+            sizes = self._sizes_after[self._kind] = outputs_bytes, self._find_inputs_bytes(present)
+            self._outputs_bytes, self._inputs_bytes = sizes
             if self._record.left_at_return is not None:
                 self._returning = self._returning is not False and self._record.left_at_return
 

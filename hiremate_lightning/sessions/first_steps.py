@@ -91,10 +91,18 @@ class FirstSteps:
         ran = (*step.kind, number)
         kind, program = self._kinds.choose(ran, step.expected, step.start)
         if program is None and kind is not None:
-            program = self._maker.waiting.program(part)  # the forward has no backward in its step
+            program = self._without_backward(kind, part, profile)
         program = program or self._take_over(step, part, ran, profile)
         is_planned = program is not None
         return Forward(number, part.captured, profile, program or self._find_least(part, profile), kind, is_planned)
+
+    def _without_backward(self, kind: Kind, part: Part, profile: Profile) -> Program:
+        """Return the program of a forward that has no backward in its step: it waits for a later one, or is dropped.
+
+        One that is dropped holds the least. That takes no time, and a plan counts what it held as it was recorded.
+        """
+        waits = any(own is part for own, _ in self._kinds.described(kind).unfinished)
+        return self._maker.waiting.program(part) if waits else self._find_least(part, profile)
 
     def _take_over(self, step: CurrentStep, part: Part, ran: Kind, profile: Profile) -> Program | None:
         """Return the program of a part by a plan for the same step at other sizes; None where none fits."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -120,7 +120,13 @@ class PlannedKinds:
         for plan, _ in made.values():
             self._tell(plan)
 
-    def meet(self, finished: StepRecord | None, resident: Resident, before: Resident | None, step: CurrentStep) -> None:
+    def likely(self, step: CurrentStep) -> list[Kind]:
+        """List the planned kinds by whose plan a step may begin."""
+        return [kind for kind in self.kinds.all_likely(step.foreseen) if self.kinds.starts_so(kind, step.start)]
+
+    def meet(
+        self, finished: StepRecord | None, resident: Resident, before: Resident | None, step: CurrentStep
+    ) -> list[Kind]:
         """Plan the step that has ended, if any, and let plans meet what exists before the one that begins.
 
         Args:
@@ -129,25 +135,21 @@ class PlannedKinds:
             before: What existed before the step that has ended: other graphs may have waited than now.
             step: The step that begins.
 
+        Returns:
+            The kinds whose plans have met that.
+
         Raises:
             InfeasibleBudgetError: If nothing fits the budget and all was seen that may need more; it names what is
                 enough for all steps seen.
         """
         self.shortage.begin_step(resident, self._memory)
-        try:
+        with self._holding():
             if finished is not None:
                 with collecting_what_it_leaves():
                     is_piece = before is not None and (before.waiting or resident.waiting)
                     self.learn(finished, before.with_state(resident.state_bytes) if before and is_piece else resident)
-            all_likely = self.kinds.all_likely(step.foreseen)
-            likely = [kind for kind in all_likely if self.kinds.starts_so(kind, step.start)]
-            if self.maker.waiting.is_to_settle(resident, likely):
-                self._replan(*self.maker.settle(resident))
-            for kind in likely:
-                self.adapt(kind, resident)
-        except InfeasibleBudgetError as error:
-            log.info("%s goes on, to find out what all of its steps need: %s", self.name, error)
-            self.shortage.hold(error)
+        likely = self.likely(step)
+        self.meet_all(likely, resident)
         if self.shortage.is_held and self.shortage.is_to_be_said:
             self.shortage.is_held = False
             error_of_all = self._error_of_all()
@@ -157,6 +159,24 @@ class PlannedKinds:
                 self._replan(kind)
         if self.shortage.is_to_be_announced:
             self._announcements.held(self.options.budget, HELD_STEPS)
+        return likely
+
+    def meet_all(self, kinds: Sequence[Kind], resident: Resident) -> None:
+        """Let the plans of kinds of steps meet what exists; where one can't, training goes on for a while."""
+        with self._holding():
+            if self.maker.waiting.is_to_settle(resident, kinds):
+                self._replan(*self.maker.settle(resident))
+            for kind in kinds:
+                self.adapt(kind, resident)
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        """Let training go on where a step does not fit, until it is known what all of its steps need."""
+        try:
+            yield
+        except InfeasibleBudgetError as error:
+            log.info("%s goes on, to find out what all of its steps need: %s", self.name, error)
+            self.shortage.hold(error)
 
     def _error_of_all(self) -> InfeasibleBudgetError | None:
         records = self.kinds.records

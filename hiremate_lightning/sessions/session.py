@@ -262,6 +262,8 @@ class Session:
         self.runs += 1
         self._tracing.close()
         step = self._current
+        if not step.forwards:
+            self.steps.first_forward(self.parts.prepare(part)[0], arguments)
         forward = self._first_steps.choose(step, part)
         step.forwards.append(forward)
         program = forward.program if step.timed is None else step.timed.wrap(forward.program)

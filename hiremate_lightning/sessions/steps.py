@@ -7,6 +7,7 @@ another input shape) have their own plans side by side.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,6 +74,7 @@ class Steps:
         self._parts, self._kinds = parts, planned.kinds
         self._is_passed_by = False  # by steps that ran since the latest one
         self._next_is_timed = False
+        self._met: dict[Kind, tuple[int, int]] = {}  # growths, and retained bytes, that the plan of each kind has met
 
     @property
     def plain(self) -> PlainRun | None:
@@ -169,7 +171,30 @@ class Steps:
     def _counts_resident(self, step: CurrentStep) -> bool:
         """Whether to count resident bytes now: they settle within a few steps, and counting takes time."""
         is_due = self.count < WATCHED_STEPS or self.count % COUNTED_AGAIN == 0 or self._memory.has_grown()
-        return is_due or self._planned.shortage.is_held or self._kinds.any_is_unfit(step.foreseen)
+        is_due = is_due or self._planned.shortage.is_held or self._kinds.any_is_unfit(step.foreseen)
+        return is_due or not all(map(self._has_met, self._planned.likely(step)))
+
+    def _has_met(self, kind: Kind) -> bool:
+        """Whether the plan of a kind has met as much as exists: other plans let more be retained, state has grown."""
+        growths, retained_bytes = self._met.get(kind, (0, 0))
+        return growths == self._memory.growths and retained_bytes >= self._memory.retained_bytes()
+
+    def first_forward(self, number: int, arguments: Sequence[Any]) -> None:
+        """Let the plan of a kind that was not foreseen meet what exists, before a step begins by it.
+
+        Args:
+            number: Of the captured graph that is about to run.
+            arguments: What it is given.
+        """
+        step = self.current
+        kind = None if step is None else self._kinds.choose((number,), step.expected, step.start)[0]
+        if step is not None and kind is not None and not self._has_met(kind):
+            resident = step.resident or self._memory.count_before_step(tensors_among(arguments))
+            self._planned.meet_all([kind], resident)
+            self._note_met([kind])
+
+    def _note_met(self, kinds: Iterable[Kind]) -> None:
+        self._met |= dict.fromkeys(kinds, (self._memory.growths, self._memory.retained_bytes()))
 
     def _meet(self, finished: CurrentStep | None, step: CurrentStep, resident: Resident) -> None:
         """Plan the step that has ended, and let plans meet what exists now.
@@ -180,7 +205,7 @@ class Steps:
         record = None if finished is None else finished.record
         try:
             before = None if finished is None else finished.resident
-            self._planned.meet(record, resident, before, step)
+            self._note_met(self._planned.meet(record, resident, before, step))
         except InfeasibleBudgetError as error:
             if reasons := self._announcements.why_over():
                 explain(error, f"hiremate:{reasons}")
@@ -282,7 +307,7 @@ class Steps:
         self.ended = step
         if plain.released is not None:
             self._kinds.note(plain.released, step.start)
-        self._memory.step_ended(step.record)
+        self._memory.step_ended(step.record, plain.likely)
         if step.record is not None:
             step.record.close(at_once)
         self._unplanned.ended(step, plain)
@@ -296,7 +321,7 @@ class Steps:
         plans = self._planned.plans
         if not is_own and expected is not None and kind in plans and expected != kind:
             self._planned.confused(expected, kind)
-        self._memory.step_ended(record)
+        self._memory.step_ended(record, kind)
         if record is not None:
             record.close(at_once)
         saw = self._learn_from(step, is_own)

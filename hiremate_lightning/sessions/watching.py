@@ -52,6 +52,7 @@ OF_PEAKS = (Reason.PEAK, Reason.AGAIN)
 DEAR = 5  # times of a step that watching is taken for, before that was seen
 FREE = {Reason.PLAN: 16, Reason.PEAK: 4, Reason.TIME: 2, Reason.AGAIN: 2}  # looks of each kind, whatever they take
 FREE_OF_KIND = 24  # looks in all, be it planned anew ever so often
+FIRST = 64  # steps of each kind, after which no look at it is free
 FREE_TO_PLAN = 64  # looks in all, whatever sizes come
 
 
@@ -112,6 +113,7 @@ class _Watched:
     Attributes:
         looks: How often it was watched, by reason.
         free_looks: How often in all.
+        steps: Steps so far.
         higher: Steps for which more was predicted than for measured ones.
         gap: Steps until it is measured again.
         since: Steps since it was measured again.
@@ -120,6 +122,7 @@ class _Watched:
 
     looks: Counter[Reason] = field(default_factory=Counter)
     free_looks: int = 0
+    steps: int = 0
     higher: int = 0
     gap: int = AGAIN_AFTER
     since: int = 0
@@ -185,7 +188,7 @@ class WatchPolicy:
             return own.looks[reason] < FREE[reason] and self._looks_to_plan < FREE_TO_PLAN
         if reason is Reason.AGAIN and self._count > STEPS:
             return False
-        return own.looks[reason] < FREE[reason] and own.free_looks < FREE_OF_KIND
+        return own.looks[reason] < FREE[reason] and own.free_looks < FREE_OF_KIND and own.steps < FIRST
 
     # ---------------------------------------------------------------- what it learns
 
@@ -224,7 +227,7 @@ class WatchPolicy:
         self._before = look
         self._ended = (look.began_at, look.watch, kind) if is_usual else None
         own = self._of(kind)
-        own.since += 1
+        own.steps, own.since = own.steps + 1, own.since + 1
         self._count += 1
         own.needs_step_before = own.needs_step_before or saw is Saw.NO_FREES
         if saw is Saw.PEAK and look.reason is Reason.AGAIN:
