@@ -9,6 +9,7 @@ page has already are kept, except of what `--only` names: a run that was stopped
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import sys
 import time
@@ -33,6 +34,8 @@ Made by `python benchmarks/architectures.py --write docs/architectures.md` on {d
 **Of {trained} that plain PyTorch trains, {exact} are exact and {within} within budget.** Plain PyTorch doesn't train
 {untrained} others in any of these sizes. Measured peaks are {median} of the predicted ones in the median, {least} to
 {most} in all.
+
+{proofs}
 
 *Not measured*: by chance (layers that are dropped, say) each step was of another kind; the first steps of a kind are
 measured by the package itself. *Captured*: exact against the same captured graphs without recomputation, which add up
@@ -72,6 +75,7 @@ def page(results: list[Result]) -> str:
         median=f"{statistics.median(ratios):.4f}",
         least=f"{ratios[0]:.4f}",
         most=f"{ratios[-1]:.4f}",
+        proofs=_proofs(trained),
     )
     counts = sorted(Counter((r.package, verdict(r)) for r in results).items())
     text += "\n| package | result | architectures |\n|--|--|--|\n"
@@ -82,6 +86,20 @@ def page(results: list[Result]) -> str:
     text += "\n## Notes\n\n" + "".join(f"{line}\n" for line in compatibility.notes(trained))
     text += "\n## Not trained by plain PyTorch in these sizes\n\n"
     return text + "".join(f"- `{r.name}`: {' '.join(r.untrained.split())}\n" for r in results if r.untrained)
+
+
+def _proofs(results: list[Result]) -> str:
+    """Add up what was proved at the first runs, in a sentence."""
+    tried = [r for r in results if r.proved]
+    counts = [[int(n) for n in re.findall(r"\d+(?= of)|(?<=of )\d+", r.proved)] for r in tried]
+    forward, graphs, gradients = (sum(own[i] for own in counts) for i in (0, 1, 2))
+    rounded = ", ".join(f"`{r.name}`" for r in tried if "rounding" in r.proved) or "none"
+    shares = [r.prove_s / r.planning_s for r in tried if r.planning_s] or [0.0]
+    return (
+        f"Of {graphs} graphs of {len(tried)} models that ran since code is proved at its first run, the forward of\n"
+        f"{forward} was proved against eager PyTorch, and the gradients of {gradients}; up to rounding: {rounded}.\n"
+        f"That took {statistics.median(shares):.0%} of the seconds of planning in the median."
+    )
 
 
 def _row(result: Result) -> str:

@@ -76,6 +76,8 @@ class Result:
         measured_bytes: Their measured peak, the highest of all that was measured; 0 where each was of another kind.
         overhead: Predicted extra time, a ratio.
         gap: Proven gap, a ratio.
+        proved: How many of its graphs were proved at their first run, in the plan's words; "" where that is not known.
+        prove_s: Seconds for that.
         planning_s: Seconds for tracing, profiling and solving.
         seconds: Seconds for everything.
         untrained: Why plain PyTorch has no result to compare with, "" where it has.
@@ -100,6 +102,8 @@ class Result:
     measured_bytes: int = 0
     overhead: float = 0.0
     gap: float = 0.0
+    proved: str = ""
+    prove_s: float = 0.0
     planning_s: float = 0.0
     seconds: float = 0.0
     untrained: str = ""
@@ -321,6 +325,7 @@ def check(name: str, budget: str = "50%") -> Result:
     result.predicted_bytes = plan.planned_peak_bytes
     result.measured_bytes = max([*found.peaks, plan.measured.peak_bytes or 0])
     result.overhead, result.gap = plan.predicted_overhead, plan.gap
+    result.proved, result.prove_s = plan.proved, plan.planning.prove_s
     result.unequal = _difference(found, expected)
     if result.unequal:
         captured, _, _, _ = _planned(name, "64 GiB")
