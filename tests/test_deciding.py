@@ -22,7 +22,7 @@ from hiremate_lightning.sessions.deciding import (
         (True, False, Decision.FULL),
     ],
 )
-def test_a_first_plan_is_made_where_it_is_worth_it(is_worth_it, has_place, decision):
+def test_a_kind_gets_its_first_plan_if_it_comes_again_and_there_is_place(is_worth_it, has_place, decision):
     assert decide_first(is_worth_it, has_place) is decision
 
 
@@ -36,7 +36,7 @@ def test_a_first_plan_is_made_where_it_is_worth_it(is_worth_it, has_place, decis
         (True, True, True, Decision.MORE_ROOM),
     ],
 )
-def test_a_plan_stays_where_it_fits_beside_what_exists(stays, is_risen, recomputes, decision):
+def test_a_plan_stays_if_it_fits_and_its_budget_did_not_rise(stays, is_risen, recomputes, decision):
     assert decide_beside(stays, is_risen, recomputes) is decision
 
 
@@ -50,5 +50,7 @@ def test_a_plan_stays_where_it_fits_beside_what_exists(stays, is_risen, recomput
         (1, False, CORRECTIONS, Decision.HOPELESS),
     ],
 )
-def test_a_plan_above_its_budget_is_corrected_a_few_times(excess_bytes, is_least, corrections, decision):
+def test_a_plan_measured_above_its_budget_is_made_anew_at_most_three_times(
+    excess_bytes, is_least, corrections, decision
+):
     assert decide_measured(excess_bytes, is_least, corrections) is decision

@@ -42,7 +42,7 @@ def run(*commands: list[str]) -> tuple[list[subprocess.Popen[str]], list[str]]:
 @pytest.mark.parametrize(
     ("killed", "step"), [(1, 1), (0, 3)], ids=["before its rank plans", "the first one, in a planned step"]
 )
-def test_the_other_rank_ends_with_an_error(killed: int, step: int, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_other_with_an_error(killed: int, step: int, tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     processes, said = run(*(["tests.killed_rank", str(rank), str(killed), str(step), store] for rank in range(2)))
 
@@ -53,7 +53,7 @@ def test_the_other_rank_ends_with_an_error(killed: int, step: int, tmp_path: Pat
     assert float(after_s) < LIMIT_S + PATIENCE_S + 5
 
 
-def test_a_stage_with_too_small_a_budget_ends_the_pipeline(tmp_path: Path) -> None:
+def test_one_infeasible_stage_ends_all_of_the_pipeline(tmp_path: Path) -> None:
     """The last stage names the budget and ends; the first one's next message fails, long before the group's limit."""
     processes, said = run(*(["tests.pipelines", str(rank), str(tmp_path / "store")] for rank in range(2)))
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.measuring.resident import held_by
 from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.sessions.targets import targets_of
 
 from .exact import differing, leave_behind, quiet
@@ -154,7 +155,8 @@ def retained(model: nn.Module, index: int) -> None:
     del output
 
 
-def test_what_is_retained_counts_in_each_step_with_its_batch():
+def plans_met_by(act: Callable[[nn.Module, int], None]) -> list[Plan]:
+    """Train plain, and within 85 % of its peak: return the plans, of which one has met the peak of an iteration."""
     peaks = list[int]()
     for share in (None, 0.85):
         torch.manual_seed(1)
@@ -162,9 +164,14 @@ def test_what_is_retained_counts_in_each_step_with_its_batch():
         if share is not None:
             hiremate(model, int(share * peaks[0]), verbose=False, on_infeasible="warn")
         with quiet():
-            iterate(model, retained, peaks)
-    plans = targets_of(model).session.plans.values()
+            iterate(model, act, peaks)
+    plans = list(targets_of(model).session.plans.values())
     assert max(plan.measured.peak_bytes for plan in plans) == pytest.approx(peaks[1], abs=1024)
+    return plans
+
+
+def test_what_is_retained_counts_in_each_step_with_its_batch():
+    plans = plans_met_by(retained)
     assert any(dict(plan.resident_parts).get("graphs retained for another backward") for plan in plans)
 
 
@@ -179,17 +186,7 @@ def held_inputs(model: nn.Module, index: int) -> None:
 
 
 def test_inputs_that_live_on_in_the_graph_of_an_output_count():
-    peaks = list[int]()
-    for share in (None, 0.85):
-        torch.manual_seed(1)
-        model = make_pair()
-        if share is not None:
-            hiremate(model, int(share * peaks[0]), verbose=False, on_infeasible="warn")
-        with quiet():
-            iterate(model, held_inputs, peaks)
-    plans = targets_of(model).session.plans.values()
-    assert max(plan.measured.peak_bytes for plan in plans) == pytest.approx(peaks[1], abs=1024)
-    held = {dict(plan.resident_parts).get("inputs that these outputs hold") for plan in plans}
+    held = {dict(plan.resident_parts).get("inputs that these outputs hold") for plan in plans_met_by(held_inputs)}
     assert 2 * 4 * ROWS * WIDTH * 4 in held  # with their gradient
 
 

@@ -30,7 +30,7 @@ def origins_of(graph: Graph, given: Collection[Shape]) -> list[Origins]:
         given: The shapes of the tensors that the step was given.
     """
     found: list[Origins] = [(None,) * len(tensor.shape) for tensor in graph.tensors]
-    sizes, widths = {size for shape in given for size in shape}, _widths(graph)
+    sizes, widths = {size for shape in given for size in shape}, widths_of(graph)
     for index in (*graph.inputs, *graph.tangents):
         tensor = graph.tensors[index]
         if tensor.storage is not None and graph.storages[tensor.storage].kind is StorageKind.PARAMETER:
@@ -50,7 +50,8 @@ def origins_of(graph: Graph, given: Collection[Shape]) -> list[Origins]:
     return found
 
 
-def _widths(graph: Graph) -> frozenset[int]:
+def widths_of(graph: Graph) -> frozenset[int]:
+    """List the dimensions of a step's weights."""
     own = {s for s, storage in enumerate(graph.storages) if storage.kind is StorageKind.PARAMETER}
     return frozenset(dim for tensor in graph.tensors if tensor.storage in own for dim in tensor.shape)
 
@@ -152,6 +153,7 @@ def _groups(before: Shape, after: Shape) -> Iterable[tuple[range, range]]:
 
 
 def _regrouped(before: Sequence[tuple[int, Origin]], after: Sequence[int]) -> list[Origin]:
+    """Find the origins of dimensions that are together what some others were: their factors keep their order."""
     if len(before) == len(after) == 1:
         return [before[0][1]]
     if any(origin is None for _, origin in before):

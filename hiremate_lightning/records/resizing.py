@@ -19,15 +19,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from .costs import Profile, as_plain
-from .dimensions import Origin, origins_of
-from .graph import Graph, StorageKind
+from .dimensions import Origin, origins_of, widths_of
+from .graph import Graph, item_bytes
 
 LEAST_SIZE = 8  # an input size from which multiples of it are taken to follow from it
 LEAST_MULTIPLE = 4  # of a size: a larger one may be by chance, where the dimension is a multiple of another size too
@@ -91,9 +90,10 @@ class Resizing:
         self.base, self._samples = samples[0], tuple(samples)
         self.graph, self.profile = as_plain(self.base.graph, self.base.profile)
         self._columns = list(dict.fromkeys(zip(*(sample.sizes for sample in self._samples), strict=True)))
-        self._width_dims = _dims_of_weights(self.base.graph)
+        self._width_dims = widths_of(self.base.graph)
         self._bytes = np.array(self.graph.sizes, dtype=np.float64)
         self._workspaces = np.array(self.profile.workspace_bytes, dtype=np.float64)
+        self._volumes = [math.prod(c[n] / max(1, c[0]) for c in self._columns) for n in range(len(self._samples))]
         self._is_linear = self._find_linear()  # by node, whether its workspace is
         self._followed = dict[_Dimension, list[tuple[Sizes, ...]]]()  # the input sizes that a dimension may follow
         self._origins = origins_of(self.base.graph, frozenset(self.base.shapes))
@@ -124,7 +124,7 @@ class Resizing:
         return shrunk**MEASURED_POWER, grown**MEASURED_POWER
 
     def _workspaces_at(self, ranges: Mapping[Sizes, Range]) -> tuple[np.ndarray, np.ndarray]:
-        """Bound what nodes take while they run: in between linear ones lie on their line, nearly."""
+        """Bound what nodes take while they run: a linear workspace is near its line, up to the largest sample."""
         least, most = self._measured_factors(ranges)
         lowest, highest = (math.prod(now[end] / max(1, c[0]) for c, now in ranges.items()) for end in (0, 1))
         if highest <= max(self._volumes):
@@ -138,13 +138,8 @@ class Resizing:
             np.where(is_taken, highs, lows) * self._workspaces,
         )
 
-    @property
-    def _volumes(self) -> list[float]:
-        """For each sample the product of its sizes, over that of the largest sample."""
-        return [math.prod(c[n] / max(1, c[0]) for c in self._columns) for n in range(len(self._samples))]
-
     def _find_linear(self) -> np.ndarray:
-        """Find the nodes whose workspace is nearly proportional to the product of the sizes in several samples."""
+        """Find the nodes whose workspace is nearly proportional to the product of the sizes, in several samples."""
         found = [as_plain(sample.graph, sample.profile)[1].workspace_bytes for sample in self._samples]
         if len(set(self._volumes)) == 1 or len(set(map(len, found))) > 1:
             return np.zeros(len(self._workspaces), dtype=bool)
@@ -241,7 +236,7 @@ class Resizing:
         graphs, found = [sample.graph for sample in self._samples], list[tuple[_Dimension, ...]]()
         for index in tensors:
             tensor = graphs[0].tensors[index]
-            own_bytes = math.prod(tensor.shape) * _item_bytes(tensor.dtype)
+            own_bytes = math.prod(tensor.shape) * item_bytes(tensor.dtype)
             if own_bytes <= size_bytes <= 1.1 * own_bytes + 1024:  # as its allocator rounds up
                 dims = zip(*(graph.tensors[index].shape for graph in graphs), strict=True)
                 found.append(tuple(zip(dims, self._origins[index], strict=True)))
@@ -335,11 +330,6 @@ def _more_off(most: float, size: int) -> float:
     return most + TAKEN_OFF / max(1, size) * (most - 1)
 
 
-def _dims_of_weights(graph: Graph) -> frozenset[int]:
-    own = {s for s, storage in enumerate(graph.storages) if storage.kind is StorageKind.PARAMETER}
-    return frozenset(dim for tensor in graph.tensors if tensor.storage in own for dim in tensor.shape)
-
-
 def _multiplicity(dim: int, size: int) -> int:
     """Return how many times a size divides a dimension: twice where that is its square. Small ones count once."""
     count = 0
@@ -352,9 +342,3 @@ def _is_fraction(dim: int, size: int) -> bool:
     """Whether a dimension is about a half, a quarter, ... of a size, as strides of convolutions make it."""
     halvings = round(math.log2(size / max(1, dim)))
     return 0 <= halvings < size and abs(size / 2**halvings - dim) <= (TAKEN_OFF if dim >= LEAST_SIZE else 0) and dim > 1
-
-
-def _item_bytes(dtype: str) -> int:
-    """Read the bytes of an element from its type's name: the first number in it counts bits."""
-    bits = re.search(r"\d+", dtype)
-    return 1 if bits is None else max(1, int(bits.group()) // 8)
