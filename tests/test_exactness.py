@@ -39,7 +39,7 @@ def smallest_budget_of(name):
     plan = get_plan(model.module)
     return (
         plan.resident_bytes
-        + smallest_budget(Problem(plan.graph, plan.profile, 0, SolveOptions(time_limit_s=5))).peak_bytes
+        + smallest_budget(Problem(plan.graph, plan.profile, 0, SolveOptions(time_limit_s=3))).peak_bytes
     )
 
 
@@ -50,7 +50,7 @@ def test_training_under_a_plan_is_plain_training_within_the_budget(name, budget,
     model = build(name)
     keys = list(model.module.state_dict())
     asked = smallest_budget_of(name) if budget == "smallest" else budget
-    hiremate(model.module, asked, time_limit_s=10 if budget == "smallest" else 4, verbose=False)
+    hiremate(model.module, asked, time_limit_s=3, verbose=False)
 
     found = train(model, STEPS, measured=MEASURED)
 

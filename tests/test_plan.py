@@ -112,6 +112,12 @@ def test_the_summary_says_what_was_planned_and_what_was_measured():
     assert "measured: peak" in measured.summary()
 
 
+def test_a_printed_plan_is_its_summary_and_no_list_of_operations(plan: Plan):
+    assert str(plan) == plan.summary()
+    assert repr(plan).startswith("Plan(target=")
+    assert len(repr(plan)) < 1000
+
+
 def test_the_timeline_holds_both_runs_and_their_peaks(tmp_path):
     plan = plan_keeping(*chain(), ())
     plan.save_timeline(tmp_path / "timeline.json")

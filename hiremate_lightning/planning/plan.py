@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -74,9 +74,9 @@ class Plan:
     """
 
     target: str
-    graph: Graph
-    profile: Profile
-    solution: Solution
+    graph: Graph = field(repr=False)
+    profile: Profile = field(repr=False)
+    solution: Solution = field(repr=False)
     budget: Budget
     budget_bytes: int
     resident_bytes: int
@@ -170,6 +170,9 @@ class Plan:
     def to_json(self) -> str:
         """Write the numbers of the plan as JSON."""
         return json.dumps(self.to_dict(), indent=2)
+
+    def __str__(self) -> str:
+        return self.summary()
 
     def summary(self) -> str:
         """Describe what was planned, and what was measured, in a few plain lines."""
