@@ -52,7 +52,7 @@ EXPECTED = {
         *("eager", "checkpoint", "selective", "budget-0.5", "ours-100", "ours-40", "ours-at-selective"),
         *("ours-50, its operations", "worst plan", "bar"),
     ),
-    "others": ("gpt2_medium, checkpoint", "gpt2_medium, ours-50", "stable_diffusion_unet, ours-50"),
+    "others": ("gpt2_medium, checkpoint", "gpt2_medium, ours-50"),
     "budget": (
         "expandable_segments:False, planned at 1.00 of the budget",
         "expandable_segments:False, plain at the same limit",
