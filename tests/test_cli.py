@@ -540,7 +540,8 @@ def test_a_step_of_more_memory_than_there_is(tmp_path):
     )
     code = (
         "import resource, sys; from hiremate_lightning.command_line.cli import main; "
-        f"code = main(['plan', '{path}:gpt2', '--device', 'cuda', '--budget', '64GiB', '--json', '-']); "
+        f"code = main(['plan', '{path}:gpt2', '--device', 'cuda', '--budget', '64GiB', '--time-limit', '3', "
+        "'--json', '-']); "
         "sys.stderr.write(f'peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}'); sys.exit(code)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
