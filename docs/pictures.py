@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import Plan, get_plan, hiremate
-from hiremate_lightning.records.graph import Phase
+from hiremate_lightning.records.graph import Direction
 from hiremate_lightning.reporting.figures import BUDGET, COLOURS, FAINT, INK, DrawnStep, plain_run, planned_run
 from hiremate_lightning.reporting.lifetimes import Band, Lifetime
 from hiremate_lightning.units import format_bytes, format_ratio, format_time
@@ -124,7 +124,7 @@ def _curve(run: DrawnStep, runs: tuple[DrawnStep, ...], top: int, scale: float) 
 def _name(run: DrawnStep, life: Lifetime) -> str:
     assert life.node is not None, "results of the forward are computed"
     node = run.plan.graph.nodes[life.node]
-    again = "recomputed" if run.simulation.turn <= life.first and node.phase is Phase.FORWARD else "computed"
+    again = "recomputed" if run.simulation.turn <= life.first and node.direction is Direction.FORWARD else "computed"
     return f"{node.op} of {node.module or 'the root'}, {again}, {format_bytes(life.size_bytes)}"
 
 

@@ -197,7 +197,7 @@ def test_assignments_on_end_are_one(function, made, assigned):
 def test_what_is_assigned_to_keeps_nothing_that_it_is_made_like():
     captured = captured_of(complex_numbers)
     graph = captured.graph
-    (made,) = (n for n in graph.nodes if n.op == "hiremate.assign_to_new" and n.phase == "forward")
+    (made,) = (n for n in graph.nodes if n.op == "hiremate.assign_to_new" and n.direction == "forward")
     sizes = [graph.storages[graph.tensors[t].storage].size_bytes for t in made.inputs]
     assert max(sizes) < graph.storages[graph.tensors[made.outputs[0]].storage].size_bytes
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.capturing.capture import Captured
-from hiremate_lightning.records.graph import Phase, StorageKind, graph_from_json
+from hiremate_lightning.records.graph import Direction, StorageKind, graph_from_json
 from hiremate_lightning.rewriting import joint
 
 from .exact import captured_by
@@ -61,7 +61,7 @@ def recomputed_ops(graph):
 
 
 def test_nodes_know_the_module_that_called_them(captured):
-    modules = {node.module for node in captured.graph.nodes if node.phase is Phase.FORWARD}
+    modules = {node.module for node in captured.graph.nodes if node.direction is Direction.FORWARD}
     assert {"blocks.0.0", "blocks.0.1", "blocks.1.0", "norm", "dropout", "head"} <= modules
 
 
@@ -207,7 +207,7 @@ def test_what_reads_an_overwritten_buffer_is_not_recomputed():
 
     captured = captured_of(Averages())
     graph = captured.graph
-    reader = next(n for n in graph.nodes if n.op == "aten.sub.Tensor" and n.phase is Phase.FORWARD)
+    reader = next(n for n in graph.nodes if n.op == "aten.sub.Tensor" and n.direction is Direction.FORWARD)
     assert reader.reads_mutated
     assert not reader.is_repeatable
     assert "aten.sub.Tensor" not in recomputed_ops(graph)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hiremate_lightning.records.graph import FORMAT_VERSION, Node, Phase, StorageKind, graph_from_json
+from hiremate_lightning.records.graph import FORMAT_VERSION, Direction, Node, StorageKind, graph_from_json
 
 from .tiny import Builder, chain, transformer
 
@@ -29,7 +29,7 @@ def test_two_outputs_on_one_storage_are_allocated_once():
     b = Builder()
     b.op("a", (), 100)
     both = b.nodes[0].outputs[0], b.tensor("alias", b.tensors[0].storage, 0)
-    b.nodes[0] = Node("a", "tiny.a", Phase.FORWARD, (), both)
+    b.nodes[0] = Node("a", "tiny.a", Direction.FORWARD, (), both)
     graph, _ = b.graph()
     assert len(graph.allocates[0]) == 1
 
@@ -79,7 +79,7 @@ def test_a_backward_node_is_not_repeatable():
 def test_outside_code_is_never_recomputed():
     b = Builder()
     held = b.outside((), 100)
-    b.nodes[0] = Node("outside", "outside", Phase.FORWARD, (), (held,))  # even if nobody marked it as random
+    b.nodes[0] = Node("outside", "outside", Direction.FORWARD, (), (held,))  # even if nobody marked it as random
     graph, _ = b.graph()
     assert graph.recomputers == (None,)
 

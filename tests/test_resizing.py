@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hiremate_lightning.records.costs import Profile, as_plain
-from hiremate_lightning.records.graph import Graph, Node, Phase, Storage, StorageKind
+from hiremate_lightning.records.graph import Direction, Graph, Node, Storage, StorageKind
 from hiremate_lightning.records.graph import Tensor as Value
 from hiremate_lightning.records.resizing import Resizing, Sample
 
@@ -142,7 +142,7 @@ def step(*values: tuple[int, ...], weight: tuple[int, ...] = (64, 256), sizes: t
     kinds = (StorageKind.PARAMETER, *[StorageKind.ACTIVATION] * len(values))
     storages = tuple(Storage(4 * int(np.prod(shape)), kind) for shape, kind in zip(shapes, kinds, strict=True))
     made = tuple(range(1, len(shapes)))
-    node = Node("n", "op", Phase.FORWARD, (0,), made)
+    node = Node("n", "op", Direction.FORWARD, (0,), made)
     graph = Graph((node,), tensors, storages, (0,), (), (0,), (), (), ())
     return Sample((sizes,), graph, Profile((0.0,), (1000,), ""), len(storages))
 

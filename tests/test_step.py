@@ -10,7 +10,7 @@ import pytest
 from hiremate_lightning.planning.solvers.base import Problem
 from hiremate_lightning.planning.solvers.decisions import decisions
 from hiremate_lightning.planning.solvers.model import Policy, StepModel
-from hiremate_lightning.records.graph import OUTSIDE, Phase, StorageKind
+from hiremate_lightning.records.graph import OUTSIDE, Direction, StorageKind
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.simulation import simulate
 from hiremate_lightning.records.step import Call, Gap, GapPart, merge
@@ -141,7 +141,7 @@ def test_a_high_peak_outside_is_the_peak_of_the_step():
 def test_what_is_needed_between_backwards_belongs_to_the_backward():
     step = merge(two_calls(3, gap_between_backwards=Gap(held_bytes=10, peak_bytes=5000)), [1, 0])
     simulation = simulate(step.graph, step.profile, lower(step.graph, keep_all(step.graph)))
-    assert step.graph.nodes[simulation.peak_moment.node].phase is Phase.BACKWARD
+    assert step.graph.nodes[simulation.peak_moment.node].direction is Direction.BACKWARD
 
 
 @pytest.mark.parametrize(("given_bytes", "live_bytes"), [(0, 1000), (300, 700), (1000, 0), (2000, 0)])
@@ -259,7 +259,7 @@ def test_code_outside_reuses_gradients_that_die_in_it(peak_bytes, more_bytes):
         step = three_calls(gap, NOTHING)
         simulation = simulate(step.graph, step.profile, lower(step.graph, keep_all(step.graph)))
         outside = (m for m in simulation.timeline if step.owners[m.node] is None)
-        return next(m.peak_bytes for m in outside if step.graph.nodes[m.node].phase is Phase.BACKWARD)
+        return next(m.peak_bytes for m in outside if step.graph.nodes[m.node].direction is Direction.BACKWARD)
 
     before_bytes = peak_between(NOTHING) - 100
     assert peak_between(Gap(1000, peak_bytes)) - before_bytes == more_bytes

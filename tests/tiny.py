@@ -9,7 +9,7 @@ from typing import Any
 from hiremate_lightning.planning.plan import Plan, PlanningTime
 from hiremate_lightning.planning.solvers.base import Solution, Status
 from hiremate_lightning.records.costs import Profile
-from hiremate_lightning.records.graph import OUTSIDE, Graph, Node, Phase, Storage, StorageKind, Tensor
+from hiremate_lightning.records.graph import OUTSIDE, Direction, Graph, Node, Storage, StorageKind, Tensor
 from hiremate_lightning.records.schedule import lower
 from hiremate_lightning.records.simulation import simulate
 from hiremate_lightning.units import Budget
@@ -73,13 +73,13 @@ class Builder:
             self.tensor(name, self.tensors[view_of].storage, index)
         for position, size in enumerate(sizes):
             self.tensor(name if not position else f"{name}_{position}", self.storage(size, kind), index)
-        phase = Phase.BACKWARD if backward else Phase.FORWARD
+        direction = Direction.BACKWARD if backward else Direction.FORWARD
         outputs = tuple(range(first, len(self.tensors)))
         self.nodes.append(
             Node(
                 name,
                 op or f"tiny.{name}",
-                phase,
+                direction,
                 inputs,
                 outputs,
                 key=f"{op or name.rstrip('0123456789')} {sizes}",
@@ -99,7 +99,7 @@ class Builder:
         node = self.nodes[replayed]
         name = f"{node.name}_replay"
         self.nodes.append(
-            Node(name, "tiny.replay", Phase.FORWARD, inputs, (output,), name, module=node.module, replays=replayed)
+            Node(name, "tiny.replay", Direction.FORWARD, inputs, (output,), name, module=node.module, replays=replayed)
         )
         self._cost(time, 0)
         return len(self.nodes) - 1

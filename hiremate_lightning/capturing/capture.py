@@ -25,7 +25,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from ..memory.allocator import allocated_bytes
-from ..records.graph import Graph, Node, Phase, Storage, StorageKind, Tensor
+from ..records.graph import Direction, Graph, Node, Storage, StorageKind, Tensor
 from ..rewriting import pooling
 from ..rewriting.finishing import Finish, find_finishes
 from ..rewriting.joint import (
@@ -188,8 +188,8 @@ class _Builder:
         resident = [v for v in self.tensor_of if self.tensors[self.tensor_of[v]].storage in overwritten]
         self.finishes = find_finishes(forward_fx, outputs, resident)
         finishing = {step for finish in self.finishes.values() for step in finish.steps}
-        forward = [self._add_node(n, Phase.FORWARD, overwritten) for n in forward_fx if n not in finishing]
-        backward = [self._add_node(n, Phase.BACKWARD, overwritten) for n in backward_fx]
+        forward = [self._add_node(n, Direction.FORWARD, overwritten) for n in forward_fx if n not in finishing]
+        backward = [self._add_node(n, Direction.BACKWARD, overwritten) for n in backward_fx]
         for index in forward:
             self._add_replays(index)
         allocating = Graph(
@@ -276,9 +276,9 @@ class _Builder:
         storages = (self.tensors[self.tensor_of[n]].storage for n in written)
         return frozenset(s for s in storages if s is not None)
 
-    def _add_node(self, node: fx.Node, phase: Phase, overwritten: frozenset[int]) -> int:
+    def _add_node(self, node: fx.Node, direction: Direction, overwritten: frozenset[int]) -> int:
         index = len(self.nodes)
-        kind = StorageKind.ACTIVATION if phase is Phase.FORWARD else StorageKind.GRADIENT
+        kind = StorageKind.ACTIVATION if direction is Direction.FORWARD else StorageKind.GRADIENT
         finish = self.finishes.get(node)
         members = (node,) if finish is None else (node, *finish.steps)
         read = [self.tensor_of[a] for a in (*node.all_input_nodes, *(finish.reads if finish else ()))]
@@ -291,7 +291,7 @@ class _Builder:
             Node(
                 name=node.name,
                 op=op,
-                phase=phase,
+                direction=direction,
                 inputs=tuple(dict.fromkeys(read)),
                 outputs=tuple(outputs),
                 key=", then ".join(map(work_key, members)),
@@ -303,7 +303,7 @@ class _Builder:
                 source=_source(node),
                 plain_bytes=plain_bytes(node),
                 plain_inputs=tuple(self.tensor_of[v] for v in pooling.plain_inputs(node)),
-                checkpoint=self._checkpoint(node, index) if phase is Phase.FORWARD else None,
+                checkpoint=self._checkpoint(node, index) if direction is Direction.FORWARD else None,
                 is_saved=aot.is_saved_by_policy(node),
                 compiled=user_kernels.function_of(node),
             )
@@ -361,7 +361,7 @@ class _Builder:
             Node(
                 name=f"{node.name}_replay",
                 op=op,
-                phase=Phase.FORWARD,
+                direction=Direction.FORWARD,
                 inputs=inputs,
                 outputs=outputs,
                 key=f"{op} {node.key}",

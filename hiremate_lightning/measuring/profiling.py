@@ -26,7 +26,7 @@ from ..memory import page_faults
 from ..memory.allocator import allocated_bytes
 from ..memory.metering import MemoryMeter, measure_peak
 from ..records.costs import A100, Machine, Profile, estimate
-from ..records.graph import Graph, Phase
+from ..records.graph import Direction, Graph
 from ..rewriting.joint import is_collective, is_part, values_of
 from ..running.program import Program
 from ..torch_private import runtime, tensor_state
@@ -298,16 +298,16 @@ class TimedRun:
         return replace(
             program,
             forward=lambda arguments: self._run(program.forward_module, arguments, recomputed=None),
-            backward=lambda arguments: self._run(program.backward_module, arguments, recomputed=Phase.FORWARD),
+            backward=lambda arguments: self._run(program.backward_module, arguments, recomputed=Direction.FORWARD),
             variant=lambda *positions: self.wrap(program.variant(*positions)),
         )
 
-    def _run(self, module: fx.GraphModule, arguments: list[Any], recomputed: Phase | None) -> Any:
+    def _run(self, module: fx.GraphModule, arguments: list[Any], recomputed: Direction | None) -> Any:
         interpreter = _TimedInterpreter(module, self._device)
         result = interpreter.boxed_run(arguments)
         for node, elapsed_ms, fault_ms in interpreter.times():
             self.total_ms += elapsed_ms
-            is_again = recomputed is not None and node.meta.get("phase") is recomputed
+            is_again = recomputed is not None and node.meta.get("direction") is recomputed
             if is_again:
                 self.recompute_ms += elapsed_ms
             samples = self.samples_again if is_again else self.samples

@@ -196,7 +196,7 @@ class Plan:
         now_us, seen = 0.0, set[int]()
         for moment in run.timeline:
             node, taken_us = self.graph.nodes[moment.node], 1000 * self.profile.time_ms[moment.node]
-            kind = "recomputed" if moment.node in seen else node.phase.value
+            kind = "recomputed" if moment.node in seen else node.direction.value
             seen.add(moment.node)
             arguments = {"module": node.module, "peak_bytes": self.resident_bytes + moment.peak_bytes}
             span = {"ph": "X", "name": node.op, "cat": kind, "ts": now_us, "dur": taken_us, "args": arguments}

@@ -21,11 +21,11 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 OUTSIDE = "outside"  # op of the node that stands for what runs between the captured forward and its backward
 
 
-class Phase(str, Enum):
+class Direction(str, Enum):
     """The half of the training step to which a node belongs."""
 
     FORWARD = "forward"
@@ -88,7 +88,7 @@ class Node:
     Attributes:
         name: Name in the captured graph.
         op: Qualified name of the operator.
-        phase: Forward or backward. A replay node is a forward node that is no part of the forward order.
+        direction: Forward or backward. A replay node is a forward node that is no part of the forward order.
         inputs: Tensors read, each once, in order of first appearance.
         outputs: Tensors computed.
         key: Equal for nodes that do the same work: operator, shapes, strides, dtypes, device and scalar arguments.
@@ -110,7 +110,7 @@ class Node:
 
     name: str
     op: str
-    phase: Phase
+    direction: Direction
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     key: str = ""
@@ -131,7 +131,7 @@ class Node:
     @property
     def is_repeatable(self) -> bool:
         """Whether running it again gives the same values and changes nothing else."""
-        return self.phase is Phase.FORWARD and not (self.is_random or self.is_mutating or self.reads_mutated)
+        return self.direction is Direction.FORWARD and not (self.is_random or self.is_mutating or self.reads_mutated)
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ def graph_from_json(text: str) -> Graph:
     def freeze(record: dict[str, Any]) -> dict[str, Any]:
         return {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
 
-    nodes = tuple(Node(**{**freeze(n), "phase": Phase(n["phase"])}) for n in data.pop("nodes"))
+    nodes = tuple(Node(**{**freeze(n), "direction": Direction(n["direction"])}) for n in data.pop("nodes"))
     tensors = tuple(Tensor(**freeze(t)) for t in data.pop("tensors"))
     storages = tuple(Storage(**{**s, "kind": StorageKind(s["kind"])}) for s in data.pop("storages"))
     return Graph(nodes, tensors, storages, **freeze(data))

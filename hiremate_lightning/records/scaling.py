@@ -61,7 +61,7 @@ def difference(first: Graph, second: Graph) -> str | None:
 
 
 def _work(node: object) -> tuple[object, ...]:
-    names = ("op", "phase", "inputs", "outputs", "is_random", "is_mutating", "reads_mutated", "replays")
+    names = ("op", "direction", "inputs", "outputs", "is_random", "is_mutating", "reads_mutated", "replays")
     return tuple(getattr(node, name) for name in names)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from .graph import Graph, Phase
+from .graph import Direction, Graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Schedule:
     def recomputed(self, graph: Graph) -> tuple[int, ...]:
         """List the forward nodes that run in the backward, once for each run."""
         nodes = (op.node for op in self.backward if isinstance(op, Compute))
-        return tuple(node for node in nodes if graph.nodes[node].phase is Phase.FORWARD)
+        return tuple(node for node in nodes if graph.nodes[node].direction is Direction.FORWARD)
 
     def decisions(self, graph: Graph) -> tuple[tuple[int, ...], ...]:
         """Return the decisions that were lowered to it."""
@@ -56,7 +56,7 @@ class Schedule:
         for operation in self.backward:
             if not isinstance(operation, Compute):
                 continue
-            if graph.nodes[operation.node].phase is Phase.FORWARD:
+            if graph.nodes[operation.node].direction is Direction.FORWARD:
                 rows[-1].append(operation.node)
             else:
                 rows.append([])

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from .costs import Profile
-from .graph import OUTSIDE, Graph, Node, Phase, Storage, StorageKind, Tensor
+from .graph import OUTSIDE, Direction, Graph, Node, Storage, StorageKind, Tensor
 
 LEFT_OUTPUTS = "left_outputs"  # tensor that stands for outputs of the step before, which this one's take the place of
 STALE_GRADIENTS = "stale_gradients"  # tensor that stands for the gradients that `zero_grad` frees after the forward
@@ -264,7 +264,7 @@ class _Merger:
         self.inputs: list[int] = []
         self.held: list[int] = []
         self.retained: list[int] = []
-        self.outside: list[tuple[Gap, list[int], list[int], Phase]] = []
+        self.outside: list[tuple[Gap, list[int], list[int], Direction]] = []
         self.node_at: list[int] = []  # the first node of each call
         self.tensor_at: list[int] = []  # its first tensor
         self.stale_until = 0  # the outside beyond which nothing stale lives
@@ -316,10 +316,10 @@ class _Merger:
         is_last = index + 1 == len(self.calls)
         if is_last and self.left_bytes:
             read = [self.tensor_at[index] + t for t in call.graph.outputs]
-            self.left_until = self._outside(Gap(), read, [], self.forward, Phase.FORWARD)
+            self.left_until = self._outside(Gap(), read, [], self.forward, Direction.FORWARD)
         for count, stage in enumerate(call.before_deaths, start=1):
             read = [self.tensor_at[c] + t for c, t in stage.alive]
-            place = self._outside(Gap(peak_bytes=stage.peak_bytes), read, [], self.forward, Phase.FORWARD)
+            place = self._outside(Gap(peak_bytes=stage.peak_bytes), read, [], self.forward, Direction.FORWARD)
             if count == call.called_at:
                 self.stale_until = place
         read = [self.tensor_at[index] + t for t in call.graph.outputs if t not in call.died]
@@ -331,7 +331,7 @@ class _Merger:
             start = len(self.tensors)  # where the next call's tensors will be
             handed = [start + t for t in following.links]
             read.extend(self.tensor_at[c] + t for c, t in following.links.values())
-        place = self._outside(call.after_forward, read, handed, self.forward, Phase.FORWARD)
+        place = self._outside(call.after_forward, read, handed, self.forward, Direction.FORWARD)
         self.after_forward.append(place)
         if call.called_at is None:
             self.stale_until = place
@@ -340,23 +340,23 @@ class _Merger:
         """Turn the gradients that the previous backward passed on into the tangents of the next one."""
         read = self._left_by(previous)
         handed = [self.tensor_at[index] + t for t in self.calls[index].graph.tangents]
-        place = self._outside(self.calls[index].before_backward, read, handed, self.backward, Phase.BACKWARD)
+        place = self._outside(self.calls[index].before_backward, read, handed, self.backward, Direction.BACKWARD)
         self.before_backward[index] = place
         self.after_backwards.append(place)
 
     def add_outside_after_backward(self, index: int) -> None:
         """Let outside code run on the gradients that the last backward passed on."""
         gap, read = self.calls[index].after_backward, self._left_by(index)
-        self.after_backwards.append(self._outside(gap, read, [], self.backward, Phase.BACKWARD))
+        self.after_backwards.append(self._outside(gap, read, [], self.backward, Direction.BACKWARD))
 
     def _left_by(self, index: int) -> list[int]:
         """List the gradients that go to code outside when a backward has ended."""
         call = self.calls[index]
         return [self.tensor_at[index] + t for t in (*call.passed_on, *call.outlasting)]
 
-    def _outside(self, gap: Gap, read: list[int], handed: list[int], order: list[int], phase: Phase) -> int:
+    def _outside(self, gap: Gap, read: list[int], handed: list[int], order: list[int], direction: Direction) -> int:
         """Reserve a place in an order, and return it; the node itself is appended at the end."""
-        self.outside.append((gap, read, handed, phase))
+        self.outside.append((gap, read, handed, direction))
         order.append(-len(self.outside))
         return order[-1]
 
@@ -402,7 +402,7 @@ class _Merger:
 
     def _append_beginning(self, stale_until: int, left_until: int | None) -> int:
         """Begin with what outside code makes before the first forward, and with what the step before has left."""
-        node = self._append_outside(self.calls[0].before_forward, [], [], Phase.FORWARD)
+        node = self._append_outside(self.calls[0].before_forward, [], [], Direction.FORWARD)
         self._hold_between(STALE_GRADIENTS, self.stale_bytes, node, stale_until)
         if left_until is not None:
             self._hold_between(LEFT_OUTPUTS, self.left_bytes, node, left_until)
@@ -472,17 +472,17 @@ class _Merger:
         storages = {self.tensors[t].storage for t in read} - stay
         return sum(self.storages[s].size_bytes for s in storages if s is not None)
 
-    def _append_outside(self, gap: Gap, read: list[int], handed: list[int], phase: Phase) -> int:
+    def _append_outside(self, gap: Gap, read: list[int], handed: list[int], direction: Direction) -> int:
         node, tensor, held_bytes = len(self.nodes), len(self.tensors), max(0, gap.held_bytes)
-        kind = StorageKind.ACTIVATION if phase is Phase.FORWARD else StorageKind.GRADIENT
+        kind = StorageKind.ACTIVATION if direction is Direction.FORWARD else StorageKind.GRADIENT
         self.tensors.append(Tensor("outside_held", len(self.storages), (held_bytes,), "uint8", node))
         self.held_by[node] = len(self.storages)
         self.storages.append(Storage(held_bytes, kind))
-        made = {self.tensors[t].storage for t in handed} if phase is Phase.BACKWARD else ()
+        made = {self.tensors[t].storage for t in handed} if direction is Direction.BACKWARD else ()
         known_bytes = held_bytes + sum(self.storages[storage].size_bytes for storage in made if storage is not None)
         outputs = (*handed, tensor)
-        outside = Node(OUTSIDE, OUTSIDE, phase, tuple(dict.fromkeys(read)), outputs, OUTSIDE, is_random=True)
+        outside = Node(OUTSIDE, OUTSIDE, direction, tuple(dict.fromkeys(read)), outputs, OUTSIDE, is_random=True)
         self.held.append(tensor)
-        reused_bytes = self._freed_bytes(read) if phase is Phase.BACKWARD and gap.held_bytes > 0 else 0
+        reused_bytes = self._freed_bytes(read) if direction is Direction.BACKWARD and gap.held_bytes > 0 else 0
         self.nodes.append(_MergedNode(outside, 0.0, max(gap.peak_bytes - known_bytes, -reused_bytes), None))
         return node

@@ -350,8 +350,8 @@ def place_words(plan: Plan) -> str:
     """Describe where in the step the planned peak is."""
     node = plan.graph.nodes[plan.planned.peak_moment.node]
     if node.op == OUTSIDE:
-        return f"{node_words(node)}, {node.phase.value}"
-    return f"{node.module or 'the module itself'}, {node.phase.value}, {node_words(node)}"
+        return f"{node_words(node)}, {node.direction.value}"
+    return f"{node.module or 'the module itself'}, {node.direction.value}, {node_words(node)}"
 
 
 def node_words(node: Node) -> str:

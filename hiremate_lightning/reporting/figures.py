@@ -12,7 +12,7 @@ from functools import cached_property
 from ..planning.plan import Plan
 from ..planning.solvers.curve import Curve
 from ..records.costs import as_plain, step_time_ms
-from ..records.graph import Graph, Phase
+from ..records.graph import Direction, Graph
 from ..records.schedule import Schedule, as_written, lower
 from ..records.simulation import Simulation
 from ..units import format_ratio
@@ -80,7 +80,7 @@ class DrawnStep:
     def is_again(self, position: int) -> bool:
         """Whether the operation at a position recomputes something."""
         node = self.plan.graph.nodes[self.simulation.timeline[position].node]
-        return position >= self.simulation.turn and node.phase is Phase.FORWARD
+        return position >= self.simulation.turn and node.direction is Direction.FORWARD
 
 
 def plain_run(plan: Plan) -> DrawnStep:

@@ -108,7 +108,7 @@ class _Page:
     def _steps(self) -> dict[str, Any]:
         """Return what the script shows: each operation of the two runs, and where it is in the picture."""
         nodes = [
-            [node_words(node), node.phase.value, node.module, short_source(node.source), format_time(time_ms)]
+            [node_words(node), node.direction.value, node.module, short_source(node.source), format_time(time_ms)]
             for node, time_ms in zip(self.plan.graph.nodes, self.plan.profile.time_ms, strict=True)
         ]
         place = {"left": LEFT, "width": self.timeline.columns, "height": PANEL, "end": self.timeline.end_ms}
@@ -318,11 +318,11 @@ function words(bytes) {
 function show() {
   if (!run.steps.length) return;
   at = Math.max(0, Math.min(at, run.steps.length - 1));
-  const [index, again, total, ...sizes] = run.steps[at], [name, phase, module, source, time] = known.nodes[index];
+  const [index, again, total, ...sizes] = run.steps[at], [name, direction, module, source, time] = known.nodes[index];
   const held = run.bands.map((band, i) => [band, sizes[i]]).filter(pair => pair[1]);
   if (known.resident) held.unshift(["resident before the step", known.resident]);
   const rows = held.map(([band, bytes]) => `${words(bytes)} ${band}`);
-  note.textContent = [`${name}, ${again ? "recomputed" : phase}, ${time}`, module, source,
+  note.textContent = [`${name}, ${again ? "recomputed" : direction}, ${time}`, module, source,
     `${words(known.resident + total)} in all`, ...rows].filter(Boolean).join("\\n");
   const x = known.left + (run.starts[at] + run.starts[at + 1]) / 2 / known.end * known.width;
   line.setAttribute("d", `M${x} ${run.top}v${known.height}`);

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..planning.plan import Plan, budget_words, over_words, plan_title, planning_words, solver_words
-from ..records.graph import Phase
+from ..records.graph import Direction
 from ..records.simulation import Simulation
 from ..units import format_bytes, format_ratio, format_time
 from .breakdown import ModuleRow, add_uses, advice_lines, module_rows, place_words
@@ -290,7 +290,7 @@ class _Timeline:
             for column in range(int(start), max(int(start) + 1, math.ceil(clock - 1e-9))):
                 at = min(column, self.columns - 1)
                 peaks[at] = max(peaks[at], moment.peak_bytes)
-                if position >= simulation.turn and self.plan.graph.nodes[moment.node].phase is Phase.FORWARD:
+                if position >= simulation.turn and self.plan.graph.nodes[moment.node].direction is Direction.FORWARD:
                     again[at] += min(clock, column + 1) - max(start, column)
         return peaks, [share > 0.25 for share in again]
 

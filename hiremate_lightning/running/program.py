@@ -16,7 +16,7 @@ from torch import fx
 
 from ..capturing.absent import NOTHING, Absence, find_absent
 from ..capturing.capture import Captured
-from ..records.graph import Node, Phase
+from ..records.graph import Direction, Node
 from ..records.schedule import Compute, Operation, Schedule
 from ..rewriting.contributions import additions
 from ..rewriting.joint import is_collective
@@ -261,7 +261,7 @@ class _Emitter:
         function, args, kwargs = call_of(record.op, node, [self._captured.fx_values[t] for t in record.inputs])
         args, kwargs = fx.node.map_arg((args, kwargs), self._value_of)
         copy = self._graph.call_function(function, args, kwargs)
-        copy.meta |= {"phase": record.phase, "key": record.key}
+        copy.meta |= {"direction": record.direction, "key": record.key}
         outputs = self._outputs(record, node)
         if record.op == DRAW_AGAIN:
             self._hand_on(node, copy, outputs)
@@ -271,12 +271,12 @@ class _Emitter:
 
     def _compute(self, record: Node, node: fx.Node) -> None:
         """Compute what a captured node does, by the kernel of eager PyTorch."""
-        needs_layout = record.phase is Phase.BACKWARD and needs_traced_layout(node.target)
+        needs_layout = record.direction is Direction.BACKWARD and needs_traced_layout(node.target)
         copy = self._graph.node_copy(node, self._laid_out if needs_layout else self._value_of)
-        copy.meta |= {"phase": record.phase, "key": record.key}
+        copy.meta |= {"direction": record.direction, "key": record.key}
         copy.target, changed = as_eager(node)
         copy.args = (*copy.args[: len(copy.args) - len(changed)], *changed)
-        if node.target is aten.view.default and record.phase is Phase.BACKWARD:
+        if node.target is aten.view.default and record.direction is Direction.BACKWARD:
             copy.target = aten.reshape.default  # gradients come with other strides than they were traced with
         if node.target is aten._unsafe_view.default and node not in self._returned:
             copy.target = aten.view.default  # it shows the same, in a third of the time
@@ -328,7 +328,7 @@ class _Emitter:
         for step, target, args in finish.calls():
             args, kwargs = fx.node.map_arg((args, dict(step.kwargs)), self.values.__getitem__)
             self.values[step] = copy = self._graph.call_function(target, args, kwargs)
-            copy.meta = {**step.meta, "phase": made.meta["phase"], "finishes": made.meta["key"]}
+            copy.meta = {**step.meta, "direction": made.meta["direction"], "finishes": made.meta["key"]}
 
 
 def _drop_unread_states(graph: fx.Graph) -> None:

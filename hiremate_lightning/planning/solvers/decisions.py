@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...records.graph import Phase
+from ...records.graph import Direction
 from ...records.schedule import ensure
 from .model import Rows, StepModel
 
@@ -28,7 +28,7 @@ class _Lowering:
         self._on: dict[int | None, list[int]] = {}  # the forward's tensors on each storage
         for tensor, storage in enumerate(model.storage_of):
             producer = graph.tensors[tensor].producer
-            if producer is not None and graph.nodes[producer].phase is not Phase.BACKWARD:
+            if producer is not None and graph.nodes[producer].direction is not Direction.BACKWARD:
                 self._on.setdefault(storage, []).append(tensor)
         self._available = set(graph.inputs) | set(graph.tangents) | self._always_there()
 
