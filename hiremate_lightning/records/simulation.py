@@ -10,6 +10,7 @@ schedule; the caller adds them.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -104,7 +105,7 @@ class _Memory:
         self.block_of: dict[int, int] = {}  # live tensor -> block, -1 for one that costs nothing
         self.tensors_on: list[int] = []  # block -> number of live tensors
         self.storage_of_block: list[int] = []
-        self.events: list[tuple[int, int]] = []  # storages, and 1 where they are allocated, -1 where freed
+        self.events: list[tuple[int, int]] = []  # blocks, and 1 where they are allocated, -1 where freed
         self.to_hold = set(graph.held)
 
     def retain(self, tensors: Iterable[int]) -> None:
@@ -133,7 +134,7 @@ class _Memory:
                 block = block_of_storage[storage] = len(self.tensors_on)
                 self.tensors_on.append(0)
                 self.storage_of_block.append(storage)
-                self.events.append((storage, 1))
+                self.events.append((block, 1))
                 self.live_bytes += self.graph.sizes[storage]
             defined.append((tensor, block))
         for tensor, block in defined:
@@ -150,9 +151,8 @@ class _Memory:
         if block >= 0:
             self.tensors_on[block] -= 1
             if not self.tensors_on[block]:
-                storage = self.storage_of_block[block]
-                self.events.append((storage, -1))
-                self.live_bytes -= self.graph.sizes[storage]
+                self.events.append((block, -1))
+                self.live_bytes -= self.graph.sizes[self.storage_of_block[block]]
 
 
 def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
@@ -175,10 +175,27 @@ def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
 
 def allocations(graph: Graph, schedule: Schedule) -> Allocations:
     """List what a schedule allocates and frees."""
-    simulation, memory, events = _run(graph, Profile((0.0,) * len(graph.nodes), (0,) * len(graph.nodes), ""), schedule)
-    storages, signs = zip(*memory.events, strict=True) if memory.events else ((), ())
-    nodes = [moment.node for moment in simulation.timeline]
+    simulation, memory, events = _run(graph, _without_costs(graph), schedule)
+    storages = [memory.storage_of_block[block] for block, _ in memory.events]
+    signs, nodes = [sign for _, sign in memory.events], [moment.node for moment in simulation.timeline]
     return Allocations(*(np.array(values, dtype=np.int64) for values in (storages, signs, nodes, events)))
+
+
+def blocks(graph: Graph, schedule: Schedule) -> list[tuple[int, int, int]]:
+    """Return the storage of each block that a schedule allocates, and the first and last moment at which it lives."""
+    _, memory, events = _run(graph, _without_costs(graph), schedule)
+    first, last = [0] * len(memory.storage_of_block), [len(events) - 1] * len(memory.storage_of_block)
+    for number, (block, sign) in enumerate(memory.events):
+        next_moment = bisect_right(events, number)
+        if sign > 0:
+            first[block] = next_moment
+        else:
+            last[block] = next_moment - 1
+    return list(zip(memory.storage_of_block, first, last, strict=True))
+
+
+def _without_costs(graph: Graph) -> Profile:
+    return Profile((0.0,) * len(graph.nodes), (0,) * len(graph.nodes), "")
 
 
 def _run(graph: Graph, profile: Profile, schedule: Schedule) -> tuple[Simulation, _Memory, Sequence[int]]:
