@@ -16,7 +16,7 @@ Methods, beside eager:
     ours-50, ours-least       planned at 50 % of eager's peak, and at the smallest budget that is found
     fused-50                  the same with compile="inductor"
     ours-at-checkpoint        planned at the measured peak of that method; added by itself for each rival
-    strategy-rotor            planned at 50 % with another strategy
+    strategy-hilp             planned at 50 % with another strategy
 
 Each method runs in a fresh process, started one after the other. Then the processes take turns, one at a time, several
 rounds, each beside eager; the time of a method is the median of its ratios to the eager steps beside it. Where all

@@ -64,7 +64,7 @@ def test_to_dominate_takes_no_more_of_either_and_less_of_one(peak, time, expecte
 
 
 def test_only_rivals_dominate_and_only_ours_are_dominated():
-    best = {"eager": 1.0, "ours-70": 1.0, "strategy-rotor": 1.0, "budget-0.5": 1.0}
+    best = {"eager": 1.0, "ours-70": 1.0, "strategy-hilp": 1.0, "budget-0.5": 1.0}
     points = [point(name, 0.1, time) for name, time in best.items()]
     points += [point("ours-50", 0.5, 1.2), point("checkpoint", 0.6, 1.3), point("strategy-hilp", 0.5, 1.2)]
 

@@ -84,14 +84,14 @@ def test_what_was_found_before_is_remembered():
 
     def solve(problem: Problem) -> Solution:
         asked.append(problem.budget_bytes)
-        name = "twremat" if len(asked) == 2 else "portfolio"  # the second solve is a weak one
+        name = "least_memory" if len(asked) == 2 else "portfolio"  # the second solve is a weak one
         return get_strategy(name)(problem)
 
     remembering = Remembering(solve)
     smaller, larger = peak * 70 // 100, peak * 75 // 100
     first = remembering(problem_of(step, smaller))
     second = remembering(problem_of(step, larger))
-    assert get_strategy("twremat")(problem_of(step, larger)).recompute_ms > first.recompute_ms
+    assert get_strategy("least_memory")(problem_of(step, larger)).recompute_ms > first.recompute_ms
     assert second.recompute_ms <= first.recompute_ms
     assert remembering(problem_of(step, smaller)).status is Status.OPTIMAL
     assert asked == [smaller, larger]
@@ -105,7 +105,7 @@ def test_the_same_problem_is_solved_once_and_again_where_there_is_more_time():
 
     def solve(problem: Problem) -> Solution:
         asked.append(problem.options.time_limit_s)
-        return get_strategy("twremat")(problem)
+        return get_strategy("least_memory")(problem)
 
     remembering = Remembering(solve)
     found = [remembering(problem_of(step, budget, time_limit_s=limit)) for limit in (2.0, 2.0, 1.0, 3.0)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hiremate_lightning.planning.partition import Cluster, cut_runs, partition
+from hiremate_lightning.planning.partition import Cluster, partition
 
 from .helpers import random_graph
 from .tiny import chain, transformer
@@ -68,13 +68,6 @@ def test_equal_blocks_have_equal_keys():
 def test_the_same_graph_gives_the_same_partition():
     first, second = (partition(transformer(8)[0]) for _ in range(2))
     assert first == second
-
-
-def test_cut_runs_are_runs():
-    graph = STEPS["transformer"][0]
-    runs = cut_runs(graph, 5)
-    assert len(runs) <= 5
-    assert [n for run in runs for n in run] == list(graph.forward)
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -23,7 +23,6 @@ from hiremate_lightning.planning.solvers import (
     SolveOptions,
     Status,
     get_strategy,
-    least_memory,
     lower_bound,
     none,
     replay,
@@ -37,11 +36,11 @@ from hiremate_lightning.planning.solvers.mip_backend import solve
 from hiremate_lightning.planning.solvers.model import Policy, StepModel
 from hiremate_lightning.planning.solvers.phases import Checks, PhasedProgram
 from hiremate_lightning.records.costs import Profile
-from hiremate_lightning.records.graph import Graph, StorageKind
+from hiremate_lightning.records.graph import Graph
 from hiremate_lightning.records.schedule import keep_all
 
 from .helpers import lazy_frontier, problem_of, random_graph, random_policy, retaining
-from .tiny import KB, Builder, chain, transformer
+from .tiny import KB, chain, transformer
 
 LAZY = ("least_memory", "none", "turn_point")  # strategies that recompute each value just before a use
 SEEDS = range(24)  # graphs small enough for the exhaustive search
@@ -100,21 +99,6 @@ def test_the_fast_replay_agrees_with_the_simulator_to_the_byte(seed: int, length
         simulated = replay(problem, decisions(model, fast.rows))
         assert fast.peak_bytes == simulated.peak_bytes
         assert fast.recompute_ms == pytest.approx(simulated.recompute_ms, abs=TOLERANCE_MS)
-
-
-def test_a_state_is_needed_as_long_as_what_is_drawn_from_it_again():
-    b = Builder()
-    x = b.input("x", 32, StorageKind.INPUT)
-    output = b.op("drop", (x,), 40, 10, 4, random=True)
-    mask, state = output + 1, output + 2
-    y = b.op("y", (output,), 40)
-    gradient = b.op("gy", (b.tangent("dy", 16), mask), 40, backward=True)
-    gradient = b.op("gx", (gradient, output), 40, backward=True)
-    b.replay(0, (state,), mask)
-    b.replay(0, (x, mask), output)
-    model = StepModel(problem_of(b.graph(outputs=(y,), gradients=(gradient,)), 0))
-    storages = [model.storage_of[t] for t in (output, mask, state)]
-    assert [model.last_need(storage) for storage in storages] == [1, 1, 1]
 
 
 def test_keeping_everything_is_plain_training():
@@ -338,7 +322,8 @@ def test_a_step_whose_peak_is_in_the_middle_of_recomputing_is_solved_to_a_proof(
     """Where room was left around such a place instead, nothing was proven, and the last two took 12 and 5 % longer."""
     step = in_units(random_graph(seed, 30), KB)
     whole = StepModel(problem_of(step, 0)).keep_all_bytes
-    assert get_strategy("portfolio")(problem_of(step, whole // 2)).status is Status.OPTIMAL
+    problem = problem_of(step, whole // 2, time_limit_s=120.0)  # ends by its proof, on a busy machine too
+    assert get_strategy("portfolio")(problem).status is Status.OPTIMAL
 
 
 # ---------------------------------------------------------------- least memory
@@ -349,8 +334,8 @@ def test_the_smallest_budget_is_met_by_its_own_plan():
         problem = problem_of(step, 0)
         smallest = smallest_budget(problem)
         assert replay(problem, smallest.recompute).peak_bytes == smallest.peak_bytes
-        assert least_memory(problem_of(step, smallest.peak_bytes)).is_feasible
-        assert least_memory(problem_of(step, smallest.peak_bytes - 1)).status is Status.NOT_FOUND
+        assert smallest_budget(problem_of(step, smallest.peak_bytes)).is_feasible
+        assert smallest_budget(problem_of(step, smallest.peak_bytes - 1)).status is Status.NOT_FOUND
 
 
 def test_where_the_least_found_at_once_does_not_fit_the_search_goes_on():
@@ -358,7 +343,7 @@ def test_where_the_least_found_at_once_does_not_fit_the_search_goes_on():
         step = random_graph(seed, size)
         at_once, least = (smallest_budget(problem_of(step, budget)).peak_bytes for budget in (UNLIMITED, 0))
         assert least < at_once
-        assert least_memory(problem_of(step, at_once - 1)).is_feasible
+        assert smallest_budget(problem_of(step, at_once - 1)).is_feasible
 
 
 def test_where_the_least_found_at_once_fits_the_search_ends(monkeypatch):
@@ -379,7 +364,7 @@ def test_the_smallest_budget_of_one_run_is_met_in_the_next_with_other_measured_t
         factors = random.Random(seed)
         times = tuple(time_ms * factors.uniform(0.2, 5) for time_ms in profile.time_ms)
         again = problem_of((graph, replace(profile, time_ms=times)), smallest.peak_bytes)
-        assert least_memory(again).is_feasible, seed
+        assert smallest_budget(again).is_feasible, seed
 
 
 @pytest.mark.parametrize("make", [lambda: transformer(2), lambda: chain(12)])

@@ -362,7 +362,10 @@ def test_a_part_of_what_was_called_is_known_to_be_planned():
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"solver": "rotor"}, "keeps its arguments, but for the budget: expected solver='portfolio'.*found 'rotor'"),
+        (
+            {"solver": "segments"},
+            "keeps its arguments, but for the budget: expected solver='portfolio'.*found 'segments'",
+        ),
         ({"compile": "inductor"}, "expected compile=None.*'inductor'"),
         ({"time_limit_s": 1.0}, "expected time_limit_s=30.0.*1.0"),
         ({"max_plans": 2}, "expected max_plans=8.*2"),
@@ -382,7 +385,7 @@ def test_a_second_request_that_asks_for_more_than_another_budget_is_refused_and_
 
 
 def test_a_second_request_may_repeat_the_first_name_an_optimizer_and_be_silent():
-    model, first = Net(), {"solver": "rotor", "time_limit_s": 5.0, "target": ["encoder"]}
+    model, first = Net(), {"solver": "segments", "time_limit_s": 5.0, "target": ["encoder"]}
     optimizer = torch.optim.AdamW(model.parameters())
     model(batch()).sum().backward()
     optimizer.step()
@@ -390,7 +393,7 @@ def test_a_second_request_may_repeat_the_first_name_an_optimizer_and_be_silent()
     hiremate(model, "90%", **first)
     hiremate(model, "80%", optimizer=optimizer, verbose=False)
     session = targets_of(model).session
-    assert session.options.plan.solver == "rotor"
+    assert session.options.plan.solver == "segments"
     assert session.stages.reporter.is_silent
     train(model, steps=2)
     assert dict(get_plan(model).resident_parts)["optimizer state"] > 0

@@ -135,7 +135,7 @@ class TestBackends:
         with pytest.raises(ConfigurationError, match=expected):
             check_strategy(strategy_name)
 
-    @pytest.mark.parametrize("strategy_name", ["rotor", "min_memory", "knapsack", "twremat", "none"])
+    @pytest.mark.parametrize("strategy_name", ["segments", "least_memory", "none"])
     def test_without_a_backend_the_others_solve(self, monkeypatch, strategy_name):
         monkeypatch.setattr(worker, "backend_failure", "{} is not there".format)
         check_strategy(strategy_name)

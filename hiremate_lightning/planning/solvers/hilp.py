@@ -24,13 +24,15 @@ from collections.abc import Mapping, Sequence
 from ..partition import Cluster, partition
 from .base import Status
 from .incumbent import Search, searching
-from .mip_backend import LinearProgram, solve
+from .mip_backend import solve
 from .model import StepModel
 from .phases import PhasedProgram
 from .refine import Restriction, improve_segments, refine
+from .turn_point import keeping_program
 
 SAVED_SHARES = (1.0, 0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.0)  # of a cluster's bytes: limits of its options
 OPTION_LIMIT_S = 2.0
+MS_PER_BYTE = 1e-15  # so that of options of the same time the one that saves least is chosen
 
 Frontier = tuple[frozenset[int], ...]
 
@@ -72,37 +74,17 @@ def values_of(model: StepModel, cluster: Cluster) -> list[int]:
 
 def _options(model: StepModel, inside: Sequence[int]) -> list[frozenset[int]]:
     """Solve the turn-point program of a cluster under several limits; options that save as much appear once."""
-    program, keep, limit_row = _cluster_program(model, inside)
-    total = sum(model.sizes[s] for s in inside if s in model.uses)
+    used = [s for s in inside if s in model.uses]
+    total = sum(model.sizes[s] for s in used)
     options = dict[frozenset[int], None]()
     for share in SAVED_SHARES:
-        name, terms, lower, _ = program.rows[limit_row]
-        program.rows[limit_row] = (name, terms, lower, share * total / 2**20)
+        program, keep = keeping_program(model, inside, used, share * total, ms_per_byte=MS_PER_BYTE)
         result = solve(program, model.problem.options, OPTION_LIMIT_S)
         if result.status is Status.INFEASIBLE:
             break
         if result.values:
             options[frozenset(s for s, v in keep.items() if result.values[v] >= 0.5)] = None
     return list(options) or [frozenset(inside)]
-
-
-def _cluster_program(model: StepModel, inside: Sequence[int]) -> tuple[LinearProgram, Mapping[int, int], int]:
-    program = LinearProgram()
-    keep = {s: program.variable(1e-9 * model.sizes[s] / 2**20) for s in inside}
-    run = {n: program.variable(model.cost_ms[n]) for n in dict.fromkeys(model.producer[s] for s in inside)}
-
-    def there(storage: int) -> list[tuple[int, float]]:
-        return [(keep[storage], 1.0), (run[model.producer[storage]], 1.0)]
-
-    for storage in inside:
-        if storage in model.uses:
-            program.row(f"1_{storage}", there(storage), lower=1.0)
-    for node, variable in run.items():
-        for storage in model.needs[node]:
-            if storage in keep:
-                program.row(f"2_{node}_{storage}", [*there(storage), (variable, -1.0)], lower=0.0)
-    program.row("3", [(keep[s], model.sizes[s] / 2**20) for s in inside])
-    return program, keep, len(program.rows) - 1
 
 
 def restriction(options: Mapping[int, Frontier], values: Mapping[int, Sequence[int]]) -> Restriction:

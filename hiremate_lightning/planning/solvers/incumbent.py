@@ -110,12 +110,6 @@ class Search:
         )
 
 
-def begin(problem: Problem) -> Search:
-    """Start a search."""
-    start = time.monotonic()
-    return Search(problem, StepModel(problem), start)
-
-
 def searching(name: str, needs_programs: bool = False) -> Callable[[Callable[[Search], None]], Strategy]:
     """Register a search as a strategy: it answers with the best it has found, or at once where everything fits.
 
@@ -128,7 +122,8 @@ def searching(name: str, needs_programs: bool = False) -> Callable[[Callable[[Se
         @strategy(name, needs_programs)
         @wraps(find)
         def solve(problem: Problem) -> Solution:
-            search = begin(problem)
+            start = time.monotonic()
+            search = Search(problem, StepModel(problem), start)
             if search.model.keep_all_bytes <= problem.budget_bytes:
                 return keep_everything(problem.graph, search.model.keep_all_bytes)
             find(search)

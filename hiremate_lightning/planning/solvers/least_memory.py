@@ -24,7 +24,7 @@ from .base import Problem, Solution, Status, strategy
 from .decisions import decisions
 from .greedy import Found, cheapest, evict, keep_more, largest, neighbours
 from .model import LEAST_MS, StepModel
-from .turn_point import segment_policies
+from .segments import segment_policies
 
 STARTS = 3  # segmentations from which evictions start
 PATIENCE, DEEP_PATIENCE = 40, 15  # evictions without a smaller peak: from a start, and from each value at a peak
@@ -128,8 +128,11 @@ def _near(found: list[Found], budget_bytes: int) -> list[Found]:
 
 
 @strategy("least_memory")
-def least_memory(problem: Problem) -> Solution:
-    """Find the smallest peak, and for that peak a short time of recomputation."""
+def smallest_budget(problem: Problem) -> Solution:
+    """Find the smallest peak, whether or not it fits the budget, and for that peak a short time of recomputation.
+
+    What is found at once is not the least where it fits: for that, give a budget of 0; `UNLIMITED` for no more search.
+    """
     start = time.monotonic()
     model = StepModel(problem)
     best = find_smallest(model, problem.options.time_limit_s, problem.budget_bytes)
@@ -142,11 +145,3 @@ def least_memory(problem: Problem) -> Solution:
         stopped_by="end of the search",
         solve_s=time.monotonic() - start,
     )
-
-
-def smallest_budget(problem: Problem) -> Solution:
-    """Find the decisions of least memory, whether or not they fit the problem's budget.
-
-    What is found at once is not the least where it fits: for that, give a budget of 0; `UNLIMITED` for no more search.
-    """
-    return least_memory(problem)

@@ -227,7 +227,7 @@ class StepModel:
         storages = dict.fromkeys(self.storage_of[t] for t in lasting)
         return sum(self.sizes[s] for s in storages if s is not None and s not in chosen)
 
-    @property
+    @cached_property
     def forward_readers(self) -> dict[int, list[int]]:
         """For each tensor, the forward nodes that read it."""
         readers: dict[int, list[int]] = {}
@@ -258,16 +258,6 @@ class StepModel:
             fresh = [s for s in self.needs[node] if s not in found] if node is not None else []
             found.update(fresh)
             stack.extend(fresh)
-
-    def last_need(self, storage: int) -> int:
-        """Return the last backward position that may need a choice: for its node, or to recompute what that reads."""
-        if not hasattr(self, "_last_need"):
-            self._last_need = {s: max(self.uses.get(s, (-1,))) for s in self.choices}
-            for node in reversed(self.order):  # a dropout's output is brought back from its mask, of the same node
-                last = max(self._last_need[s] for s in self.makes[node])
-                for source in self.needs[node]:
-                    self._last_need[source] = max(self._last_need[source], last)
-        return self._last_need[storage]
 
     def last_forward_use(self, storage: int) -> int:
         """Return the last forward position that reads a choice, its own where none does."""

@@ -20,7 +20,8 @@ from .incumbent import Search, searching
 from .mip_backend import Result, solve
 from .model import Replay
 from .phases import Checks, PhasedProgram, add_checks, first_checks
-from .turn_point import prove, try_segments
+from .segments import try_segments
+from .turn_point import prove
 
 log = logging.getLogger("hiremate_lightning")
 ROUNDS = 40

@@ -2,24 +2,40 @@
 
 Source: T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, arXiv 1604.06174, which cuts chains into
     equal segments.
-Changed: cuts of any graph, each placed where the fewest bytes cross, for a range of segment counts; the least peak is
-told by replay. Neither optimal in memory nor in time; fast and never far off.
+Changed: cuts of any graph, each placed where the fewest bytes cross, for a range of segment counts. A replay finds the
+peak of each; those that fit keep more until the budget is full, the others evict at their peak until they fit. Neither
+optimal in memory nor in time; fast and never far off.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from itertools import accumulate
 
 from ...records.graph import Graph
-from ..partition import bytes_across, lives_in
+from .greedy import Found, keep_more
+from .incumbent import Search, searching
+from .model import Policy, StepModel
 
 SEGMENT_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96)
 
 
-def keep_sets(graph: Graph) -> Iterator[frozenset[int]]:
-    """Give, for each number of segments, the storages that cross the cuts between them."""
-    lives, length = lives_in(graph, graph.forward), len(graph.forward)
-    crossing = bytes_across(graph, graph.forward)[:length]
+def segment_policies(model: StepModel) -> list[Policy]:
+    """Return the policies that keep what crosses narrow cuts of the forward, and the one that keeps everything."""
+    choices = frozenset(model.choices)
+    sets = dict.fromkeys([*(kept & choices for kept in _keep_sets(model.graph)), choices])
+    return [Policy(kept) for kept in sets]
+
+
+def _keep_sets(graph: Graph) -> Iterator[frozenset[int]]:
+    """Yield, for each number of segments, the storages that cross the cuts between them."""
+    lives, length = _lives(graph), len(graph.forward)
+    change = [0] * (length + 1)
+    for storage, (made, last) in lives.items():
+        change[made + 1] += graph.sizes[storage]
+        change[last + 1] -= graph.sizes[storage]
+    crossing = list(accumulate(change[:length]))
     for count in SEGMENT_COUNTS:
         if count > max(1, length):
             break
@@ -27,6 +43,42 @@ def keep_sets(graph: Graph) -> Iterator[frozenset[int]]:
         yield frozenset(s for s, (made, last) in lives.items() if any(made < cut <= last for cut in cuts))
 
 
+def _lives(graph: Graph) -> dict[int, tuple[int, int]]:
+    """Return, for each storage that the forward makes, the positions at which it is made and read last."""
+    lives = {storage: (made, made) for made, node in enumerate(graph.forward) for storage in graph.allocates[node]}
+    for position, node in enumerate(graph.forward):
+        for tensor in graph.nodes[node].inputs:
+            storage = graph.tensors[tensor].storage
+            if storage in lives:
+                lives[storage] = lives[storage][0], max(lives[storage][1], position)
+    return lives
+
+
 def _narrowest(crossing: list[int], middle: int, reach: int) -> int:
     first, end = max(0, middle - reach), min(len(crossing), middle + reach + 1)
     return min(range(first, end), key=lambda position: (crossing[position], abs(position - middle)))
+
+
+def try_segments(search: Search, deadline: float) -> None:
+    """Fill up the fastest segmentations that fit, or evict from the smallest one."""
+    found = sorted((Found(p, search.model.replay(p)) for p in segment_policies(search.model)), key=lambda f: f.rank)
+    fitting = [f for f in found if f.replay.peak_bytes <= search.limit]
+    if not fitting:
+        search.repair(min(found, key=lambda f: f.replay.peak_bytes).policy, deadline)
+    for start in fitting[:2]:
+        search.offer(keep_more(search.model, start, search.limit, deadline))
+
+
+def try_evictions(search: Search, deadline: float) -> None:
+    """Evict from all segmentations; the way to a small peak is not the same for each."""
+    for policy in segment_policies(search.model):
+        if time.monotonic() > deadline or search.is_done:
+            return
+        search.repair(policy, deadline)
+
+
+@searching("segments")
+def segments(search: Search) -> None:
+    """Fill up segmentations, then evict from each; needs no mixed-integer programs."""
+    try_segments(search, search.within(0.5))
+    try_evictions(search, search.within(1.0))

@@ -23,12 +23,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from .base import Problem, Solution, Status, strategy
-from .greedy import Found, keep_more
 from .incumbent import Search, keep_everything, searching
 from .mip_backend import LinearProgram, solve
 from .model import Policy, StepModel
 from .row_memory import UNIT
-from .segments import keep_sets
+from .segments import try_evictions, try_segments
 
 LIMITS = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6, 0.5, 0.4, 0.3)  # of the bytes that the budget leaves at the turn
 BOUND_INSTANTS = 10
@@ -71,15 +70,40 @@ def _instants(model: StepModel) -> list[int]:
 
 
 def _program(model: StepModel, limit_bytes: int, instant: int | None = None) -> tuple[LinearProgram, dict[int, int]]:
-    """Build (1) to (3) at the turn, or at an instant of the backward; give also the variable of each choice."""
+    """Build (1) to (3) at the turn, or at an instant of the backward; return also the variable of each choice."""
     first = 0 if instant is None else instant
     used = [s for s in model.choices if s in model.uses and model.uses[s][-1] >= first]
     needed = set[int]()
     model.add_sources(needed, used)
     chosen = [s for s in model.choices if s in needed]
-    operands = set() if instant is None else set(model.reads[instant])
+    if instant is None:
+        return keeping_program(model, chosen, used, limit_bytes)
+    return keeping_program(model, chosen, used, limit_bytes - model.gradients[instant], model.reads[instant])
+
+
+def keeping_program(
+    model: StepModel,
+    chosen: Sequence[int],
+    used: Sequence[int],
+    limit_bytes: float,
+    operands: Sequence[int] = (),
+    ms_per_byte: float = 0.0,
+) -> tuple[LinearProgram, dict[int, int]]:
+    """Build (1) to (3) for some choices; what else recomputing them reads is taken to be there.
+
+    Args:
+        model: The step.
+        chosen: The choices.
+        used: Those of them that the backward reads.
+        limit_bytes: Most bytes to keep.
+        operands: Choices that are kept in any case.
+        ms_per_byte: Added to the objective for what is kept.
+
+    Returns:
+        The program, and the variable of each choice.
+    """
     program = LinearProgram()
-    keep = {s: program.variable(0.0, lower=float(s in operands)) for s in chosen}
+    keep = {s: program.variable(ms_per_byte * model.sizes[s], lower=float(s in operands)) for s in chosen}
     nodes = dict.fromkeys(model.producer[s] for s in chosen if s in model.producer)
     run = {node: program.variable(model.cost_ms[node]) for node in nodes}
 
@@ -91,18 +115,10 @@ def _program(model: StepModel, limit_bytes: int, instant: int | None = None) -> 
         program.row(f"1_{storage}", there(storage), lower=1.0)
     for node in nodes:
         for storage in model.needs[node]:
-            program.row(f"2_{node}_{storage}", [*there(storage), (run[node], -1.0)], lower=0.0)
-    rest = 0 if instant is None else model.gradients[instant]
-    bytes_kept = [(keep[s], model.sizes[s] / UNIT) for s in chosen if model.sizes[s]]
-    program.row("3", bytes_kept, upper=(limit_bytes - rest) / UNIT)
+            if storage in keep:
+                program.row(f"2_{node}_{storage}", [*there(storage), (run[node], -1.0)], lower=0.0)
+    program.row("3", [(keep[s], model.sizes[s] / UNIT) for s in chosen if model.sizes[s]], upper=limit_bytes / UNIT)
     return program, keep
-
-
-def segment_policies(model: StepModel) -> list[Policy]:
-    """Return the policies that keep what crosses narrow cuts of the forward, and the one that keeps everything."""
-    choices = frozenset(model.choices)
-    sets = dict.fromkeys([*(kept & choices for kept in keep_sets(model.graph)), choices])
-    return [Policy(kept) for kept in sets]
 
 
 def try_limits(search: Search, relax: bool, deadline: float) -> None:
@@ -130,14 +146,6 @@ def _under_limits(search: Search, shares: Sequence[float], relax: bool, deadline
             yield Policy(frozenset(s for s, v in keep.items() if result.values[v] >= 0.5))
 
 
-def try_evictions(search: Search, deadline: float) -> None:
-    """Evict from all segmentations; the way to a small peak is not the same for each."""
-    for policy in segment_policies(search.model):
-        if time.monotonic() > deadline or search.is_done:
-            return
-        search.repair(policy, deadline)
-
-
 @searching("turn_point", needs_programs=True)
 def turn_point(search: Search) -> None:
     """Solve the turn-point model for several limits; the best replayed policy wins."""
@@ -154,16 +162,6 @@ def prove(search: Search) -> bool:
     search.is_infeasible = bound_ms is None
     search.raise_bound(bound_ms or 0.0)
     return bound_ms is not None
-
-
-def try_segments(search: Search, deadline: float) -> None:
-    """Fill up the fastest segmentations that fit, or evict from the smallest one."""
-    found = sorted((Found(p, search.model.replay(p)) for p in segment_policies(search.model)), key=lambda f: f.rank)
-    fitting = [f for f in found if f.replay.peak_bytes <= search.limit]
-    if not fitting:
-        search.repair(min(found, key=lambda f: f.replay.peak_bytes).policy, deadline)
-    for start in fitting[:2]:
-        search.offer(keep_more(search.model, start, search.limit, deadline))
 
 
 @strategy("none")
