@@ -86,7 +86,8 @@ with watched("pages and pictures"):
 
 quiet = dict(max_epochs=1, logger=False, enable_checkpointing=False, enable_model_summary=False, accelerator="cpu")
 net = Net()
-callbacks = [HiRemateBatchSizeFinder(budget="20 MiB", time_limit_s=1), HiRemateCallback("20 MiB", time_limit_s=1), MemoryMonitor()]
+options = dict(budget="20 MiB", time_limit_s=1)
+callbacks = [HiRemateBatchSizeFinder(**options), HiRemateCallback(**options), MemoryMonitor()]
 with watched("a fit with all callbacks"):
     pl.Trainer(callbacks=callbacks, **quiet).fit(net)
 
