@@ -424,6 +424,26 @@ def test_a_custom_operator_keeps_its_backward():
     train_both(lambda: Between(lambda self, x: cube(x * 0.5)), simple_loop(rows))
 
 
+def halves(name: str, backward: str) -> Any:
+    """Make an operator whose gradient is computed by another one."""
+    operator = torch.library.custom_op(
+        f"hiremate_tests::{name}", lambda x: x * 0.5, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    operator.register_fake(torch.empty_like)
+    operator.register_autograd(lambda _, gradient: CUSTOM[backward](gradient))
+    return operator
+
+
+@pytest.mark.parametrize(("backward", "count"), [("double", 1), ("scale_by_another", 0)])
+def test_code_is_proved_where_a_custom_operator_of_its_backward_gives_the_same_numbers_again(backward, count):
+    operator = halves(f"halves_then_{backward}", backward)
+    module = Between(lambda _, x: F.gelu(operator(F.gelu(x))))
+    hiremate(module, "100%", verbose=False)
+    simple_loop(wide, steps=2)(module)
+
+    assert get_plan(module).proved == f"forward {count} of 1 graph, gradients {count} of 1"
+
+
 def step_in_place(self, x):
     torch._dynamo.graph_break()
     return self.normed(x.add_(1.0))

@@ -1,7 +1,8 @@
 """Custom operators: which of them give the same numbers when they run again.
 
 PyTorch tags those of its own operators that draw random numbers. Operators of others (of `torch.library`, of compiled
-extensions) may lack the tag, or add up in any order. So each is run twice, on made-up inputs, before a plan may do so.
+extensions) may lack the tag, or add up in any order. So each is run twice, on made-up inputs, before a plan or a proof
+may do so.
 """
 
 from __future__ import annotations
@@ -28,9 +29,7 @@ _TORCHS_OWN = ("aten", "prims", "prim")
 
 def without_unsteady(captured: Captured) -> Captured:
     """Return the same where custom operators run once that draw random numbers, or differ when run again."""
-    custom = [
-        i for i, node in enumerate(captured.fx_nodes) if captured.graph.nodes[i].is_repeatable and _is_custom(node)
-    ]
+    custom = [i for i, node in enumerate(captured.fx_nodes) if captured.graph.nodes[i].is_pure and _is_custom(node)]
     by_key = {captured.graph.nodes[i].key: i for i in custom}
     if not by_key:
         return captured
@@ -43,13 +42,13 @@ def without_unsteady(captured: Captured) -> Captured:
 
 
 def has_unsteady(captured: Captured) -> bool:
-    """Whether a custom operator runs once: to run it again may give other numbers, and draw from a generator.
+    """Whether a custom operator may give other numbers when it runs again, draw from a generator, or change its inputs.
 
     Args:
         captured: What `without_unsteady` has returned.
     """
     pairs = zip(captured.graph.nodes, captured.fx_nodes, strict=False)
-    return any(not record.is_repeatable and _is_custom(node) for record, node in pairs)
+    return any(not record.is_pure and _is_custom(node) for record, node in pairs)
 
 
 def _is_custom(node: fx.Node) -> bool:

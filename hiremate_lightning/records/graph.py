@@ -129,9 +129,14 @@ class Node:
     compiled: str = ""
 
     @property
+    def is_pure(self) -> bool:
+        """Whether it gives the same values each time that it runs, and changes nothing else."""
+        return not (self.is_random or self.is_mutating or self.reads_mutated)
+
+    @property
     def is_repeatable(self) -> bool:
-        """Whether running it again gives the same values and changes nothing else."""
-        return self.direction is Direction.FORWARD and not (self.is_random or self.is_mutating or self.reads_mutated)
+        """Whether a plan may run it again."""
+        return self.direction is Direction.FORWARD and self.is_pure
 
 
 @dataclass(frozen=True)
