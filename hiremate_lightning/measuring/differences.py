@@ -10,7 +10,7 @@ eager PyTorch rounds to half between its kernels, so that units of half precisio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from .trials import Outcome
 
 ROUNDINGS, HALF_ROUNDINGS = 512, 4
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,9 @@ def differences(
         found: What was captured gives.
         half: The type of half precision to which eager PyTorch rounds where what was captured does not, if any.
     """
-    largest = max((_largest(g) for g in expected.gradients.values()), default=0.0)
     return (
-        _among(expected.values, found.values, _Unit(0.0, half)),
-        _among(expected.gradients, found.gradients, _Unit(largest, half)),
+        _among(expected.values, found.values, _Unit((), half)),
+        _among(expected.gradients, found.gradients, _Unit(tuple(expected.gradients.values()), half)),
     )
 
 
@@ -56,17 +56,17 @@ class _Unit:
     """What counts as rounding.
 
     Attributes:
-        scale: The largest value of all.
+        others: Values whose largest one counts beside that of the tensor.
         half: A type to which one of two values was rounded on the way, None for none.
     """
 
-    scale: float
+    others: Sequence[Any]
     half: torch.dtype | None
 
     def is_rounding(self, expected: torch.Tensor, most: float) -> tuple[bool, float]:
         """Whether two tensors that are so far apart differ by rounding, and by how many units in the last place."""
         dtype = self.half if self.half is not None and not _is_half(expected.dtype) else expected.dtype
-        unit = torch.finfo(dtype).eps * max(_largest(expected), self.scale)
+        unit = torch.finfo(dtype).eps * max(map(_largest, (expected, *self.others)))
         return most <= unit * (HALF_ROUNDINGS if _is_half(dtype) else ROUNDINGS), most / unit if unit else 0.0
 
 
@@ -98,9 +98,16 @@ def _differ(expected: torch.Tensor, found: torch.Tensor) -> bool:
     """Whether any bit differs beside those of NaN."""
     if not (expected.dtype.is_floating_point or expected.dtype.is_complex):
         return not torch.equal(expected, found)
+    if torch.equal(_as_bits(expected), _as_bits(found)):
+        return False
     one, other = _as_real(expected), _as_real(found)
     same = (one == other) & (torch.signbit(one) == torch.signbit(other)) | (one.isnan() & other.isnan())
     return not bool(same.all())
+
+
+def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    real = _as_real(tensor)
+    return real.view(_BITS[real.element_size()])
 
 
 def _difference(name: str, expected: torch.Tensor, found: torch.Tensor, unit: _Unit) -> Difference:

@@ -1,8 +1,8 @@
 """Code cut into segments that are computed twice, so that its gradients take little memory and keep their bits.
 
 A plain backward keeps all that a forward saves. Where that does not fit, the code runs segment by segment, each in
-`torch.utils.checkpoint`: only what passes from one segment to the next is kept. Autograd's graph is that of the code
-itself, so gradients are added in the same order.
+`torch.utils.checkpoint`: only what passes from one segment to the next is kept, or not even that is, but put aside.
+Autograd's graph is that of the code itself, so gradients are added in the same order.
 
 `Observed` runs the code once without gradients, and sees what each node saves, makes and writes to. `cut` chooses the
 segments by that, and `Segmented` runs them.
@@ -11,8 +11,9 @@ segments by that, and `Segmented` runs them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..torch_private import tensor_state
 from ..torch_private.restoring import Writes
+from .aside import SavedAside
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of segments that are tried
 _NUMBERS = (bool, int, float, torch.SymInt)
@@ -131,10 +133,12 @@ class Segmented:
     Args:
         module: The code.
         segments: All of its nodes.
+        is_aside: Whether what passes from one segment to the next is put aside for the backward.
     """
 
-    def __init__(self, module: fx.GraphModule, segments: Sequence[Segment]) -> None:
-        self._graph, self._segments = module.graph, segments
+    def __init__(self, module: fx.GraphModule, segments: Sequence[Segment], is_aside: bool) -> None:
+        self._graph, self._segments, self.is_aside = module.graph, segments, is_aside
+        self._constants = [*module.parameters(), *module.buffers()]
         last = {node: i for i, segment in enumerate(segments) for node in segment.inputs}
         self._dying: dict[int, list[fx.Node]] = {}
         for node, index in last.items():
@@ -142,6 +146,11 @@ class Segmented:
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the code."""
+        given = tensor_state.storages_among((*arguments, *self._constants))
+        with SavedAside(given) if self.is_aside else nullcontext():
+            return self._run(arguments)
+
+    def _run(self, arguments: Sequence[Any]) -> Any:
         values = dict(zip(self._graph.find_nodes(op="placeholder"), arguments, strict=True))
         results = next(iter(self._graph.find_nodes(op="output")))
         returned = set(results.all_input_nodes)
@@ -157,14 +166,14 @@ class Segmented:
 def _call(segment: Segment, inputs: Sequence[Any]) -> tuple[Any, ...]:
     if segment.once:
         return segment.module(*inputs)  # type: ignore[no-any-return]
-    changing = {i: inputs[i] for i in segment.changing}
+    changing, count = {i: inputs[i] for i in segment.changing}, len(inputs)
     with torch.no_grad():
         next_time = {i: value.clone() for i, value in changing.items()}
 
     def run(*others: Any) -> Any:
         nonlocal changing
         rest, now, changing = iter(others), changing, next_time
-        return segment.module(*(now[i] if i in now else next(rest) for i in range(len(inputs))))
+        return segment.module(*(now[i] if i in now else next(rest) for i in range(count)))
 
     others = (value for i, value in enumerate(inputs) if i not in changing)
     return checkpoint(run, *others, use_reentrant=False)  # type: ignore[no-any-return]
@@ -182,10 +191,11 @@ def cut(module: fx.GraphModule, observed: Observed, free_bytes: int) -> Segmente
         The code in segments; None where no cut that was tried fits.
     """
     shape = _Shape(observed)
-    for count in COUNTS:
-        bounds = shape.bounds(count)
-        if bounds is not None and shape.peak_bytes(bounds) <= free_bytes:
-            return Segmented(module, [shape.segment(module, first, end) for first, end in bounds])
+    cuts = [bounds for count in COUNTS if (bounds := shape.bounds(count)) is not None]
+    for is_aside, bounds in product((False, True), cuts):
+        if shape.peak_bytes(bounds, is_aside) <= free_bytes:
+            segments = [shape.segment(module, first, end) for first, end in bounds]
+            return Segmented(module, segments, is_aside)
     return None
 
 
@@ -241,14 +251,19 @@ class _Shape:
                 saved_bytes = sum(self._sizes[block] for block in saved)
         return list(zip(cuts, [*cuts[1:], len(self._nodes)], strict=True))
 
-    def peak_bytes(self, bounds: Sequence[tuple[int, int]]) -> int:
-        """Return the most bytes of the forward that live in a backward: what has passed, and a segment's own."""
+    def peak_bytes(self, bounds: Sequence[tuple[int, int]], is_aside: bool) -> int:
+        """Return the most bytes of the forward that live in a backward: what has passed, and a segment's own.
+
+        Of what has passed and is put aside only what passes at the segment lives with it.
+        """
         passed, kept_bytes, peak_bytes = set[int](), 0, 0
         for start, end in bounds:
+            passed = set() if is_aside else passed
             passed.update(self._passing(start))
             passed_bytes = sum(self._sizes[block] for block in passed)
             peak_bytes = max(peak_bytes, passed_bytes + kept_bytes + self._own_bytes(start, end, passed))
-            kept_bytes += self._saved_bytes(start, end, passed) if self._runs_once(start, end) else 0
+            is_kept = not is_aside and self._runs_once(start, end)
+            kept_bytes += self._saved_bytes(start, end, passed) if is_kept else 0
         return peak_bytes
 
     def _own_bytes(self, start: int, end: int, beside: Collection[int]) -> int:

@@ -7,19 +7,18 @@ host, so that one outcome takes no memory while the other is made.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..torch_private import autocasting, hooks, tensor_state
 from ..torch_private.restoring import Restoring
+from .aside import in_file
 
-LEAST_IN_FILE = 2**14  # bytes
 SEED = 0  # of the gradients that a trial begins its backward with
 
 
@@ -100,18 +99,29 @@ class Trial:
 
     def _gradients(self, leaves: dict[int, torch.Tensor], roots: _Roots) -> dict[str, Any]:
         """Compute gradients of the leaves, for drawn gradients of all results that autograd has computed."""
-        own = {position: leaf for position, leaf in leaves.items() if leaf.requires_grad}
+        own = {  # without what the code has changed in place, which is not what it was given any more
+            f"the gradient of {self.names[i]}": leaf
+            for i, leaf in leaves.items()
+            if leaf.requires_grad and leaf.is_leaf
+        }
+        found: dict[str, Any] = dict.fromkeys(own)
+
+        def keep(name: str, leaf: torch.Tensor) -> None:
+            """Keep a gradient as it comes: it takes no memory while the backward goes on."""
+            gradient, leaf.grad = leaf.grad, None
+            found[name] = self._kept(gradient, ())
+
+        for name, leaf in own.items():
+            leaf.register_post_accumulate_grad_hook(partial(keep, name))
         with _no_autocast({leaf.device.type for leaf in own.values()}):
-            found = roots.gradients(list(own.values()))
-        _let_threads_finish({gradient.device for gradient in found if gradient is not None})
-        named = {f"the gradient of {self.names[i]}": g for i, g in zip(own, found, strict=bool(found))}
-        del found
-        return {name: None if named[name] is None else self._kept(named.pop(name), ()) for name in list(named)}
+            roots.run_backward(list(own.values()))
+        _let_threads_finish({leaf.device for leaf in own.values()})
+        return found
 
     def _kept(self, value: Any, inputs: Sequence[torch.Tensor]) -> Any:
         """Keep a value on the host, apart from the memory of inputs, which is put back."""
         kept = _kept(value, inputs)
-        return _in_file(kept) if self.in_files and isinstance(kept, torch.Tensor) else kept
+        return in_file(kept) if self.in_files and isinstance(kept, torch.Tensor) else kept
 
 
 class _Roots:
@@ -127,12 +137,11 @@ class _Roots:
         self._shapes = [root.detach().to("meta") for root in own]
         self._devices = [root.device for root in own]
 
-    def gradients(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        """Compute gradients of the inputs, for drawn gradients of the results."""
-        if not self._edges:
-            return ()
-        tangents = [_drawn_like(*pair) for pair in zip(self._shapes, self._devices, strict=True)]
-        return torch.autograd.grad(self._edges, inputs, tangents, allow_unused=True)
+    def run_backward(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Compute gradients of leaves, for drawn gradients of the results."""
+        if self._edges and leaves:
+            tangents = [_drawn_like(*pair) for pair in zip(self._shapes, self._devices, strict=True)]
+            torch.autograd.backward(self._edges, tangents, inputs=leaves)
 
 
 def _let_threads_finish(devices: set[torch.device]) -> None:
@@ -150,15 +159,6 @@ def _drawn_like(shape: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Draw the gradient of a result: the same one for each run, and no number from the user's generators."""
     generator = torch.Generator(device).manual_seed(SEED)
     return torch.empty_like(shape, device=device).normal_(generator=generator)
-
-
-def _in_file(value: torch.Tensor) -> torch.Tensor:
-    """Copy a value on the host into a temporary file, which goes with the tensor that is returned."""
-    if value.layout is not torch.strided or value.nbytes < LEAST_IN_FILE or os.name != "posix":
-        return value
-    with tempfile.NamedTemporaryFile() as file:
-        memory = torch.from_file(file.name, shared=True, size=value.nbytes, dtype=torch.uint8)
-    return memory.view(value.dtype).view(value.shape).copy_(value)
 
 
 def _kept(value: Any, inputs: Sequence[torch.Tensor]) -> Any:

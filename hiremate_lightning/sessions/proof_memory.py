@@ -21,7 +21,7 @@ class ProofMemory:
 
     Attributes:
         plain_bytes: A plain forward and backward.
-        beside_bytes: What gradients take of that, and operators while they run.
+        beside_bytes: What gradients on their way take of that, and operators while they run.
         forward_bytes: A plain forward without gradients.
         own_bytes: The captured forward and backward.
         own_forward_bytes: The captured forward.
@@ -90,5 +90,6 @@ def proof_memory(
 
 
 def _without_activations(graph: Graph) -> Graph:
+    """Return a graph whose activations take nothing, and whose gradients are dropped as they come."""
     own = (replace(s, size_bytes=0) if s.kind is StorageKind.ACTIVATION else s for s in graph.storages)
-    return replace(graph, storages=tuple(own))
+    return replace(graph, storages=tuple(own), gradients=())

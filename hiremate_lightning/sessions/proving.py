@@ -200,6 +200,9 @@ class Prover:
             found = trial.run(proof.captured)
         except (HiRemateError, torch.OutOfMemoryError):
             raise
+        except OSError as error:
+            log.info("Code could not be proved, since there is no room to keep what it gives: %s", error)
+            return
         except Exception as error:  # whatever PyTorch's machinery fails at
             self._refuse(proof, f"torch.compile's capture of it fails when it runs: {type(error).__name__}: {error}")
             return

@@ -39,18 +39,18 @@ class Restoring(TorchDispatchMode):
     def changed(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of a tensor holds other bytes than before."""
         storage = tensor_state.storage_id(tensor) if tensor.layout is torch.strided else None
-        return storage in self._copies and not torch.equal(self._copies[storage], _bytes_of(tensor))
+        return storage in self._copies and not torch.equal(self._copies[storage], tensor_state.memory_of(tensor))
 
     def restore(self) -> None:
         """Put back all bytes as they were; no version counter sees it."""
         for storage, copy in self._copies.items():
-            _bytes_of(self._watched[storage]).copy_(copy)
+            tensor_state.memory_of(self._watched[storage]).copy_(copy)
         self._copies.clear()
 
     def _copy(self, tensor: torch.Tensor) -> None:
         storage = tensor_state.storage_id(tensor) if tensor.layout is torch.strided else None
         if storage in self._watched and storage not in self._copies:
-            self._copies[storage] = _bytes_of(self._watched[storage]).clone()
+            self._copies[storage] = tensor_state.memory_of(self._watched[storage]).clone()
 
 
 class Writes(TorchDispatchMode):
@@ -86,9 +86,3 @@ def _written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
         if is_declared or argument.name in _WRITTEN_UNDECLARED:
             found.append(args[position] if position < len(args) else kwargs.get(argument.name))
     return tensor_state.tensors_among(found)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """View all memory that a tensor lies on as bytes."""
-    with torch.no_grad():
-        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

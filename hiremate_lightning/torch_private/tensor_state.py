@@ -111,6 +111,12 @@ def storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """View all memory that a tensor lies on as bytes."""
+    with torch.no_grad():
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether a tensor holds another one, of which it is a view."""
     return bool(tensor._is_view())
