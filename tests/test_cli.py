@@ -354,8 +354,8 @@ class TestShow:
         assert capsys.readouterr().out.startswith("HiRemate plan of Net")
         assert main(["show", str(path)]) == 0
         output = capsys.readouterr().out
-        assert output.startswith("model       Net\nbudget ")
-        assert "planned, not measured" in output
+        assert output.startswith("model       Net\npeak ")
+        assert " planned\n" in output
         assert "note        Times are estimates" in output
 
     def test_a_report_is_shown(self, models, tmp_path, capsys):
@@ -381,7 +381,7 @@ class TestShow:
         trace = tmp_path / "trace.json"
         blocks_plan().save_timeline(trace)
         assert main(["show", str(trace)]) == 0
-        assert "extra time" in capsys.readouterr().out
+        assert "+16.8% planned" in capsys.readouterr().out
 
         graph, profile = transformer()
         problem = Problem(graph, profile, 10**9)

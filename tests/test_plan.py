@@ -93,6 +93,9 @@ def test_the_numbers_are_written_by_name(plan: Plan):
         "proved": "",
         "rounded": [],
         "kept_compiled": [],
+        "costs": plan.profile.device,
+        "step_ms": plan.planned.time_ms - plan.planned.recompute_ms,
+        "planned_step_ms": plan.planned.time_ms,
     }
 
 

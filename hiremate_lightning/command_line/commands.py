@@ -254,10 +254,7 @@ def _plan_numbers(work: _Work, made: Plan, captured: OfflineStep, notes: list[st
         **{name: numbers[name] for name in ("gpus", "fsdp", "tp", "fits", "peak_parts", "sent_bytes", "sending_ms")},
         **made.to_dict(),
         "device": str(captured.options.device),
-        "costs": made.profile.device,
         "batch_size": captured.size,
-        "step_ms": step_time_ms(made.graph, made.profile),
-        "planned_step_ms": made.planned.time_ms,
         "resident": dict(captured.resident),
         "notes": notes,
     }

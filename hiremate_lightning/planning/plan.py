@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,8 @@ from ..records.schedule import Schedule, lower
 from ..records.simulation import Simulation, simulate, simulate_plain
 from ..units import Budget, format_bytes, format_ratio, format_time
 from .solvers.base import Solution, Status
+
+Numbers = Mapping[str, Any]  # of a plan, as `Plan.to_dict` names them
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,9 @@ class Plan:
             "proved": self.proved,
             "rounded": list(self.rounded),
             "kept_compiled": list(self.kept_compiled),
+            "costs": self.profile.device,
+            "step_ms": step_time_ms(self.graph, self.profile),
+            "planned_step_ms": self.planned.time_ms,
         }
 
     def to_json(self) -> str:
@@ -209,11 +214,12 @@ class Plan:
 
 def planned_lines(plan: Plan) -> list[str]:
     """Describe what was planned: peak and time, then solver and planning."""
-    peak = f"{format_bytes(plan.unplanned_peak_bytes)} -> {format_bytes(plan.planned_peak_bytes)}"
+    numbers = plan.to_dict()
+    peak = f"{format_bytes(plan.unplanned_peak_bytes)} -> {peak_words(numbers, 'planned_peak_bytes')}"
     return [
-        f"{plan_title(plan)}: peak {peak}{over_words(plan, plan.planned_peak_bytes)}, budget {budget_words(plan)}, "
+        f"{plan_title(plan)}: peak {peak}, budget {budget_words(numbers)}, "
         f"extra time {format_ratio(plan.predicted_overhead)}",
-        f"  {solver_words(plan)}; planned in {planning_words(plan)}",
+        f"  {solver_words(numbers)}; planned in {planning_words(numbers)}",
     ]
 
 
@@ -227,9 +233,10 @@ def measured_line(plan: Plan) -> str:
         An ASCII line.
     """
     said = []
-    if (peak := plan.measured.peak_bytes) is not None:
+    if plan.measured.peak_bytes is not None:
         predicted, budget = format_bytes(plan.planned_peak_bytes), format_bytes(plan.budget_bytes)
-        said.append(f"peak {format_bytes(peak)}{over_words(plan, peak)}, predicted {predicted}, budget {budget}")
+        peak = peak_words(plan.to_dict(), "measured_peak_bytes")
+        said.append(f"peak {peak}, predicted {predicted}, budget {budget}")
     if (overhead := plan.measured.overhead) is not None:
         said.append(f"extra time {format_ratio(overhead)}, predicted {format_ratio(plan.predicted_overhead)}")
     return f"{plan_title(plan)}, measured: {'; '.join(said) or 'nothing yet'}"
@@ -240,38 +247,37 @@ def plan_title(plan: Plan) -> str:
     return f"HiRemate plan of {plan.target}" if plan.target else "HiRemate plan"
 
 
-def over_words(plan: Plan, peak_bytes: int) -> str:
-    """Say by how much a peak is over the budget, nothing where it is not."""
-    over = peak_bytes - plan.budget_bytes
-    return f" ({format_bytes(over)} OVER the budget)" if over > 0 else ""
+def peak_words(numbers: Numbers, name: str, kind: str = "") -> str:
+    """Write one of the peaks of a plan, and by how much it is over the budget."""
+    over = numbers[name] - numbers["budget_bytes"]
+    return f"{format_bytes(numbers[name])}{kind}" + (f" ({format_bytes(over)} OVER the budget)" if over > 0 else "")
 
 
-def budget_words(plan: Plan) -> str:
-    """Say the budget in bytes, and as it was asked for."""
-    size = format_bytes(plan.budget_bytes)
-    return size if plan.budget.size_bytes is not None else f"{size} ({plan.budget})"
+def budget_words(numbers: Numbers) -> str:
+    """Write the budget in bytes, and as it was asked for."""
+    size, asked = format_bytes(numbers["budget_bytes"]), numbers["budget"]
+    return size if size == asked else f"{size} ({asked})"
 
 
-def solver_words(plan: Plan) -> str:
-    """Say who solved it, how that ended, and how good the result is proven to be."""
-    solution = plan.solution
-    ended = f"{solution.strategy}: {solution.status.value}"
-    if solution.stopped_by and solution.status is not Status.OPTIMAL:
-        ended += f", stopped by {solution.stopped_by}"
-    if not solution.recompute_ms:
+def solver_words(numbers: Numbers) -> str:
+    """Describe which strategy solved it, how that ended, and how good the result is proven to be."""
+    ended = f"{numbers['strategy']}: {numbers['status']}"
+    if numbers["stopped_by"] and numbers["status"] != Status.OPTIMAL:
+        ended += f", stopped by {numbers['stopped_by']}"
+    if not numbers["predicted_overhead"]:
         return f"{ended}; nothing is recomputed"
-    if not solution.bound_ms:
+    if not numbers["bound_overhead"]:
         return f"{ended}; no lower bound known"
-    return f"{ended}; gap {100 * plan.gap:.1f}% (no plan below {format_ratio(plan.bound_overhead)})"
+    return f"{ended}; gap {100 * numbers['gap']:.1f}% (no plan below {format_ratio(numbers['bound_overhead'])})"
 
 
-def planning_words(plan: Plan) -> str:
+def planning_words(numbers: Numbers) -> str:
     """Describe how long planning took, stage by stage."""
-    planning = plan.planning
-    seconds = (planning.capture_s, planning.prove_s, planning.compile_s, planning.profile_s, planning.solve_s)
-    stages = zip(("tracing", "proving", "compiling", "profiling", "solving"), seconds, strict=True)
-    parts = ", ".join(f"{name} {format_time(1000 * taken)}" for name, taken in stages if taken)
-    return f"{format_time(1000 * sum(seconds))}{': ' if parts else ''}{parts}"
+    seconds = numbers["planning"]
+    stages = ("capture_s", "tracing"), ("prove_s", "proving"), ("compile_s", "compiling"), ("profile_s", "profiling")
+    taken = [(name, 1000 * seconds[field]) for field, name in (*stages, ("solve_s", "solving")) if seconds[field]]
+    parts = ", ".join(f"{name} {format_time(time_ms)}" for name, time_ms in taken)
+    return f"{format_time(1000 * sum(seconds.values()))}{': ' if parts else ''}{parts}"
 
 
 def describe_peak(name: str, plan: Plan | None) -> str:

@@ -65,15 +65,16 @@ class PlanFiles:
             log.warning("Could not keep the plan in %s (%s); the next run solves again", path, error)
 
     def _path(self, problem: Problem, solver: str) -> Path:
-        said = (FORMAT, _package_version(), solver, problem.budget_bytes, problem.graph.to_json())
+        said = (FORMAT, package_version(), solver, problem.budget_bytes, problem.graph.to_json())
         return self.folder / f"plan-{hashlib.sha256(repr(said).encode()).hexdigest()[:32]}.json"
 
 
-def _package_version() -> str:
+def package_version() -> str:
+    """Return the version of this package, as it was installed."""
     try:
         return version("hiremate-lightning")
     except PackageNotFoundError:
-        return "not installed"
+        return "from a checkout"
 
 
 def _decode(text: str, problem: Problem) -> tuple[Solution, Profile]:

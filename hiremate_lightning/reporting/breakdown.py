@@ -162,6 +162,11 @@ def module_rows(plan: Plan, limit: int = MAX_ROWS) -> tuple[ModuleRow, ...]:
     return rows
 
 
+def total_row(rows: Iterable[ModuleRow]) -> ModuleRow:
+    """Add up rows."""
+    return ModuleRow("all", 1, 0, add_uses(row.use for row in rows if not row.depth))
+
+
 @dataclass(frozen=True, slots=True)
 class _Block:
     """Modules that go into one row.
@@ -359,14 +364,18 @@ def node_words(node: Node) -> str:
     return "code outside the plan" if node.op == OUTSIDE else node.op.removesuffix(".default")
 
 
+def use_cells(use: ModuleUse) -> tuple[str, ...]:
+    """Write bytes kept and not kept, operations recomputed, and extra time as cells of a table; "" for zero."""
+    return (
+        format_bytes(use.kept_bytes) if use.kept_bytes else "",
+        format_bytes(use.dropped_bytes) if use.dropped_bytes else "",
+        f"{use.recomputed}/{use.operations}" if use.recomputed else "",
+        f"+{format_time(use.extra_ms)}" if use.extra_ms else "",
+    )
+
+
 def use_words(use: ModuleUse) -> str:
     """Describe what a plan does to some modules, nothing that is zero."""
-    said = []
-    for size_bytes, word in ((use.kept_bytes, "kept"), (use.dropped_bytes, "not kept")):
-        if size_bytes:
-            said.append(f"{format_bytes(size_bytes)} {word}")
-    if use.recomputed:
-        said.append(f"{use.recomputed} of {use.operations} ops recomputed")
-    if use.extra_ms:
-        said.append(f"+{format_time(use.extra_ms)}")
-    return ", ".join(said)
+    forms = ("{} kept", "{} not kept", "{} ops recomputed", "{}")
+    pairs = zip(forms, use_cells(use), strict=True)
+    return ", ".join(form.format(cell.replace("/", " of ")) for form, cell in pairs if cell)

@@ -10,18 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ..planning.plan import Plan, budget_words, over_words, plan_title, planning_words, solver_words
+from ..planning.plan import Plan, plan_title
+from ..planning.plan_files import package_version
 from ..planning.solvers.base import Problem, SolveOptions
 from ..planning.solvers.curve import Curve, curve
 from ..units import format_bytes, format_ratio, format_time
-from .breakdown import ModuleRow, add_uses, advice_lines, module_rows, node_words, place_words
+from .breakdown import ModuleRow, advice_lines, module_rows, node_words, place_words, total_row, use_cells
 from .figures import COLOURS, DrawnStep, frontier_of, frontier_words, planned_run, resident_bands, short_source
 from .frontier_svg import frontier_svg
 from .lifetimes import Band, Lifetime
+from .plan_summary import summary_rows
 from .svg_report import LEFT, PANEL, Timeline, check_plan, writable
 
 MAX_MODULE_ROWS = 40
@@ -126,20 +127,13 @@ class _Page:
     # ------------------------------------------------------------ words and tables
 
     def _cards(self) -> str:
-        plan = self.plan
-        peak = f"{format_bytes(plan.unplanned_peak_bytes)} \u2192 <b>{format_bytes(plan.planned_peak_bytes)}</b>"
-        over = over_words(plan, plan.planned_peak_bytes)
-        estimate = " (estimated)" if plan.profile.device == "estimate" else ""
-        cards = (
-            ("Peak memory", peak + f'<span class="over">{over}</span>'),
-            ("Budget", escape(budget_words(plan))),
-            ("Extra time", f"<b>{format_ratio(plan.predicted_overhead)}</b>{estimate}"),
-            ("Solver", escape(solver_words(plan))),
-            ("Planned in", escape(planning_words(plan))),
-            ("Proved", escape(plan.proved)),
-            ("Kept compiled", escape(", ".join(plan.kept_compiled))),
-        )
-        return "".join(f'<div class="card"><span>{name}</span><p>{words}</p></div>' for name, words in cards if words)
+        cards = []
+        for name, words in summary_rows(self.plan.to_dict())[1:]:
+            if name != "rounding":
+                is_over = name == "peak" and "OVER" in words
+                body = escape(words).replace("-&gt;", "\u2192")
+                cards.append(f'<div class="card"><span>{name}</span><p{" class=over" * is_over}>{body}</p></div>')
+        return "".join(cards)
 
     def _comparison(self) -> str:
         plan, measured = self.plan, self.plan.measured
@@ -158,9 +152,8 @@ class _Page:
 
     def _modules(self) -> str:
         rows = module_rows(self.plan, MAX_MODULE_ROWS)
-        whole = ModuleRow("all", 1, 0, add_uses(row.use for row in rows if not row.depth))
         header = ("module", "kept", "not kept", "recomputed", "extra time", "share kept")
-        return _table(header, [_module_cells(row) for row in rows], _module_cells(whole))
+        return _table(header, [_module_cells(row) for row in rows], _module_cells(total_row(rows)))
 
     def _modules_words(self) -> str:
         words = "Bytes that live from forward to backward. Equal blocks share a row"
@@ -198,7 +191,7 @@ class _Page:
         device = (
             "estimated from operation counts" if self.plan.profile.device == "estimate" else self.plan.profile.device
         )
-        made_by = f"Made by hiremate-lightning {_package_version()}. Costs: {device}. "
+        made_by = f"Made by hiremate-lightning {package_version()}. Costs: {device}. "
         words = "1 GiB is 2<sup>30</sup> bytes. The numbers are in this file as JSON, in the element with id plan."
         return f"<footer>{escape(made_by)}{words}</footer>"
 
@@ -213,16 +206,12 @@ def _or_none(value: float | None, write: Callable[[float], str]) -> str:
 
 
 def _module_cells(row: ModuleRow) -> tuple[str, ...]:
-    use = row.use
     count = f' <span class="faint">\u00d7{row.count}</span>' if row.count > 1 else ""
     label = f'<span class="depth{row.depth}">{escape(row.label)}{count}</span>'
     return (
         label,
-        format_bytes(use.kept_bytes) if use.kept_bytes else NONE,
-        format_bytes(use.dropped_bytes) if use.dropped_bytes else NONE,
-        f"{use.recomputed} of {use.operations}" if use.recomputed else NONE,
-        f"+{format_time(use.extra_ms)}" if use.extra_ms else NONE,
-        "".join(map(_bar, row.shares or (use.kept_share,))),
+        *(cell or NONE for cell in use_cells(row.use)),
+        "".join(map(_bar, row.shares or (row.use.kept_share,))),
     )
 
 
@@ -260,13 +249,6 @@ def _table(
     return f'<div class="wide"><table><thead>{head}</thead><tbody>{body}</tbody>{foot}</table></div>'
 
 
-def _package_version() -> str:
-    try:
-        return version("hiremate-lightning")
-    except PackageNotFoundError:
-        return "from a checkout"
-
-
 _STYLE = """
 :root { color-scheme: light dark; --page: #f6f7f9; --paper: white; --ink: #22262d; --faint: #6b7280; --line: #e2e5ea;
   --bar: #e4e6e9; --over: #b00020; }
@@ -280,9 +262,10 @@ h2 { font-size: 17px; margin: 0 0 4px; }
 header { display: flex; flex-wrap: wrap; gap: 12px; margin-bottom: 16px; }
 .card, section { background: var(--paper); border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; }
 .card { flex: 1 1 200px; }
-.card span { color: var(--faint); font-size: 13px; }
+.card span { color: var(--faint); font-size: 13px; display: inline-block; }
 .card p { margin: 0; overflow-wrap: anywhere; }
-.card .over { color: var(--over); font-weight: 600; font-size: inherit; }
+.card .over { color: var(--over); font-weight: 600; }
+.card span::first-letter { text-transform: uppercase; }
 section { padding: 14px; margin-bottom: 16px; }
 section > p { margin: 0 0 8px; color: var(--faint); }
 .wide { overflow-x: auto; }

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
-
 from ..planning.plan import Plan
 
 PREFIX = "hiremate/"
+NAMES = (
+    "budget_bytes",
+    "resident_bytes",
+    "unplanned_peak_bytes",
+    "planned_peak_bytes",
+    "measured_peak_bytes",
+    "predicted_overhead",
+    "measured_overhead",
+    "gap",
+)
 
 
 def plan_metrics(plan: Plan, plans: int = 1) -> dict[str, float]:
@@ -19,17 +27,7 @@ def plan_metrics(plan: Plan, plans: int = 1) -> dict[str, float]:
     Returns:
         Bytes, ratios and seconds by name; what was not measured yet is left out.
     """
-    measured = plan.measured
-    found = {
-        "budget_bytes": plan.budget_bytes,
-        "resident_bytes": plan.resident_bytes,
-        "unplanned_peak_bytes": plan.unplanned_peak_bytes,
-        "planned_peak_bytes": plan.planned_peak_bytes,
-        "measured_peak_bytes": measured.peak_bytes,
-        "predicted_overhead": plan.predicted_overhead,
-        "measured_overhead": measured.overhead,
-        "gap": plan.gap,
-        "planning_s": sum(astuple(plan.planning)),
-        "plans": plans,
-    }
+    numbers = plan.to_dict()
+    found = {name: numbers[name] for name in NAMES}
+    found |= {"planning_s": sum(numbers["planning"].values()), "plans": plans}
     return {f"{PREFIX}{name}": float(value) for name, value in found.items() if value is not None}

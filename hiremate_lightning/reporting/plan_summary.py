@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
+from ..planning.plan import Numbers, budget_words, peak_words, planning_words, solver_words
 from ..units import format_bytes, format_ratio, format_time
 
 _IN_PAGE = re.compile(r'<script type="application/json" id="plan">(.*?)</script>', re.DOTALL)
@@ -33,47 +34,53 @@ def read_summary(path: Path) -> dict[str, Any]:
         raise ConfigurationError(f"{str(path)!r} is no plan: {error}. {expected}") from error
     if isinstance(data, dict):
         found = data.get("otherData", data)
-        if isinstance(found, dict) and ("planned_peak_bytes" in found or "solution" in found):
+        if isinstance(found, dict) and ("planned_step_ms" in found or "solution" in found):
             return found
     raise ConfigurationError(f"{str(path)!r} is no plan. {expected}")
 
 
-def summary_rows(numbers: dict[str, Any]) -> list[tuple[str, str]]:
-    """Describe what the numbers of a plan are, by name and in words."""
+def summary_rows(numbers: Numbers, most_rounded: int | None = None) -> list[tuple[str, str]]:
+    """Describe the numbers of a plan, by name and in words; what is empty is left out.
+
+    Args:
+        numbers: As `read_summary` and `Plan.to_dict` return them.
+        most_rounded: Differences by rounding to list; None for all.
+    """
     if "solution" in numbers:
         return _cached_rows(numbers["solution"])
-    resident = format_bytes(numbers["resident_bytes"])
-    unplanned, planned = (format_bytes(numbers[f"{name}_peak_bytes"]) for name in ("unplanned", "planned"))
+    resident, rounded = format_bytes(numbers["resident_bytes"]), numbers["rounded"]
+    hidden = len(rounded[most_rounded:]) if most_rounded is not None else 0
     rows = [
         ("model", numbers["target"] or "the root module"),
-        ("budget", f"{format_bytes(numbers['budget_bytes'])} (asked: {numbers['budget']}), {resident} of it resident"),
-        (
-            "peak",
-            f"{unplanned} -> {planned} planned, " + _measured(numbers["measured_peak_bytes"], format_bytes),
-        ),
-        (
-            "extra time",
-            f"{format_ratio(numbers['predicted_overhead'])} planned, "
-            + _measured(numbers["measured_overhead"], format_ratio),
-        ),
-        (
-            "solver",
-            f"{numbers['strategy']}: {numbers['status']}; gap {100 * numbers['gap']:.1f}% "
-            f"(no plan below {format_ratio(numbers['bound_overhead'])})",
-        ),
-        ("planning", f"{format_time(1000 * sum(numbers['planning'].values()))}"),
+        ("peak", _peak(numbers)),
+        ("budget", f"{budget_words(numbers)}, {resident} of it resident before the step"),
+        ("time", _time(numbers)),
+        ("solver", solver_words(numbers)),
+        ("planning", planning_words(numbers)),
+        ("proved", numbers["proved"]),
+        *(("rounding", words) for words in rounded[:most_rounded]),
+        ("", f"and {hidden} more, which the page lists" if hidden else ""),
+        ("kept compiled", ", ".join(numbers["kept_compiled"])),
+        *(("note", note) for note in numbers.get("notes", ())),
     ]
-    if numbers.get("proved"):
-        rows.append(("proved", numbers["proved"]))
-    rows += [("rounding", words) for words in numbers.get("rounded", ())]
-    if numbers.get("kept_compiled"):
-        rows.append(("kept compiled", ", ".join(numbers["kept_compiled"])))
-    rows += [("note", note) for note in numbers.get("notes", ())]
-    return rows
+    return [row for row in rows if row[1]]
 
 
-def _measured(value: float | None, write: Any) -> str:
-    return "not measured" if value is None else f"{write(value)} measured"
+def _peak(numbers: Numbers) -> str:
+    words = (
+        f"{format_bytes(numbers['unplanned_peak_bytes'])} -> {peak_words(numbers, 'planned_peak_bytes', ' planned')}"
+    )
+    if numbers["measured_peak_bytes"] is None:
+        return words
+    return f"{words}, {peak_words(numbers, 'measured_peak_bytes', ' measured')}"
+
+
+def _time(numbers: Numbers) -> str:
+    words = f"{format_time(numbers['step_ms'])} -> {format_time(numbers['planned_step_ms'])}, "
+    words += f"{format_ratio(numbers['predicted_overhead'])} planned"
+    if numbers["measured_overhead"] is not None:
+        words += f", {format_ratio(numbers['measured_overhead'])} measured"
+    return f"{words}; times are estimates" if numbers["costs"] == "estimate" else words
 
 
 def _cached_rows(solution: dict[str, Any]) -> list[tuple[str, str]]:

@@ -18,11 +18,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ..planning.plan import Plan, budget_words, over_words, plan_title, planning_words, solver_words
+from ..planning.plan import Plan, plan_title
 from ..records.graph import Direction
 from ..records.simulation import Simulation
-from ..units import format_bytes, format_ratio, format_time
-from .breakdown import ModuleRow, add_uses, advice_lines, module_rows, place_words
+from ..units import format_bytes, format_time
+from .breakdown import ModuleRow, advice_lines, module_rows, place_words, total_row, use_cells
+from .plan_summary import summary_rows
 
 MAX_WIDTH = 110  # columns; wider tables are harder to read along a row
 TIMELINE_ROWS = 8
@@ -110,53 +111,16 @@ def _facts(plan: Plan, glyphs: Glyphs) -> Table:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style=FAINT, no_wrap=True)
     grid.add_column()
-    resident = format_bytes(plan.resident_bytes)
-    grid.add_row("peak", _peak_text(plan, glyphs))
-    grid.add_row("at", Text(place_words(plan)))
-    grid.add_row("budget", Text(f"{budget_words(plan)}, {resident} of it resident before the step"))
-    grid.add_row("time", _time_text(plan, glyphs))
-    grid.add_row("solver", Text(solver_words(plan)))
-    grid.add_row("planning", Text(planning_words(plan)))
-    if plan.proved:
-        grid.add_row("proved", Text(plan.proved))
-    for words in plan.rounded[:ROUNDED]:
-        grid.add_row("rounding", Text(words))
-    if len(plan.rounded) > ROUNDED:
-        grid.add_row("", Text(f"and {len(plan.rounded) - ROUNDED} more, which the page lists"))
-    if plan.kept_compiled:
-        grid.add_row("kept compiled", Text(", ".join(plan.kept_compiled)))
-    for line in advice_lines(plan):
-        grid.add_row("advice", Text(line))
+    _, peak, *rows = summary_rows(plan.to_dict(), ROUNDED)
+    for name, words in (peak, ("at", place_words(plan)), *rows, *(("advice", line) for line in advice_lines(plan))):
+        style = _OVER if name == "peak" and "OVER" in words else "bold" if name in ("peak", "time") else ""
+        arrowed = words.replace("->", glyphs.arrow) if name in ("peak", "time") else words
+        grid.add_row(name, Text(arrowed, style))
     return grid
-
-
-def _peak_text(plan: Plan, glyphs: Glyphs) -> Text:
-    text = Text(f"{format_bytes(plan.unplanned_peak_bytes)} {glyphs.arrow} ")
-    _append_peak(text, plan, plan.planned_peak_bytes, "planned")
-    if plan.measured.peak_bytes is not None:
-        _append_peak(text.append(", "), plan, plan.measured.peak_bytes, "measured")
-    return text
-
-
-def _append_peak(text: Text, plan: Plan, peak_bytes: int, word: str) -> None:
-    over = over_words(plan, peak_bytes)
-    text.append(f"{format_bytes(peak_bytes)} {word}{over}", _OVER if over else "bold")
-
-
-def _time_text(plan: Plan, glyphs: Glyphs) -> Text:
-    again_ms, all_ms = plan.planned.recompute_ms, plan.planned.time_ms
-    text = Text(f"{format_time(all_ms - again_ms)} {glyphs.arrow} {format_time(all_ms)}, ")
-    text.append(f"{format_ratio(plan.predicted_overhead)} planned", "bold")
-    if plan.measured.overhead is not None:
-        text.append(", ").append(f"{format_ratio(plan.measured.overhead)} measured", "bold")
-    if plan.profile.device == "estimate":
-        text.append("; times are estimates")
-    return text
 
 
 def _module_table(plan: Plan, width: int, glyphs: Glyphs) -> Table:
     rows = module_rows(plan)
-    total = ModuleRow("all", 1, 0, add_uses(row.use for row in rows if not row.depth))
     bar_width = 20 if width >= 90 else 10 if width >= 70 else 0
     table = Table(
         box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), show_footer=True, width=width
@@ -164,7 +128,7 @@ def _module_table(plan: Plan, width: int, glyphs: Glyphs) -> Table:
     table.header_style = table.border_style = FAINT
     headers = ("module", "kept", "not kept", "recomputed", "extra", *(["share kept"] if bar_width else []))
     overflow: OverflowMethod = "crop" if glyphs is ASCII else "ellipsis"
-    for header, footer in zip(headers, _cells(total, bar_width, glyphs), strict=True):
+    for header, footer in zip(headers, _cells(total_row(rows), bar_width, glyphs), strict=True):
         is_words = header in ("module", "share kept")
         table.add_column(header, footer, justify="left" if is_words else "right", no_wrap=True, overflow=overflow)
     table.columns[0].ratio = 1
@@ -178,15 +142,10 @@ def _module_table(plan: Plan, width: int, glyphs: Glyphs) -> Table:
 
 
 def _cells(row: ModuleRow, bar_width: int, glyphs: Glyphs) -> tuple[RenderableType, ...]:
-    use, zero = row.use, Text(glyphs.none, FAINT)
+    use = row.use
     label = Text("  " * row.depth + row.label, FAINT if row.depth else "")
     label.append(f" {glyphs.times}{row.count}" if row.count > 1 else "", FAINT)
-    numbers = (
-        format_bytes(use.kept_bytes) if use.kept_bytes else zero,
-        format_bytes(use.dropped_bytes) if use.dropped_bytes else zero,
-        f"{use.recomputed}/{use.operations}" if use.recomputed else zero,
-        f"+{format_time(use.extra_ms)}" if use.extra_ms else zero,
-    )
+    numbers = (cell or Text(glyphs.none, FAINT) for cell in use_cells(use))
     if not bar_width:
         return label, *numbers
     bar = _columns_bar(row.shares, bar_width, glyphs) if row.shares else _bar(use.kept_share, bar_width, glyphs)
