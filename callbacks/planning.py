@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from hiremate_lightning.options import SessionOptions, make_options
+from hiremate_lightning.options import SessionOptions, Sizes, make_options
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.planner import DEFAULT_SOLVER
 from hiremate_lightning.reporting.metrics import plan_metrics
@@ -56,6 +56,10 @@ class HiRemateCallback(Callback):
             docs/compiled.md.
         verify: "first" to prove captured code against eager PyTorch at its first run, a number of steps to prove it at
             as many runs, "off" to believe it; see docs/limits.md.
+        sizes: Smallest and largest size of a dimension of an argument, such as `{"input_ids": {1: (1, 4096)}}`.
+            Dimensions of the same size, those of masks for example, follow. The largest sizes are planned in the first
+            steps: a budget that is too small for them is refused then, and shares are of them.
+            `torch._dynamo.mark_dynamic(tensor, dim, min=, max=)` on what the call is given asks for the same.
         verbose: Whether to report, on rank zero: a line when a plan is made, one when it was measured, one that says
             where its page is; "full" for the whole table of the plan.
 
@@ -82,6 +86,7 @@ class HiRemateCallback(Callback):
         solver: str = DEFAULT_SOLVER,
         compile: str | None = None,
         verify: str | int = "first",
+        sizes: Sizes | None = None,
         verbose: bool | Literal["full"] = True,
     ) -> None:
         self._options = make_options(
@@ -93,6 +98,7 @@ class HiRemateCallback(Callback):
             solver=solver,
             compile=compile,
             verify=verify,
+            sizes=sizes,
             verbose=verbose,
         )
         self._target = target

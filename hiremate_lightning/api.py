@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .errors import ConfigurationError
-from .options import make_options, refuse_changes
+from .options import Sizes, make_options, refuse_changes
 from .planning.plan import Plan
 from .planning.planner import DEFAULT_SOLVER
 from .sessions.refusals import refuse
@@ -32,6 +32,7 @@ def hiremate(
     solver: str = DEFAULT_SOLVER,
     compile: str | None = None,
     verify: str | int = "first",
+    sizes: Sizes | None = None,
     verbose: bool | Literal["full"] = True,
 ) -> nn.Module:
     """Train a model within a budget of bytes, with the same numbers.
@@ -56,6 +57,10 @@ def hiremate(
         compile: "inductor" to fuse operations into kernels that Inductor makes; None for PyTorch's own.
         verify: "first" to prove captured code against eager PyTorch at its first run, a number of steps to prove it at
             as many runs, "off" to believe it; see docs/limits.md.
+        sizes: Smallest and largest size of a dimension of an argument, such as `{"input_ids": {1: (1, 4096)}}`.
+            Dimensions of the same size, those of masks for example, follow. The largest sizes are planned in the first
+            steps: a budget that is too small for them is refused then, and shares are of them.
+            `torch._dynamo.mark_dynamic(tensor, dim, min=, max=)` on what the call is given asks for the same.
         verbose: Whether to report: a line when a plan is made, one when it was measured, one that says how to see
             more; "full" for the whole table of the plan.
 
@@ -89,6 +94,7 @@ def hiremate(
         verbose=verbose,
         compile=compile,
         verify=verify,
+        sizes=sizes,
     )
     root = _inside(model)
     known = targets_of(root) if isinstance(root, nn.Module) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,28 @@ from .errors import ConfigurationError
 from .planning.planner import DEFAULT_SOLVER, PlanOptions
 from .planning.solvers.worker import check_strategy
 from .units import Budget, parse_budget
+
+Sizes = Mapping[str, Mapping[int, tuple[int, int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSize:
+    """A dimension of an argument, and the sizes that it will have.
+
+    Attributes:
+        argument: Name of the argument.
+        dimension: Number of the dimension; from the end where it is below 0.
+        least: The smallest size.
+        most: The largest size.
+    """
+
+    argument: str
+    dimension: int
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return f"dimension {self.dimension} of {self.argument}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +47,7 @@ class SessionOptions:
         verbose: Whether to report; "full" for the whole table.
         compile: "inductor" to fuse operations into kernels that Inductor makes, None for PyTorch's own.
         verify: Number of first runs at which captured code is proved against eager PyTorch.
+        sizes: The sizes that were named, of which the largest are planned in the first steps.
     """
 
     budget: Budget
@@ -33,6 +57,7 @@ class SessionOptions:
     verbose: bool | Literal["full"] = True
     compile: str | None = None
     verify: int = 1
+    sizes: tuple[NamedSize, ...] = ()
 
 
 def make_options(
@@ -45,6 +70,7 @@ def make_options(
     solver: str = DEFAULT_SOLVER,
     compile: str | None = None,
     verify: str | int = "first",
+    sizes: Sizes | None = None,
     verbose: bool | Literal["full"] = True,
 ) -> SessionOptions:
     """Check the arguments that all ways to plan share.
@@ -74,6 +100,7 @@ def make_options(
         verbose=verbose,
         compile=compile,
         verify=_parse_verify(verify),
+        sizes=_parse_sizes(sizes),
     )
 
 
@@ -91,6 +118,39 @@ def _parse_verify(verify: str | int) -> int:
         f"verify must be 'first', 'off' or a number of steps of at least 1, found {verify!r}. 'first' proves captured "
         "code against eager PyTorch at its first run."
     )
+
+
+def _parse_sizes(sizes: Sizes | None) -> tuple[NamedSize, ...]:
+    """Read the sizes that arguments will have.
+
+    Raises:
+        ConfigurationError: If they are not named by argument and dimension, or a range is none.
+    """
+    form = "sizes must be like {'input_ids': {1: (1, 4096)}}: an argument, its dimension, its smallest and largest size"
+    found = []
+    for argument, dimensions in ({} if sizes is None else _items(sizes, form)).items():
+        for dimension, ends in _items(dimensions, form).items():
+            is_pair = isinstance(ends, tuple | list) and len(ends) == 2
+            if not (is_pair and isinstance(argument, str) and all(map(_is_whole, (dimension, *ends)))):
+                raise ConfigurationError(f"{form}. Found {argument!r}: {{{dimension!r}: {ends!r}}}.")
+            named = NamedSize(argument, dimension, *ends)
+            if not 1 <= named.least <= named.most:
+                raise ConfigurationError(
+                    f"sizes must go from a size of at least 1 to one that is no smaller, found {named.least} to "
+                    f"{named.most} for {named}."
+                )
+            found.append(named)
+    return tuple(found)
+
+
+def _items(value: Any, form: str) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(f"{form}. Found {value!r}.")
+    return value
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def refuse_changes(now: SessionOptions, asked: SessionOptions) -> None:
@@ -118,4 +178,5 @@ def _arguments(options: SessionOptions) -> dict[str, Any]:
         "solver": options.plan.solver,
         "compile": options.compile,
         "verify": options.verify,
+        "sizes": options.sizes,
     }

@@ -15,7 +15,7 @@ from torch import nn
 
 from hiremate_lightning import torch_private
 from hiremate_lightning.rewriting.straight_line import compiled
-from hiremate_lightning.torch_private import aot, autocasting, dynamo, hooks, sharding, tensor_state
+from hiremate_lightning.torch_private import aot, autocasting, dynamo, each_size, hooks, sharding, tensor_state
 from hiremate_lightning.torch_private.storage_events import StorageEvents
 
 from .exact import TORCH
@@ -187,6 +187,49 @@ def test_where_sizes_vary_they_are_symbols_and_numbers_where_dynamo_fails_on_tho
                 compiled(torch.ones(rows))
         assert seen == ([False, False, False, False] if fails else [False, False, True])
         torch.compiler.reset()
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler.config, "dynamic_values"), reason="sizes are symbols from the third on")
+def test_sizes_known_to_vary_are_symbols_at_once_in_graphs_after_a_break_too():
+    seen = []
+
+    def backend(module, inputs):
+        seen.append([type(value) for value in inputs if not isinstance(value, torch.Tensor)])
+        return module
+
+    def function(x):
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * 2
+
+    with dynamo.capturing_for_plans(sizes_vary=True, vary=[5]):
+        torch.compile(function, backend=backend)(torch.ones(4, 5))
+    assert seen == [[torch.SymInt], [torch.SymInt]]
+
+
+def test_ranges_that_users_mark_on_tensors_are_read():
+    x = torch.ones(4, 5, 6)
+    assert dynamo.named_ranges(x) == []
+    torch._dynamo.mark_dynamic(x, 0)
+    torch._dynamo.mark_dynamic(x, 2, min=3, max=9)
+    assert dynamo.named_ranges(x) == [(2, 3, 9)]
+
+
+@pytest.mark.parametrize(("size", "layouts"), [(9, [None, ((9, 3), (3, 1))]), (8, None), (99, None)])
+def test_layouts_at_other_sizes_are_within_the_guards_of_captured_code(size: int, layouts):
+    found = []
+
+    def backend(module, inputs):
+        found.append(each_size._layouts_at(module, each_size.sizes_among(module, inputs), (size,)))
+        return module
+
+    def function(x):
+        return x * 2 if x.shape[0] % 2 and x.shape[0] < 50 else x
+
+    x = torch.ones(5, 3)
+    torch._dynamo.mark_dynamic(x, 0)
+    torch.compile(function, backend=backend)(x)
+    assert found == [layouts]
 
 
 def test_a_log_ends_a_graph_only_where_it_may_be_heard_at_each_call(caplog):

@@ -24,7 +24,7 @@ from ..rewriting.kernels import run_as_eager
 from ..rewriting.straight_line import compiled
 from ..torch_private import aot, autocasting, backward_pass, tensor_state, user_compiled
 from ..torch_private.changes import lost_changes
-from ..torch_private.each_size import EachSize, LetRunCaptured, Runner, sizes_among
+from ..torch_private.each_size import EachSize, LetRunCaptured, Runner, TraceAhead, sizes_among
 from ..torch_private.eager_tracing import traced_as_eager
 from .capture import Captured, capture
 from .passes import Traced, rewrite
@@ -59,6 +59,7 @@ def planning_backend(
     let_run_captured: LetRunCaptured = lambda code, size_bytes: False,
     prove: Prove | None = None,
     say: Callable[[str], None] = log.warning,
+    trace_ahead: TraceAhead = lambda code, sizes, trace: None,
 ) -> Any:
     """Build a backend that hands each captured graph to a session.
 
@@ -69,6 +70,7 @@ def planning_backend(
         prove: Returns what runs in the place of code and proves it first. It gets the code, what runs it as captured,
             and the part inside of that, None where nothing has a gradient. None to believe what is captured.
         say: Warns.
+        trace_ahead: Has code traced for sizes that are to come, see `EachSize`.
 
     Returns:
         A backend for `torch.compile(..., backend=...)`.
@@ -99,7 +101,7 @@ def planning_backend(
                 "torch.compile."
             )
         sizes = sizes_among(module, inputs)
-        return EachSize(module, sizes, trace, let_run_captured).run if sizes else trace(module, inputs)[0]
+        return EachSize(module, sizes, trace, let_run_captured, trace_ahead).run if sizes else trace(module, inputs)[0]
 
     return backend
 

@@ -40,6 +40,7 @@ from ..sessions.proving import Proof
 from ..sessions.session import Session
 from ..sessions.slots import WITH_COMPILE
 from ..sessions.targets import planned_module_with
+from ..torch_private.tensor_state import tensors_among
 
 _Weak = dict[int, weakref.ref[torch.Tensor]]  # by identity: tensors compare by their values
 _Key = tuple[tuple[str, str], ...]
@@ -94,7 +95,12 @@ def get_plan(model: nn.Module) -> Plan | None:
 
 def _check_names(options: Mapping[str, Any]) -> dict[str, Any]:
     """Refuse names of options that there are not; fill in the default budget."""
-    valid = list(inspect.signature(make_options).parameters)
+    valid = [name for name in inspect.signature(make_options).parameters if name != "sizes"]
+    if "sizes" in options:
+        raise ConfigurationError(
+            "The backend 'hiremate' gets graphs, whose arguments have no names for sizes=. Mark the tensors instead, "
+            "before the first call: torch._dynamo.mark_dynamic(tensor, dim, min=, max=)."
+        )
     unknown = [name for name in options if name not in valid]
     if unknown:
         names, hint = ", ".join(map(repr, unknown)), did_you_mean(unknown[0], valid)
@@ -211,7 +217,8 @@ class _Graph:
         self._trains = has_gradients(inputs) and any(isinstance(value, torch.SymInt) for value in inputs)
         with session.stages.stage("capture_s", "tracing"):
             prove = partial(Proof, prove=session.prover.prove) if session.options.verify else None
-            backend = planning_backend(self._take_in, session.kernels, session.let_run_captured, prove)
+            given = session.kernels, session.let_run_captured, prove
+            backend = planning_backend(self._take_in, *given, trace_ahead=session.largest.trace_ahead)
             self._run = backend(module, inputs)
 
     def _take_in(self, captured: Captured) -> Part:
@@ -223,6 +230,7 @@ class _Graph:
         if not self._trains:
             return self._run(*arguments)
         self._see(arguments)
+        self._session.largest.called(None, (arguments, {}), tensors_among(arguments))
         self._session.begin_step(arguments)
         with self._session.calling(self._name):
             return self._run(*arguments)

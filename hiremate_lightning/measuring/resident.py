@@ -82,6 +82,11 @@ class Resident:
         """Those of the batch."""
         return dict(self.kinds).get("batch", 0)
 
+    def with_batch(self, more_bytes: int) -> Resident:
+        """Return the same where the batch takes so many bytes more."""
+        kinds = {**dict(self.kinds), "batch": self.batch_bytes + more_bytes}
+        return replace(self, size_bytes=self.size_bytes + more_bytes, kinds=tuple(kinds.items()))
+
 
 class ResidentMemory:
     """Counts what exists before the steps of a model.

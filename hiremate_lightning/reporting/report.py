@@ -146,11 +146,15 @@ class Reporter:
 
         return tell
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, plan: Plan, remark: str = "") -> None:
         """Show a new plan, and what would save more memory.
 
-        That is a line or, where it was asked for and none of a larger step was shown, the whole table.
+        That is a line or, where it was asked for and none of a larger step was shown, the whole table. With a remark it
+        is a line, and that.
         """
+        if remark:
+            self.note(f"{planned_lines(plan)[0]} ({remark})")
+            return
         is_largest = plan.unplanned_peak_bytes >= self._largest_bytes
         self._largest_bytes = max(plan.unplanned_peak_bytes, self._largest_bytes)
         if is_largest and self.verbose == "full":

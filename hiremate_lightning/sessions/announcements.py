@@ -111,6 +111,32 @@ class Announcements:
         """Warn that nothing can be measured while another profiler runs."""
         self.say("Another profiler is running: peaks and code outside the plan can't be measured meanwhile.")
 
+    # ---------------------------------------------------------------- named sizes
+
+    def outside_sizes(self, where: str, size: int, ends: tuple[int, int]) -> None:
+        """Warn, once for each dimension, of a size beyond those that were named."""
+        if f"outside {where}" not in self._said:
+            self._said.add(f"outside {where}")
+            self.say(
+                f"The size {size} of {where} is not among those named, {ends[0]} to {ends[1]}: it is planned when it "
+                "comes, and may exceed the budget once. Name it in sizes= to have it planned ahead."
+            )
+
+    def sizes_look_alike(self, size: int) -> None:
+        """Warn that a named size can't be told from another one in a batch."""
+        self.say(
+            f"A size that sizes= names is {size} in a batch, and so is another dimension, which does not become the "
+            "same: the largest is not planned ahead from this batch. Let the first batch have different sizes."
+        )
+
+    def size_is_fixed(self, where: str) -> None:
+        """Warn that the largest size can't be planned ahead."""
+        self.say(
+            f"The largest size can't be planned ahead ({where}): captured code has the size as a fixed number, or a "
+            "graph waits for a later step. Training goes on: that size is planned when it comes, and shares of the "
+            "budget are of the largest step so far."
+        )
+
     # ---------------------------------------------------------------- plans and budgets
 
     def full(self, count: int) -> None:

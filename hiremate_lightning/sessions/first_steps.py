@@ -178,7 +178,7 @@ class FirstSteps:
         alike = step.comparison.alike
         begun = [step.forwards[place] for place in alike[0][0].places[:call]]
         resident = self._resident()
-        known = _foresee(alike, [*((f.captured, f.profile) for f in begun), (captured, profile)], resident)
+        known = foresee(alike, [*((f.captured, f.profile) for f in begun), (captured, profile)], resident)
         if known is None:
             return None
         whole = known.merge()
@@ -194,7 +194,7 @@ class FirstSteps:
         return None if decisions is None else Followed(known, whole.split(decisions))
 
 
-def _foresee(alike: Sequence[Planned], calls: Sequence[tuple[Captured, Profile]], resident: Resident) -> Known | None:
+def foresee(alike: Sequence[Planned], calls: Sequence[tuple[Captured, Profile]], resident: Resident) -> Known | None:
     """Foresee the step under way: what is still to come as in the smallest known step that is not smaller so far.
 
     Args:

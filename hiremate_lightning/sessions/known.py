@@ -10,7 +10,7 @@ from ..measuring.resident import Resident
 from ..memory.allocator import in_blocks
 from ..planning.solvers.base import Strategy
 from ..records.costs import Profile
-from ..records.graph import Graph
+from ..records.graph import Graph, StorageKind
 from ..records.scaling import at_size, difference, is_no_larger
 from ..records.schedule import Schedule
 from ..records.step import Call, Decisions, Step, holding, merge
@@ -142,6 +142,24 @@ class Known:
     def bytes_from(self, call: int) -> int:
         """Add up the bytes of all values of a call and those after it."""
         return sum(sum(later.call.graph.sizes) for later in self.calls[call:])
+
+    @property
+    def given_bytes(self) -> int:
+        """Add up the bytes that its calls are given from outside, weights aside."""
+        calls = [own.call for own in self.calls]
+        given = (
+            (call.graph, {call.graph.tensors[t].storage for t in call.graph.inputs if t not in call.links})
+            for call in calls
+        )
+        storages = [graph.storages[s] for graph, own in given for s in own if s is not None]
+        return sum(storage.size_bytes for storage in storages if storage.kind is StorageKind.INPUT)
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether what its calls return has the same sizes where other calls are given it."""
+        calls = [own.call for own in self.calls]
+        pairs = ((one, t, calls[other], result) for one in calls for t, (other, result) in one.links.items())
+        return all(one.graph.tensors[t].shape == other.graph.tensors[result].shape for one, t, other, result in pairs)
 
     @property
     def outside_bytes(self) -> int:

@@ -134,7 +134,6 @@ class PlanMaker:
         described, order = describe(record, self._parts.profiles)
         calls = described if twin is None else [own.call for own in twin.calls]
         runs = [run for run in record.runs if run.index in record.backwards]
-        solver = worker.apart(self.options.plan.solver)
         return Known(
             calls=tuple(
                 KnownCall(call, run.part, run.part.captured, run.index, run.parameters, run.missing, run.added)
@@ -142,14 +141,18 @@ class PlanMaker:
             ),
             order=tuple(order),
             resident=resident,
-            solve=self._shared(Remembering(solver)) if twin is None else twin.solve,
+            solve=self._new_solve() if twin is None else twin.solve,
             limits=self.new_limits(),
             margin_bytes=self.left_bytes,
             unfinished=tuple((run.part, run.program.schedule) for run in record.unfinished),
         )
 
-    def _shared(self, strategy: Strategy) -> Strategy:
-        return shared(strategy, runtime.process_group_store(), self._model)
+    def anew(self, known: Known) -> Known:
+        """Return a step of known code that was not planned."""
+        return replace(known, solve=self._new_solve(), limits=self.new_limits(), corrections=0, decided=())
+
+    def _new_solve(self) -> Strategy:
+        return shared(Remembering(worker.apart(self.options.plan.solver)), runtime.process_group_store(), self._model)
 
     def make(self, kind: Kind) -> tuple[Plan, dict[int, Program]]:
         """Plan a described kind of step, and build its programs.

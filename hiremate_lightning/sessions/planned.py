@@ -26,6 +26,7 @@ from .deciding import Decision, decide_beside, decide_first, decide_measured
 from .first_steps import FirstSteps
 from .kinds import CERTAIN, Kind, Kinds
 from .known import Known
+from .largest import LargestSizes
 from .plan_maker import PlanMaker
 from .shortage import HELD_STEPS, Shortage
 from .waiting import LAST
@@ -48,6 +49,7 @@ class PlannedKinds:
         reporter: Shows plans.
         watching: Decides which steps are measured.
         announcements: Warns.
+        largest: Foresees steps of the largest sizes.
 
     Attributes:
         name: Of the model.
@@ -67,9 +69,11 @@ class PlannedKinds:
         reporter: Reporter,
         watching: WatchPolicy,
         announcements: Announcements,
+        largest: LargestSizes,
     ) -> None:
         self.name, self.maker, self.kinds, self._first_steps = name, maker, kinds, first_steps
         self._memory, self._reporter, self._watching, self._announcements = memory, reporter, watching, announcements
+        self._largest, self._ahead = largest, set[Kind]()  # kinds that are planned ahead
         self.listeners: list[Callable[[Plan], None]] = []
         self.shortage = Shortage()
         self._dropped: Plan | None = None  # the latest one of those that were dropped
@@ -232,11 +236,12 @@ class PlannedKinds:
         known, waiting = self.maker.describe(record, resident), self.maker.waiting
         self.kinds.describe(kind, waiting.at(kind, known))
         self._note_before(kind, resident)
+        ahead = self._foresee_largest(kind, resident)
         self.shortage.are_measured = self.shortage.are_measured and record.is_measured
         if self.shortage.is_held:
             return
         try:
-            self._replan(*(self.maker.settle(resident) if waiting.concerns(kind, known) else ()), kind)
+            self._replan(*(self.maker.settle(resident) if waiting.concerns(kind, known) else ()), *ahead, kind)
         except InfeasibleBudgetError as error:
             known = self.kinds.described(kind)
             if self._may_be_small_by_chance(kind, known):
@@ -248,6 +253,18 @@ class PlannedKinds:
             self.kinds.change(kind, known=replace(known, margin_bytes=0))  # it is measured, and would be said
             self._replan(kind)
         self.see_first(kind, record.peak_bytes or 0)
+
+    def _foresee_largest(self, kind: Kind, resident: Resident) -> list[Kind]:
+        """Describe the step of the largest sizes that runs the code of a kind; list it where it has no plan yet."""
+        found = self._largest.foresee(kind, self.kinds.described(kind), resident)
+        if found is None or self.kinds[found[0]].known is not None:
+            return []
+        larger, known = found
+        self.kinds.describe(larger, self.maker.anew(known))
+        self.kinds.change(larger, waited=self.kinds[kind].waited)
+        self._note_before(larger, known.resident)
+        self._ahead.add(larger)
+        return [larger]
 
     def _note_before(self, kind: Kind, resident: Resident) -> None:
         resident = self.maker.waiting.resident_at(resident, LAST)
@@ -290,7 +307,7 @@ class PlannedKinds:
 
     def _announce(self, kind: Kind, plan: Plan) -> None:
         """Report a plan, and warn of what it brings."""
-        self._reporter.planned(plan)
+        self._reporter.planned(plan, f"ahead: {self._largest}" if kind in self._ahead else "")
         if self.kinds[kind].is_searching:
             self._announcements.algorithms()
         if plan.planned_peak_bytes > plan.budget_bytes:

@@ -43,6 +43,7 @@ from .eager_paths import eager_paths
 from .first_steps import FirstSteps
 from .given import tensors_inside
 from .kinds import Kind, Kinds
+from .largest import Arguments, LargestSizes
 from .parts import Parts
 from .plain_steps import ModuleCall
 from .plan_maker import PlanMaker
@@ -66,6 +67,7 @@ class Session:
         kernels: Where fused operations are kept, None where nothing is fused.
         stages: Shows the stages of planning, and counts their time.
         parts: The captured graphs.
+        largest: Foresees steps of the largest sizes.
         prover: Proves captured code as it first runs.
         planned: The plans, by kind of step.
         unplanned: The steps that run as the user wrote them.
@@ -88,13 +90,14 @@ class Session:
             return self.steps.resident()
 
         kinds, watching = Kinds(), WatchPolicy()
+        self.largest = largest = LargestSizes(options.sizes, parts, said)
         maker = PlanMaker(options, self._name, kinds, memory, parts, stages)
         self._first_steps = FirstSteps(self._name, maker, kinds, parts, stages, resident, self._spare_bytes)
         self.planned = PlannedKinds(
-            self._name, maker, kinds, self._first_steps, memory, stages.reporter, watching, said
+            self._name, maker, kinds, self._first_steps, memory, stages.reporter, watching, said, largest
         )
         self.unplanned = UnplannedSteps(root, self.planned, stages.reporter, self.say, is_allowed=self.kernels is None)
-        self.steps = Steps(memory, self.planned, self.unplanned, self._first_steps, watching, said, parts)
+        self.steps = Steps(memory, self.planned, self.unplanned, self._first_steps, watching, said, parts, largest)
         self._tracing = ExitStack()
         self.prover = Prover(
             self.planned,
@@ -193,7 +196,7 @@ class Session:
         """Return the torch.compile backend whose captured graphs this session runs."""
         proof = partial(Proof, prove=_weakly(self.prover.prove)) if self.options.verify else None
         given = self.kernels, _weakly(self.let_run_captured), proof, _weakly(self.say)
-        return planning_backend(_weakly(self.take_in), *given)
+        return planning_backend(_weakly(self.take_in), *given, _weakly(self.largest.trace_ahead))
 
     def let_run_captured(self, code: object, size_bytes: int) -> bool:
         """Let code whose sizes don't repeat run as captured, where it is small beside planned code.
@@ -216,7 +219,9 @@ class Session:
         """Make a part of a captured graph."""
         if updates_under_checkpoint(captured.joint):
             self._announcements.updates_under_checkpoint()
-        return self.parts.add(captured, self)
+        part = self.parts.add(captured, self)
+        self.largest.took(part)
+        return part
 
     @contextmanager
     def calling(self, name: str) -> Iterator[None]:
@@ -236,7 +241,9 @@ class Session:
             self._announcements.uncaptured(name, reason)
 
         try:
-            with dynamo.capturing_for_plans(tell, sizes_vary=self.parts.count > 0), eager_paths():
+            vary = self.largest.becomes
+            sizes_vary = bool(vary) or self.parts.count > 0
+            with dynamo.capturing_for_plans(tell, sizes_vary, vary), eager_paths():
                 yield
             if self.ran_as_written and not self._current.forwards and not is_inside:
                 self.abandon_step()  # none of its backwards would end it
@@ -323,10 +330,12 @@ class Session:
 
     # ---------------------------------------------------------------- steps
 
-    def begin_call(self, name: str, arguments: Any) -> bool:
+    def begin_call(self, name: str, arguments: Arguments, function: Callable[..., Any]) -> bool:
         """Begin a call of a planned module, as `begin_step`; return whether it is to run as the user wrote it."""
         if not backward_pass.is_running():
-            self.steps.called(arguments, ModuleCall.of(name, tensors_inside(arguments)))
+            tensors = tensors_inside(arguments)
+            self.largest.called(function, arguments, tensors)
+            self.steps.called(arguments, ModuleCall.of(name, tensors))
         return self.is_plain
 
     def begin_step(self, arguments: Any) -> None:

@@ -26,6 +26,7 @@ from .current_step import CurrentStep, PlainRun
 from .deciding import Decision
 from .first_steps import FirstSteps
 from .kinds import Kind
+from .largest import LargestSizes
 from .parts import Parts
 from .plain_steps import ModuleCall
 from .planned import PlannedKinds
@@ -47,6 +48,7 @@ class Steps:
         watching: Decides which steps are measured.
         announcements: Warns.
         parts: The captured graphs.
+        largest: Foresees steps of the largest sizes.
 
     Attributes:
         current: The step under way, None between two steps.
@@ -64,6 +66,7 @@ class Steps:
         watching: WatchPolicy,
         announcements: Announcements,
         parts: Parts,
+        largest: LargestSizes,
     ) -> None:
         self.current: CurrentStep | None = None
         self.ended: CurrentStep | None = None
@@ -71,7 +74,7 @@ class Steps:
         self.small_parts = SmallParts()
         self._memory, self._planned, self._unplanned = memory, planned, unplanned
         self._first_steps, self._watching, self._announcements = first_steps, watching, announcements
-        self._parts, self._kinds = parts, planned.kinds
+        self._parts, self._kinds, self._largest = parts, planned.kinds, largest
         self._is_passed_by = False  # by steps that ran since the latest one
         self._next_is_timed = False
         self._met: dict[Kind, tuple[int, int]] = {}  # growths, and retained bytes, that the plan of each kind has met
@@ -209,11 +212,15 @@ class Steps:
         except InfeasibleBudgetError as error:
             if reasons := self._announcements.why_over():
                 explain(error, f"hiremate:{reasons}")
+            if named := str(self._largest):
+                explain(error, f"hiremate: the budget is to be enough for the largest sizes: {named}.")
             raise
         if finished is not None and finished.kind not in self._planned.plans:
             self._watching.missed(finished.kind)
         elif finished is not None:
             self._unplanned.was_planned(finished.kind, finished.calls)
+            for kind, calls in self._largest.called_ahead(finished.kind, finished.calls):
+                self._unplanned.was_planned(kind, calls)
 
     def _watch(self, step: CurrentStep, arguments: list[torch.Tensor]) -> None:
         """Choose by whose plan a step begins, and begin to watch it."""

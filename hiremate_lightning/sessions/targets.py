@@ -142,7 +142,7 @@ class Targets:
         if name not in self.adopted and sharding.has_units_below(module):
             self._passed_by.add(name)
         if name in self._passed_by:  # what it runs before the first planned part belongs to the step
-            if self.session.begin_call(name, (args, kwargs)) and self.session.is_released:
+            if self.session.begin_call(name, (args, kwargs), module.forward) and self.session.is_released:
                 return self._call_plain(module, args, kwargs)
             return self._call_passed_by(name, module, args, kwargs)
         if name not in self.adopted:
@@ -150,7 +150,7 @@ class Targets:
                 return hooks.plain_call(module, *args, **kwargs)  # a part of a planned call is computed again
             self._adopt(name, module)
         with self._waiting.away():
-            if self.session.begin_call(name, (args, kwargs)):
+            if self.session.begin_call(name, (args, kwargs), module.forward):
                 return self._call_plain(module, args, kwargs)
             return self._call_outermost(name, module, args, kwargs)
 

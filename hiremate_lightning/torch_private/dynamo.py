@@ -11,10 +11,10 @@ import types
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._dynamo import config as dynamo_config
@@ -49,13 +49,16 @@ _DYNAMO_LOG = logging.getLogger("torch._dynamo.convert_frame")
 
 
 @contextmanager
-def capturing_for_plans(tell: Callable[[str], None] | None = None, sizes_vary: bool = False) -> Iterator[None]:
+def capturing_for_plans(
+    tell: Callable[[str], None] | None = None, sizes_vary: bool = False, vary: Iterable[int] = ()
+) -> Iterator[None]:
     """Let Dynamo capture as plans need it.
 
     * Tensors have the sizes that they have, or where these vary, symbols for those that are found to: see `EachSize`.
       A number that changes from call to call (the steps that a module counts, the weight of a term that grows) is an
       input of the graph from its second value on, where PyTorch can have it as one, or each step would be captured
       anew. Where it is written into a string, it is not.
+    * So are dimensions whose size is one of those that are known to `vary`, in graphs after a break too.
     * A function is compiled as often as it takes: beyond its limits Dynamo would run it uncaptured in silence.
     * NumPy draws its own random numbers, or Dynamo would let torch draw them. So does a `random.Random` of the user's,
       which Dynamo takes for one that always gives the same.
@@ -77,8 +80,20 @@ def capturing_for_plans(tell: Callable[[str], None] | None = None, sizes_vary: b
         compile = _capture if user_compiled.is_authors(arguments[4]) else capture
         return compile(code, *arguments, **options)
 
-    with replaced((convert_frame, "_compile", capture_planned)), _told_of_failures(tell):
+    with _marked(vary), replaced((convert_frame, "_compile", capture_planned)), _told_of_failures(tell):
         yield
+
+
+def _marked(sizes: Iterable[int]) -> AbstractContextManager[Any]:
+    """Let Dynamo have symbols for dimensions of some sizes; PyTorch before 2.13 has them from a second size on."""
+    numbers, config = ",".join(map(str, sizes)), cast(Any, torch.compiler.config)
+    return config.patch(dynamic_values=numbers) if numbers and hasattr(config, "dynamic_values") else nullcontext()
+
+
+def named_ranges(tensor: torch.Tensor) -> list[tuple[int, int, int]]:
+    """List the dimensions, with smallest and largest size, of which a user said so by `torch._dynamo.mark_dynamic`."""
+    marks = getattr(tensor, "_dynamo_dynamic_range", ())
+    return sorted((mark.dim, mark.min or 1, mark.max) for mark in marks if mark.max is not None)
 
 
 @contextmanager

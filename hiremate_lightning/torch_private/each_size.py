@@ -10,6 +10,7 @@ What tells symbols apart is private; `tests/test_torch_private.py` says on which
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,11 +24,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from ..garbage import collecting_what_it_leaves
 from . import checkpoints, dynamo, tensor_state
 
+log = logging.getLogger("hiremate_lightning")
 KEPT = 128  # traces of one graph, the latest used ones: each takes megabytes of the host's memory
 UNREPEATED = 4  # sizes in a row that have not come before: after more of them, it is asked whether to go on tracing
 Runner = Callable[..., Any]
+Sizes = tuple[int, ...]
+Layout = tuple[Sizes, Sizes]  # of a tensor: shape and strides
 Trace = Callable[[fx.GraphModule, Sequence[Any]], tuple[Runner, int]]
 LetRunCaptured = Callable[[object, int], bool]
+TraceAhead = Callable[[object, Sizes, Callable[[Sizes], bool]], None]
 
 
 def sizes_among(module: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
@@ -59,10 +64,16 @@ class EachSize:
             and inputs without memory.
         let_run_captured: Lets this code run as captured where its sizes don't repeat, given the bytes of all its
             values at the largest size, and returns whether it may; called each time.
+        trace_ahead: Called after each trace with this code, the sizes, and what traces it for sizes to come.
     """
 
     def __init__(
-        self, module: fx.GraphModule, sizes: Sequence[int], trace: Trace, let_run_captured: LetRunCaptured
+        self,
+        module: fx.GraphModule,
+        sizes: Sequence[int],
+        trace: Trace,
+        let_run_captured: LetRunCaptured,
+        trace_ahead: TraceAhead = lambda code, sizes, trace: None,
     ) -> None:
         count = len(module.graph.find_nodes(op="placeholder"))
         self._module = module
@@ -70,7 +81,7 @@ class EachSize:
         self._sizes = tuple(sizes)
         self._others = tuple(position for position in range(count) if position not in self._sizes)
         self._trace = trace
-        self._let_run_captured = let_run_captured
+        self._let_run_captured, self._trace_ahead = let_run_captured, trace_ahead
         self._unrepeated = 0  # sizes in a row
         self._largest_bytes = (0, 0)  # of the inputs of what was traced, and of all its values
         self._is_particular = False
@@ -87,6 +98,7 @@ class EachSize:
         if run is None:
             self._unrepeated += 1
             run = self._trace_for(sizes, others)
+            self._trace_ahead(self, sizes, lambda larger: self._trace_larger(larger, others))
         elif self._unrepeated <= UNREPEATED:
             self._unrepeated = 0
         if key in self._traced:
@@ -101,22 +113,51 @@ class EachSize:
         return self._let_run_captured(self, all_bytes) and _bytes_of(others) <= inputs_bytes
 
     def _trace_for(self, sizes: tuple[int, ...], others: Sequence[Any]) -> Runner:
-        module = _with_numbers(self._module, dict(zip(self._sizes, sizes, strict=True)))
-        devices = {value.device for value in others if isinstance(value, torch.Tensor)}
-        generators = torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"])
-        with generators, collecting_what_it_leaves():
-            try:
-                run, is_general, size_bytes = _trace_apart(module, others, self._trace)
-                inputs_bytes, all_bytes = self._largest_bytes
-                self._largest_bytes = max(inputs_bytes, _bytes_of(others)), max(all_bytes, size_bytes)
-            except Exception as error:  # whatever AOTAutograd fails on
-                dynamo.tell_of_failure(error)
-                run, is_general = checkpoints.as_written(module), True
+        try:
+            run, is_general, size_bytes = self._trace_at(sizes, others)
+            inputs_bytes, all_bytes = self._largest_bytes
+            self._largest_bytes = max(inputs_bytes, _bytes_of(others)), max(all_bytes, size_bytes)
+        except Exception as error:  # whatever AOTAutograd fails on
+            dynamo.tell_of_failure(error)
+            run, is_general = checkpoints.as_written(self._with_numbers(sizes)), True
         self._is_particular = self._is_particular or not is_general
+        self._keep(sizes, others, run)
+        return run
+
+    def _keep(self, sizes: Sizes, others: Sequence[Any], run: Runner) -> None:
         self._traced[sizes, self._particulars(others)] = run
         if len(self._traced) > KEPT:
             self._traced.popitem(last=False)
-        return run
+
+    def _with_numbers(self, sizes: Sizes) -> fx.GraphModule:
+        return _with_numbers(self._module, dict(zip(self._sizes, sizes, strict=True)))
+
+    def _trace_at(
+        self, sizes: Sizes, others: Sequence[Any], layouts: Sequence[Layout | None] = ()
+    ) -> tuple[Runner, bool, int]:
+        devices = {value.device for value in others if isinstance(value, torch.Tensor)}
+        generators = torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"])
+        with generators, collecting_what_it_leaves():
+            return _trace_apart(self._with_numbers(sizes), others, self._trace, layouts or [None] * len(others))
+
+    def _trace_larger(self, sizes: Sizes, others: Sequence[Any]) -> bool:
+        """Trace the code for sizes of which no tensors exist; return whether it was, for all values of these sizes.
+
+        Args:
+            sizes: Those to come.
+            others: The arguments of now that are no sizes.
+        """
+        layouts = None if self._is_particular else _layouts_at(self._module, self._sizes, sizes)
+        if layouts is None:
+            return False
+        try:
+            run, is_general, _ = self._trace_at(sizes, others, [layouts[position] for position in self._others])
+        except Exception:  # whatever AOTAutograd fails on: it is traced again when these sizes come
+            log.debug("Code can't be traced ahead for the sizes %s", sizes, exc_info=True)
+            return False
+        if is_general:
+            self._keep(sizes, others, run)
+        return is_general
 
     def _particulars(self, others: Sequence[Any]) -> tuple[Any, ...]:
         """Tell what a trace may hold for beside sizes: numbers, and how tensors lie in storages that they share."""
@@ -154,10 +195,60 @@ def _with_numbers(module: fx.GraphModule, numbers: Mapping[int, int]) -> fx.Grap
     return copy
 
 
-def _trace_apart(module: fx.GraphModule, values: Sequence[Any], trace: Trace) -> tuple[Runner, bool, int]:
+def _layouts_at(module: fx.GraphModule, positions: Sequence[int], sizes: Sizes) -> list[Layout | None] | None:
+    """Find how the inputs of captured code lie in memory at other sizes; None where the code is not for these.
+
+    Args:
+        module: The code.
+        positions: Those of its inputs that are sizes.
+        sizes: The sizes.
+
+    Returns:
+        For each input its shape and strides, None for what is the same at all sizes.
+    """
+    inputs = [node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder")]
+    values = dict[Any, int]()
+    for position, size in zip(positions, sizes, strict=True):
+        shown = inputs[position]
+        if isinstance(shown, torch.SymInt) and shown.node.expr.is_symbol:
+            environment, symbol = shown.node.shape_env, shown.node.expr
+            bounds = environment.var_to_range[symbol]
+            if not bounds.lower <= size <= bounds.upper:
+                return None
+            values[symbol] = size
+        elif int(shown) != size:
+            return None  # it turned out to be one number
+    if any(guard.expr.xreplace(values) in (False,) for guard in (environment.guards if values else ())):
+        return None  # what can't be evaluated is neither True nor False
+
+    def at(number: Any) -> int:
+        return int(number.node.expr.xreplace(values)) if isinstance(number, torch.SymInt) else int(number)
+
+    tensors = [value if isinstance(value, torch.Tensor) and _symbols_of(value) else None for value in inputs]
+    return [None if t is None else (tuple(map(at, t.shape)), tuple(map(at, t.stride()))) for t in tensors]
+
+
+def _without_memory(mode: FakeTensorMode, value: Any, layout: Layout | None) -> Any:
+    """Return what stands for an input while code is traced, at its own size or another one."""
+    if layout is None or not isinstance(value, torch.Tensor):
+        return mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value
+    with mode:
+        other = torch.empty_strided(*layout, dtype=value.dtype, device=value.device, requires_grad=value.requires_grad)
+        return other if value.is_leaf else other.clone()
+
+
+def _trace_apart(
+    module: fx.GraphModule, values: Sequence[Any], trace: Trace, layouts: Sequence[Layout | None]
+) -> tuple[Runner, bool, int]:
     """Trace code after Dynamo has guarded it; say too whether what comes holds for all values of the same sizes.
 
     It doesn't where AOTAutograd asks for guards: on inputs that overlap, or on numbers that are no sizes.
+
+    Args:
+        module: The code.
+        values: Its inputs.
+        trace: As for `EachSize`.
+        layouts: For each input the shape and strides to trace for, None for its own.
 
     Returns:
         What runs, whether it holds for all values of the same sizes, and the bytes of all of its own values.
@@ -166,6 +257,6 @@ def _trace_apart(module: fx.GraphModule, values: Sequence[Any], trace: Trace) ->
     mode = FakeTensorMode(shape_env=shapes)
     context = TracingContext(mode)
     with tracing(context):
-        inputs = [mode.from_tensor(v, static_shapes=True) if isinstance(v, torch.Tensor) else v for v in values]
+        inputs = [_without_memory(mode, value, layout) for value, layout in zip(values, layouts, strict=True)]
         run, size_bytes = trace(module, inputs)
     return run, not context.guards_context.aotautograd_guards and not shapes.guards, size_bytes

@@ -1,0 +1,229 @@
+"""The largest sizes that inputs will have, as a user named them: a step of these is planned before it comes.
+
+Captured code that has symbols for these sizes is traced for the largest ones as soon as it is traced for others. The
+joint graph at these sizes is exact, its operations are measured one by one, and no tensor of the step is made. Code
+outside of captured graphs is taken to grow as what it is given and what it returns.
+
+In captured code a size is known by its value. So a size is planned ahead where a batch shows no other dimension of the
+same value beside it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..errors import ConfigurationError, did_you_mean
+from ..measuring.resident import Resident
+from ..options import NamedSize
+from ..records.graph import StorageKind
+from ..running.execution import Part
+from ..torch_private import dynamo
+from ..torch_private.each_size import Sizes
+from .announcements import Announcements
+from .first_steps import foresee
+from .kinds import Kind
+from .known import Known
+from .parts import Parts
+from .plain_steps import ModuleCall
+
+Arguments = tuple[Sequence[Any], Mapping[str, Any]]
+
+
+class LargestSizes:
+    """The largest sizes of the steps of one model.
+
+    Args:
+        named: The sizes that were named.
+        parts: The captured graphs.
+        announcements: Warns.
+
+    Attributes:
+        becomes: What sizes of the latest step become in the largest one.
+    """
+
+    def __init__(self, named: Sequence[NamedSize], parts: Parts, announcements: Announcements) -> None:
+        self.becomes: Mapping[int, int] = {}
+        self._named, self._parts, self._announcements = named, parts, announcements
+        self._wishes: dict[str, NamedSize] = {}  # those that were met in what calls were given
+        self._ends: dict[str, list[tuple[int, int]]] = {}  # sizes of each argument with a named size, and the largest
+        self._given: dict[str, Sizes] = {}  # shapes of all arguments
+        self._taken: weakref.WeakKeyDictionary[Part, Mapping[int, int]] = weakref.WeakKeyDictionary()
+        self._larger: weakref.WeakKeyDictionary[Part, Part] = weakref.WeakKeyDictionary()
+        self._traced: weakref.WeakKeyDictionary[object, dict[Sizes, Part]] = weakref.WeakKeyDictionary()
+        self._foreseen: dict[Kind, tuple[Kind, Mapping[int, int]]] = {}
+        self._latest: Part | None = None
+
+    # ---------------------------------------------------------------- what calls are given
+
+    def called(
+        self, function: Callable[..., Any] | None, arguments: Arguments, tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """Learn what a planned call is given.
+
+        Args:
+            function: What names its arguments, None where nothing does.
+            arguments: Those by place, and those by name.
+            tensors: All tensors among them.
+
+        Raises:
+            ConfigurationError: If an argument does not have the dimension that was named.
+        """
+        if not self._named and not any(map(dynamo.named_ranges, tensors)):
+            return
+        given = _by_name(function, arguments, tensors)
+        self._given |= {name: tuple(tensor.shape) for name, tensor in given.items()}
+        found = defaultdict[str, list[NamedSize]](list)
+        for named in (*self._named, *_marked(given)):
+            if named.argument in given:
+                found[named.argument].append(named)
+        for name, sizes in found.items():
+            self._ends[name] = self._ends_of(self._given[name], sizes)
+        if found:
+            self._choose()
+
+    def _ends_of(self, shape: Sizes, sizes: Sequence[NamedSize]) -> list[tuple[int, int]]:
+        """List the sizes of an argument, each with what it becomes."""
+        ends = [(size, size) for size in shape]
+        for named in sizes:
+            if not -len(shape) <= named.dimension < len(shape):
+                raise ConfigurationError(
+                    f"sizes= names {named}, which has {len(shape)} dimensions: it was given with the shape {shape}. "
+                    "The first dimension is 0."
+                )
+            size = shape[named.dimension]
+            ends[named.dimension] = size, named.most
+            self._wishes[str(named)] = named
+            if not named.least <= size <= named.most:
+                self._announcements.outside_sizes(str(named), size, (named.least, named.most))
+        return ends
+
+    def _choose(self) -> None:
+        """Choose what becomes of each size: nothing where that can't be told."""
+        ends = defaultdict[int, set[int]](set)
+        for size, most in (pair for pairs in self._ends.values() for pair in pairs):
+            ends[size].add(most)
+        self.becomes = {size: max(mosts) for size, mosts in ends.items() if len(mosts) == 1 and max(mosts) > size}
+        for size, mosts in ends.items():
+            if len(mosts) > 1 and max(mosts) > size:
+                self._announcements.sizes_look_alike(size)
+
+    def _check(self) -> None:
+        """Refuse names that no call was given.
+
+        Raises:
+            ConfigurationError: If there are any.
+        """
+        unknown = [named for named in self._named if named.argument not in self._given]
+        if unknown:
+            name, known = unknown[0].argument, ", ".join(f"{n} {shape}" for n, shape in self._given.items())
+            raise ConfigurationError(
+                f"sizes= names {name!r}, and no planned call was given a tensor of that name. "
+                f"{did_you_mean(name, list(self._given)).strip()} Found: {known or 'no named tensors'}."
+            )
+
+    # ---------------------------------------------------------------- captured graphs
+
+    def took(self, part: Part) -> None:
+        """Learn of a part that was captured."""
+        self._taken[part], self._latest = self.becomes, part
+
+    def trace_ahead(self, code: object, sizes: Sizes, trace: Callable[[Sizes], bool]) -> None:
+        """Have captured code traced for the largest sizes, once.
+
+        Args:
+            code: What was captured.
+            sizes: For which it was traced now.
+            trace: Traces it for others, and returns whether it could.
+        """
+        part, larger = self._latest, tuple(self.becomes.get(size, size) for size in sizes)
+        if part is None or larger == sizes:
+            return
+        known = self._traced.setdefault(code, {})
+        if larger not in known and trace(larger) and (latest := self._latest) is not None and latest is not part:
+            known[larger] = latest
+        if larger in known:
+            self._larger[part] = known[larger]
+
+    # ---------------------------------------------------------------- steps
+
+    def foresee(self, kind: Kind, known: Known, resident: Resident) -> tuple[Kind, Known] | None:
+        """Foresee a step of the largest sizes from another one.
+
+        Args:
+            kind: The kind of the other one.
+            known: What it runs.
+            resident: What exists before it.
+
+        Returns:
+            Its kind, and what it runs; None where nothing is named, or where it can't be foreseen, which is announced.
+
+        Raises:
+            ConfigurationError: If no call was given an argument that is named.
+        """
+        self._check()
+        parts = [part for number in kind if (part := self._parts.find(number)) is not None]
+        if not any(self._taken[part] for part in parts):
+            return None
+        larger = {part: self._larger.get(part, part) for part in parts}
+        is_fixed = len(parts) < len(kind) or any(one is other and self._grows(one) for one, other in larger.items())
+        found = None if is_fixed or known.waits else self._at_largest(known, larger, resident)
+        if found is None:
+            self._announcements.size_is_fixed(", ".join(self._wishes))
+            return None
+        kind_ahead = tuple(self._parts.prepare(larger[part])[0] for part in parts)
+        self._foreseen[kind] = kind_ahead, ChainMap(*(dict(self._taken[part]) for part in parts))
+        return kind_ahead, found
+
+    def _grows(self, part: Part) -> bool:
+        """Whether the inputs of a part have sizes that become larger."""
+        graph, becomes = part.captured.graph, self._taken[part]
+        inputs = [graph.tensors[t] for t in graph.inputs]
+        others = (t for t in inputs if t.storage is None or graph.storages[t.storage].kind is not StorageKind.PARAMETER)
+        return any(size in becomes for tensor in others for size in tensor.shape)
+
+    def _at_largest(self, known: Known, larger: Mapping[Part, Part], resident: Resident) -> Known | None:
+        profiles = [self._parts.prepare(larger[own.part])[1] for own in known.calls]
+        captured = [larger[own.part].captured for own in known.calls]
+        found = foresee([(known, ())], list(zip(captured, profiles, strict=True)), resident)
+        if found is None or not found.hands_on:
+            return None
+        more_bytes = found.given_bytes - known.given_bytes
+        calls = tuple(replace(own, part=larger[own.part]) for own in found.calls)
+        return replace(found, calls=calls, resident=resident.with_batch(more_bytes))
+
+    def called_ahead(self, kind: Kind, calls: Sequence[ModuleCall]) -> Iterator[tuple[Kind, list[ModuleCall]]]:
+        """Yield the kind that was foreseen from another one, if any, and what its calls are given."""
+        if kind in self._foreseen:
+            larger, becomes = self._foreseen[kind]
+            shapes = [tuple(tuple(becomes.get(n, n) for n in shape) for shape in call.shapes) for call in calls]
+            yield larger, [replace(call, shapes=own) for call, own in zip(calls, shapes, strict=True)]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{named} is {named.most}" for named in self._wishes.values())
+
+
+def _by_name(
+    function: Callable[..., Any] | None, arguments: Arguments, tensors: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """List the tensors among some arguments by their names; those of a mapping by its keys, others by their numbers."""
+    args, kwargs = arguments
+    named = {} if function is None else dict(inspect.signature(function).bind_partial(*args, **kwargs).arguments)
+    for value in list(named.values()):
+        if isinstance(value, Mapping):
+            named = {**value, **named}
+    found = {str(name): value for name, value in named.items() if isinstance(value, torch.Tensor)}
+    known = {id(tensor) for tensor in found.values()}
+    others = [tensor for tensor in tensors if id(tensor) not in known]
+    return found | {f"argument {number}": tensor for number, tensor in enumerate(others, start=1)}
+
+
+def _marked(given: Mapping[str, torch.Tensor]) -> list[NamedSize]:
+    """List the sizes that a user has named by marks on tensors."""
+    return [NamedSize(name, *ends) for name, tensor in given.items() for ends in dynamo.named_ranges(tensor)]
