@@ -219,16 +219,10 @@ def _counting_watched() -> Iterator[list[bool]]:
 def share_of_watching(took: list[tuple[int, float, bool]]) -> float:
     """Compute the share of the time of a loop's last iterations that was taken by watching them.
 
-    A look that alone takes more than that share of so many iterations waits for as much time without looks. So the time
-    since the last look before these iterations counts too.
-
     Args:
         took: For each iteration of the loop its kind, its seconds, and whether it was watched.
     """
-    first = len(took) - ACCOUNTED
-    while first > 0 and not took[first - 1][2]:
-        first -= 1
-    took = took[first:]
+    took = took[-ACCOUNTED:]
     usual = defaultdict[int, list[float]](list)
     for kind, seconds, is_watched in took:
         if not is_watched:

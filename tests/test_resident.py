@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
 
+from hiremate_lightning.measuring.recording import StepRecord
 from hiremate_lightning.measuring.resident import Resident, ResidentMemory
 
 
@@ -90,3 +93,24 @@ def test_a_count_in_between_does_not_change_what_was_seen_before_a_step():
     memory.count(())
     seen = memory.as_seen(before)
     assert (seen.stale_bytes, seen.size_bytes) == (0, before.size_bytes + before.stale_bytes)
+
+
+def test_a_glance_knows_what_is_young_and_what_the_last_look_has_seen():
+    """Then no release of a tensor that nobody counts passes for memory that a step gives back."""
+    memory, old = ResidentMemory(nn.Linear(2, 2)), torch.ones(2**13)
+
+    def watched(is_glance: bool) -> list[int]:
+        record = StepRecord(torch.device("cpu"), 0, 0, 0, True, memory.root)
+        seen = list[int]()
+        record.watch_uncounted = lambda tensors: seen.extend(map(id, tensors))  # type: ignore[method-assign]
+        memory.watch_releases(record, [], is_glance)
+        record.close(at_once=True)
+        return seen
+
+    gc.collect()
+    assert id(old) in watched(is_glance=False)
+    gc.collect()
+    young = torch.ones(2**13)
+    assert {id(old), id(young)} <= set(watched(is_glance=True))
+    small = torch.ones(8)
+    assert id(small) not in watched(is_glance=True)

@@ -9,7 +9,17 @@ from itertools import cycle, islice, pairwise
 import pytest
 
 from hiremate_lightning.sessions.kinds import Order, Status
-from hiremate_lightning.sessions.watching import FREE_TO_PLAN, SHARE, STEPS, Expected, Reason, Saw, Watch, WatchPolicy
+from hiremate_lightning.sessions.watching import (
+    FREE_TO_PLAN,
+    MEASURED,
+    SHARE,
+    STEPS,
+    Expected,
+    Reason,
+    Saw,
+    Watch,
+    WatchPolicy,
+)
 
 KIND, OTHER, SIZE = (0,), (1,), 100
 
@@ -27,14 +37,18 @@ class Clock:
 class Training:
     """Steps of kinds in some order, each watched where the policy says so; a watched one takes some more seconds."""
 
-    def __init__(self, extra_s: float = 4.0, sees_frees: bool = True, may_grow: bool = True) -> None:
+    def __init__(
+        self, extra_s: float = 4.0, sees_frees: bool = True, may_grow: bool = True, glance_s: float | None = None
+    ) -> None:
         self.clock = Clock()
         self.policy = WatchPolicy(self.clock)
         self.order = Order()
         self.planned: dict[tuple[int, ...], tuple[bool, bool]] = {}  # whether the peak was measured, and the time
         self.seconds: list[tuple[float, float]] = []  # of each step, and those of watching it
         self.measured = 0
-        self._extra_s, self._sees_frees, self._may_grow = extra_s, sees_frees, may_grow
+        self._sees_frees, self._may_grow = sees_frees, may_grow
+        glance_s = extra_s if glance_s is None else glance_s
+        self._extra_s = dict.fromkeys(Watch, extra_s) | {Watch.NOTHING: 0.0, Watch.GLANCE: glance_s}
         self._was_measured = False
 
     def step(self, kind: tuple[int, ...], size_bytes: int = SIZE) -> Watch:
@@ -46,7 +60,7 @@ class Training:
         following = self._expect(after, 0, after) if after in self.planned else None
         look = self.policy.step_begins(replace(expected, following=following))
         watch = look.watch
-        extra_s = 0.0 if watch is Watch.NOTHING else self._extra_s
+        extra_s = self._extra_s[watch]
         self.clock.now_s += 1.0 + extra_s
         self.seconds.append((1.0, extra_s))
         self.policy.step_ended(look, kind, self._learn(kind, watch))
@@ -60,9 +74,9 @@ class Training:
 
     def _learn(self, kind: tuple[int, ...], watch: Watch) -> Saw:
         sees_frees = self._sees_frees or self._was_measured
-        self._was_measured = watch is Watch.MEASURE
+        self._was_measured = watch in MEASURED
         has_peak, has_time = self.planned.get(kind, (False, False))
-        if watch is not Watch.MEASURE:
+        if watch not in MEASURED:
             if kind not in self.planned:
                 self.policy.missed(kind)
             elif watch is Watch.TIME and has_peak:
@@ -164,21 +178,31 @@ def test_a_kind_is_measured_twice_to_see_what_it_frees():
     training = Training(extra_s=0.01, sees_frees=False)
     watched = [training.step(KIND).value for _ in range(40)]
     assert training.planned[KIND] == (True, True)
-    again = [index for index, watch in enumerate(watched) if watch == "measure" and index > 4]
+    again = [index for index, watch in enumerate(watched) if watch in ("measure", "glance") and index > 4]
     assert len(again) == 4, "twice two in a row, after 8 steps and after 16"
     assert again[1] == again[0] + 1
     assert again[3] == again[2] + 1
 
 
 def test_a_dear_look_waits_until_it_is_one_percent_of_the_time():
-    """Each takes as long as 20 steps: four times what watching may take of 500 steps."""
+    """Each takes as long as 20 steps: four times what watching may take of 500 steps, be it only a glance."""
     training = Training(extra_s=20.0)
     for _ in range(12_000):
         training.step(KIND)
     looks = [index for index, (_, extra_s) in enumerate(training.seconds) if extra_s]
     later = looks[-3:]
     assert later[0] > 500
-    assert all(b - a >= 20 / SHARE for a, b in pairwise(looks[4:]))
+    assert all(b - a >= 20 / SHARE for a, b in pairwise(looks[5:]))  # the first glance is seen to be dear
+
+
+def test_where_looks_are_dear_glances_keep_to_one_percent():
+    """A look takes as long as 20 steps, and a glance as long as one."""
+    training = Training(extra_s=20.0, glance_s=1.0)
+    watched = [training.step(KIND) for _ in range(6000)]
+    later = watched[STEPS:]
+    assert later.count(Watch.MEASURE) == 0
+    assert later.count(Watch.GLANCE) >= 4
+    assert worst_share(training.seconds[STEPS:]) <= SHARE
 
 
 def test_what_failed_is_not_counted():

@@ -124,6 +124,7 @@ class ResidentMemory:
         self._samples = _sample(parameters)
         self._most = (0, 0)  # optimizers' states and samples' gradients when a step began
         self._uncollected_steps = LITTERED_STEPS  # begun since garbage was collected
+        self._there: list[weakref.ref[torch.Tensor]] = []  # large ones on the host, at the last look at all objects
         self._stepped = False  # whether an optimizer has used the gradients
         self._frees_gradients = True  # whether they are freed between forward and backward then
 
@@ -213,18 +214,22 @@ class ResidentMemory:
             self._samples = _sample(self._parameters())
         self._uncollected_steps += 1
 
-    def collect_garbage(self, steps: int = 1) -> bool:
+    def collect_garbage(self, steps: int = 1, is_glance: bool = False) -> bool:
         """Collect garbage of so many steps or more: it would pass for what stays, or in a step for what that frees.
 
         It looks at all objects of the process; what is traced and planned is collected as it ends, see `garbage`.
+
+        Args:
+            steps: Begun since it was collected.
+            is_glance: Whether to look at young objects only.
 
         Returns:
             Whether it was collected.
         """
         is_due = self._uncollected_steps >= steps
         if is_due:
-            gc.collect()
-            self._uncollected_steps = 0
+            gc.collect(1 if is_glance else 2)
+            self._uncollected_steps = self._uncollected_steps if is_glance else 0
         return is_due
 
     def step_ended(self, record: StepRecord | None, kind: tuple[int, ...] | None = None) -> None:
@@ -238,10 +243,10 @@ class ResidentMemory:
             self._frees_gradients = not self._gradients()
         self._stepped = False
 
-    def count_before_step(self, arguments: Sequence[torch.Tensor]) -> Resident:
+    def count_before_step(self, arguments: Sequence[torch.Tensor], is_glance: bool = False) -> Resident:
         """Count what exists before a step that begins now, outputs of the one before included."""
         if self._left.are_some(self._present(arguments)):
-            self.collect_garbage()
+            self.collect_garbage(is_glance=is_glance)
         states, gradients = self._held()
         self.growths += self.has_grown()
         self._most = max(states, self._most[0]), max(gradients, self._most[1])
@@ -249,16 +254,16 @@ class ResidentMemory:
         is_counted = self.device.type == "cuda"  # there all that is allocated is
         return self._left.sort_out(resident, present) if is_counted else self._left.add_to(resident, present)
 
-    def watch_releases(self, record: StepRecord, arguments: Sequence[torch.Tensor]) -> None:
+    def watch_releases(self, record: StepRecord, arguments: Sequence[torch.Tensor], is_glance: bool = False) -> None:
         """Let a record that begins see when what is there before a step with these arguments is released.
 
         That is outputs of the step before, and on the host what is not counted as resident: its release would pass for
-        memory that the step gives back.
+        memory that the step gives back. A glance sees what is young, or was there at the last look at everything.
         """
         self._left.watch(record)
         record.counted = self._present(arguments) | self._left.storages
         if self.device.type == "cpu" and record.is_measured:
-            record.watch_uncounted(self._uncounted(record.counted))
+            record.watch_uncounted(self._uncounted(record.counted, is_glance))
 
     def _present(self, arguments: Sequence[torch.Tensor]) -> frozenset[int]:
         """List the storages that are there before a step with these arguments, but for what the step before left."""
@@ -268,15 +273,19 @@ class ResidentMemory:
     def _waiting(self) -> list[Saved]:
         return [saved for _, saved in self._find_waiting()]
 
-    def _uncounted(self, counted: Collection[int]) -> Iterator[torch.Tensor]:
+    def _uncounted(self, counted: Collection[int], is_glance: bool) -> Iterator[torch.Tensor]:
         """List tensors on the host that are not counted, one for each storage, and no small ones."""
-        seen = set(counted)
-        for tensor in tensor_state.plain_tensors_of_python():
-            if tensor.device.type == "cpu":
-                storage = tensor_state.storage_id(tensor)
-                if storage not in seen and tensor.untyped_storage().nbytes() >= LARGE_BYTES:
-                    seen.add(storage)
-                    yield tensor
+        seen, there = set(counted), tensor_state.plain_tensors_of_python(are_young=is_glance)
+        there = [t for t in there if t.device.type == "cpu" and t.untyped_storage().nbytes() >= LARGE_BYTES]
+        if is_glance:
+            there += [tensor for tensor in (known() for known in self._there) if tensor is not None]
+        else:
+            self._there = [weakref.ref(tensor) for tensor in there]
+        for tensor in there:
+            storage = tensor_state.storage_id(tensor)
+            if storage not in seen:
+                seen.add(storage)
+                yield tensor
 
     def sees_frees(self, resident: Resident) -> bool:
         """Whether a measurement of the step that begins sees all that dies in it of what existed before."""

@@ -263,13 +263,14 @@ class Steps:
 
     def _begin_record(self, step: CurrentStep, arguments: list[torch.Tensor]) -> StepRecord:
         """Begin to measure a step."""
-        if self._memory.collect_garbage(LITTERED_STEPS) or step.resident is None:
-            step.resident = self._memory.count_before_step(arguments)
+        is_glance = step.look is not None and step.look.watch is Watch.GLANCE
+        if self._memory.collect_garbage(LITTERED_STEPS, is_glance) or step.resident is None:
+            step.resident = self._memory.count_before_step(arguments, is_glance)
         resident = step.resident
         sees_frees = self._memory.sees_frees(resident)
         sizes = (resident.size_bytes, resident.stale_bytes, resident.left_bytes)
         record = StepRecord(self._memory.device, *sizes, sees_frees, self._memory.root)
-        self._memory.watch_releases(record, arguments)
+        self._memory.watch_releases(record, arguments, is_glance)
         if not record.is_measured and not backward_pass.is_running():
             self._announcements.profiled()
         return record

@@ -2,7 +2,7 @@
 
 To watch a step takes time. A few steps of each kind are watched whatever that takes, to plan it and to see how its plan
 does. All other watching takes at most 1 % of the time of any 500 steps, whatever kinds of steps come in whatever order.
-A look that alone takes more than that waits until it is 1 % of the time that has passed.
+So peaks get glances then. A look that alone takes more waits until it is 1 % of the time that has passed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ class Watch(Enum):
 
     NOTHING = "nothing"
     TIME = "time"
+    GLANCE = "glance"  # its memory is measured, without a look at all objects of the process
     MEASURE = "measure"
+
+
+MEASURED = (Watch.GLANCE, Watch.MEASURE)
 
 
 class Saw(Enum):
@@ -103,7 +107,7 @@ class Look:
     @property
     def is_measured(self) -> bool:
         """Whether its memory is measured."""
-        return self.watch is Watch.MEASURE
+        return self.watch in MEASURED
 
 
 @dataclass
@@ -166,16 +170,17 @@ class WatchPolicy:
         if reason in OF_PEAKS and self._needs_step_before(expected):
             before = self._before
             if before is not None and before.for_next == expected.kind:
-                return Watch.MEASURE, reason, expected
+                return before.watch, reason, expected
             reason = reason if before is not None and before.is_measured else None  # else its peak would not be seen
         if reason is None and following is not None and self._needs_step_before(following):
             expected, reason, count = following, self.reason(following), 2
             reason = reason if reason in OF_PEAKS else None
         if reason is None:
             return Watch.NOTHING, None, expected
-        watch = Watch.TIME if reason is Reason.TIME else Watch.MEASURE
-        is_worth_it = self._is_free(reason, expected) or self._account.affords(watch, count)
-        return (watch if is_worth_it else Watch.NOTHING), reason, expected
+        is_free = self._is_free(reason, expected)
+        watch = Watch.MEASURE if is_free or reason not in OF_PEAKS else Watch.GLANCE
+        watch = Watch.TIME if reason is Reason.TIME else watch
+        return (watch if is_free or self._account.affords(watch, count) else Watch.NOTHING), reason, expected
 
     def _needs_step_before(self, expected: Expected) -> bool:
         """Whether the peak of a kind is seen only where the step before was measured."""
@@ -207,7 +212,7 @@ class WatchPolicy:
         self._before = None
         is_first = watch is Watch.MEASURE and expected.kind is None
         is_timed = watch is Watch.TIME or (is_first and expected.is_on_host)
-        for_next = wanted.kind if watch is Watch.MEASURE and wanted is expected.following else None
+        for_next = wanted.kind if watch in MEASURED and wanted is expected.following else None
         return Look(self._clock(), watch, reason, is_timed, for_next)
 
     def plain_step_begins(self, is_informative: bool) -> Look:
@@ -264,7 +269,7 @@ class _Account:
     def __init__(self) -> None:
         self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS)  # seconds of each, and those for watching
         self._usual: dict[Kind, float] = {}  # seconds of the latest unwatched step of each kind
-        self._extra = {Watch.TIME: deque[float](maxlen=5), Watch.MEASURE: deque[float](maxlen=5)}
+        self._extra = {watch: deque[float](maxlen=5) for watch in (Watch.TIME, *MEASURED)}
         self._unwatched_s = 0.0  # since a step was watched
 
     def add(self, seconds: float, watch: Watch, kind: Kind) -> None:
@@ -282,9 +287,16 @@ class _Account:
     def _mean_s(self) -> float:
         return sum(usual for usual, _ in self._steps) / len(self._steps) if self._steps else 0.0
 
+    def _foresee_s(self, watch: Watch) -> float:
+        """Return the seconds that watching a step takes; a glance takes no more than a look."""
+        if self._extra[watch]:
+            return median(self._extra[watch])
+        looks = self._extra[Watch.MEASURE] if watch is Watch.GLANCE else ()
+        return min(DEAR * self._mean_s(), median(looks) if looks else float("inf"))
+
     def affords(self, watch: Watch, count: int) -> bool:
         """Whether so many more steps may be watched."""
-        extra_s = count * (median(self._extra[watch]) if self._extra[watch] else DEAR * self._mean_s())
+        extra_s = count * self._foresee_s(watch)
         allowed_s = SHARE * STEPS * self._mean_s()
         if not allowed_s:
             return False  # what a step takes was not seen yet

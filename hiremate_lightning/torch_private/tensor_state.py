@@ -181,9 +181,10 @@ def at_release(tensor: torch.Tensor, function: Callable[[], None]) -> Callable[[
     return release.detach
 
 
-def plain_tensors_of_python() -> list[torch.Tensor]:
-    """List all dense tensors that are Python objects, without subclasses and wrappers; it looks at all objects."""
-    found = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
+def plain_tensors_of_python(are_young: bool = False) -> list[torch.Tensor]:
+    """List dense tensors that are Python objects, without subclasses and wrappers: all of them, or those of late."""
+    things = [*gc.get_objects(0), *gc.get_objects(1)] if are_young else gc.get_objects()
+    found = [thing for thing in things if type(thing) in (torch.Tensor, torch.nn.Parameter)]
     return [t for t in found if not _is_wrapper(t) and t.layout is torch.strided]
 
 
