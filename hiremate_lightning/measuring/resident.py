@@ -122,6 +122,7 @@ class ResidentMemory:
         self._trained = [weakref.ref(p) for p in parameters]
         self._inputs_on = torch.device("cpu")
         self._samples = _sample(parameters)
+        self._device: tuple[list[torch.device], torch.device] | None = None  # of input and samples, and of most
         self._most = (0, 0)  # optimizers' states and samples' gradients when a step began
         self._uncollected_steps = LITTERED_STEPS  # begun since garbage was collected
         self._there: list[weakref.ref[torch.Tensor]] = []  # large ones on the host, at the last look at all objects
@@ -131,10 +132,13 @@ class ResidentMemory:
     @property
     def device(self) -> torch.device:
         """Where most of the model is, or its input: it may have moved since the last step."""
-        sizes: dict[torch.device, int] = {self._inputs_on: 0}
-        for parameter in self.root.parameters():
-            sizes[parameter.device] = sizes.get(parameter.device, 0) + parameter.nbytes
-        return max(sizes, key=lambda device: sizes[device])
+        found = [self._inputs_on, *(p.device for p in (seen() for seen in self._samples) if p is not None)]
+        if self._device is None or self._device[0] != found:
+            sizes = dict.fromkeys(found, 0)
+            for parameter in self.root.parameters():
+                sizes[parameter.device] = sizes.get(parameter.device, 0) + parameter.nbytes
+            self._device = found, max(sizes, key=lambda device: sizes[device])
+        return self._device[1]
 
     def _parameters(self) -> list[torch.Tensor]:
         """List the parameters, those included in whose place `torch.func.functional_call` has put other tensors.

@@ -25,14 +25,16 @@ def find_leaves(captured: Captured, arguments: Sequence[Any]) -> dict[int, torch
 
     The tokens that order effects (checks of linear algebra) are traced as tensors, and come as None.
     """
-    found = ((position, arguments[position]) for position in captured.trained)
-    return {position: value for position, value in found if isinstance(value, torch.Tensor) and value.is_leaf}
+    return {
+        position: value
+        for position in captured.trained
+        if isinstance(value := arguments[position], torch.Tensor) and value.is_leaf
+    }
 
 
 def existing(leaves: Leaves) -> dict[int, torch.Tensor]:
     """Return the gradients that leaves have already."""
-    found = ((position, leaf.grad) for position, leaf in leaves.items())
-    return {position: gradient for position, gradient in found if gradient is not None}
+    return {position: gradient for position, leaf in leaves.items() if (gradient := leaf.grad) is not None}
 
 
 def addable(captured: Captured, leaves: Leaves) -> frozenset[int]:

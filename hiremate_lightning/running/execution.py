@@ -157,9 +157,9 @@ class Part:
     def _find_totals(self, leaves: Leaves) -> dict[int, torch.Tensor]:
         """Return the gradients that exist and to which the backward adds, by position."""
         found = existing(leaves)
-        added = (
-            addable(self.captured, {position: leaves[position] for position in found}) if found else frozenset[int]()
-        )
+        if not found:
+            return {}
+        added = addable(self.captured, {position: leaves[position] for position in found})
         conductor = self._listener()
         if conductor is not None and len(added) < len(found):
             conductor.must_return(self, found.keys() - added)

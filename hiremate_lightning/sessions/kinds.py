@@ -135,7 +135,8 @@ class Kinds:
         self._plans: dict[Kind, Plan] | None = None
 
     def __getitem__(self, kind: Kind) -> KindRecord:
-        return self._records.get(kind, KindRecord())
+        record = self._records.get(kind)
+        return KindRecord() if record is None else record
 
     @property
     def plans(self) -> Mapping[Kind, Plan]:
@@ -232,10 +233,11 @@ class Kinds:
         Returns:
             The kind, None where no planned one begins so; and the program, None where the graph has no backward.
         """
-        likeliest_last = [*self.plans, *(() if expected is None else (expected,))]
-        likely = (k for k in reversed(likeliest_last) if k in self.plans and self.starts_so(k, start))
-        kind = next((k for k in likely if k[: len(ran)] == ran), None)
-        return kind, None if kind is None else self[kind].programs.get(len(ran) - 1)
+        plans, count = self.plans, len(ran)
+        for kind in (expected, *reversed([*plans])):
+            if kind is not None and kind[:count] == ran and kind in plans and self.starts_so(kind, start):
+                return kind, self[kind].programs.get(count - 1)
+        return None, None
 
     def starts_so(self, kind: Kind, start: Start) -> bool:
         """Whether as many graphs wait as a step starts as did before a step of a kind."""

@@ -116,12 +116,11 @@ class Steps:
             arguments: What it is given.
             call: The call, None where what is called runs no captured code itself.
         """
-        tensors = tensors_among(arguments)
         if self.current is not None and (self.current.is_over or self._was_trial(self.current, call)):
             self.end(at_once=False)
         if self.current is None:
             try:
-                self._begin(tensors, [] if call is None else [call])
+                self._begin(tensors_among(arguments), [] if call is None else [call])
             except BaseException:  # Ctrl-C too: the next step must not go on with half of this one
                 self.fail()
                 raise

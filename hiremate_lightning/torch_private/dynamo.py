@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -74,13 +74,20 @@ def capturing_for_plans(
       or, where there is no one to tell, raised. Code that fails as it is traced may be wrong itself: then it raises
       its own error as it runs, nothing is told, and it is captured the next time.
     """
-    capture = _capture_with_symbols if sizes_vary else _capture_with_numbers
+    capture, hears = _capture_with_symbols if sizes_vary else _capture_with_numbers, False
+
+    def hear() -> None:  # as the first capture of a call begins: to begin takes time, and few calls capture anything
+        nonlocal hears
+        if not hears:
+            hearing.enter_context(_told_of_failures(tell))
+            hears = True
 
     def capture_planned(code: types.CodeType, *arguments: Any, **options: Any) -> Any:
+        hear()
         compile = _capture if user_compiled.is_authors(arguments[4]) else capture
         return compile(code, *arguments, **options)
 
-    with _marked(vary), replaced((convert_frame, "_compile", capture_planned)), _told_of_failures(tell):
+    with ExitStack() as hearing, replaced((convert_frame, "_compile", capture_planned), (_innermost, "hear", hear)):
         yield
 
 
@@ -336,6 +343,7 @@ _captured: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that it d
 _without_symbols: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that Dynamo failed on with symbols
 _without_fractions: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # that it failed on where fractions vary
 _given_up: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that it failed on altogether
+_innermost = types.SimpleNamespace(hear=lambda: None)  # begins to hear of failures in the innermost call
 _in_doubt: dict[types.CodeType, str] = {}  # code that failed as it was traced, and how, until it has run as it is
 
 
@@ -382,6 +390,7 @@ def _told_of_failures(tell: Callable[[str], None] | None) -> Iterator[None]:
 
 def tell_of_failure(error: Exception) -> None:
     """Tell of what could not be captured as Dynamo tells of its own failures: see `capturing_for_plans`."""
+    _innermost.hear()
     _DYNAMO_LOG.log(logging.WARNING, "a graph runs uncaptured", exc_info=error)
 
 
