@@ -67,6 +67,14 @@ class Counted(nn.Module):
         return self.layer(x)
 
 
+def test_the_device_is_that_of_a_model_that_has_moved():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    memory = ResidentMemory(model)
+    assert memory.device == torch.device("cpu")
+    model.to("meta")
+    assert memory.device == torch.device("meta")
+
+
 def test_growth_is_seen_until_it_is_counted():
     model = nn.Linear(4, 4)
     optimizer, memory = torch.optim.Adam(model.parameters()), ResidentMemory(model)

@@ -6,6 +6,7 @@ import copy
 import logging
 import pickle
 import re
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,16 @@ def test_versions_count_changes_in_place():
     assert tensor_state.versions_of([x]) == [before[0] + 1]
     with torch.inference_mode():
         assert tensor_state.versions_of([torch.zeros(1), x, None]) == [-1, before[0] + 1, -1]
+
+
+def test_tensors_are_found_in_containers_in_the_order_of_pytree():
+    one, two, three, four = torch.zeros(4, 1)
+    pair = torch.return_types.max((three, four))
+    tree = [one, {"b": (two, 1, None), "a": OrderedDict(c=pair)}, "text", {one}]
+    expected = [leaf for leaf in tensor_state.leaves(tree) if isinstance(leaf, torch.Tensor)]
+    found = tensor_state.tensors_among(tree)
+    assert len(found) == len(expected) == 4
+    assert all(mine is theirs for mine, theirs in zip(found, expected, strict=True))
 
 
 def test_a_watched_storage_is_not_kept_alive():

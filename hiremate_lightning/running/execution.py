@@ -8,8 +8,7 @@ and its backward: steps under way finish with what they started with.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -89,8 +88,7 @@ class Part:
         conductor = self._listener()
         program, run = (self.trial, None) if self.trial else self._start(arguments)
         leaves = find_leaves(self.captured, arguments)  # the program empties the list
-        with self._explained():
-            results = list(program.forward(arguments))
+        results = list(self._run(program.forward, arguments))
         outputs, saved = results[: self._count], results[self._count :]
         del results
         for position in self.own:
@@ -138,8 +136,7 @@ class Part:
         for position in program.unread:
             values[position] = None
         del tangents, totals, sums
-        with self._explained():
-            gradients = program.backward(values)
+        gradients = self._run(program.backward, values)
         if shared:
             gradients = carrying.hand_on(gradients, shared, () if missing else saved.terms)
         if conductor is not None:
@@ -165,11 +162,10 @@ class Part:
             conductor.must_return(self, found.keys() - added)
         return {position: found[position] for position in sorted(added)}
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Let the conductor add what it knows to an error that says that memory has run out."""
+    def _run(self, code: aot.Boxed, values: list[Any]) -> Sequence[Any]:
+        """Run code; let the conductor add what it knows to an error that says that memory has run out."""
         try:
-            yield
+            return code(values)
         except torch.OutOfMemoryError as error:
             conductor = self._listener()
             if conductor is not None:
@@ -215,10 +211,7 @@ def _detach(program: Program, saved: list[Any]) -> None:
     """
     for position in program.saved.returned:
         saved[position] = saved[position].detach()
-    for position in program.saved.views:
-        value = saved[position]
-        if isinstance(value, torch.Tensor) and tensor_state.is_view(value):  # tokens that order effects come as None
-            saved[position] = value.detach()
+    tensor_state.detach_views(saved, program.saved.views)
     for position in program.saved.copied:
         saved[position] = saved[position].clone()
 

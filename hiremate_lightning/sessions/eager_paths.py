@@ -69,8 +69,7 @@ def _replace() -> None:
             _replaced.append((module, question, getattr(module, question)))
             setattr(module, question, _no)
     for name, function in OPAQUE:
-        found = getattr(sys.modules.get(name), function, None)
-        if found is not None:
+        if name in sys.modules and (found := getattr(sys.modules[name], function, None)) is not None:
             torch.compiler.allow_in_graph(found)
 
 

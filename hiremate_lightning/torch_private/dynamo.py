@@ -87,8 +87,13 @@ def capturing_for_plans(
         compile = _capture if user_compiled.is_authors(arguments[4]) else capture
         return compile(code, *arguments, **options)
 
-    with ExitStack() as hearing, replaced((convert_frame, "_compile", capture_planned), (_innermost, "hear", hear)):
-        yield
+    before = convert_frame._compile, _innermost.hear
+    convert_frame._compile, _innermost.hear = capture_planned, hear
+    try:
+        with ExitStack() as hearing:
+            yield
+    finally:
+        convert_frame._compile, _innermost.hear = before
 
 
 def _marked(sizes: Iterable[int]) -> AbstractContextManager[Any]:

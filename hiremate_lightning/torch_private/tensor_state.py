@@ -126,16 +126,19 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def is_view(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds another one, of which it is a view."""
-    return bool(tensor._is_view())
+def detach_views(values: list[Any], positions: Iterable[int]) -> None:
+    """Detach those of some values that are views; tokens that order effects come as None."""
+    for position in positions:
+        value = values[position]
+        if isinstance(value, torch.Tensor) and value._is_view():
+            values[position] = value.detach()
 
 
 def is_alone_on_storage(tensor: torch.Tensor) -> bool:
     """Whether nobody else holds a tensor's storage, by itself or by a tensor, but for the one that it is a view of."""
     storage = tensor.untyped_storage()  # the Python object that others have too, where they have one
     count: int = torch._C._storage_Use_Count(storage._cdata)
-    is_only = count == 2 + is_view(tensor)  # its own, this Python object's, and that of the tensor it is a view of
+    is_only = count == 2 + tensor._is_view()  # its own, this Python object's, and that of the tensor it is a view of
     return is_only and sys.getrefcount(storage) == _OWN_REFERENCES
 
 
