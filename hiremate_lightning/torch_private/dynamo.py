@@ -79,6 +79,7 @@ def capturing_for_plans(
     def hear() -> None:  # as the first capture of a call begins: to begin takes time, and few calls capture anything
         nonlocal hears
         if not hears:
+            hearing.enter_context(_marked(vary))
             hearing.enter_context(_told_of_failures(tell))
             hears = True
 
