@@ -190,37 +190,35 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
 gpt = partial(Language)
 llama = partial(Language, gated=True)
 CASES = [
-    Case("GPT", gpt),
-    Case("GPT planned before it is sharded", gpt, when="before"),
-    Case("GPT whose blocks are named", gpt, blocks=True),
-    Case("GPT whose blocks are named before it is sharded", gpt, blocks=True, when="before"),
-    Case("GPT in bfloat16 that stays whole", gpt, bf16=True, reshard=False),
-    Case("Llama", llama, evaluates=True),
-    Case("Llama in bfloat16, tied", partial(llama, tied=True), bf16=True),
-    Case("Llama that stays whole, norm and head as one unit", llama, reshard=False, group_head=True),
-    Case("gradients reduced once in two backwards", gpt, micro=2),
+    Case("frozen embeddings, planned before it is sharded", gpt, when="before", trains="blocks"),
+    Case("only norms trained, blocks named before it is sharded", gpt, blocks=True, when="before", trains="norm"),
+    Case("Llama evaluated, gradients reduced once in two backwards", llama, evaluates=True, micro=2),
     Case("parameters whole for two backwards, in bfloat16", gpt, micro=2, keeps=True, bf16=True),
-    Case("frozen embeddings", gpt, trains="blocks"),
-    Case("only norms trained", gpt, trains="norm"),
-    Case("blocks that run twice", partial(gpt, times=2), blocks=True),
-    Case("blocks whose graphs break", partial(gpt, kind=Broken)),
-    Case("replicas, gradients clipped", gpt, mesh=(2, 1), clips=True),
-]
-parts = partial(Case, parts=True, blocks=True, gloo=True)
-CASES += [
-    parts("parts of blocks", gpt),
-    parts("parts of blocks, and of rows between them", llama, sequence=True),
+    Case("Llama in bfloat16, tied", partial(llama, tied=True), bf16=True),
+    Case(
+        "Llama that stays whole, norm and head as one unit, graphs break",
+        partial(llama, kind=Broken),
+        reshard=False,
+        group_head=True,
+    ),
+    Case("blocks that run twice, on replicas, clipped", partial(gpt, times=2), blocks=True, mesh=(2, 1), clips=True),
+    Case("parts of blocks, and of rows between them", llama, parts=True, blocks=True, gloo=True, sequence=True),
 ]
 wide = partial(Case, rows=2, length=16, budget="95%")
 HEAVY = [
     wide("weights outweigh activations", partial(gpt, width=128, blocks=3)),
-    wide("weights in bfloat16 outweigh activations", partial(llama, width=128, blocks=3), bf16=True),
-    wide("weights that stay whole outweigh activations", partial(gpt, width=128, blocks=3), reshard=False),
+    wide(
+        "weights in bfloat16 that stay whole outweigh them",
+        partial(gpt, width=128, blocks=3),
+        bf16=True,
+        reshard=False,
+        budget="98%",
+    ),
 ]
 SCORED = [
-    Case("GPT that returns its loss", partial(gpt, scores=True)),
-    wide("Llama in bfloat16 that returns its loss", partial(llama, width=128, blocks=3, scores=True), bf16=True),
-    Case("Llama in parts that returns its loss", partial(llama, scores=True), parts=True),
+    Case("GPT", partial(gpt, scores=True)),
+    wide("weights of a Llama in bfloat16 outweigh them", partial(llama, width=128, blocks=3, scores=True), bf16=True),
+    Case("Llama in parts", partial(llama, scores=True), parts=True),
     Case("one shard of parts of blocks", partial(llama, scores=True), parts=True, mesh=(1, 2)),
     Case("shards of blocks in one part", partial(gpt, scores=True), parts=True, mesh=(2, 1)),
 ]
