@@ -1,17 +1,17 @@
 """H-Partition: group the forward from its nodes up, where least is passed between a group and the rest.
 
 Source: Gusak, Zhao, Le Hellard, Beaumont, Eyraud-Dubois, Shilova et al., "HiRemate: Hierarchical Approach for Efficient
-Re-materialization of Neural Networks", ICML 2025, PMLR 267. In rounds, the candidate g with the least
-(mem(In(g)) + mem(Out(g))) * N(g)^alpha is contracted; candidates are chains, and regions from a node to where its
-branches meet again, each with and without its two ends. Groups of one round are flattened into each other, those of
-different rounds nest. Changed: regions are walked from the inputs, ties go to the earlier group, and a candidate that
+Re-materialization of Neural Networks", ICML 2025, PMLR 267. The candidate g with the least
+(mem(In(g)) + mem(Out(g))) * N(g)^alpha is contracted, again and again. Candidates are chains, and regions from a node
+to where its branches meet again, each with and without its two ends. Changed: one round only, since the program on top
+takes any number of clusters; regions are walked from the inputs, ties go to the earlier group, and a candidate that
 would close a cycle is dropped.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
@@ -19,15 +19,13 @@ from ..records.graph import Graph
 
 ALPHA = 0.5  # exponent of the number of nodes in the score; HiRemate's default
 
-Levels = list[list[tuple[int, ...]]]
-
 
 @dataclass(frozen=True, slots=True)
 class _Item:
     """What is contracted as one: a node with its views, or a group.
 
     Attributes:
-        parts: Items of the level below, or forward nodes.
+        parts: Items that it is made of, or forward nodes.
         first: Smallest forward position in it.
         last: Largest forward position in it.
         size: Number of forward nodes that allocate.
@@ -43,31 +41,19 @@ class _Item:
     read: frozenset[int]
 
 
-def group(graph: Graph, max_nodes: int, max_top: int) -> Levels:
+def group(graph: Graph, max_nodes: int) -> list[tuple[int, ...]]:
     """Group the forward of a step.
 
     Args:
         graph: The step.
-        max_nodes: M_l, the most parts of a group.
-        max_top: M_t, the most groups of the last level; more where no candidate is left.
+        max_nodes: M_l, the most nodes that allocate of a group.
 
     Returns:
-        Levels from the bottom up. Groups of the first hold forward nodes, those of the others hold indices of groups
-        of the level below.
+        Groups of forward nodes, each after those that it reads.
     """
     items = _single_nodes(graph)
-    levels: Levels = []
-    while len(items) > max_top or not levels:
-        grouped = _Round(graph, items, max_nodes, max_top if levels else 1).run()
-        if levels and len(grouped) == len(items):
-            break
-        levels.append([_flat(items, g.parts) if not levels else g.parts for g in grouped])
-        items = grouped
-    return levels
-
-
-def _flat(items: Sequence[_Item], parts: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted(node for part in parts for node in items[part].parts))
+    groups = _Contraction(graph, items, max_nodes).run()
+    return [tuple(sorted(node for part in g.parts for node in items[part].parts)) for g in groups]
 
 
 def _single_nodes(graph: Graph) -> list[_Item]:
@@ -104,12 +90,12 @@ def _single_nodes(graph: Graph) -> list[_Item]:
     return items
 
 
-class _Round:
-    """One round: contracts items until few enough are left, or no candidate is."""
+class _Contraction:
+    """Contracts items until no candidate is left."""
 
-    def __init__(self, graph: Graph, items: list[_Item], max_nodes: int, max_top: int) -> None:
+    def __init__(self, graph: Graph, items: list[_Item], max_nodes: int) -> None:
         self.sizes = graph.sizes
-        self.max_nodes, self.max_top = max_nodes, max_top
+        self.max_nodes = max_nodes
         self.groups: dict[int, _Item] = {
             i: _Item((i,), item.first, item.last, item.size, item.made, item.read) for i, item in enumerate(items)
         }
@@ -123,7 +109,7 @@ class _Round:
     def run(self) -> list[_Item]:
         heap = [self._entry(candidate) for candidate in dict.fromkeys(self._candidates())]
         heapq.heapify(heap)
-        while heap and len(self.groups) > self.max_top:
+        while heap:
             _, _, members = heapq.heappop(heap)
             now = tuple(sorted({self._find(m) for m in members}))
             if len(now) < 2 or sum(len(self.groups[m].parts) for m in now) > self.max_nodes:

@@ -1,9 +1,8 @@
 """Clusters of the forward, each with its backward: where to cut a step, and which of the pieces are equal.
 
-A `Cluster` is a set of forward nodes; the backward nodes that read what they made belong to it too. Clusters nest: a
-leaf has at most `max_nodes` nodes, and so many children has any other one; the top has at most `max_top`. H-Partition
-of HiRemate makes them, see `grouping`. Two clusters are equal if their `key` is: the same operations on the same
-shapes, wired the same, in the same order.
+A `Cluster` is a set of forward nodes; the backward nodes that read what they made belong to it too. H-Partition of
+HiRemate makes them, see `grouping`. Two clusters are equal if their `key` is: the same operations on the same shapes,
+wired the same, in the same order.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 from ..records.graph import Graph
 from .grouping import group
 
+MAX_NODES = 20  # of a cluster; HiRemate's M_l
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -23,42 +24,15 @@ class Cluster:
     Attributes:
         nodes: Forward nodes, in their order; views included.
         key: Equal for clusters that do the same work.
-        children: Clusters that it consists of; none for a leaf.
     """
 
     nodes: tuple[int, ...]
     key: str
-    children: tuple[Cluster, ...] = ()
-
-    @property
-    def leaves(self) -> tuple[Cluster, ...]:
-        """The smallest clusters within, in order."""
-        if not self.children:
-            return (self,)
-        return tuple(leaf for child in self.children for leaf in child.leaves)
 
 
-def partition(graph: Graph, max_nodes: int = 20, max_top: int = 30) -> Cluster:
-    """Partition the forward of a step; by default into clusters of HiRemate's sizes.
-
-    Args:
-        graph: The step.
-        max_nodes: M_l, the most nodes of a leaf and children of a cluster.
-        max_top: M_t, the most children of the top.
-
-    Returns:
-        The top cluster.
-    """
-    bottom, *levels = group(graph, max_nodes, max_top)
-    clusters = [Cluster(nodes, structural_key(graph, nodes)) for nodes in bottom]
-    for level in levels:
-        clusters = [_merge(graph, [clusters[i] for i in members]) for members in level]
-    return _merge(graph, clusters)
-
-
-def _merge(graph: Graph, clusters: Sequence[Cluster]) -> Cluster:
-    nodes = tuple(n for cluster in clusters for n in cluster.nodes)
-    return clusters[0] if len(clusters) == 1 else Cluster(nodes, structural_key(graph, nodes), tuple(clusters))
+def partition(graph: Graph, max_nodes: int = MAX_NODES) -> list[Cluster]:
+    """Partition the forward of a step into clusters of at most so many nodes that allocate."""
+    return [Cluster(nodes, structural_key(graph, nodes)) for nodes in group(graph, max_nodes)]
 
 
 def structural_key(graph: Graph, nodes: Sequence[int]) -> str:

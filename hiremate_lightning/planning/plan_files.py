@@ -54,8 +54,7 @@ class PlanFiles:
     def write(self, problem: Problem, solver: str, solution: Solution) -> None:
         """Keep a solution."""
         path = self._path(problem, solver)
-        profile = json.loads(problem.profile.to_json())
-        text = json.dumps({"format": FORMAT, "solution": asdict(solution), "profile": profile})
+        text = json.dumps({"format": FORMAT, "solution": asdict(solution), "profile": asdict(problem.profile)})
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(".partial")

@@ -85,7 +85,7 @@ def uses_by_module(plan: Plan) -> dict[str, ModuleUse]:
     for index in graph.forward:
         storages = [s for s in graph.allocates[index] if s not in counted]
         counted.update(storages)
-        works = _works(graph, index)
+        works = graph.has_work(index) and graph.nodes[index].op != OUTSIDE
         use = ModuleUse(
             sum(graph.sizes[s] for s in storages if s in kept),
             sum(plain.sizes[s] - graph.sizes[s] * (s in kept) for s in storages if s in kept_plainly),
@@ -108,12 +108,6 @@ def _kept_storages(graph: Graph, schedule: Schedule) -> set[int | None]:
 def _original(graph: Graph, index: int) -> int:
     replays = graph.nodes[index].replays
     return index if replays is None else replays
-
-
-def _works(graph: Graph, index: int) -> bool:
-    """Whether an operation of the captured part does more than look at memory in another way."""
-    node = graph.nodes[index]
-    return node.op != OUTSIDE and bool(graph.allocates[index] or node.is_mutating or node.flops)
 
 
 def _path(graph: Graph, index: int) -> str:

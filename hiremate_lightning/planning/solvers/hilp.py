@@ -42,7 +42,7 @@ def frontiers(model: StepModel, clusters: Sequence[Cluster]) -> dict[int, Fronti
 
     Args:
         model: The step.
-        clusters: Leaves of a partition.
+        clusters: Those of a partition.
 
     Returns:
         By number of the cluster, its options, the one that saves most first.
@@ -106,7 +106,7 @@ def restriction(options: Mapping[int, Frontier], values: Mapping[int, Sequence[i
 
 def merge(search: Search) -> None:
     """Partition, solve the clusters, and choose among their options for the whole."""
-    clusters = partition(search.model.graph).leaves
+    clusters = partition(search.model.graph)
     found = frontiers(search.model, clusters)
     values = {number: values_of(search.model, clusters[number]) for number in found}
     refine(search, restrict=restriction(found, values))
