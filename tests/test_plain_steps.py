@@ -14,9 +14,11 @@ from hiremate_lightning.records.graph import StorageKind
 from hiremate_lightning.records.resizing import Sample
 from hiremate_lightning.records.ways import Way
 from hiremate_lightning.sessions.plain_steps import (
+    NEAR,
     ROUNDING,
     TRIES,
     UNMEASURED_RATIO,
+    UNMEASURED_WAY_RATIO,
     CapturedStep,
     ModuleCall,
     PlainSteps,
@@ -145,7 +147,9 @@ def test_a_way_that_was_not_measured_has_a_margin_of_its_own():
     measure(plain, 90, 1.05)
     found = plain.predict([call(4, 90)], KIND, 10**9, (twice,))
     assert found is not None
-    assert found.added_bytes > 1.2 * (found.captured_bytes - 8)
+    assert found.added_bytes > UNMEASURED_WAY_RATIO * (found.captured_bytes - 8)
+    measure(plain, 91, 1.4)
+    assert plain.predict([call(4, 90)], KIND, 10**9, (twice,)).added_bytes > 1.4 * (found.captured_bytes - 8)
 
 
 def test_a_measured_margin_counts():
@@ -155,18 +159,25 @@ def test_a_measured_margin_counts():
 def test_clearly_larger_steps_are_measured():
     plain = known(captured(4, 100))
     found = [plain.predict([call(4, length)], KIND, 10**9, (Way(),)) for length in (50, 51, 60)]
-    assert plain.is_to_be_measured(found[0])
+    assert plain.is_to_be_measured(found[0], found[0].added_bytes)
     measure(plain, 50, 1.2)
-    assert [plain.is_to_be_measured(prediction) for prediction in found] == [False, False, True]
+    assert [plain.is_to_be_measured(step, step.added_bytes) for step in found] == [False, False, True]
+
+
+def test_steps_that_take_little_of_their_room_are_not_measured():
+    plain = known(captured(4, 100))
+    found = plain.predict([call(4, 50)], KIND, 10**9, (Way(),))
+    rooms = (int(found.added_bytes / share) for share in (NEAR - 0.01, NEAR + 0.01))
+    assert [plain.is_to_be_measured(found, room_bytes) for room_bytes in rooms] == [False, True]
 
 
 def test_a_step_that_was_not_seen_whole_is_measured_again():
     plain = known(captured(4, 100))
     prediction = plain.predict([call(4, 50)], KIND, 10**9, (Way(),))
     for _ in range(TRIES):
-        assert plain.is_to_be_measured(prediction)
+        assert plain.is_to_be_measured(prediction, prediction.added_bytes)
         measure(plain, 50, None)
-    assert not plain.is_to_be_measured(prediction)
+    assert not plain.is_to_be_measured(prediction, prediction.added_bytes)
 
 
 class Attending(nn.Module):

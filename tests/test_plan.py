@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -25,6 +26,13 @@ def test_predictions_are_simulated_from_the_decisions(plan: Plan):
     assert plan.schedule == lower(plan.graph, plan.solution.recompute)
     assert plan.planned == simulate(plan.graph, plan.profile, plan.schedule)
     assert plan.predicted_overhead == plan.planned.overhead > 0
+
+
+def test_a_changed_plan_is_simulated_again_only_where_its_step_changed(plan: Plan):
+    known = plan.planned
+    assert plan.changed(budget_bytes=1).planned is known
+    dearer = replace(plan.profile, workspace_bytes=tuple(size + KB for size in plan.profile.workspace_bytes))
+    assert plan.changed(profile=dearer).planned.peak_bytes > known.peak_bytes
 
 
 def test_peaks_include_what_is_resident(plan: Plan):

@@ -10,7 +10,7 @@ from torch import nn
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.sessions import first_steps, steps
+from hiremate_lightning.sessions import first_steps, known, steps
 from hiremate_lightning.sessions.targets import targets_of
 
 from .life import (
@@ -38,6 +38,16 @@ def test_another_input_shape_gets_a_plan_of_its_own():
     assert len(session_of(model).plans) == 2
     assert second.unplanned.peak_bytes > 1.5 * first.unplanned.peak_bytes
     assert second.measured.peak_bytes <= second.budget_bytes
+
+
+def test_a_plan_that_meets_batches_of_other_sizes_is_not_merged_again(monkeypatch):
+    model, merged, merge = warm_up(planned(), steps=3, rows=MANY), [], known.merge
+    for index in range(6):
+        if index == 2:  # the first two of these sizes are captured
+            monkeypatch.setattr(known, "merge", lambda *arguments: (merged.append(1), merge(*arguments))[1])
+        step(model, index, rows=MANY // (2 + index))
+    assert session_of(model).is_plain
+    assert not merged
 
 
 def test_steps_of_two_shapes_in_turn_stay_exact():

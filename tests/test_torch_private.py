@@ -22,6 +22,10 @@ from hiremate_lightning.torch_private.storage_events import StorageEvents
 from .exact import TORCH
 
 
+class Own(torch.Tensor):
+    pass
+
+
 class Doubled(nn.Module):
     def forward(self, x):
         return 2 * x
@@ -133,6 +137,13 @@ def test_tensors_are_found_in_containers_in_the_order_of_pytree():
     found = tensor_state.tensors_among(tree)
     assert len(found) == len(expected) == 4
     assert all(mine is theirs for mine, theirs in zip(found, expected, strict=True))
+
+
+def test_all_plain_tensors_of_python_are_found():
+    tensors = [torch.zeros(2), nn.Parameter(torch.zeros(2))]
+    others = [torch.zeros(2).as_subclass(Own), torch.zeros(2).to_sparse()]
+    found = {id(tensor) for tensor in tensor_state.plain_tensors_of_python()}
+    assert [id(tensor) in found for tensor in (*tensors, *others)] == [True, True, False, False]
 
 
 def test_a_watched_storage_is_not_kept_alive():

@@ -49,8 +49,8 @@ class ProfileOptions:
     """
 
     repeats: int = 8
-    time_limit_ms: float = 60.0
-    agreement: float = 0.02
+    time_limit_ms: float = 30.0
+    agreement: float = 0.05
 
 
 @dataclass(frozen=True, slots=True)

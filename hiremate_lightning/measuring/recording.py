@@ -167,12 +167,10 @@ class StepRecord:
         self._tangents: dict[int, Callable[[], bool]] = {}  # of the running backward, whether each of them lives
         self.alive_at: dict[Mark, list[Output]] = {}
         self._marks: dict[str, Mark] = {}
-        self._meter = meter
-        self._is_closed = False
+        self._meter, self._is_closed = meter, False
         self._unwatch: list[Callable[[], Any]] = []
         self.spans: Sequence[Span] = ()
-        self._ended = 0  # how many of the backwards have ended, with all that they are part of
-        self._peak_bytes = 0
+        self._ended = self._peak_bytes = 0  # how many of the backwards have ended, with all that they are part of
         if meter is None and device is not None and MemoryMeter.is_available(device):
             self._meter = MemoryMeter(device)
         if self._meter is not None:
@@ -207,9 +205,7 @@ class StepRecord:
     @property
     def freed_bytes(self) -> int:
         """Stale bytes that the measurement sees freed before the backward, beside `returned_bytes`."""
-        if not self._sees_frees:
-            return 0
-        return self._stale_bytes + (0 if self.returned_bytes else self._left_bytes)
+        return 0 if not self._sees_frees else self._stale_bytes + (0 if self.returned_bytes else self._left_bytes)
 
     @property
     def returned_bytes(self) -> int:
@@ -305,10 +301,8 @@ class StepRecord:
         run.tangent_bytes = _storage_bytes(tangents)
         run.tangent_strides = tuple(tuple(t.stride()) if tensor_state.is_dense(t) else None for t in tangents)
         run.made_outside = {storage: made for storage, made in run.made_outside.items() if made[0]()}
-        watched = enumerate(tangents)
-        self._tangents = {
-            position: tensor_state.watch_storage(t) for position, t in watched if tensor_state.is_dense(t)
-        }
+        watched = ((position, t) for position, t in enumerate(tangents) if tensor_state.is_dense(t))
+        self._tangents = {position: tensor_state.watch_storage(t) for position, t in watched}
         self._note_alive(Event.BACKWARD.of(run.index))
         if not self.backwards:
             self._waiting = [other for other in self.runs if other.is_waiting]

@@ -142,9 +142,18 @@ class Plan:
             for (name, place), count in calls.items()
         )
 
+    def changed(self, **changes: Any) -> Plan:
+        """Return the plan with fields replaced; what was simulated stays where its step is the same."""
+        found = replace(self, **changes)
+        simulated = ("graph", "profile", "solution")
+        if all(getattr(found, name) is getattr(self, name) for name in simulated):
+            known = ("schedule", "planned", "unplanned")
+            vars(found).update((name, value) for name, value in vars(self).items() if name in known)
+        return found
+
     def with_measured(self, **changes: Any) -> Plan:
         """Return the plan with fields of its measurement replaced."""
-        return replace(self, measured=replace(self.measured, **changes))
+        return self.changed(measured=replace(self.measured, **changes))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers of the plan: bytes, milliseconds and ratios, by name."""

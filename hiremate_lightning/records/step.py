@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from .costs import Profile
 from .graph import OUTSIDE, Direction, Graph, Node, Storage, StorageKind, Tensor
+from .simulation import simulate_plain
 
 LEFT_OUTPUTS = "left_outputs"  # tensor that stands for outputs of the step before, which this one's take the place of
 STALE_GRADIENTS = "stale_gradients"  # tensor that stands for the gradients that `zero_grad` frees after the forward
@@ -142,6 +144,11 @@ class Step:
     profile: Profile
     owners: tuple[tuple[int, int] | None, ...]
     spans: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def plain_bytes(self) -> int:
+        """The bytes that plain PyTorch adds at its peak."""
+        return simulate_plain(self.graph, self.profile).peak_bytes
 
     def split(self, recompute: Decisions) -> tuple[Decisions, ...]:
         """Split decisions of the step into those of each call."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..capturing.capture import Captured
 from ..measuring.resident import Resident
@@ -16,6 +16,8 @@ from ..records.schedule import Schedule
 from ..records.step import Call, Decisions, Step, holding, merge
 from ..running.execution import Part
 from .limits import Limits
+
+MERGED = 4  # graphs of one step that are kept, by what exists before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class Known:
         unfinished_bytes: Bytes that unfinished forwards save beyond what they saved when the step was recorded.
         others_bytes: What the backwards of graphs of earlier steps take that run in it.
         decided: For each call, what it computes again, where that is not to be chosen.
+        merged: The graphs that its calls were put into, by what existed before the step.
     """
 
     calls: tuple[KnownCall, ...]
@@ -78,6 +81,7 @@ class Known:
     unfinished_bytes: int = 0
     others_bytes: int = 0
     decided: tuple[Decisions, ...] = ()
+    merged: dict[object, Step] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -91,6 +95,15 @@ class Known:
 
     def merge(self) -> Step:
         """Put it into one graph, as allocated."""
+        before, own = self.resident, (self.waits, self.unfinished_bytes, self.others_bytes)
+        state = before.kept, before.stale_bytes, before.left_bytes, *own
+        if state not in self.merged:
+            if len(self.merged) == MERGED:
+                self.merged.clear()
+            self.merged[state] = self._merge()
+        return self.merged[state]
+
+    def _merge(self) -> Step:
         before, calls = self.resident, [call.beside(self.resident.kept) for call in self.calls]
         if self.waits:
             calls = holding([call.beside_others(self.others_bytes) for call in calls], self.unfinished_bytes)
@@ -133,7 +146,7 @@ class Known:
             if call is None:
                 return None
             calls[index] = replace(calls[index], call=call, captured=captured)
-        return replace(self, calls=tuple(calls), resident=resident)
+        return replace(self, calls=tuple(calls), resident=resident, merged={})
 
     def is_no_smaller(self, begun: Sequence[Captured]) -> bool:
         """Whether its first calls are nowhere smaller than these, of the same code."""
@@ -176,4 +189,4 @@ class Known:
             for own in self.calls
         )
         is_same = all(own.added == known.added for own, known in zip(calls, self.calls, strict=True))
-        return self if is_same else replace(self, calls=calls)
+        return self if is_same else replace(self, calls=calls, merged={})

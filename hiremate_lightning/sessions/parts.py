@@ -35,10 +35,8 @@ class Parts:
     def __init__(
         self, stages: Stages, cache_dir: Path | None, kernels: Kernels | None, announce: Callable[[str], None]
     ) -> None:
-        self._stages = stages
+        self._stages, self._kernels, self._announce = stages, kernels, announce
         self._costs = CostCache(cache_dir)
-        self._kernels = kernels
-        self._announce = announce
         self.fuses = kernels is not None
         self.count = 0
         self._parts: dict[int, weakref.ref[Part]] = {}

@@ -29,10 +29,11 @@ from .kinds import Kind
 
 UNMEASURED_RATIO = 1.3  # of what grows with the sizes in eager PyTorch to the same in the captured graph
 RANDOM_RATIO = 1.5  # the same where the code draws, as dropout does, whose masks are floats in eager PyTorch on a CPU
-UNMEASURED_WAY_RATIO = 1.25  # the same of a way that was not measured, where others were
+UNMEASURED_WAY_RATIO = 1.1  # the same, at least, of a way that was not measured: or the most of those that were
 LEAST_RATIO = 1.03  # where it was measured
 TRIES = 4  # steps to measure in a row: on a CPU the first one does not see all that is freed
-CLEARLY_LARGER = 1.1  # than all that were measured: such a step is measured too
+CLEARLY_LARGER = 1.1  # than all that were measured: such a step is measured too,
+NEAR = 0.5  # where it is predicted to take as much of its room, or more
 SIMILAR = 0.5  # of the largest step that was measured: smaller ones tell less, and are not compared any more
 COMPARED = 16  # steps that were measured: the largest
 SAMPLES = 4  # sizes of one code that predictions are made from
@@ -255,10 +256,10 @@ class PlainSteps:
 
     # ---------------------------------------------------------------- measured steps
 
-    def is_to_be_measured(self, prediction: Prediction) -> bool:
-        """Whether to measure a plain step: the first ones are, and the first clearly larger ones."""
-        largest_bytes = self._largest_bytes.get(prediction.way, 0)
-        return prediction.captured_bytes > CLEARLY_LARGER * largest_bytes or 0 < self._tries < TRIES
+    def is_to_be_measured(self, prediction: Prediction, room_bytes: int) -> bool:
+        """Whether to measure a plain step: where it takes much of its room, and clearly more than what was measured."""
+        is_larger = prediction.captured_bytes > CLEARLY_LARGER * self._largest_bytes.get(prediction.way, 0)
+        return 0 < self._tries < TRIES or (is_larger and prediction.added_bytes > NEAR * room_bytes)
 
     def measured(
         self, calls: Sequence[ModuleCall], likely: Kind, prediction: Prediction, added_bytes: int | None

@@ -12,7 +12,7 @@ from ..measuring.resident import Resident, ResidentMemory
 from ..memory.free_memory import free_bytes
 from ..options import SessionOptions
 from ..planning.plan import Plan
-from ..planning.planner import make_plan, resolve, unplanned
+from ..planning.planner import make_plan, resolve
 from ..planning.shared_solving import announce, shared
 from ..planning.solvers import worker
 from ..planning.solvers.base import Strategy
@@ -80,7 +80,7 @@ class PlanMaker:
         if self.options.budget.is_auto:
             return self._auto_bytes
         others = (self._plain_bytes(other, plan) for other, plan in self._kinds.plans.items() if other != kind)
-        added_bytes = max(unplanned(step).peak_bytes + resident.plain_waiting_bytes, *others, 0)
+        added_bytes = max(step.plain_bytes + resident.plain_waiting_bytes, *others, 0)
         return resolve(self.options.budget, resident.size_bytes - resident.waiting_bytes, added_bytes, 0)
 
     def _plain_bytes(self, kind: Kind, plan: Plan) -> int:
@@ -88,7 +88,7 @@ class PlanMaker:
         known = self._kinds.described(kind)
         if not known.waits:
             return plan.unplanned.peak_bytes
-        return unplanned(self.waiting.at(kind, known, 0).merge()).peak_bytes + known.resident.plain_waiting_bytes
+        return self.waiting.at(kind, known, 0).merge().plain_bytes + known.resident.plain_waiting_bytes
 
     def limits(self, kind: Kind, known: Known) -> Limits:
         """Return the budgets of a kind of step with that of a known step."""
@@ -178,6 +178,6 @@ class PlanMaker:
                 progress=self._stages.reporter.solving(step_time_ms(step.graph, step.profile)),
                 decided=step.join(known.decided) if known.decided else None,
             )
-        plan = replace(plan, resident_parts=before.kinds, proved=self.proved(), rounded=self.rounded())
+        plan = plan.changed(resident_parts=before.kinds, proved=self.proved(), rounded=self.rounded())
         pairs = zip(known.calls, step.split(plan.solution.recompute), strict=True)
         return plan, {own.place: build(own.captured, lower(own.captured.graph, rows)) for own, rows in pairs}

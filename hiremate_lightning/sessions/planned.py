@@ -117,6 +117,7 @@ class PlannedKinds:
             self.maker.options, self.maker.waiting.level = before, level
             self.kinds.restore(records)
             raise enough or error from None
+        self._first_steps.forget_searches()
         for kind, (plan, programs) in made.items():
             self._install(kind, plan, programs)
         for kind, (plan, _) in made.items():
@@ -343,8 +344,7 @@ class PlannedKinds:
         is_old = has_more_state or (plan.measured.peak_bytes or 0) > limits.budget_bytes  # of more resident bytes
         seen_bytes = None if is_old else record.seen_bytes
         self.kinds.change(kind, known=known, is_unfit=False, seen_bytes=seen_bytes)
-        adapted = replace(
-            plan,
+        adapted = plan.changed(
             graph=step.graph,
             profile=step.profile,
             budget_bytes=limits.budget_bytes,

@@ -99,7 +99,7 @@ class SecondCalls:
         found = {module: hooks.get_call(module) for module in modules.values()}
         for path, module in modules.items():
             if found[module] is None or isinstance(found[module], Slot):
-                hooks.set_call(module, _Stand(call, path, module))
+                hooks.set_call(module, _standing_in(call, path, module))
             else:  # compiled by the user
                 self._unfit.add(path)
         try:
@@ -185,14 +185,9 @@ def _paths_around(path: str) -> Iterator[str]:
         path = path.rpartition(".")[0]
 
 
-class _Stand:
-    """Stands in for the call of a block during one call of its model."""
-
-    def __init__(self, call: Callable[..., Any], path: str, module: nn.Module) -> None:
-        self._call, self._path, self._module = call, path, module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(self._path, self._module, args, kwargs)
+def _standing_in(call: Callable[..., Any], path: str, module: nn.Module) -> Callable[..., Any]:
+    """Return what stands in for the call of a module during one call of its model."""
+    return lambda *args, **kwargs: call(path, module, args, kwargs)
 
 
 class _ModuleTwice:

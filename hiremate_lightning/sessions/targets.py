@@ -165,11 +165,7 @@ class Targets:
 
     def _call_outermost(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = self.session.runs
-        with (
-            leaving_no_trace(),
-            self.session.calling(name or type(self.root).__name__),
-            self._in_place(module),
-        ):
+        with leaving_no_trace(), self.session.calling(name or type(self.root).__name__), self._in_place(module):
             result = hooks.plain_call(module, *args, **kwargs)
         if self.session.runs != before:
             self._captured.add(name)

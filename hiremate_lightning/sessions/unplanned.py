@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
+from functools import cache
 
 from torch import nn
 
@@ -51,7 +52,7 @@ class UnplannedSteps:
         self.releases = Releases()
         self._name, self._planned, self._reporter, self._say = type(root).__name__, planned, reporter, say
         self._is_allowed = is_allowed
-        self._said = set[str]()
+        self._note = cache(reporter.note)  # each text once
         self._second_calls = SecondCalls(root)
         self._captured, self._plain = CapturedSteps(self._second_calls), PlainSteps()
         self._found = dict[Kind, tuple[tuple[ModuleCall, ...], Kind]]()  # what planned kinds are given, and their code
@@ -104,7 +105,7 @@ class UnplannedSteps:
 
     def is_to_be_measured(self, plain: PlainRun) -> bool:
         """Whether to measure a step that runs plain."""
-        return self._plain.is_to_be_measured(plain.prediction)
+        return self._plain.is_to_be_measured(plain.prediction, self._room_bytes())
 
     def ended(self, step: CurrentStep, plain: PlainRun) -> None:
         """Learn from a step that ran plain."""
@@ -216,8 +217,3 @@ class UnplannedSteps:
             return None
         plain_bytes = self._plain.with_margin(plans[likely].unplanned.peak_bytes)
         return likely if self._planned.gains_nothing(likely, plain_bytes) else None
-
-    def _note(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            self._reporter.note(text)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from . import aot, tensor_state
 
@@ -18,7 +20,8 @@ def lost_changes(written: fx.GraphModule) -> list[str]:
     """List the inputs of captured code that the user's code changes in place more often than the captured code does.
 
     Dynamo runs each operation on stand-ins without memory as it reads it, and these count their changes. Later it drops
-    what it takes for unread. So its graph is run on new stand-ins, which must count as many. Inputs that share memory
+    what it takes for unread. So its graph is run on new stand-ins, which must count as many. They have numbers for
+    sizes: where an operation has no rule for symbols, it would turn Dynamo's into numbers too. Inputs that share memory
     count each other's changes for Dynamo, and the new ones do not: their counts are added up.
     """
     inputs = list(written.graph.find_nodes(op="placeholder"))
@@ -47,15 +50,17 @@ def _changes_of(value: Any) -> int:
     return tensor_state.versions_of([value])[0] if isinstance(value, torch.Tensor) else 0
 
 
+def _with_numbers(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
+    shape, strides = (map(tensor_state.int_hint, sizes) for sizes in (value.shape, value.stride()))
+    return torch.empty_strided(tuple(shape), tuple(strides), dtype=value.dtype, device=value.device)
+
+
 def _count_again(written: fx.GraphModule, inputs: list[fx.Node]) -> list[int]:
     shown = [node.meta.get("example_value") for node in inputs]
-    with tensor_state.fake_mode_of(shown), torch.no_grad():
-        new = [
-            torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-            if isinstance(value, torch.Tensor)
-            else value
-            for value in shown
-        ]
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True), torch.no_grad():
+        new = [_with_numbers(value) for value in shown]
         before = [_changes_of(value) for value in new]
         fx.Interpreter(written).run(*new)
     return [_changes_of(value) - count for value, count in zip(new, before, strict=True)]
