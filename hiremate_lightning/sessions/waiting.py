@@ -15,12 +15,13 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from ..measuring.resident import WAITING, Resident
 from ..memory.allocator import in_blocks
 from ..options import SessionOptions
 from ..planning.planner import guard_bytes
-from ..planning.solvers import UNLIMITED, smallest_budget, worker
+from ..planning.solvers import UNLIMITED, Solution, smallest_budget, worker
 from ..planning.solvers.base import Problem, SolveOptions, replay
 from ..planning.solvers.curve import Remembering
 from ..records.graph import Graph, StorageKind, bytes_of
@@ -43,9 +44,30 @@ class _Alone:
 
     graph: Graph
     step: Step
+    problem: Problem
     solve: Remembering
     decided: dict[int, Decisions] = field(default_factory=dict)
+    schedules: dict[int, Schedule] = field(default_factory=dict)
+    work_bytes: dict[tuple[int, bool], int] = field(default_factory=dict)  # and by whether gradients are added
     programs: dict[int, Program] = field(default_factory=dict)
+
+    @cached_property
+    def least(self) -> Solution:
+        """The decisions with which it takes the least memory."""
+        return smallest_budget(self.problem)
+
+    def decide(self, level: int) -> Decisions:
+        """Decide for it with a part of the memory between the least and that of plain training."""
+        everything = keep_all(self.graph)
+        if not level:
+            return everything
+        if level < LAST:
+            most_bytes = replay(self.problem, self.step.join([everything])).peak_bytes
+            size_bytes = most_bytes - (most_bytes - self.least.peak_bytes) * level // LAST
+            found = self.solve(replace(self.problem, budget_bytes=size_bytes))
+            if found.is_feasible and replay(self.problem, found.recompute).peak_bytes <= size_bytes:
+                return self.step.split(found.recompute)[0]
+        return self.step.split(self.least.recompute)[0]
 
 
 class WaitingGraphs:
@@ -139,7 +161,9 @@ class WaitingGraphs:
             known,
             resident=resident,
             unfinished_bytes=sum(self._more_bytes(part, schedule, level) for part, schedule in known.unfinished),
-            others_bytes=max((self._work_bytes(part, level, resident) for part, _ in resident.waiting), default=0),
+            others_bytes=max(
+                (self._work_bytes(part, level, bool(resident.kept)) for part, _ in resident.waiting), default=0
+            ),
             decided=tuple(self.decisions(own.part, level) for own in known.calls) if kind in self._alike else (),
         )
 
@@ -169,7 +193,7 @@ class WaitingGraphs:
         """Decide what a graph that waits computes again at a level."""
         alone = self._of(part)
         if level not in alone.decided:
-            alone.decided[level] = self._decide(alone, level)
+            alone.decided[level] = alone.decide(level)
         return alone.decided[level]
 
     def _of(self, part: Part) -> _Alone:
@@ -177,42 +201,42 @@ class WaitingGraphs:
         if alone is None or alone.graph is not part.captured.graph:
             graph, (_, profile) = part.captured.graph, self._parts.prepare(part)
             step = merge([Call(in_blocks(graph, part.captured.device), profile)], [0])
-            alone = self._alone[part] = _Alone(graph, step, Remembering(worker.apart(self._options.solver)))
+            options = SolveOptions(time_limit_s=self._options.time_limit_s)
+            problem = Problem(step.graph, step.profile, UNLIMITED, options)
+            solve = Remembering(worker.apart(self._options.solver))
+            alone = self._alone[part] = _Alone(graph, step, problem, solve)
         return alone
 
-    def _decide(self, alone: _Alone, level: int) -> Decisions:
-        """Decide for a graph on its own, with a part of the memory between the least and that of plain training."""
-        options = SolveOptions(time_limit_s=self._options.time_limit_s)
-        problem, everything = Problem(alone.step.graph, alone.step.profile, UNLIMITED, options), keep_all(alone.graph)
-        if not level:
-            return everything
-        least = smallest_budget(problem)
-        if level < LAST:
-            most_bytes = replay(problem, alone.step.join([everything])).peak_bytes
-            size_bytes = most_bytes - (most_bytes - least.peak_bytes) * level // LAST
-            found = alone.solve(replace(problem, budget_bytes=size_bytes))
-            if found.is_feasible and replay(problem, found.recompute).peak_bytes <= size_bytes:
-                return alone.step.split(found.recompute)[0]
-        return alone.step.split(least.recompute)[0]
-
     def _schedule(self, part: Part, level: int) -> Schedule:
-        return lower(part.captured.graph, self.decisions(part, level))
+        schedules = self._of(part).schedules
+        if level not in schedules:
+            schedules[level] = lower(part.captured.graph, self.decisions(part, level))
+        return schedules[level]
 
     def _more_bytes(self, part: Part, schedule: Schedule, level: int) -> int:
         """Count the bytes by which a graph saves more at a level than by a schedule."""
         own = self._schedule(part, level)
         return 0 if own.saved == schedule.saved else saved_bytes(part, own) - saved_bytes(part, schedule)
 
-    def _work_bytes(self, part: Part, level: int, resident: Resident) -> int:
+    def _work_bytes(self, part: Part, level: int, is_added: bool) -> int:
         """Count what the backward of a graph takes beyond what the graph holds.
 
-        Gradients of parameters are added to those that exist, where there are some.
+        Args:
+            part: Runs the graph.
+            level: By which it runs.
+            is_added: Whether gradients of parameters are added to those that exist.
         """
+        found = self._of(part).work_bytes
+        if (level, is_added) not in found:
+            found[level, is_added] = self._count_work(part, level, is_added)
+        return found[level, is_added]
+
+    def _count_work(self, part: Part, level: int, is_added: bool) -> int:
         graph, trained = part.captured.graph, part.captured.trained
         values = {node: t for t, node in enumerate(part.captured.fx_values)}
         added = {
             values[part.captured.backward_outputs[position]]
-            for position in (trained if resident.kept else ())
+            for position in (trained if is_added else ())
             if _is_parameter(graph, position) and part.captured.backward_outputs[position] in values
         }
         (_, profile), stay = self._parts.prepare(part), tuple(t for t in graph.gradients if t not in added)
