@@ -60,6 +60,9 @@ class HiRemateCallback(Callback):
             Dimensions of the same size, those of masks for example, follow. The largest sizes are planned in the first
             steps: a budget that is too small for them is refused then, and shares are of them.
             `torch._dynamo.mark_dynamic(tensor, dim, min=, max=)` on what the call is given asks for the same.
+        background: Whether plans after the first are solved in a process of low priority while training goes on, by
+            what is known and fits, and take over between two steps. Training waits where nothing known fits, and in
+            several processes.
         verbose: Whether to report, on rank zero: a line when a plan is made, one when it was measured, one that says
             where its page is; "full" for the whole table of the plan.
 
@@ -87,6 +90,7 @@ class HiRemateCallback(Callback):
         compile: str | None = None,
         verify: str | int = "first",
         sizes: Sizes | None = None,
+        background: bool = False,
         verbose: bool | Literal["full"] = True,
     ) -> None:
         self._options = make_options(
@@ -99,6 +103,7 @@ class HiRemateCallback(Callback):
             compile=compile,
             verify=verify,
             sizes=sizes,
+            background=background,
             verbose=verbose,
         )
         self._target = target

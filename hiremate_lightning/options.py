@@ -48,6 +48,7 @@ class SessionOptions:
         compile: "inductor" to fuse operations into kernels that Inductor makes, None for PyTorch's own.
         verify: Number of first runs at which captured code is proved against eager PyTorch.
         sizes: The sizes that were named, of which the largest are planned in the first steps.
+        background: Whether plans after the first are made while training goes on.
     """
 
     budget: Budget
@@ -58,6 +59,7 @@ class SessionOptions:
     compile: str | None = None
     verify: int = 1
     sizes: tuple[NamedSize, ...] = ()
+    background: bool = False
 
 
 def make_options(
@@ -71,6 +73,7 @@ def make_options(
     compile: str | None = None,
     verify: str | int = "first",
     sizes: Sizes | None = None,
+    background: bool = False,
     verbose: bool | Literal["full"] = True,
 ) -> SessionOptions:
     """Check the arguments that all ways to plan share.
@@ -89,6 +92,8 @@ def make_options(
         raise ConfigurationError(f"max_plans must be at least 1, found {max_plans!r}")
     if verbose not in (True, False, "full"):
         raise ConfigurationError(f"verbose must be True, False or 'full', found {verbose!r}")
+    if not isinstance(background, bool):
+        raise ConfigurationError(f"background must be True or False, found {background!r}")
     folder = None if cache_dir is None else Path(cache_dir)
     asked = parse_budget(budget)
     check_strategy(solver)  # last: it starts a process
@@ -101,6 +106,7 @@ def make_options(
         compile=compile,
         verify=_parse_verify(verify),
         sizes=_parse_sizes(sizes),
+        background=background,
     )
 
 
@@ -179,4 +185,5 @@ def _arguments(options: SessionOptions) -> dict[str, Any]:
         "compile": options.compile,
         "verify": options.verify,
         "sizes": options.sizes,
+        "background": options.background,
     }

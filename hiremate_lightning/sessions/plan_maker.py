@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from ..measuring.describing import describe
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident, ResidentMemory
 from ..memory.free_memory import free_bytes
 from ..options import SessionOptions
+from ..planning.background import BackgroundPlan
 from ..planning.plan import Plan
-from ..planning.planner import make_plan, resolve
+from ..planning.planner import fastest_that_fits, make_plan, resolve
 from ..planning.shared_solving import announce, shared
 from ..planning.solvers import worker
 from ..planning.solvers.base import Strategy
 from ..planning.solvers.curve import Remembering
 from ..records.costs import step_time_ms
 from ..records.scaling import are_same
-from ..records.schedule import lower
-from ..records.step import Step
+from ..records.schedule import keep_all, lower
+from ..records.step import Decisions, Step
 from ..reporting.report import Stages
 from ..running.program import Program, build
 from ..torch_private import runtime
@@ -30,6 +32,8 @@ from .known import Known, KnownCall
 from .limits import Limits
 from .parts import Parts
 from .waiting import WaitingGraphs
+
+log = logging.getLogger("hiremate_lightning")
 
 
 class PlanMaker:
@@ -49,6 +53,7 @@ class PlanMaker:
         waiting: What forwards run whose backward comes in a later step.
         proved: Says how many captured graphs are proved.
         rounded: Lists the values of these that differ by rounding.
+        failed: Called where no plan could be made in the background, with the reason.
     """
 
     def __init__(
@@ -58,8 +63,10 @@ class PlanMaker:
         self.waiting = WaitingGraphs(options, parts, stages)
         self.proved: Callable[[], str] = str
         self.rounded: Callable[[], tuple[str, ...]] = tuple
+        self.failed: Callable[[BaseException | None], None] = log.info
         self._name, self._kinds, self._memory, self._parts, self._stages = name, kinds, memory, parts, stages
         self._auto_bytes: int | None = None  # what was free at first
+        self._background: dict[Kind, BackgroundPlan] = {}
 
     def new_limits(self) -> Limits:
         """Return the budgets of a kind of step of which none was seen."""
@@ -164,20 +171,79 @@ class PlanMaker:
         step, before = known.merge(), known.resident
         limits = self.limits(kind, known)
         self._kinds.change(kind, known=replace(known, limits=limits))
+        asked = partial(
+            make_plan,
+            step,
+            self.options.budget,
+            limits.budget_bytes,
+            before.size_bytes,
+            self.options.plan,
+            target=self._name,
+            margin_bytes=known.margin_bytes,
+        )
+        decided = step.join(known.decided) if known.decided else self._meanwhile(kind, known, step, asked)
         with self._stages.reporter.stage("solving"):
-            plan = make_plan(
-                step,
-                self.options.budget,
-                limits.budget_bytes,
-                before.size_bytes,
-                self.options.plan,
-                target=self._name,
+            plan = asked(
                 planning=self._stages.take(),
-                margin_bytes=known.margin_bytes,
                 solve=known.solve,
                 progress=self._stages.reporter.solving(step_time_ms(step.graph, step.profile)),
-                decided=step.join(known.decided) if known.decided else None,
+                decided=decided,
             )
-        plan = plan.changed(resident_parts=before.kinds, proved=self.proved(), rounded=self.rounded())
+        return self._finish(known, step, plan)
+
+    def _finish(self, known: Known, step: Step, plan: Plan) -> tuple[Plan, dict[int, Program]]:
+        plan = plan.changed(resident_parts=known.resident.kinds, proved=self.proved(), rounded=self.rounded())
         pairs = zip(known.calls, step.split(plan.solution.recompute), strict=True)
         return plan, {own.place: build(own.captured, lower(own.captured.graph, rows)) for own, rows in pairs}
+
+    # ---------------------------------------------------------------- in the background
+
+    def _meanwhile(self, kind: Kind, known: Known, step: Step, make: Callable[..., Plan]) -> Decisions | None:
+        """Find decisions that fit a step until a plan is made in the background; None where training waits for one.
+
+        It waits for the first plan, where nothing known fits, where nothing is to be solved, and in several processes:
+        these agree on their plans as they make them.
+        """
+        self.drop(kind)
+        if not self.options.background or not self._kinds.plans or runtime.process_group_store() is not None:
+            return None
+        everything = keep_all(step.graph)
+        found = self._fastest(kind, known, step, [everything, *self._decided_like(known)])
+        if found is None or found == everything:
+            return None
+        try:
+            self._background[kind] = BackgroundPlan(lambda solve: make(solve=solve), self.options.plan.solver)
+        except OSError as error:
+            log.info("No process for solving in the background could be started (%s): training waits", error)
+            return None
+        return found
+
+    def _decided_like(self, known: Known) -> list[Decisions]:
+        return [decided for other, decided in self._kinds.decided() if other.goes_on_as(known, 0)]
+
+    def _fastest(self, kind: Kind, known: Known, step: Step, candidates: Iterable[Decisions]) -> Decisions | None:
+        room_bytes = self.limits(kind, known).budget_bytes - known.resident.size_bytes - known.margin_bytes
+        return fastest_that_fits(step, max(0, room_bytes), candidates)
+
+    def drop(self, kind: Kind | None = None) -> None:
+        """Drop what is made in the background for a kind of step, or for all."""
+        for other in [other for other in self._background if kind in (None, other)]:
+            self._background.pop(other).close()
+
+    def better(self) -> Iterator[tuple[Kind, Plan, dict[int, Program]]]:
+        """Yield what was made in the background since, where it fits the step as it is now and is faster."""
+        for kind in [kind for kind, made in self._background.items() if made.is_done]:
+            made = self._background.pop(kind)
+            if made.plan is None:
+                self.failed(made.error)
+            elif kind in self._kinds.plans:
+                known, plan, now = self._kinds.described(kind), made.plan, self._kinds.plans[kind].solution.recompute
+                step, found = known.merge(), plan.solution.recompute
+                if found != now and self._fastest(kind, known, step, [now, found]) == found:
+                    plan = plan.changed(
+                        graph=step.graph,
+                        profile=step.profile,
+                        budget_bytes=self.limits(kind, known).budget_bytes,
+                        resident_bytes=known.resident.size_bytes,
+                    )
+                    yield kind, *self._finish(known, step, plan)

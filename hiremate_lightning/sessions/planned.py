@@ -77,6 +77,7 @@ class PlannedKinds:
         self.listeners: list[Callable[[Plan], None]] = []
         self.shortage = Shortage()
         self._dropped: Plan | None = None  # the latest one of those that were dropped
+        maker.failed = announcements.not_made
 
     @property
     def options(self) -> SessionOptions:
@@ -115,6 +116,7 @@ class PlannedKinds:
         except BaseException as error:  # Ctrl-C too: budgets change for all kinds of steps or for none
             enough = self._error_of_all() if isinstance(error, InfeasibleBudgetError) else None
             self.maker.options, self.maker.waiting.level = before, level
+            self.maker.drop()  # it is for the other budget
             self.kinds.restore(records)
             raise enough or error from None
         self._first_steps.forget_searches()
@@ -124,6 +126,11 @@ class PlannedKinds:
             self._announce(kind, plan)
         for plan, _ in made.values():
             self._tell(plan)
+
+    def take_better(self) -> None:
+        """Let plans take over, between two steps, that were made in the background."""
+        for kind, plan, programs in self.maker.better():
+            self._take(kind, plan, programs)
 
     def likely(self, step: CurrentStep) -> list[Kind]:
         """List the planned kinds by whose plan a step may begin."""
@@ -288,10 +295,12 @@ class PlannedKinds:
     def _replan(self, *kinds: Kind) -> None:
         """Plan known steps and let their programs take over."""
         for kind in dict.fromkeys(kinds):
-            plan, programs = self.maker.make(kind)
-            self._install(kind, plan, programs)
-            self._announce(kind, plan)
-            self._tell(plan)
+            self._take(kind, *self.maker.make(kind))
+
+    def _take(self, kind: Kind, plan: Plan, programs: Mapping[int, Program]) -> None:
+        self._install(kind, plan, programs)
+        self._announce(kind, plan)
+        self._tell(plan)
 
     def _install(self, kind: Kind, plan: Plan, programs: Mapping[int, Program]) -> None:
         """Let the programs of a plan take over."""

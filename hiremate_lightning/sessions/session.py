@@ -190,6 +190,11 @@ class Session:
         self._tracing.close()
         self.steps.fail()
 
+    def close(self) -> None:
+        """Drop the step under way, and what is made in the background."""
+        self.abandon_step()
+        self.planned.maker.drop()
+
     # ---------------------------------------------------------------- capture
 
     def backend(self) -> Any:

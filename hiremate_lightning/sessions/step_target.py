@@ -52,7 +52,7 @@ class StepTarget:
 
     def detach(self) -> None:
         """Leave the module as it was."""
-        self.session.abandon_step()
+        self.session.close()
         self._compiler.close()
         if self._found is None:
             self.root.__dict__.pop(self.METHOD, None)

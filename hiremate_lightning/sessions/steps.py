@@ -149,6 +149,7 @@ class Steps:
         waiting = len(self._parts.waiting())
         foreseen = self._kinds.foresee((size_bytes, waiting))
         step = self.current = CurrentStep(size_bytes, waiting, foreseen, calls)
+        self._planned.take_better()
         self._watching.settle()
         self._memory.step_begins(arguments)
         if finished is not None:

@@ -82,7 +82,7 @@ class Targets:
     def detach(self) -> None:
         """Leave every module as it was."""
         _attached.discard(self)
-        self.session.abandon_step()
+        self.session.close()
         self._waiting.clear()
         self._compiled.clear()
         self._compiler.close()

@@ -29,6 +29,7 @@ from .base import Problem, Solution, Status, Strategy, get_strategy, needs_progr
 log = logging.getLogger("hiremate_lightning")
 GRACE_S = 60.0  # after its time limit a solve is given up
 MENDING = "pip install --force-reinstall highsbox"
+NICE = "--nice"  # argument of a process that gives way to others
 READY, PROGRESS, ANSWER, ERROR = range(4)  # kinds of messages from the process
 Progress = Callable[[float, float], None]
 Answer = TypeVar("Answer")
@@ -41,16 +42,19 @@ class WorkerLostError(Exception):
 class Worker:
     """A process that solves problems, one at a time.
 
+    Args:
+        is_nice: Whether it gives way to all else that computes.
+
     Attributes:
         is_ready: Whether it has started to listen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_nice: bool = False) -> None:
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self._owner = os.getpid()
         self.is_ready = False  # until its first message
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-m", __name__, *([NICE] if is_nice else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -193,10 +197,27 @@ def apart(name: str) -> Strategy:
     return partial(_solve_apart, name=name, in_place=strategy)
 
 
+def solving_in(worker: Worker, name: str) -> Strategy:
+    """Return a strategy that solves in a process that one has; one that is not of this package solves in place."""
+    strategy = get_strategy(name)
+    if not strategy.__module__.startswith(__package__ or ""):
+        return strategy
+
+    def solve(problem: Problem) -> Solution:
+        return worker.solve(_with_backend(problem, name), name, problem.options.time_limit_s + GRACE_S)
+
+    return solve
+
+
+def _with_backend(problem: Problem, name: str) -> Problem:
+    if problem.options.backend or not needs_programs(name):
+        return problem
+    chosen = mip_backend.BACKENDS[len(backend_failures()) :][:1]
+    return replace(problem, options=replace(problem.options, backend="".join(chosen)))
+
+
 def _solve_apart(problem: Problem, name: str, in_place: Strategy) -> Solution:
-    if not problem.options.backend and needs_programs(name):
-        chosen = mip_backend.BACKENDS[len(backend_failures()) :][:1]
-        problem = replace(problem, options=replace(problem.options, backend="".join(chosen)))
+    problem = _with_backend(problem, name)
     limit_s = problem.options.time_limit_s + GRACE_S
     try:
         return _apart(lambda worker: worker.solve(problem, name, limit_s), lambda: in_place(problem))
@@ -288,5 +309,8 @@ def _answer(question: Any, answers: IO[bytes]) -> Solution | str:
 if __name__ == "__main__":
     # Under this name the classes here would be others than those that the package imports.
     from hiremate_lightning.planning import solvers  # noqa: F401  (registers the strategies)
+
+    if NICE in sys.argv:
+        os.nice(19)
 
     _serve()
