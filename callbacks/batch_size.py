@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from torch.utils.data import DataLoader, IterableDataset
 
-from hiremate_lightning.callbacks.planning import HiRemateCallback
+from hiremate_lightning.callbacks.planning import planner_of
 from hiremate_lightning.errors import HiRemateWarning
 from hiremate_lightning.options import SessionOptions, make_options
 from hiremate_lightning.planning.planner import DEFAULT_SOLVER
@@ -179,7 +179,7 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
             ConfigurationError: If the step can't be scaled.
             InfeasibleBudgetError: If not even size 1 fits.
         """
-        planner = next((c for c in trainer.callbacks if isinstance(c, HiRemateCallback)), None)  # type: ignore[attr-defined]
+        planner = planner_of(trainer)
         trials = _Trials(trainer, pl_module, self._batch_arg_name, self._longest_batch)
         asked = self._asked
         if self._budget is None and planner is not None:

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from hiremate_lightning.callbacks.planning import HiRemateCallback
+from hiremate_lightning.callbacks.planning import planner_of
 from hiremate_lightning.errors import ConfigurationError, HiRemateWarning
 from hiremate_lightning.measuring.resident import WATCHED_STEPS, ResidentMemory
 from hiremate_lightning.memory.metering import Interval, MemoryMeter
@@ -140,7 +140,8 @@ class MemoryMonitor(Callback):
 
     def _is_left_to_planning(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
         """Whether this may be one of the first steps, which planning measures: a second measurement would slow them."""
-        if self._steps > WATCHED_STEPS or not _is_planned(trainer, pl_module):
+        is_planned = planner_of(trainer) is not None or targets_of(pl_module) is not None
+        if self._steps > WATCHED_STEPS or not is_planned:
             return False
         plans = _plans(trainer, pl_module)
         return not plans or any(plan.measured.step_ms is None for plan in plans)
@@ -181,17 +182,9 @@ class MemoryMonitor(Callback):
             warnings.warn(text, HiRemateWarning, stacklevel=2)
 
 
-def _planner(trainer: pl.Trainer) -> HiRemateCallback | None:
-    return next((c for c in trainer.callbacks if isinstance(c, HiRemateCallback)), None)  # type: ignore[attr-defined]
-
-
-def _is_planned(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
-    return _planner(trainer) is not None or targets_of(pl_module) is not None
-
-
 def _plans(trainer: pl.Trainer, pl_module: pl.LightningModule) -> tuple[Plan, ...]:
     """Return the plans of all kinds of steps: which one ran may not be settled yet when a step ends."""
-    if (planner := _planner(trainer)) is not None:
+    if (planner := planner_of(trainer)) is not None:
         return planner.plans
     targets = targets_of(pl_module)
     return () if targets is None else tuple(targets.session.plans.values())

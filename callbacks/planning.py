@@ -218,3 +218,8 @@ class HiRemateCallback(Callback):
                 "target='training_step' needs automatic optimization: with manual optimization the backward is "
                 "inside of it. Leave target out to plan the submodules."
             )
+
+
+def planner_of(trainer: pl.Trainer) -> HiRemateCallback | None:
+    """Return the planning callback of a Trainer."""
+    return next((c for c in trainer.callbacks if isinstance(c, HiRemateCallback)), None)  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ there:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from ..partition import Cluster, partition
 from .base import Status
@@ -37,27 +37,25 @@ MS_PER_BYTE = 1e-15  # so that of options of the same time the one that saves le
 Frontier = tuple[frozenset[int], ...]
 
 
-def frontiers(model: StepModel, clusters: Sequence[Cluster]) -> dict[int, Frontier]:
-    """Return each cluster's options, as the values that are kept; equal clusters are solved once.
+def frontiers(model: StepModel, clusters: Sequence[Cluster]) -> Iterator[tuple[list[int], Frontier]]:
+    """Yield each cluster's values, and its options as the values that are kept; equal clusters are solved once.
 
     Args:
         model: The step.
         clusters: Those of a partition.
 
-    Returns:
-        By number of the cluster, its options, the one that saves most first.
+    Yields:
+        Of each cluster with values of its own these and its options, the one that saves most first.
     """
     solved: dict[str, tuple[tuple[int, ...], ...]] = {}
-    found = {}
-    for number, cluster in enumerate(clusters):
+    for cluster in clusters:
         inside = values_of(model, cluster)
         if not inside:
             continue
         if cluster.key not in solved:
             place = {s: i for i, s in enumerate(inside)}
             solved[cluster.key] = tuple(tuple(place[s] for s in sorted(o)) for o in _options(model, inside))
-        found[number] = tuple(frozenset(inside[i] for i in option) for option in solved[cluster.key])
-    return found
+        yield inside, tuple(frozenset(inside[i] for i in option) for option in solved[cluster.key])
 
 
 def values_of(model: StepModel, cluster: Cluster) -> list[int]:
@@ -87,15 +85,15 @@ def _options(model: StepModel, inside: Sequence[int]) -> list[frozenset[int]]:
     return list(options) or [frozenset(inside)]
 
 
-def restriction(options: Mapping[int, Frontier], values: Mapping[int, Sequence[int]]) -> Restriction:
-    """Return what adds (7) and (8) to a phased program."""
+def restriction(options: Sequence[tuple[list[int], Frontier]]) -> Restriction:
+    """Return what adds (7) and (8) to a phased program, for the values and options of each cluster."""
 
     def restrict(phased: PhasedProgram) -> None:
         program = phased.program
-        for number, frontier in options.items():
+        for number, (values, frontier) in enumerate(options):
             chosen = [program.variable(0.0) for _ in frontier]
             program.row(f"7_{number}", [(f, 1.0) for f in chosen], lower=1.0, upper=1.0)
-            for storage in values[number]:
+            for storage in values:
                 if (0, storage) in phased.held:
                     keeping = [(f, 1.0) for f, option in zip(chosen, frontier, strict=True) if storage in option]
                     terms = [*keeping, (phased.held[0, storage], -1.0)]
@@ -106,10 +104,8 @@ def restriction(options: Mapping[int, Frontier], values: Mapping[int, Sequence[i
 
 def merge(search: Search) -> None:
     """Partition, solve the clusters, and choose among their options for the whole."""
-    clusters = partition(search.model.graph)
-    found = frontiers(search.model, clusters)
-    values = {number: values_of(search.model, clusters[number]) for number in found}
-    refine(search, restrict=restriction(found, values))
+    options = list(frontiers(search.model, partition(search.model.graph)))
+    refine(search, restrict=restriction(options))
 
 
 @searching("hilp", needs_programs=True)
