@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.torch_private import host_events
@@ -98,6 +99,19 @@ def test_an_idle_meter_pauses_another_one_and_measures_nothing():
     assert (outer.was_interrupted, outer.lost_marks, idle.lost_marks) == (True, True, False)
     assert [i.peak_bytes for i in outer.intervals] == [8 * KB]
     assert not idle.intervals
+
+
+def test_a_mark_in_code_that_is_traced_is_no_part_of_it():
+    """A tensor that dies while code is traced sets one."""
+
+    def code(x: torch.Tensor) -> torch.Tensor:
+        meter.mark("inside")
+        return x.sin()
+
+    with MemoryMeter(CPU) as meter:
+        traced = make_fx(code)(torch.ones(3))
+    assert [str(node.target) for node in traced.graph.nodes] == ["x_1", "aten.sin.default", "output"]
+    assert [i.label for i in meter.intervals] == ["start", "inside"]
 
 
 def test_a_mark_on_a_paused_meter_is_known_to_be_lost():

@@ -227,6 +227,25 @@ def test_a_proof_keeps_the_first_step_within_its_budget(monkeypatch, share):
     assert resident + max(peaks) <= budget, f"{peaks} beside {resident:,} of {budget:,} bytes"
 
 
+def test_code_that_takes_gradients_by_itself_is_proved():
+    """A gradient penalty in a forward: it needs what it saves, which is put aside where it does not fit."""
+
+    class Penalty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)
+            return gradient.square().mean()
+
+    module = hiremate(Penalty(), "70%", verbose=False)
+    module(torch.randn(2048, 64)).backward()
+    words = targets_of(module).session.prover.words()
+    assert re.fullmatch(r"forward (\d) of \1 graphs?, gradients (\d) of \2", words), words
+
+
 def test_wrong_gradients_are_seen_where_no_plain_backward_fits(monkeypatch):
     """A plain backward does not fit: gradients are proved segment by segment."""
     made, cut = [], proving.cut

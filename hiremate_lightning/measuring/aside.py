@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -59,6 +60,16 @@ class SavedAside(torch.autograd.graph.saved_tensors_hooks):
             self._copies[storage] = version, tensor_state.watch_storage(tensor), memory
         offset = int(tensor.storage_offset())
         return _Aside(memory, (tensor.dtype, tensor.device, offset, tensor.shape, tensor.stride()))
+
+
+def saving_aside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function put aside what autograd saves in it."""
+
+    def run(*arguments: Any) -> Any:
+        with SavedAside(tensor_state.storages_among(arguments)):
+            return function(*arguments)
+
+    return run
 
 
 def in_file(value: torch.Tensor) -> torch.Tensor:

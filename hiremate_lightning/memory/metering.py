@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch.profiler import record_function
 
 from ..torch_private import backward_pass, host_events
 
@@ -231,12 +230,10 @@ class _HostEvents:
         host_events.start(self._give_way)
 
     def mark(self, label: str) -> None:
-        with record_function(self._MARK + label):
-            pass
+        host_events.mark(self._MARK + label)
 
     def mark_release(self, label: str) -> None:
-        with record_function(self._RELEASE + label):
-            pass
+        host_events.mark(self._RELEASE + label)
 
     def pause(self) -> None:
         for name, size in host_events.stop():

@@ -24,6 +24,7 @@ from torch import fx
 
 from ..errors import HiRemateError
 from ..measuring.apart import unmeasured
+from ..measuring.aside import saving_aside
 from ..measuring.custom_operators import has_unsteady
 from ..measuring.differences import Difference, differences
 from ..measuring.resident import Resident
@@ -189,7 +190,10 @@ class Prover:
         in_files = memory is not None and memory.needs_files
         trial = Trial(arguments, _names_of(written), _constants_of(written), is_plain, in_files=in_files)
         try:
-            if memory is None or is_plain or proof.backward != _UNKNOWN:
+            if not is_plain and _takes_gradients(written):  # by itself: it needs what it saves
+                trial = replace(trial, with_gradients=proof.part is not None)
+                trial, expected = _first_outcome(trial, saving_aside(written), keeps_all=True)
+            elif memory is None or is_plain or proof.backward != _UNKNOWN:
                 trial, expected = _first_outcome(trial, written)
             else:
                 trial, expected = _outcome_in_segments(trial, written, memory)
@@ -277,15 +281,21 @@ def _outcome_in_segments(trial: Trial, written: fx.GraphModule, memory: ProofMem
     return replace(trial, with_gradients=True), outcome
 
 
-def _first_outcome(trial: Trial, written: Callable[..., Any]) -> tuple[Trial, Outcome]:
+def _takes_gradients(written: fx.GraphModule) -> bool:
+    modules = (module for module in written.modules() if isinstance(module, fx.GraphModule))
+    return any(module.graph.find_nodes(op="call_function", target=torch.autograd.grad) for module in modules)
+
+
+def _first_outcome(trial: Trial, written: Callable[..., Any], keeps_all: bool = False) -> tuple[Trial, Outcome]:
     """Run code as written; where it changes an input in place that needs a gradient, on copies of these."""
+    keeps_nothing = not (trial.with_gradients or keeps_all)
     try:
-        return trial, trial.run(written, keeps_nothing=not trial.with_gradients)
+        return trial, trial.run(written, keeps_nothing)
     except RuntimeError as error:
         if "leaf" not in str(error):
             raise
     trial = replace(trial, copies=True)
-    return trial, trial.run(written, keeps_nothing=not trial.with_gradients)
+    return trial, trial.run(written, keeps_nothing)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig, _RecordFunctionFast
 from torch.autograd import profiler
 
 _ERROR = 2  # of the levels at which torch's C++ code logs
@@ -45,12 +45,18 @@ def start(give_way: Callable[[], None]) -> None:
     torch.autograd._enable_profiler_legacy(config)
 
 
+def mark(name: str) -> None:
+    """Put a name among the events; code that is being traced does not get it, as it gets `record_function`."""
+    with _RecordFunctionFast(name):
+        pass
+
+
 def stop() -> list[tuple[str, int]]:
     """End the recording.
 
     Returns:
         In order of time, ("", bytes) for each allocation (above 0) and release (below 0), and (name, 0) for each
-        `record_function`.
+        `mark`.
     """
     _giving_way.pop(threading.get_ident(), None)
     threads: list[list[Any]] = torch.autograd._disable_profiler_legacy()
