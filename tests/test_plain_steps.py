@@ -93,6 +93,17 @@ def test_the_first_way_that_fits_is_chosen():
     assert [None if prediction is None else prediction.way for prediction in found] == [ways[0], None]
 
 
+def test_steps_without_a_plan_are_read_again_once_second_calls_are_known():
+    larger, twice = captured(4, 200), dict[str, list[list[int]]]()
+    plain = known(captured(4, 100))
+    plain.learn_foreseen(replace(larger, read=lambda: (larger.known[0], dict(twice))))
+    found = [plain._codes_called((call(4, 60),), KIND)[0]._twice]
+    twice["module"] = [[0]]
+    plain.read_again()
+    found.append(plain._codes_called((call(4, 60),), KIND)[0]._twice)
+    assert found == [{}, twice]
+
+
 def test_calls_of_another_form_tell_nothing():
     plain = known(captured(4, 100))
     for others in ([call(4)], [call(4, 60, dtype=torch.float64)], [call(4, 60, name="other")], [call(4, 60)] * 2):

@@ -182,6 +182,11 @@ class PlainSteps:
         self._foreseen.append(step)
         self._forget_predictions()
 
+    def read_again(self) -> None:
+        """Read these steps again: it is known now which modules may be called twice."""
+        self._foreseen = deque(map(replace, self._foreseen), maxlen=SAMPLES)
+        self._forget_predictions()
+
     def _forget_predictions(self) -> None:
         self._predicted.clear()
         self._ratios.clear()

@@ -109,7 +109,10 @@ class UnplannedSteps:
 
     def ended(self, step: CurrentStep, plain: PlainRun) -> None:
         """Learn from a step that ran plain."""
+        before = self._second_calls.fit
         self._second_calls.step_ended()
+        if self._second_calls.fit is not before:
+            self._plain.read_again()
         if step.record is None:
             return
         peak_bytes, plan = step.record.peak_bytes, self._planned.latest
