@@ -87,20 +87,6 @@ def test_a_meter_within_another_pauses_the_outer_one():
     assert not outer.lost_marks
 
 
-def test_an_idle_meter_pauses_another_one_and_measures_nothing():
-    with MemoryMeter(CPU) as outer:
-        kept = floats(8 * KB)
-        with MemoryMeter(CPU, is_idle=True) as idle:
-            floats(32 * KB)
-            assert not host_events.profiler_is_running()
-            idle.mark("inside")
-            outer.mark("inside")
-        del kept
-    assert (outer.was_interrupted, outer.lost_marks, idle.lost_marks) == (True, True, False)
-    assert [i.peak_bytes for i in outer.intervals] == [8 * KB]
-    assert not idle.intervals
-
-
 def test_a_mark_in_code_that_is_traced_is_no_part_of_it():
     """A tensor that dies while code is traced sets one."""
 

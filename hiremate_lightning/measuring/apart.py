@@ -23,7 +23,8 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 @contextmanager
 def unmeasured(device: torch.device) -> Iterator[None]:
     """Leave random state and a measurement of the step under way as they are found."""
-    meter = MemoryMeter(device, is_idle=True) if MemoryMeter.is_available(device) else nullcontext()
+    # A meter that pauses another one has to record too: PyTorch takes what it did not see released for what comes to lie there.
+    meter = MemoryMeter(device) if MemoryMeter.is_available(device) else nullcontext()
     devices = [device] if device.type == "cuda" else []
     with (
         torch.cuda.device(device) if devices else nullcontext(),  # events are of the current device

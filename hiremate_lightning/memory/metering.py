@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -80,10 +80,6 @@ class MemoryMeter:
     To start a meter while another runs pauses that one until the inner meter stops: what happens in between does not
     count there. On a CPU all of a thread end where another profiler begins.
 
-    Args:
-        device: Where memory counts.
-        is_idle: Whether it measures nothing, and only pauses another one.
-
     Attributes:
         intervals: One for each mark, complete when the measurement has ended.
         was_interrupted: Whether another meter ran meanwhile, or it gave way to a profiler.
@@ -92,17 +88,14 @@ class MemoryMeter:
 
     _running: ClassVar[list[weakref.ref[MemoryMeter]]] = []  # the last one of a thread counts, the others are paused
 
-    def __init__(self, device: torch.device, is_idle: bool = False) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._thread = _measured_thread(device)
         self.intervals: list[Interval] = []
         self.was_interrupted = False
         self.lost_marks = False
-        self._means: _Nothing | _HostEvents | _DeviceStatistics
-        if is_idle:
-            self._means = _Nothing()
-        else:
-            is_cuda = device.type == "cuda"
-            self._means = _DeviceStatistics(device) if is_cuda else _HostEvents(MemoryMeter._give_way)
+        self._means: _HostEvents | _DeviceStatistics = (
+            _DeviceStatistics(device) if device.type == "cuda" else _HostEvents(MemoryMeter._give_way)
+        )
 
     @staticmethod
     def is_available(device: torch.device) -> bool:
@@ -181,7 +174,7 @@ class MemoryMeter:
             self._pause()
         for reference in [r for r in MemoryMeter._running if r() is self]:
             MemoryMeter._running.remove(reference)
-        self.intervals = list(self._means.intervals)
+        self.intervals = self._means.intervals
         outer = MemoryMeter._current(self._thread)
         if counts and outer is not None:
             outer._resume()
@@ -194,22 +187,6 @@ class MemoryMeter:
         self._means.resume()
         # A meter that is dropped must not leave a profiler running.
         self._dropped = weakref.finalize(self, self._means.pause)
-
-
-class _Nothing:
-    """No measurement."""
-
-    intervals: Sequence[Interval] = ()
-
-    def pause(self) -> None:
-        pass
-
-    resume = pause
-
-    def mark(self, label: str) -> None:
-        pass
-
-    mark_release = mark
 
 
 class _HostEvents:
