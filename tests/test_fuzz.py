@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import Direction, HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from . import fuzz_models
@@ -38,13 +38,13 @@ def _quiet():
     torch._logging.set_logs()
 
 
-# To shrink takes minutes: add Direction.shrink by hand for a failure.
+# To shrink takes minutes: add Phase.shrink by hand for a failure.
 @settings(
     max_examples=15,
     derandomize=True,
     database=None,
     deadline=None,
-    phases=[Direction.generate],
+    phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
 @given(st.data())
