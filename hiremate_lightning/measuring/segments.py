@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..torch_private import tensor_state
 from ..torch_private.restoring import Writes
-from .aside import SavedAside, saving_aside
+from .aside import SavedAside
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of segments that are tried
 _NUMBERS = (bool, int, float, torch.SymInt)
@@ -179,10 +179,8 @@ def _call(segment: Segment, inputs: Sequence[Any]) -> tuple[Any, ...]:
     return checkpoint(run, *others, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-def cut(module: fx.GraphModule, observed: Observed, free_bytes: int) -> Callable[..., Any] | None:
+def cut(module: fx.GraphModule, observed: Observed, free_bytes: int) -> Segmented | None:
     """Cut code into as few segments as fit.
-
-    Where none fit, the code runs once, and all that it saves is put aside: more than what passes between segments is.
 
     Args:
         module: The code.
@@ -190,7 +188,7 @@ def cut(module: fx.GraphModule, observed: Observed, free_bytes: int) -> Callable
         free_bytes: What values of the forward may take at any moment of a backward.
 
     Returns:
-        Runs the code so; None where not even that fits.
+        The code in segments; None where no cut that was tried fits.
     """
     shape = _Shape(observed)
     cuts = [bounds for count in COUNTS if (bounds := shape.bounds(count)) is not None]
@@ -198,7 +196,7 @@ def cut(module: fx.GraphModule, observed: Observed, free_bytes: int) -> Callable
         if shape.peak_bytes(bounds, is_aside) <= free_bytes:
             segments = [shape.segment(module, first, end) for first, end in bounds]
             return Segmented(module, segments, is_aside)
-    return saving_aside(module) if shape.read_bytes() <= free_bytes else None
+    return None
 
 
 class _Shape:
@@ -252,10 +250,6 @@ class _Shape:
                 saved = set[int]().union(*(seen.saved for seen in self._seen[start : index + 1]))
                 saved_bytes = sum(self._sizes[block] for block in saved)
         return list(zip(cuts, [*cuts[1:], len(self._nodes)], strict=True))
-
-    def read_bytes(self) -> int:
-        """Return the most bytes that the backward of one node reads of what was saved."""
-        return max((self._saved_bytes(index, index + 1) for index in range(len(self._nodes))), default=0)
 
     def peak_bytes(self, bounds: Sequence[tuple[int, int]], is_aside: bool) -> int:
         """Return the most bytes of the forward that live in a backward: what has passed, and a segment's own.
