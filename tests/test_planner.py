@@ -19,7 +19,7 @@ from hiremate_lightning.planning.planner import (
 )
 from hiremate_lightning.planning.solvers import base, smallest_budget
 from hiremate_lightning.planning.solvers.base import Problem, Solution, Status, get_strategy, strategy
-from hiremate_lightning.records.schedule import keep_all, lower
+from hiremate_lightning.records.schedule import lower
 from hiremate_lightning.records.simulation import simulate
 from hiremate_lightning.records.step import Call, Gap, merge
 from hiremate_lightning.units import Budget, parse_budget
@@ -187,21 +187,6 @@ def test_a_part_that_fits_neither_the_budget_nor_the_device_is_refused():
     assert first_of(step, Budget(size_bytes=smallest - 1), smallest - 1, free_bytes=smallest).peak_bytes == smallest
     with pytest.raises(InfeasibleBudgetError, match=r"too small for Net.* It needs at least"):
         first_of(step, Budget(size_bytes=smallest - 1), smallest - 1, free_bytes=smallest - 1)
-
-
-def test_a_part_that_leaves_room_enough_is_not_searched(monkeypatch):
-    monkeypatch.setattr(planner, "smallest_budget", no_search)
-    step = step_of(*transformer(2))
-    kept = simulate(step.graph, step.profile, lower(step.graph, keep_all(step.graph))).peak_bytes
-
-    def first(roomy_bytes):
-        return first_solution(step, Budget(share=0.9), 0, 0, PlanOptions(), "Net", roomy_bytes=roomy_bytes)
-
-    assert first(kept).recompute_ms == 0
-    found = first(kept - 1)
-    assert 0 < base.replay(Problem(step.graph, step.profile, 0), found.recompute).peak_bytes < kept
-    with pytest.raises(SearchedError):
-        first(1)
 
 
 def test_a_solver_is_asked_before_the_first_step_is_refused(monkeypatch):

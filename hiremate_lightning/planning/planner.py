@@ -24,7 +24,7 @@ from .plan_files import PlanFiles
 from .shared_solving import agreed
 from .solvers import UNLIMITED, smallest_budget
 from .solvers.base import Problem, Solution, SolveOptions, Status, Strategy, get_strategy, replay
-from .solvers.least_memory import SEARCH_S, narrow_segments
+from .solvers.least_memory import SEARCH_S
 from .solvers.worker import apart
 
 DEFAULT_SOLVER = "portfolio"
@@ -242,14 +242,12 @@ def first_solution(
     progress: Callable[[float, float], None] | None = None,
     known: Iterable[FirstSolution] = (),
     free_bytes: Callable[[], int] = lambda: 0,
-    roomy_bytes: int = 0,
 ) -> Solution:
     """Find how to run a captured part for the first time, or stop where it can't run.
 
-    It is a division into segments, where one leaves room enough. Else it is the schedule of least memory that is found
-    at once, or was found for the same part at another size; a solve is spent only where that passes the budget, and
-    ends with the first schedule that fits. Where none fits the budget, the part runs all the same if the device has the
-    memory: only a step that has run shows which budget is enough.
+    It is the schedule of least memory that is found at once, or was found for the same part at another size; a solve is
+    spent only where that passes the budget, and ends with the first schedule that fits. Where none fits the budget, the
+    part runs all the same if the device has the memory: only a step that has run shows which budget is enough.
 
     Args:
         step: The part.
@@ -261,7 +259,6 @@ def first_solution(
         progress: Told of what is found while solving, see `SolveOptions`.
         known: What was found for other parts.
         free_bytes: Returns the bytes that the part may add beyond the budget.
-        roomy_bytes: A peak of the part for which nothing smaller is searched.
 
     Raises:
         InfeasibleBudgetError: If no schedule of the captured part was found that fits.
@@ -272,10 +269,6 @@ def first_solution(
         max(0, budget_bytes - resident_bytes) if budget_bytes else UNLIMITED,
         SolveOptions(time_limit_s=options.time_limit_s, gap=ANY_GAP, progress=progress),
     )
-    limit_bytes = min(roomy_bytes, problem.budget_bytes)
-    segments = narrow_segments(problem, limit_bytes) if roomy_bytes > 0 else None
-    if segments is not None and replay(problem, segments.recompute).peak_bytes <= limit_bytes:
-        return segments
     at_other_size = next((first for first in known if difference(first.step.graph, step.graph) is None), None)
     if at_other_size is not None and _serves_as_well(at_other_size, problem):
         return at_other_size.solution

@@ -16,7 +16,6 @@ from ..capturing.capture import Captured
 from ..measuring.resident import Resident
 from ..memory.allocator import in_blocks
 from ..planning.planner import FirstSolution, fastest_that_fits, first_solution
-from ..planning.solvers.least_memory import SEGMENTS
 from ..records.costs import Profile, step_time_ms
 from ..records.graph import Graph
 from ..records.scaling import is_no_larger
@@ -34,7 +33,6 @@ from .plan_maker import PlanMaker
 
 REMEMBERED = 8  # searches, whose result may serve at another size
 KEPT = 64  # programs of a part, by what ran before it in its step
-ROOMY = 0.5  # of what the budget leaves: where a part takes no more as it first runs, nothing smaller is searched
 TRACING_BYTES = 2**14  # that tracing takes for itself: states of the random generator, three deep
 
 
@@ -72,11 +70,6 @@ class FirstSteps:
         """Decide anew what to take over: there is another plan, or more is resident."""
         self._taken_over.clear()
 
-    def forget_searches(self) -> None:
-        """Search anew for what takes little memory: there is another budget."""
-        self._found.clear()
-        self._least.clear()
-
     def count(self, resident: Resident) -> None:
         """Learn of what exists before a step: where that is more than ever, what was taken over may not fit."""
         if resident.size_bytes > self._most_bytes:
@@ -101,8 +94,7 @@ class FirstSteps:
             program = self._without_backward(kind, part, profile)
         program = program or self._take_over(step, part, ran, profile)
         is_planned = program is not None
-        program = program or self._find_least(part, profile, step.live_bytes)
-        return Forward(number, part.captured, profile, program, kind, is_planned)
+        return Forward(number, part.captured, profile, program or self._find_least(part, profile), kind, is_planned)
 
     def _without_backward(self, kind: Kind, part: Part, profile: Profile) -> Program:
         """Return the program of a forward that has no backward in its step: it waits for a later one, or is dropped.
@@ -125,8 +117,8 @@ class FirstSteps:
                 found[ran] = None if schedule is None else next(alike, None) or _build(part.captured, schedule)
         return found[ran]
 
-    def _find_least(self, part: Part, profile: Profile, live_bytes: int = 0) -> Program:
-        """Return the program of least memory of a part, or one that takes half of what the budget leaves.
+    def _find_least(self, part: Part, profile: Profile) -> Program:
+        """Return the program of least memory of a part.
 
         Where not even the captured part alone fits, training stops before it runs, or, if there is memory to run it
         once, after: what else the step takes, a second view of a picture or a loss that is a network, is known then.
@@ -140,22 +132,18 @@ class FirstSteps:
                 captured, before = part.captured, self._resident()
                 graph, costs = _without_doubtful(captured, profile)
                 step = merge([Call(in_blocks(graph, captured.device), costs)], [0])
-                budget_bytes = self._maker.budget_bytes(step, before)
-                room_bytes = budget_bytes - before.size_bytes - live_bytes
                 least = first_solution(
                     step,
                     options.budget,
-                    budget_bytes if is_checked else 0,
+                    self._maker.budget_bytes(step, before) if is_checked else 0,
                     before.size_bytes,
                     options.plan,
                     self._name,
                     self._stages.reporter.solving(step_time_ms(captured.graph, profile)),
                     self._found,
                     self._spare_bytes,
-                    int(ROOMY * room_bytes),
                 )
-                if least.strategy != SEGMENTS:  # what takes no time is found anew at other sizes
-                    self._found.append(FirstSolution(step, least))
+                self._found.append(FirstSolution(step, least))
                 self._least[part] = _build(captured, lower(captured.graph, step.split(least.recompute)[0]))
         return self._least[part]
 

@@ -119,7 +119,6 @@ class PlannedKinds:
             self.maker.drop()  # it is for the other budget
             self.kinds.restore(records)
             raise enough or error from None
-        self._first_steps.forget_searches()
         for kind, (plan, programs) in made.items():
             self._install(kind, plan, programs)
         for kind, (plan, _) in made.items():

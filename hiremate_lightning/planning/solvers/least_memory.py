@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from copy import copy
-from itertools import chain, product
+from itertools import product
 
 from ...records.costs import estimate
 from .base import Problem, Solution, Status, strategy
@@ -30,7 +30,6 @@ STARTS = 3  # segmentations from which evictions start
 PATIENCE, DEEP_PATIENCE = 40, 15  # evictions without a smaller peak: from a start, and from each value at a peak
 DEEP_STEPS = 250  # evictions at most from all values at a peak
 SEARCH_S, DEEP_S, KEEP_S = 4.0, 8.0, 1.0
-SEGMENTS = "segments"  # in place of a strategy's name, where nothing was searched
 SLACK, FASTER = 0.005, 0.5  # share of the peak that is given for so much less time
 
 
@@ -66,7 +65,7 @@ def _find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int) -> 
             if stalled > PATIENCE:
                 break
         lowest.append(low)
-    starts = chain((_filled(model, low, time_limit_s) for low in [min(near, key=_by_peak)]), lowest)
+    starts = iter([_filled(model, min(near, key=_by_peak), time_limit_s), *lowest])
     deadline = time.monotonic() + min(DEEP_S, time_limit_s)
     while _least(near) > budget_bytes and (start := next(starts, None)) is not None:
         for better in _deepen(model, start, deadline):
@@ -137,21 +136,8 @@ def smallest_budget(problem: Problem) -> Solution:
     start = time.monotonic()
     model = StepModel(problem)
     best = find_smallest(model, problem.options.time_limit_s, problem.budget_bytes)
-    return _solution("least_memory", problem, model, best, start)
-
-
-def narrow_segments(problem: Problem, limit_bytes: int) -> Solution | None:
-    """Return the fastest division into narrow segments whose peak is within a limit; None where there is none."""
-    start = time.monotonic()
-    model = _with_estimated_times(StepModel(problem))
-    found = [Found(policy, model.replay(policy)) for policy in segment_policies(model)]
-    fitting = [f for f in found if f.replay.peak_bytes <= limit_bytes]
-    return _solution(SEGMENTS, problem, model, min(fitting, key=lambda f: f.rank), start) if fitting else None
-
-
-def _solution(name: str, problem: Problem, model: StepModel, best: Found, start: float) -> Solution:
     return Solution(
-        strategy=name,
+        strategy="least_memory",
         status=Status.FEASIBLE if best.replay.peak_bytes <= problem.budget_bytes else Status.NOT_FOUND,
         recompute=decisions(model, best.replay.rows),
         recompute_ms=best.replay.recompute_ms,
