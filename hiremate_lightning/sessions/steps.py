@@ -76,6 +76,7 @@ class Steps:
         self._first_steps, self._watching, self._announcements = first_steps, watching, announcements
         self._parts, self._kinds, self._largest = parts, planned.kinds, largest
         self._is_passed_by = False  # by steps that ran since the latest one
+        self._next_is_timed = False
         self._met: dict[Kind, tuple[int, int]] = {}  # growths, and retained bytes, that the plan of each kind has met
 
     @property
@@ -96,6 +97,10 @@ class Steps:
     def was_passed_by(self) -> None:
         """Learn that a step ran without its plan: its gradients were made unseen, so are not seen freed in the next."""
         self._is_passed_by = True
+
+    def time_next(self) -> None:
+        """Time the operations of the next step, whatever else is watched in it."""
+        self._next_is_timed = True
 
     def take_record(self) -> StepRecord | None:
         """Return the record of the step that has ended, where it was to be planned; it won't be any more."""
@@ -227,8 +232,8 @@ class Steps:
             step.look = self._watching.step_begins(self._expect(step))
         if step.look.is_measured:
             step.record = self._begin_record(step, arguments)
-        if step.look.is_timed:
-            step.timed = TimedRun(self._memory.device)
+        if step.look.is_timed or self._next_is_timed:
+            step.timed, self._next_is_timed = TimedRun(self._memory.device), False
 
     def _expect(self, step: CurrentStep) -> Expected:
         """Return what is known of a step that begins."""
