@@ -86,7 +86,7 @@ class Left:
         losses: Of each backward.
         gradients: Local gradients of each step.
         weights: Local weights at the end.
-        peak_bytes: Of the last step, above its start.
+        peak_bytes: Of the last step: that of the micro-batch that adds most to what was there before it.
         plans: The plans that were made.
         said: Warnings of hiremate.
         resident_bytes: Of local weights and the optimizer's state.
@@ -326,8 +326,8 @@ def step(model: nn.Module, optimizer: Any, case: Case, rank: int, index: int, le
             loss.backward()
             left.losses.append(loss.detach())
 
-        if is_last and is_end:
-            left.peak_bytes = measure_peak(run)
+        if is_last:
+            left.peak_bytes = max(left.peak_bytes, measure_peak(run))
         else:
             run()
     left.gradients.append({n: local(p.grad) for n, p in model.named_parameters() if p.grad is not None})

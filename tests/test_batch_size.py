@@ -32,7 +32,7 @@ from hiremate_lightning import (
 )
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sessions.targets import targets_of
-from hiremate_lightning.sizes.batch_size import SizeFinder
+from hiremate_lightning.sizes.batch_size import CAUTION, SizeFinder
 
 from .models import GPT, ResNet, UNet
 from .training import resident_bytes
@@ -77,6 +77,7 @@ def pictures(side: int) -> Callable[[int], torch.Tensor]:
     return lambda n: torch.randn(n, 3, side, side)
 
 
+FIRST_TRY = 4  # real steps of a search whose first choice holds: two samples, a step to plan, one under its plan
 REAL = {
     "gpt": (lambda: case_of(GPT(blocks=2, width=64), lambda n: torch.randint(256, (n, 128))), "24 MiB"),
     "unet": (lambda: case_of(UNet(width=8, depth=2), pictures(64)), "20 MiB"),
@@ -100,9 +101,13 @@ def measured_peak(case: Case, size: int, budget: int | str, steps: int = 4) -> i
 
 
 def assert_a_little_more_does_not_fit(result: BatchSizeResult, max_overhead: float) -> None:
-    """A size at most a twentieth larger, or the next one, was planned and refused."""
+    """A size at most a twentieth larger, or the next one, was planned and refused.
+
+    Where a size took more time than was predicted of it, which its real step shows, the search goes on for less.
+    """
     more = [t for t in result.trials if int(result) < t.size <= max(int(result) + 1, 1.05 * int(result))]
-    assert any(not t.fits or t.overhead > max_overhead for t in more), [t.size for t in result.trials]
+    aim = max_overhead if result.real_steps <= FIRST_TRY else CAUTION * max_overhead
+    assert any(not t.fits or t.overhead > aim for t in more), [(t.size, t.overhead) for t in result.trials]
 
 
 @pytest.mark.slow
