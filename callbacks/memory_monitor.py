@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 
 from hiremate_lightning.callbacks.planning import planner_of
 from hiremate_lightning.errors import ConfigurationError, HiRemateWarning
-from hiremate_lightning.measuring.resident import WATCHED_STEPS, ResidentMemory
+from hiremate_lightning.measuring.resident_memory import WATCHED_STEPS, ResidentMemory
 from hiremate_lightning.memory.metering import Interval, MemoryMeter
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.reporting.metrics import PREFIX

@@ -56,13 +56,9 @@ class HiRemateCallback(Callback):
             docs/compiled.md.
         verify: "first" to prove captured code against eager PyTorch at its first run, a number of steps to prove it at
             as many runs, "off" to believe it; see docs/limits.md.
-        sizes: Smallest and largest size of a dimension of an argument, such as `{"input_ids": {1: (1, 4096)}}`.
-            Dimensions of the same size, those of masks for example, follow. The largest sizes are planned in the first
-            steps: a budget that is too small for them is refused then, and shares are of them.
-            `torch._dynamo.mark_dynamic(tensor, dim, min=, max=)` on what the call is given asks for the same.
-        background: Whether plans after the first are solved in a process of low priority while training goes on, by
-            what is known and fits, and take over between two steps. Training waits where nothing known fits, and in
-            several processes.
+        sizes: Smallest and largest size of a dimension of an argument, such as `{"input_ids": {1: (1, 4096)}}`; as for
+            `hiremate`.
+        background: Whether plans after the first are solved while training goes on; as for `hiremate`.
         verbose: Whether to report, on rank zero: a line when a plan is made, one when it was measured, one that says
             where its page is; "full" for the whole table of the plan.
 

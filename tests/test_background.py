@@ -84,7 +84,7 @@ def begin(solver: SlowSolver):
     return model, losses, made
 
 
-def test_training_goes_on_while_a_plan_is_made_which_takes_over_then(solver, workers):
+def test_training_continues_until_a_background_plan_is_ready(solver, workers):
     model, losses, made = begin(solver)
     meanwhile = get_plan(model).solution.recompute_ms
     assert not made.is_done

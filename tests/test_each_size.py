@@ -227,7 +227,7 @@ class Zooming(nn.Module):
         return torch.cat([x, nn.functional.interpolate(halved, scale_factor=2, mode="bilinear")], 1)
 
 
-def test_pictures_that_are_interpolated_keep_symbols_for_their_sizes(monkeypatch, captures, traced):
+def test_interpolated_images_keep_symbolic_sizes(monkeypatch, captures, traced):
     graphs = []
     capture = backend.capture
 

@@ -69,7 +69,7 @@ def reader(budget="75%", breaks: bool = False, kind: type[Reader] = Reader, **op
 
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["one_graph", "after_a_break"])
-def test_the_largest_size_runs_by_its_own_plan_when_it_first_comes(breaks: bool):
+def test_the_first_step_of_the_largest_size_has_its_own_plan(breaks: bool):
     model = reader(breaks=breaks)
     found = train(model, SHORT, SHORT + 1)
     captured = session_of(model).captured_count

@@ -28,7 +28,7 @@ def test_predictions_are_simulated_from_the_decisions(plan: Plan):
     assert plan.predicted_overhead == plan.planned.overhead > 0
 
 
-def test_a_changed_plan_is_simulated_again_only_where_its_step_changed(plan: Plan):
+def test_a_plan_is_simulated_again_only_if_its_step_changes(plan: Plan):
     known = plan.planned
     assert plan.changed(budget_bytes=1).planned is known
     dearer = replace(plan.profile, workspace_bytes=tuple(size + KB for size in plan.profile.workspace_bytes))

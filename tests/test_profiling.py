@@ -140,7 +140,7 @@ class NormedByAll(nn.Module):
         return torch.atan(y / total)
 
 
-def test_what_talks_to_other_processes_is_not_run_to_be_measured(monkeypatch, tmp_path):
+def test_collectives_are_not_run_to_be_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(tensor_state, "real_mode", nullcontext)  # else nothing is counted
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1

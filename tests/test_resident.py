@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from hiremate_lightning.measuring.recording import StepRecord
-from hiremate_lightning.measuring.resident import Resident, ResidentMemory
+from hiremate_lightning.measuring.resident import Resident
+from hiremate_lightning.measuring.resident_memory import ALL, YOUNG, ResidentMemory
 
 
 def test_an_optimizer_of_the_model_is_told_from_others():
@@ -107,18 +108,18 @@ def test_a_glance_knows_what_is_young_and_what_the_last_look_has_seen():
     """Then no release of a tensor that nobody counts passes for memory that a step gives back."""
     memory, old = ResidentMemory(nn.Linear(2, 2)), torch.ones(2**13)
 
-    def watched(is_glance: bool) -> list[int]:
+    def watched(generation: int) -> list[int]:
         record = StepRecord(torch.device("cpu"), 0, 0, 0, True, memory.root)
         seen = list[int]()
         record.watch_uncounted = lambda tensors: seen.extend(map(id, tensors))  # type: ignore[method-assign]
-        memory.watch_releases(record, [], is_glance)
+        memory.watch_releases(record, [], generation)
         record.close(at_once=True)
         return seen
 
     gc.collect()
-    assert id(old) in watched(is_glance=False)
+    assert id(old) in watched(ALL)
     gc.collect()
     young = torch.ones(2**13)
-    assert {id(old), id(young)} <= set(watched(is_glance=True))
+    assert {id(old), id(young)} <= set(watched(YOUNG))
     small = torch.ones(8)
-    assert id(small) not in watched(is_glance=True)
+    assert id(small) not in watched(YOUNG)

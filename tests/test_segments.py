@@ -106,7 +106,7 @@ def test_code_in_segments_takes_no_more_than_it_may():
 
 
 @pytest.mark.parametrize("make", [make_plain, make_with_state, make_with_autocast])
-def test_what_passes_between_segments_is_put_aside_where_it_must(monkeypatch, make):
+def test_values_between_segments_are_moved_to_files(monkeypatch, make):
     """The memory of NumPy stands for that of files, which the profiler counts."""
     for module in (aside, trials):
         monkeypatch.setattr(module, "in_file", lambda value: torch.from_numpy(value.numpy().copy()))

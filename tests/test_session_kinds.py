@@ -40,7 +40,7 @@ def test_another_input_shape_gets_a_plan_of_its_own():
     assert second.measured.peak_bytes <= second.budget_bytes
 
 
-def test_a_plan_that_meets_batches_of_other_sizes_is_not_merged_again(monkeypatch):
+def test_new_batch_sizes_do_not_merge_a_plan_again(monkeypatch):
     model, merged, merge = warm_up(planned(), steps=3, rows=MANY), [], known.merge
     for index in range(6):
         if index == 2:  # the first two of these sizes are captured

@@ -435,7 +435,7 @@ def halves(name: str, backward: str) -> Any:
 
 
 @pytest.mark.parametrize(("backward", "count"), [("double", 1), ("scale_by_another", 0)])
-def test_code_is_proved_where_a_custom_operator_of_its_backward_gives_the_same_numbers_again(backward, count):
+def test_deterministic_custom_backwards_are_proved(backward, count):
     operator = halves(f"halves_then_{backward}", backward)
     module = Between(lambda _, x: F.gelu(operator(F.gelu(x))))
     hiremate(module, "100%", verbose=False)

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
-from hiremate_lightning.measuring.resident import held_by
+from hiremate_lightning.measuring.resident_memory import held_by
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.sessions.targets import targets_of

@@ -167,10 +167,12 @@ class StepRecord:
         self._tangents: dict[int, Callable[[], bool]] = {}  # of the running backward, whether each of them lives
         self.alive_at: dict[Mark, list[Output]] = {}
         self._marks: dict[str, Mark] = {}
-        self._meter, self._is_closed = meter, False
+        self._meter = meter
+        self._is_closed = False
         self._unwatch: list[Callable[[], Any]] = []
         self.spans: Sequence[Span] = ()
-        self._ended = self._peak_bytes = 0  # how many of the backwards have ended, with all that they are part of
+        self._ended = 0  # the number of the backwards that have ended, with all that they are part of
+        self._peak_bytes = 0  # above what existed when the step began
         if meter is None and device is not None and MemoryMeter.is_available(device):
             self._meter = MemoryMeter(device)
         if self._meter is not None:
@@ -205,7 +207,9 @@ class StepRecord:
     @property
     def freed_bytes(self) -> int:
         """Stale bytes that the measurement sees freed before the backward, beside `returned_bytes`."""
-        return 0 if not self._sees_frees else self._stale_bytes + (0 if self.returned_bytes else self._left_bytes)
+        if not self._sees_frees:
+            return 0
+        return self._stale_bytes if self.returned_bytes else self._stale_bytes + self._left_bytes
 
     @property
     def returned_bytes(self) -> int:

@@ -26,7 +26,9 @@ def decide_first(is_worth_it: bool, has_place: bool) -> Decision:
         is_worth_it: Whether it has come again, or some of it had to run at the least memory.
         has_place: Whether another plan may be made, or the same step has one at the same sizes.
     """
-    return Decision.KEEP if not is_worth_it else Decision.FIRST if has_place else Decision.FULL
+    if not is_worth_it:
+        return Decision.KEEP
+    return Decision.FIRST if has_place else Decision.FULL
 
 
 def decide_beside(stays: bool, is_risen: bool, recomputes: bool) -> Decision:

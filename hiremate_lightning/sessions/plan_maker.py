@@ -9,7 +9,8 @@ from functools import cached_property, partial
 
 from ..measuring.describing import describe
 from ..measuring.recording import StepRecord
-from ..measuring.resident import Resident, ResidentMemory
+from ..measuring.resident import Resident
+from ..measuring.resident_memory import ResidentMemory
 from ..memory.free_memory import free_bytes
 from ..options import SessionOptions
 from ..planning.background import BackgroundPlan

@@ -10,7 +10,8 @@ from typing import Any
 
 from ..garbage import collecting_what_it_leaves
 from ..measuring.recording import StepRecord
-from ..measuring.resident import Resident, ResidentMemory
+from ..measuring.resident import Resident
+from ..measuring.resident_memory import ResidentMemory
 from ..options import SessionOptions
 from ..out_of_memory import InfeasibleBudgetError
 from ..planning.plan import Plan

@@ -22,7 +22,8 @@ from ..capturing.backend import planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError
 from ..measuring.recording import Run, StepRecord
-from ..measuring.resident import Resident, ResidentMemory
+from ..measuring.resident import Resident
+from ..measuring.resident_memory import ResidentMemory
 from ..memory.free_memory import free_bytes
 from ..options import SessionOptions
 from ..out_of_memory import explain

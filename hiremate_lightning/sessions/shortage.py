@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from ..measuring.resident import Resident, ResidentMemory
+from ..measuring.resident import Resident
+from ..measuring.resident_memory import ResidentMemory
 from ..options import SessionOptions
 from ..out_of_memory import InfeasibleBudgetError
 from ..planning.planner import AT_LEAST, Need, infeasible, least_need

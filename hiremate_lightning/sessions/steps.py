@@ -15,7 +15,8 @@ import torch
 
 from ..measuring.profiling import TimedRun
 from ..measuring.recording import StepRecord
-from ..measuring.resident import LITTERED_STEPS, WATCHED_STEPS, Resident, ResidentMemory
+from ..measuring.resident import Resident
+from ..measuring.resident_memory import ALL, LITTERED_STEPS, WATCHED_STEPS, YOUNG, ResidentMemory
 from ..memory.metering import MemoryMeter
 from ..out_of_memory import InfeasibleBudgetError, explain
 from ..planning.planner import GUARD_BYTES, guard_bytes
@@ -258,14 +259,14 @@ class Steps:
 
     def _begin_record(self, step: CurrentStep, arguments: list[torch.Tensor]) -> StepRecord:
         """Begin to measure a step."""
-        is_glance = step.look is not None and step.look.watch is Watch.GLANCE
-        if self._memory.collect_garbage(LITTERED_STEPS, is_glance) or step.resident is None:
-            step.resident = self._memory.count_before_step(arguments, is_glance)
+        generation = YOUNG if step.look is not None and step.look.watch is Watch.GLANCE else ALL
+        if self._memory.collect_garbage(LITTERED_STEPS, generation) or step.resident is None:
+            step.resident = self._memory.count_before_step(arguments, generation)
         resident = step.resident
         sees_frees = self._memory.sees_frees(resident)
         sizes = (resident.size_bytes, resident.stale_bytes, resident.left_bytes)
         record = StepRecord(self._memory.device, *sizes, sees_frees, self._memory.root)
-        self._memory.watch_releases(record, arguments, is_glance)
+        self._memory.watch_releases(record, arguments, generation)
         if not record.is_measured and not backward_pass.is_running():
             self._announcements.profiled()
         return record

@@ -226,12 +226,9 @@ class WaitingGraphs:
             level: By which it runs.
             is_added: Whether gradients of parameters are added to those that exist.
         """
-        found = self._of(part).work_bytes
-        if (level, is_added) not in found:
-            found[level, is_added] = self._count_work(part, level, is_added)
-        return found[level, is_added]
-
-    def _count_work(self, part: Part, level: int, is_added: bool) -> int:
+        counted = self._of(part).work_bytes
+        if (level, is_added) in counted:
+            return counted[level, is_added]
         graph, trained = part.captured.graph, part.captured.trained
         values = {node: t for t, node in enumerate(part.captured.fx_values)}
         added = {
@@ -242,7 +239,9 @@ class WaitingGraphs:
         (_, profile), stay = self._parts.prepare(part), tuple(t for t in graph.gradients if t not in added)
         graph = in_blocks(replace(graph, gradients=stay), part.captured.device)
         found = simulate(graph, profile, lower(graph, self.decisions(part, level)))
-        return max(moment.peak_bytes for moment in found.timeline[found.turn :]) - found.saved_bytes
+        peak_bytes = max(moment.peak_bytes for moment in found.timeline[found.turn :])
+        counted[level, is_added] = peak_bytes - found.saved_bytes
+        return counted[level, is_added]
 
 
 def _plain_bytes(resident: Resident) -> int:

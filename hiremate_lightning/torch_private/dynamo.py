@@ -74,14 +74,12 @@ def capturing_for_plans(
       or, where there is no one to tell, raised. Code that fails as it is traced may be wrong itself: then it raises
       its own error as it runs, nothing is told, and it is captured the next time.
     """
-    capture, hears = _capture_with_symbols if sizes_vary else _capture_with_numbers, False
+    capture = _capture_with_symbols if sizes_vary else _capture_with_numbers
 
+    @functools.cache
     def hear() -> None:  # as the first capture of a call begins: to begin takes time, and few calls capture anything
-        nonlocal hears
-        if not hears:
-            hearing.enter_context(_marked(vary))
-            hearing.enter_context(_told_of_failures(tell))
-            hears = True
+        hearing.enter_context(_marked(vary))
+        hearing.enter_context(_told_of_failures(tell))
 
     def capture_planned(code: types.CodeType, *arguments: Any, **options: Any) -> Any:
         hear()

@@ -1,0 +1,347 @@
+"""Counts what is in memory before a step begins: parameters, buffers, gradients, optimizer state, and the batch."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..memory.allocator import allocated_bytes
+from ..records.graph import Graph, bytes_of
+from ..records.schedule import Schedule, keep_all, lower
+from ..running.execution import Part, Saved
+from ..torch_private import sharding, tensor_state
+from ..units import format_bytes
+from .recording import StepRecord
+from .resident import WAITING, LeftOutputs, Resident
+
+SAMPLES = 8  # of the parameters, to see whether there are gradients
+LITTERED_STEPS = 16  # that may pass before another one is measured, with the garbage that they left
+LARGE_BYTES = 2**14  # of a tensor whose release is worth to be seen
+WATCHED_STEPS = 16  # the first ones, in which it is seen whether gradients are freed before the backward
+YOUNG, ALL = 1, 2  # the oldest generation of objects that Python's garbage collector looks at
+
+
+class ResidentMemory:
+    """Counts what exists before the steps of a model.
+
+    Args:
+        root: The model.
+        waiting: Lists what its captured forwards have saved whose backward has not run yet.
+        retained: Lists what they have saved that stays for another backward, after one has run.
+
+    Attributes:
+        root: The model.
+        batch: Tensors of the batch of the step under way, where its caller told.
+        optimizer_steps: How many steps of optimizers have used gradients of the model.
+        growths: How often there was more of optimizers' state, or of gradients, than before any step that was counted.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        waiting: Callable[[], Sequence[tuple[Part, Saved]]] = tuple,
+        retained: Callable[[], Sequence[Saved]] = tuple,
+    ) -> None:
+        self.root = root
+        self._find_waiting = waiting
+        self.batch: list[torch.Tensor] = []
+        self.optimizer_steps = self.growths = 0
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._have_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._updating: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        self._left = LeftOutputs(lambda: tensor_state.storage_sizes(self._on_device(held_by(retained()))))
+        self._find_retained = retained
+        parameters = list(root.parameters())
+        self._trained = [weakref.ref(p) for p in parameters]
+        self._inputs_on = torch.device("cpu")
+        self._samples = _sample(parameters)
+        self._device: tuple[list[torch.device], torch.device] | None = None  # of input and samples, and of most
+        self._most = (0, 0)  # optimizers' states and samples' gradients when a step began
+        self._uncollected_steps = LITTERED_STEPS  # begun since garbage was collected
+        self._there: list[weakref.ref[torch.Tensor]] = []  # large ones on the host, at the last look at all objects
+        self._stepped = False  # whether an optimizer has used the gradients
+        self._frees_gradients = True  # whether they are freed between forward and backward then
+
+    @property
+    def device(self) -> torch.device:
+        """Where most of the model is, or its input: it may have moved since the last step."""
+        found = [self._inputs_on, *(p.device for p in (seen() for seen in self._samples) if p is not None)]
+        if self._device is None or self._device[0] != found:
+            sizes = dict.fromkeys(found, 0)
+            for parameter in self.root.parameters():
+                sizes[parameter.device] = sizes.get(parameter.device, 0) + parameter.nbytes
+            self._device = found, max(sizes, key=lambda device: sizes[device])
+        return self._device[1]
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """List the parameters, those included in whose place `torch.func.functional_call` has put other tensors.
+
+        Of sharded ones that is the shard and what stands in its place while a unit runs, which is empty in between.
+        """
+        trained = (p for p in (seen() for seen in self._trained) if p is not None)
+        sharded = (p for pair in sharding.whole_parameters(self.root) for p in pair)
+        return list(dict.fromkeys([*self.root.parameters(), *trained, *sharding.shards(self.root), *sharded]))
+
+    def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Return the gradients that there are, by parameter."""
+        return {p: p.grad for p in self._parameters() if p.is_leaf and p.grad is not None}
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count an optimizer's state."""
+        self._optimizers.add(optimizer)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Learn that an optimizer has stepped; say whether it has used gradients of the model."""
+        if not self._updates(optimizer):
+            return False
+        self.watch(optimizer)
+        self._have_stepped.add(optimizer)
+        self.optimizer_steps += 1
+        self._stepped = True
+        return True
+
+    @property
+    def has_optimizers(self) -> bool:
+        """Whether any optimizer is known."""
+        return bool(self._optimizers)
+
+    @property
+    def all_stepped(self) -> bool:
+        """Whether optimizers of all trained parameters have stepped."""
+        groups = (group for optimizer in self._have_stepped for group in optimizer.param_groups)
+        updated = {id(p) for group in groups for p in group["params"]}
+        lent = {id(whole) for whole, _ in sharding.whole_parameters(self.root)}
+        trained = (p for p in self._parameters() if p.requires_grad and p.is_leaf and id(p) not in lent)
+        return all(id(p) in updated for p in trained)
+
+    @property
+    def has_state_of_each(self) -> bool:
+        """Whether optimizers that have stepped keep something for each parameter, or nothing; L-BFGS does neither."""
+        used = (o for o in self._have_stepped if o.state)
+        return all(p in o.state for o in used for group in o.param_groups for p in group["params"])
+
+    def _updates(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer has parameters of the model; looked up once for so many groups of them."""
+        count, found = self._updating.get(optimizer, (-1, False))
+        if count != len(optimizer.param_groups):
+            own = {id(p) for p in self._parameters()}
+            found = any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+            self._updating[optimizer] = len(optimizer.param_groups), found
+        return found
+
+    def has_grown(self) -> bool:
+        """Whether there is state of an optimizer, or gradients, that there never was when a step was counted."""
+        return any(now > before for now, before in zip(self._held(), self._most, strict=True))
+
+    def _held(self) -> tuple[int, int]:
+        """Count optimizers' states, and gradients of the samples."""
+        states = sum(len(optimizer.state) for optimizer in self._optimizers)
+        return states, sum(p.grad is not None for p in (seen() for seen in self._samples) if p is not None)
+
+    def retained_bytes(self) -> int:
+        """Count what is retained for another backward, parameters that it reads included."""
+        retained = self._find_retained()
+        return self._bytes_of(held_by(retained)) if retained else 0
+
+    def step_begins(self, arguments: Sequence[torch.Tensor]) -> None:
+        """Learn that a step begins, and with what."""
+        if arguments:
+            self._inputs_on = arguments[0].device
+        if all(sample() is None for sample in self._samples):  # fully_shard() has put others in their place
+            self._samples = _sample(self._parameters())
+        self._uncollected_steps += 1
+
+    def collect_garbage(self, steps: int = 1, generation: int = ALL) -> bool:
+        """Collect garbage of so many steps or more: it would pass for what stays, or in a step for what that frees.
+
+        What is traced and planned is collected as it ends, see `garbage`.
+
+        Args:
+            steps: Begun since all objects of the process were looked at.
+            generation: The oldest objects to look at.
+
+        Returns:
+            Whether it was collected.
+        """
+        if self._uncollected_steps < steps:
+            return False
+        gc.collect(generation)
+        if generation == ALL:
+            self._uncollected_steps = 0
+        return True
+
+    def step_ended(self, record: StepRecord | None, kind: tuple[int, ...] | None = None) -> None:
+        """Learn of the step that has ended: its record, None for one that was not recorded, and its kind if known."""
+        self._left.step_ended(record, kind)
+
+    def backward_starts(self, step: int) -> None:
+        """See whether what was to be freed before this backward was: outputs left, gradients that were used."""
+        self._left.backward_starts()
+        if self._stepped and self._frees_gradients and step < WATCHED_STEPS:
+            self._frees_gradients = not self._gradients()
+        self._stepped = False
+
+    def count_before_step(self, arguments: Sequence[torch.Tensor], generation: int = ALL) -> Resident:
+        """Count what exists before a step that begins now, outputs of the one before included.
+
+        Args:
+            arguments: What the step is called with.
+            generation: The oldest objects to look at for garbage.
+        """
+        if self._left.are_some(self._present(arguments)):
+            self.collect_garbage(generation=generation)
+        states, gradients = self._held()
+        self.growths += self.has_grown()
+        self._most = max(states, self._most[0]), max(gradients, self._most[1])
+        resident, present = self.count(arguments), self._present(arguments)
+        is_counted = self.device.type == "cuda"  # there all that is allocated is
+        return self._left.sort_out(resident, present) if is_counted else self._left.add_to(resident, present)
+
+    def watch_releases(self, record: StepRecord, arguments: Sequence[torch.Tensor], generation: int = ALL) -> None:
+        """Let a record that begins see when what is there before a step with these arguments is released.
+
+        That is outputs of the step before, and on the host what is not counted as resident: its release would pass for
+        memory that the step gives back.
+
+        Args:
+            record: The record.
+            arguments: What the step is called with.
+            generation: The oldest objects to look at. Where these are not all, those of the last look at all of them
+                are seen too.
+        """
+        self._left.watch(record)
+        record.counted = self._present(arguments) | self._left.storages
+        if self.device.type == "cpu" and record.is_measured:
+            record.watch_uncounted(self._uncounted(record.counted, generation))
+
+    def _present(self, arguments: Sequence[torch.Tensor]) -> frozenset[int]:
+        """List the storages that are there before a step with these arguments, but for what the step before left."""
+        groups = self._groups(list(self._gradients().values()), [*arguments, *held_by(self._waiting())])
+        return frozenset(tensor_state.storage_sizes(tensor for tensors in groups.values() for tensor in tensors))
+
+    def _waiting(self) -> list[Saved]:
+        return [saved for _, saved in self._find_waiting()]
+
+    def _uncounted(self, counted: Collection[int], generation: int) -> Iterator[torch.Tensor]:
+        """List tensors on the host that are not counted, one for each storage, and no small ones."""
+        there = tensor_state.plain_tensors_of_python(are_young=generation == YOUNG)
+        there = [t for t in there if t.device.type == "cpu" and t.untyped_storage().nbytes() >= LARGE_BYTES]
+        if generation == ALL:
+            self._there = [weakref.ref(tensor) for tensor in there]
+        else:
+            there += [tensor for tensor in (known() for known in self._there) if tensor is not None]
+        seen = set(counted)
+        for tensor in there:
+            storage = tensor_state.storage_id(tensor)
+            if storage not in seen:
+                seen.add(storage)
+                yield tensor
+
+    def sees_frees(self, resident: Resident) -> bool:
+        """Whether a measurement of the step that begins sees all that dies in it of what existed before."""
+        return not (resident.stale_bytes or resident.left_bytes) or self.device.type == "cuda" or self._left.are_known
+
+    def count(self, arguments: Sequence[torch.Tensor]) -> Resident:
+        """Count what exists now, and the arguments of a step."""
+        gradients_of = self._gradients()
+        gradients = list(gradients_of.values())
+        stale = self._bytes_of(gradients) if self._stepped and self._frees_gradients else 0
+        groups = self._groups([] if stale else gradients, arguments)
+        seen = set(tensor_state.storage_sizes(gradients)) if stale else set[int]()
+        kinds = {name: self._bytes_of(tensors, seen) for name, tensors in groups.items()}
+        waiting = self._find_waiting()
+        if waiting:
+            kinds[WAITING] = self._bytes_of(held_by(saved for _, saved in waiting), seen)
+        waiting_bytes = kinds.get(WAITING, 0)
+        graphs = tuple((part, saved.program.schedule) for part, saved in waiting)
+        plain_bytes = waiting_bytes + sum(more_kept_plainly(part.captured.graph, s) for part, s in graphs)
+        size_bytes = sum(kinds.values())
+        if self.device.type == "cuda":
+            size_bytes, known = torch.cuda.memory_allocated(self.device) - stale, size_bytes
+            kinds["other"] = max(0, size_bytes - known)
+        kept = frozenset(map(tensor_state.storage_id, gradients_of))
+        still_kept, used = (frozenset[int](), (stale, kept)) if stale else (kept, (0, frozenset[int]()))
+        return Resident(
+            size_bytes, stale, 0, still_kept, tuple(kinds.items()), waiting_bytes, plain_bytes, graphs, used
+        )
+
+    def as_seen(self, resident: Resident) -> Resident:
+        """Return what existed before the step that has just ended: gradients that it was to free may have stayed."""
+        size_bytes, kept = resident.used
+        if self._frees_gradients or not kept:
+            return resident
+        kinds = {**dict(resident.kinds), "gradients": size_bytes}
+        stale_bytes = max(0, resident.stale_bytes - size_bytes)
+        size_bytes = resident.size_bytes + size_bytes
+        return replace(resident, size_bytes=size_bytes, stale_bytes=stale_bytes, kept=kept, kinds=tuple(kinds.items()))
+
+    def _groups(
+        self, gradients: list[torch.Tensor], arguments: Sequence[torch.Tensor]
+    ) -> dict[str, list[torch.Tensor]]:
+        """List what is counted, by kind."""
+        return {
+            "parameters": self._parameters(),
+            "buffers": [*self.root.buffers(), *sharding.buffers_between_units(self.root)],
+            "gradients": gradients,
+            "optimizer state": list(self._optimizer_state()),
+            "batch": [*self.batch, *arguments],
+        }
+
+    def describe_model(self) -> str:
+        """Name the model by its parameters: their names, shapes and types."""
+        parameters = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.root.named_parameters()]
+        return hashlib.sha256(repr(parameters).encode()).hexdigest()[:32]
+
+    def describe(self) -> str:
+        """Describe what the device has handed out, "" where that is not known."""
+        if self.device.type != "cuda":
+            return ""
+        allocated, reserved = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
+        free = torch.cuda.mem_get_info(self.device)[0]
+        return (
+            f" Now {format_bytes(allocated)} are allocated, {format_bytes(reserved)} reserved by PyTorch, and "
+            f"{format_bytes(free)} free on the device: name a smaller budget if others use it."
+        )
+
+    def _optimizer_state(self) -> Iterator[torch.Tensor]:
+        for optimizer in self._optimizers:
+            yield from tensor_state.tensors_among(list(optimizer.state.values()))
+
+    def _on_device(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        device = self.device
+        return (tensor for tensor in tensors if tensor.device == device)
+
+    def _bytes_of(self, tensors: Iterable[torch.Tensor], seen: set[int] | None = None) -> int:
+        """Add up storages on the planned device, each once and as its allocator rounds them, less those seen before."""
+        device, seen = self.device, set[int]() if seen is None else seen
+        sizes = tensor_state.storage_sizes(self._on_device(tensors))
+        fresh = {storage: size for storage, size in sizes.items() if storage not in seen}
+        seen.update(fresh)
+        return sum(allocated_bytes(size, device) for size in fresh.values())
+
+
+def more_kept_plainly(graph: Graph, schedule: Schedule) -> int:
+    """Count the bytes by which plain training, which computes nothing again, saves more than a schedule of a graph."""
+    plain, inputs = lower(graph, keep_all(graph)).saved, set(graph.inputs)
+    plain_bytes, own_bytes = (bytes_of(graph, [t for t in s if t not in inputs]) for s in (plain, schedule.saved))
+    return max(0, plain_bytes - own_bytes)
+
+
+def held_by(waiting: Iterable[Saved]) -> list[torch.Tensor]:
+    """List the tensors that captured graphs hold whose backward is still to come: inputs with gradients included."""
+    held = list[Any]()
+    for kept in waiting:
+        leaves = kept.leaves.values()
+        held += [*(kept.values or ()), *leaves, *(leaf.grad for leaf in leaves)]
+    return [value for value in held if isinstance(value, torch.Tensor)]
+
+
+def _sample(parameters: Sequence[torch.Tensor]) -> list[weakref.ref[torch.Tensor]]:
+    return [weakref.ref(p) for p in parameters[:: max(1, len(parameters) // SAMPLES)]]
