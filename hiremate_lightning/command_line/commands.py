@@ -6,11 +6,11 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from rich.console import Console, RenderableType
@@ -30,12 +30,11 @@ from ..planning.solvers.worker import check_strategy
 from ..records.costs import step_time_ms
 from ..records.scaling import Line, Sample, Scaling
 from ..records.step import Step
-from ..reporting.breakdown import plan_lines
 from ..reporting.html_report import write_html
 from ..reporting.report import Reporter
 from ..reporting.svg_report import writable, write_svg
 from ..reporting.terminal import plain_table, plan_table
-from ..sizes.size_result import BatchSizeResult, result_lines, result_table
+from ..sizes.size_result import BatchSizeResult, result_table
 from ..sizes.size_search import Forecast, Objective, search
 from ..units import Budget, format_bytes, format_ratio, format_time, parse_budget
 from .counts import Count, answer, count_of, counts_table, look_at, parse_counts
@@ -47,7 +46,6 @@ from .sharded import Layout
 
 FIT_SIZES = (4, 8)  # batch sizes that `fit` captures: 1 and 2 are special to many operators
 FIT_PLANS = 12  # most sizes that `fit` plans
-Answer = TypeVar("Answer", Plan, BatchSizeResult)
 AUTOCAST_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -197,7 +195,7 @@ def plan(asked: argparse.Namespace) -> int:
         write_svg(made, asked.svg)
     notes = work.notes(captured)
     if not _write_json(asked.json, _plan_numbers(work, made, captured, notes)):
-        _show(made, plan_table, plan_lines, notes)
+        _show(plan_table(made), notes)
     return 0
 
 
@@ -364,7 +362,7 @@ def fit(asked: argparse.Namespace) -> int:
     sizes = " and ".join(map(str, FIT_SIZES))
     notes = [f"Predicted from the step at batch sizes {sizes}; nothing ran.", *work.notes(seen[-1][0])]
     if not _write_json(asked.json, {**result.to_dict(), "notes": notes}):
-        _show(result, result_table, result_lines, notes)
+        _show(result_table(result), notes)
     return 0
 
 
@@ -430,18 +428,9 @@ def _say(console: Console, lines: Sequence[str]) -> None:
         console.print(Text(line), soft_wrap=True)
 
 
-def _show(
-    found: Answer,
-    table: Callable[[Answer], RenderableType],
-    lines: Callable[[Answer], Sequence[str]],
-    notes: Sequence[str],
-) -> None:
-    """Show what was found: drawn on a terminal, in plain lines elsewhere."""
+def _show(table: RenderableType, notes: Sequence[str]) -> None:
     console = Console()
-    if console.is_terminal:
-        console.print(table(found))
-    else:
-        _say(console, lines(found))
+    console.print(table)
     _say_notes(console, notes)
 
 

@@ -1,7 +1,7 @@
 """What a plan does to each module of a model, without torch and without rich.
 
 `uses_by_module` accounts a plan to modules: a storage belongs to the module whose operation allocates it. `module_rows`
-rolls these up to a dozen rows, equal blocks in one row. `plan_lines` says both in plain ASCII lines.
+rolls these up to a dozen rows, equal blocks in one row.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ..planning.plan import Plan, planned_lines
+from ..planning.plan import Plan
 from ..records.costs import as_plain
 from ..records.graph import OUTSIDE, Graph, Node
 from ..records.schedule import Schedule, as_written, lower
@@ -299,25 +299,6 @@ def _range_label(names: Sequence[str]) -> str:
 # ---------------------------------------------------------------- words
 
 
-def plan_lines(plan: Plan) -> list[str]:
-    """Say in a few plain lines what a plan does.
-
-    Args:
-        plan: A plan.
-
-    Returns:
-        ASCII lines: peak and time, then solver and planning, then one for each module that is not left as it is.
-    """
-    lines = planned_lines(plan)
-    if plan.kept_compiled:
-        lines.append(f"  kept compiled: {', '.join(plan.kept_compiled)}")
-    lines += [f"  {line}" for line in advice_lines(plan)]
-    for row in module_rows(plan):
-        if not row.depth and (row.use.dropped_bytes or row.use.recomputed):
-            lines.append(f"  {row.label}{f' x{row.count}' if row.count > 1 else ''}: {use_words(row.use)}")
-    return lines
-
-
 def advice_lines(plan: Plan) -> list[str]:
     """Return what the user can do for less memory than any plan reaches, a sentence for each."""
     lines = []
@@ -366,10 +347,3 @@ def use_cells(use: ModuleUse) -> tuple[str, ...]:
         f"{use.recomputed}/{use.operations}" if use.recomputed else "",
         f"+{format_time(use.extra_ms)}" if use.extra_ms else "",
     )
-
-
-def use_words(use: ModuleUse) -> str:
-    """Describe what a plan does to some modules, nothing that is zero."""
-    forms = ("{} kept", "{} not kept", "{} ops recomputed", "{}")
-    pairs = zip(forms, use_cells(use), strict=True)
-    return ", ".join(form.format(cell.replace("/", " of ")) for form, cell in pairs if cell)

@@ -5,6 +5,7 @@ Lines start at the left edge, below or above the progress bars of tqdm and rich,
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import os
@@ -25,12 +26,13 @@ from rich.text import Text
 
 from ..planning.plan import Plan, PlanningTime, measured_line, plan_title, planned_lines
 from ..units import format_ratio
-from .breakdown import advice_lines, plan_lines
+from .breakdown import advice_lines
 from .html_report import write_html
 from .terminal import FAINT, plan_table
 
 LOGGER = logging.getLogger("hiremate_lightning")
 LONG_S = 5.0  # a stage that takes longer is named where no progress can be drawn
+LOG_WIDTH = 100  # columns of a table in a log
 PAGE = "hiremate_plan.html"
 CALLS = 'verbose="full" shows a table, hiremate_lightning.write_html(get_plan(model), "plan.html") writes a page'
 
@@ -158,20 +160,20 @@ class Reporter:
         is_largest = plan.unplanned_peak_bytes >= self._largest_bytes
         self._largest_bytes = max(plan.unplanned_peak_bytes, self._largest_bytes)
         if is_largest and self.verbose == "full":
-            self.show(lambda: plan_table(plan), lambda: plan_lines(plan))
+            self.show(plan_table(plan))
         else:
             self.note(planned_lines(plan)[0], *(f"  {line}" for line in advice_lines(plan) if is_largest))
 
-    def show(self, draw: Callable[[], RenderableType], write: Callable[[], Iterable[str]]) -> None:
-        """Show something: drawn on a terminal, elsewhere written in plain lines."""
+    def show(self, table: RenderableType) -> None:
+        """Show a table: drawn on a terminal, elsewhere written in lines of ASCII."""
         if self.is_silent:
             return
         if self._draws:
             _clear_bars()
-            self.console.print(draw())
+            self.console.print(table)
             _draw_bars()
         else:
-            self._write(write())
+            self._write(_in_ascii(table))
 
     def measured(self, plan: Plan) -> None:
         """Show what was measured of a plan beside what it predicted, and where to read more of the largest step."""
@@ -244,6 +246,14 @@ class Stages:
         """Return what was added up, and begin anew."""
         taken, self._seconds = self._seconds, PlanningTime()
         return taken
+
+
+def _in_ascii(table: RenderableType) -> list[str]:
+    """Write a table as lines for a log."""
+    with io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="replace") as file:
+        Console(file=file, width=LOG_WIDTH).print(table)
+        file.seek(0)
+        return file.read().splitlines()
 
 
 def _bars() -> list[Any]:

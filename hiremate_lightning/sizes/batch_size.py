@@ -36,7 +36,7 @@ from ..reporting.report import Reporter
 from ..sessions.refusals import refuse
 from ..sessions.targets import Target, Targets, targets_of
 from ..units import Budget, format_bytes, format_ratio, parse_budget
-from .size_result import BatchSizeResult, result_lines, result_table
+from .size_result import BatchSizeResult, result_table
 from .size_search import Forecast, FoundSize, Limit, Objective, SizeTrial, search, trial_of
 from .size_trials import SizeRunner, SizeTask, TrialSession
 from .training_state import Stateful, TrainingState
@@ -246,7 +246,7 @@ class SizeFinder:
             real_steps=self._runner.steps,
             seconds=time.perf_counter() - start,
         )
-        self._reporter.show(lambda: result_table(result), lambda: result_lines(result))
+        self._reporter.show(result_table(result))
         return result
 
     def _find(self) -> FoundSize:

@@ -67,21 +67,6 @@ class BatchSizeResult:
 COLUMNS = ("size", "predicted peak", "measured peak", "overhead", "samples/s", "verified")
 
 
-def rows(result: BatchSizeResult) -> list[tuple[str, ...]]:
-    """Write the trials, in the order of `COLUMNS`."""
-    return [
-        (
-            str(trial.size),
-            format_bytes(trial.predicted_peak_bytes),
-            "" if trial.measured_peak_bytes is None else format_bytes(trial.measured_peak_bytes),
-            "does not fit" if trial.overhead is None else format_ratio(trial.overhead),
-            "" if trial.samples_per_s is None else f"{trial.samples_per_s:.3g}",
-            _verified(trial, result.budget_bytes),
-        )
-        for trial in result.trials
-    ]
-
-
 def _verified(trial: SizeTrial, budget_bytes: int) -> str:
     if trial.measured_peak_bytes is None:
         return "no"
@@ -89,21 +74,21 @@ def _verified(trial: SizeTrial, budget_bytes: int) -> str:
 
 
 def result_table(result: BatchSizeResult) -> Table:
-    """Draw the trials as a table for a terminal."""
+    """Draw the trials as a table."""
     table = Table(title=_title(result), caption=_caption(result), box=box.SIMPLE_HEAD, title_justify="left")
     for name in COLUMNS:
         table.add_column(name, justify="left" if name == COLUMNS[-1] else "right")
-    for trial, cells in zip(result.trials, rows(result), strict=True):
-        table.add_row(*cells, style="bold green" if trial.size == result.size else None)
+    for trial in result.trials:
+        table.add_row(
+            str(trial.size),
+            format_bytes(trial.predicted_peak_bytes),
+            "" if trial.measured_peak_bytes is None else format_bytes(trial.measured_peak_bytes),
+            "does not fit" if trial.overhead is None else format_ratio(trial.overhead),
+            "" if trial.samples_per_s is None else f"{trial.samples_per_s:.3g}",
+            _verified(trial, result.budget_bytes),
+            style="bold green" if trial.size == result.size else None,
+        )
     return table
-
-
-def result_lines(result: BatchSizeResult) -> list[str]:
-    """Write the result in plain lines."""
-    cells = [COLUMNS, *rows(result)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(COLUMNS))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-    return [_title(result), *(f"  {line}" for line in lines), _caption(result)]
 
 
 def _title(result: BatchSizeResult) -> str:
