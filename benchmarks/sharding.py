@@ -1,6 +1,6 @@
 """Peaks and times of steps under FSDP2: plain, planned, and with torch.utils.checkpoint around each block.
 
-torchrun --nproc_per_node 2 -m benchmarks.sharding
+torchrun --nproc_per_node 2 -m benchmarks.sharding [--width 256] [--length 128] [--only "GPT, bf16"]
 
 Collectives go through shared memory, so that a measurement of the calling thread sees all buffers. Times are those of
 the processor in this process: other load on the machine counts less in them. Steps of all ways are taken in turns, and
@@ -9,6 +9,7 @@ a time is the median over the turns of its ratio to plain FSDP2's in the same tu
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
@@ -27,12 +28,7 @@ from tests.sharding import Case, Language, loss_of, make_model, shard, tokens
 from tests.shared_memory import SharedMemory
 
 WARM_UP, TURNS = 12, 24  # steps of each way before the timed ones, and those
-SIZES = {"blocks": 4, "width": 128}
-CASES = [
-    Case(f"{name}, {kind}", partial(Language, gated=gated, **SIZES), rows=8, length=64, bf16=kind == "bf16")
-    for name, gated in (("GPT", False), ("Llama", True))
-    for kind in ("fp32", "bf16")
-]
+BLOCKS, ROWS = 4, 8
 PLAIN, CHECKPOINT, PLANNED, AT_ITS_PEAK = "plain", "checkpoint", "planned at 60 %", "planned at checkpoint's peak"
 
 
@@ -107,8 +103,33 @@ def compare(case: Case, memory: SharedMemory) -> dict[str, Training]:
     return found
 
 
+def cases(width: int, length: int) -> list[Case]:
+    """List the models, in both precisions.
+
+    Args:
+        width: Of their blocks.
+        length: Of each row of a batch, in tokens.
+    """
+    return [
+        Case(
+            f"{name}, {kind}",
+            partial(Language, gated=gated, blocks=BLOCKS, width=width),
+            rows=ROWS,
+            length=length,
+            bf16=kind == "bf16",
+        )
+        for name, gated in (("GPT", False), ("Llama", True))
+        for kind in ("fp32", "bf16")
+    ]
+
+
 def main() -> None:
     """Print a row for each model and way."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=128, help="of the blocks")
+    parser.add_argument("--length", type=int, default=64, help="of a row, in tokens")
+    parser.add_argument("--only", default="", help="part of a model's name")
+    options = parser.parse_args()
     torch.distributed.init_process_group("gloo")
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     folder = [tempfile.mkdtemp() if rank == 0 else ""]
@@ -116,7 +137,9 @@ def main() -> None:
     memory = SharedMemory(Path(folder[0]), rank, world)
     if rank == 0:
         print("| model | way | peak | extra time, median | quartiles | equal |\n|--|--|--|--|--|--|")
-    for case in CASES:
+    for case in cases(options.width, options.length):
+        if options.only not in case.name:
+            continue
         found = compare(case, memory)
         for way, training in found.items():
             low, median, high = statistics.quantiles(training.ratios, n=4)
