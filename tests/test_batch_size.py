@@ -34,7 +34,7 @@ from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sessions.targets import targets_of
 from hiremate_lightning.sizes.batch_size import CAUTION, SizeFinder
 
-from .models import GPT, ResNet, UNet
+from .models import GPT, UNet
 from .training import resident_bytes
 
 MiB = 2**20
@@ -81,7 +81,6 @@ FIRST_TRY = 4  # real steps of a search whose first choice holds: two samples, a
 REAL = {
     "gpt": (lambda: case_of(GPT(blocks=2, width=64), lambda n: torch.randint(256, (n, 128))), "24 MiB"),
     "unet": (lambda: case_of(UNet(width=8, depth=2), pictures(64)), "20 MiB"),
-    "resnet": (lambda: case_of(ResNet(blocks=(3, 3)), pictures(32)), "16 MiB"),
 }
 
 

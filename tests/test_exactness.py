@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 
-from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
+from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.planning.solvers import Problem, SolveOptions, smallest_budget
 
 from .models import EVERY_MODEL
@@ -16,56 +14,38 @@ STEPS = 5
 MEASURED = (3, 4)  # the first steps capture, plan and measure
 
 
-@pytest.fixture(scope="module")
-def plain_runs():
-    """Plain training of each model, once."""
-    runs = {}
-
-    def run(name):
-        if name not in runs:
-            runs[name] = train(build(name), STEPS)
-        return runs[name]
-
-    return run
-
-
-def smallest_budget_of(name):
-    """Find the budget, in bytes, that an error would name as the smallest."""
-    model = build(name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", HiRemateWarning)
-        hiremate(model.module, "0.1%", on_infeasible="warn", time_limit_s=1, verbose=False)
-        train(model, steps=2)
-    plan = get_plan(model.module)
-    return (
-        plan.resident_bytes
-        + smallest_budget(Problem(plan.graph, plan.profile, 0, SolveOptions(time_limit_s=3))).peak_bytes
-    )
-
-
-@pytest.mark.parametrize("budget", ["50%", "smallest"])
 @pytest.mark.parametrize("name", EVERY_MODEL)
-def test_training_under_a_plan_is_plain_training_within_the_budget(name, budget, plain_runs):
-    expected = plain_runs(name)
+def test_training_under_a_plan_is_plain_training_within_the_budget(name):
+    """So it is under half of what the step adds, and under the smallest budget that an error would name."""
+    plain = train(build(name), STEPS)
+
+    plan = assert_exact_within(name, "50%", plain)
+
+    problem = Problem(plan.graph, plan.profile, 0, SolveOptions(time_limit_s=3))
+    assert_exact_within(name, plan.resident_bytes + smallest_budget(problem).peak_bytes, plain)
+
+
+def assert_exact_within(name, budget, plain):
+    """Train a model as it was trained without a plan, within a budget; return the plan."""
     model = build(name)
     keys = list(model.module.state_dict())
-    asked = smallest_budget_of(name) if budget == "smallest" else budget
-    hiremate(model.module, asked, time_limit_s=3, verbose=False)
+    hiremate(model.module, budget, time_limit_s=3, verbose=False)
 
     found = train(model, STEPS, measured=MEASURED)
 
     plan = get_plan(model.module)
-    assert_equal(found, expected)
+    assert_equal(found, plain)
     assert list(model.module.state_dict()) == keys
     for peak in (*found.peaks.values(), plan.measured.peak_bytes):
         assert peak <= plan.budget_bytes, f"peak {peak:,}, budget {plan.budget_bytes:,}"
         difference = abs(peak - plan.planned_peak_bytes) / peak
         assert difference <= 0.01, f"measured {peak:,}, predicted {plan.planned_peak_bytes:,}"
     assert plan.planned_peak_bytes < plan.unplanned_peak_bytes
+    return plan
 
 
-def test_two_budgets_share_one_captured_step(plain_runs):
-    expected = plain_runs("gpt")
+def test_two_budgets_share_one_captured_step():
+    expected = train(build("gpt"), STEPS)
     model = build("gpt")
     hiremate(model.module, "70%", verbose=False)
     peaks = []

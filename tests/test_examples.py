@@ -1,4 +1,4 @@
-"""Every example runs as it is written, with small sizes, and the README's too."""
+"""Every example runs as it is written, with small sizes; `test_install` runs the README's."""
 
 from __future__ import annotations
 
@@ -109,15 +109,6 @@ def test_a_language_model_trains_inside_its_budget(name: str, number: int, tmp_p
     assert len(re.findall(r"\bloss\b.{0,4}\d", printed)) == 5
     assert "(60%)" in printed
     assert re.search(r"measured: peak [0-9.]+ MiB, predicted [0-9.]+ MiB", printed)
-
-
-@pytest.mark.slow
-def test_the_first_example_of_the_readme_runs(tmp_path: Path) -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    script = tmp_path / "readme.py"
-    script.write_text(re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)[0], encoding="utf-8")
-
-    run(str(script), cwd=tmp_path)
 
 
 def test_every_example_is_run_here() -> None:

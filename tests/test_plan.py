@@ -127,14 +127,3 @@ def test_a_printed_plan_is_its_summary_and_no_list_of_operations(plan: Plan):
     assert str(plan) == plan.summary()
     assert repr(plan).startswith("Plan(target=")
     assert len(repr(plan)) < 1000
-
-
-def test_the_timeline_holds_both_runs_and_their_peaks(tmp_path):
-    plan = plan_keeping(*chain(), ())
-    plan.save_timeline(tmp_path / "timeline.json")
-    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    for number, peak in enumerate((plan.planned_peak_bytes, plan.unplanned_peak_bytes)):
-        assert max(e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == number) == peak
-    spans = [e for e in events if e["ph"] == "X" and e["pid"] == 0]
-    assert len(spans) == len(plan.planned.timeline)
-    assert any(e["cat"] == "recomputed" for e in spans)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -194,31 +194,6 @@ class Plan:
         if self.measured.peak_bytes is not None or self.measured.overhead is not None:
             lines.append(measured_line(self))
         return "\n".join(lines)
-
-    def save_timeline(self, path: str | Path) -> None:
-        """Write the predicted step, planned and unplanned, as a trace that Perfetto and chrome://tracing show.
-
-        Args:
-            path: File to write, JSON in the Trace Event Format: operations with their modules, and bytes allocated.
-        """
-        runs = (("planned", self.planned), ("unplanned", self.unplanned))
-        events = [event for number, (name, run) in enumerate(runs) for event in self._events(number, name, run)]
-        Path(path).write_text(json.dumps({"traceEvents": events, "otherData": self.to_dict()}))
-
-    def _events(self, number: int, name: str, run: Simulation) -> Iterator[dict[str, Any]]:
-        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
-        now_us, seen = 0.0, set[int]()
-        for moment in run.timeline:
-            node, taken_us = self.graph.nodes[moment.node], 1000 * self.profile.time_ms[moment.node]
-            kind = "recomputed" if moment.node in seen else node.direction.value
-            seen.add(moment.node)
-            arguments = {"module": node.module, "peak_bytes": self.resident_bytes + moment.peak_bytes}
-            span = {"ph": "X", "name": node.op, "cat": kind, "ts": now_us, "dur": taken_us, "args": arguments}
-            yield {**span, "pid": number, "tid": 0}
-            for size_bytes, at_us in ((moment.peak_bytes, now_us), (moment.live_bytes, now_us + taken_us)):
-                total = {"bytes": self.resident_bytes + size_bytes}
-                yield {"ph": "C", "name": "allocated", "ts": at_us, "pid": number, "args": total}
-            now_us += taken_us
 
 
 def planned_lines(plan: Plan) -> list[str]:

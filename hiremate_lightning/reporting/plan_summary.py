@@ -1,4 +1,4 @@
-"""Read the numbers of a plan back from files: JSON, an HTML report, a timeline, a plan of a cache."""
+"""Read the numbers of a plan back from files: JSON, or an HTML report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def read_summary(path: Path) -> dict[str, Any]:
     """Read the numbers of a plan.
 
     Args:
-        path: What `Plan.to_json`, `Plan.save_timeline`, `write_html`, `hiremate plan --json` or a `cache_dir` wrote.
+        path: What `Plan.to_json`, `write_html` or `hiremate plan --json` wrote.
 
     Raises:
         ConfigurationError: If the file can't be read, or is none of these.
@@ -32,10 +32,8 @@ def read_summary(path: Path) -> dict[str, Any]:
         raise ConfigurationError(f"Can't read {str(path)!r}: {error.strerror}. {expected}") from error
     except ValueError as error:  # no text, or no JSON
         raise ConfigurationError(f"{str(path)!r} is no plan: {error}. {expected}") from error
-    if isinstance(data, dict):
-        found = data.get("otherData", data)
-        if isinstance(found, dict) and ("planned_step_ms" in found or "solution" in found):
-            return found
+    if isinstance(data, dict) and "planned_step_ms" in data:
+        return data
     raise ConfigurationError(f"{str(path)!r} is no plan. {expected}")
 
 
@@ -46,8 +44,6 @@ def summary_rows(numbers: Numbers, most_rounded: int | None = None) -> list[tupl
         numbers: As `read_summary` and `Plan.to_dict` return them.
         most_rounded: Differences by rounding to list; None for all.
     """
-    if "solution" in numbers:
-        return _cached_rows(numbers["solution"])
     resident, rounded = format_bytes(numbers["resident_bytes"]), numbers["rounded"]
     hidden = len(rounded[most_rounded:]) if most_rounded is not None else 0
     rows = [
@@ -81,17 +77,3 @@ def _time(numbers: Numbers) -> str:
     if numbers["measured_overhead"] is not None:
         words += f", {format_ratio(numbers['measured_overhead'])} measured"
     return f"{words}; times are estimates" if numbers["costs"] == "estimate" else words
-
-
-def _cached_rows(solution: dict[str, Any]) -> list[tuple[str, str]]:
-    again = sum(len(row) for row in solution["recompute"])
-    return [
-        ("plan", "kept in a cache_dir; the model that it belongs to is not in the file"),
-        ("peak", f"{format_bytes(solution['peak_bytes'])} above what is resident"),
-        ("extra time", f"{format_time(solution['recompute_ms'])}, {again} operations run again"),
-        (
-            "solver",
-            f"{solution['strategy']}: {solution['status']}; no plan below {format_time(solution['bound_ms'])}; "
-            f"took {format_time(1000 * solution['solve_s'])}",
-        ),
-    ]
