@@ -233,6 +233,20 @@ def test_a_dropped_forward_holds_what_its_plan_counts():
     assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.01)
 
 
+@pytest.mark.filterwarnings("ignore:The first step of another kind took")
+def test_a_forward_that_ran_by_a_plan_and_is_dropped_will_hold_less():
+    """A loop trains a generator and a critic in turns, the critic on pictures that are drawn with gradients."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()) for _ in range(4)))
+    hiremate(model, "60%", verbose=False)
+    for index in range(8):
+        pictures = model(draw(index, 4 * ROWS, 64))
+        if index % 2 == 0:
+            pictures.square().mean().backward()
+    (plan,) = (plan for kind, plan in targets_of(model).session.plans.items() if len(kind) == 2)
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.01)
+    assert plan.planned_peak_bytes <= plan.budget_bytes
+
+
 def test_capturing_resumes_after_an_unplanned_retained_graph():
     """What the graph holds of code that runs as the user wrote it is unknown in the steps after it."""
     model, plain = hiremate(make_net(), "1 GiB", verbose=False), []

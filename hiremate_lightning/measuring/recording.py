@@ -195,6 +195,12 @@ class StepRecord:
         return [run for run in self._waiting if run.index not in self.backwards]
 
     @property
+    def has_dropped_by_plan(self) -> bool:
+        """Whether a forward whose backward never comes ran by a plan: it saved more than it will from now on."""
+        others = {*self.backwards, *(run.index for run in self._waiting)}
+        return any(run.index not in others and not run.program.protects for run in self.runs)
+
+    @property
     def left_nothing(self) -> bool:
         """Whether all that ran was forwards of which nothing lives any more."""
         return bool(self.runs) and not any(run.is_waiting or _living(run) for run in self.runs)

@@ -66,6 +66,7 @@ class Known:
         unfinished: Its forwards whose backward is not part of it, and the schedules by which these ran.
         unfinished_bytes: Bytes that unfinished forwards save beyond what they saved when the step was recorded.
         others_bytes: What the backwards of graphs of earlier steps take that run in it.
+        is_provisional: Whether its next step takes less than the recorded one, by forwards whose backward never comes.
         decided: For each call, what it computes again, where that is not to be chosen.
         merged: The graphs that its calls were put into, by what existed before the step.
     """
@@ -80,6 +81,7 @@ class Known:
     unfinished: tuple[tuple[Part, Schedule], ...] = ()
     unfinished_bytes: int = 0
     others_bytes: int = 0
+    is_provisional: bool = False
     decided: tuple[Decisions, ...] = ()
     merged: dict[object, Step] = field(default_factory=dict, compare=False, repr=False)
 

@@ -153,6 +153,7 @@ class PlanMaker:
             limits=self.new_limits(),
             margin_bytes=self.left_bytes,
             unfinished=tuple((run.part, run.program.schedule) for run in record.unfinished),
+            is_provisional=record.has_dropped_by_plan,
         )
 
     def anew(self, known: Known) -> Known:
@@ -170,7 +171,7 @@ class PlanMaker:
         """
         known = self._kinds.described(kind)
         step, before = known.merge(), known.resident
-        limits = self.limits(kind, known)
+        limits, options = self.limits(kind, known), self.options.plan
         self._kinds.change(kind, known=replace(known, limits=limits))
         asked = partial(
             make_plan,
@@ -178,7 +179,7 @@ class PlanMaker:
             self.options.budget,
             limits.budget_bytes,
             before.size_bytes,
-            self.options.plan,
+            replace(options, on_infeasible="warn") if known.is_provisional else options,
             target=self._name,
             margin_bytes=known.margin_bytes,
         )

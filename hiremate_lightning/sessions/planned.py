@@ -199,13 +199,16 @@ class PlannedKinds:
     def see_backwards(self, kind: Kind, record: StepRecord) -> None:
         """See whether a step has other backwards than the one that was seen of its kind.
 
-        One with more of them is planned anew. Where a graph waits for a later step, both kinds of pieces are to come.
+        One with more of them is planned anew, and so is one of which a step was recorded that takes more than all that
+        follow. Where a graph waits for a later step, both kinds of pieces are to come.
         """
         known, backwards = self.kinds[kind].known, tuple(sorted(set(record.backwards)))
         waits = any(run.is_waiting for run in record.unfinished)
         if waits and (not backwards or (known is not None and backwards != known.places)):
             self.maker.waiting.found_alike(kind)
-        elif known is not None and set(known.places) < set(backwards):
+            return
+        is_settled = known is not None and known.is_provisional and not record.has_dropped_by_plan
+        if known is not None and (is_settled or set(known.places) < set(backwards)):
             self._dropped = self.latest
             self.kinds.latest = None if self.kinds.latest == kind else self.kinds.latest
             self.kinds.change(kind, known=None, plan=None, programs={})
@@ -326,7 +329,7 @@ class PlannedKinds:
 
     def _say_least(self, kind: Kind, peak_bytes: int) -> None:
         """Warn of what a step takes in which nothing fits, planned or measured, clearly more than was said."""
-        if peak_bytes > CLEARLY_MORE * self.kinds[kind].said_bytes:
+        if not self.kinds.described(kind).is_provisional and peak_bytes > CLEARLY_MORE * self.kinds[kind].said_bytes:
             self.kinds.change(kind, said_bytes=peak_bytes)
             self._announcements.least(peak_bytes, self.plans[kind].budget_bytes)
 
