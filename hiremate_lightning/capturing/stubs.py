@@ -27,7 +27,7 @@ def _forward(captured: Captured, token: torch.Tensor) -> fx.Graph:
     made = graph.call_function(torch.empty, ((0,),))
     made.meta["val"] = token
     outputs = [values[v] if isinstance(v, fx.Node) else v for v in captured.forward_outputs]
-    graph.output((*outputs, made)).meta["desc"] = [*captured.output_descriptions[0], aot.describe_saved(0)]
+    graph.output((*outputs, made)).meta["desc"] = [*captured.output_descriptions[0], aot.describe_saved()]
     return graph
 
 

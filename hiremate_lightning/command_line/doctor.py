@@ -8,12 +8,14 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 
 import torch
+from packaging.requirements import Requirement
 from torch import nn
 
 from .. import torch_private
@@ -102,15 +104,14 @@ def _requirements() -> Iterator[Finding]:
     except PackageNotFoundError:
         yield Finding(PACKAGE, Verdict.KNOW, "used from a checkout, not installed: requirements are not known")
         return
-    for line in lines:
-        match = re.match(r"([\w.-]+)(?:\[[^]]*\])?\s*([^;]*)", line)
-        extra = re.search(r"extra\s*==\s*['\"](\w+)['\"]", line)
-        if match is None or match[1] == "torch" or (extra and extra[1] == "dev"):
-            continue
-        yield _requirement(match[1], match[2].strip(), extra[1] if extra else "")
+    for requirement in map(Requirement, lines):
+        extra = re.search(r'extra == "(\w+)"', str(requirement.marker))
+        if requirement.name != "torch" and not (extra and extra[1] == "dev"):
+            yield _requirement(requirement, extra[1] if extra else "")
 
 
-def _requirement(name: str, wanted: str, extra: str) -> Finding:
+def _requirement(requirement: Requirement, extra: str) -> Finding:
+    name, wanted = requirement.name, requirement.specifier
     lacking = Verdict.KNOW if extra else Verdict.BAD
     for_extra = f", for the extra {extra}" if extra else ""
     mending = "" if extra else f'; mend it with: pip install "{name}{wanted}"'
@@ -118,49 +119,27 @@ def _requirement(name: str, wanted: str, extra: str) -> Finding:
         found = version(name)
     except PackageNotFoundError:
         return Finding(name, lacking, f"not installed{for_extra} (wanted {wanted or 'any version'}){mending}")
-    if not satisfies(found, wanted):
+    if not wanted.contains(found, prereleases=True):
         return Finding(name, lacking, f"{found}, but {wanted} is wanted{for_extra}{mending}")
     return Finding(name, Verdict.GOOD, found)
 
 
-def satisfies(found: str, wanted: str) -> bool:
-    """Whether a version meets bounds such as ">=2.5,<3"; other forms of bounds are taken as met."""
-    for bound in wanted.split(","):
-        match = re.fullmatch(r"\s*(>=|<)\s*([\d.]+)\s*", bound)
-        if match is not None and (_numbers(found) >= _numbers(match[2])) != (match[1] == ">="):
-            return False
-    return True
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """Read the leading numbers of a version, without zeros at the end: 3 is 3.0."""
-    numbers = [int(n) for n in re.match(r"\d+(?:\.\d+)*", text)[0].split(".")] if text[:1].isdigit() else []  # type: ignore[index]
-    while numbers and not numbers[-1]:
-        numbers.pop()
-    return tuple(numbers)
-
-
-KNOWN_BAD = (
-    (
-        (("lightning", "<2.6.7"), ("torch", ">=2.12")),
+KNOWN_BAD = {
+    ("lightning<2.6.7", "torch>=2.12"): (
         "torch.compile of a whole LightningModule whose training_step calls self.log fails in this pair of versions; "
-        "plans don't do that, but your script may",
+        "plans don't do that, but your script may"
     ),
-)
+}
 
 
 def _known_bad_pairs() -> Iterator[Finding]:
     """Find pairs of versions that fail together."""
-    for pair, words in KNOWN_BAD:
-        found = []
-        for name, wanted in pair:
-            try:
-                found.append((name, version(name), wanted))
-            except PackageNotFoundError:
-                break
-        if len(found) == len(pair) and all(satisfies(number, wanted) for _, number, wanted in found):
-            names = " and ".join(f"{name} {number}" for name, number, _ in found)
-            yield Finding(names, Verdict.KNOW, words)
+    for pair, words in KNOWN_BAD.items():
+        bounds = [Requirement(bound) for bound in pair]
+        with suppress(PackageNotFoundError):
+            if all(bound.specifier.contains(version(bound.name), prereleases=True) for bound in bounds):
+                names = " and ".join(f"{bound.name} {version(bound.name)}" for bound in bounds)
+                yield Finding(names, Verdict.KNOW, words)
 
 
 # ---------------------------------------------------------------- solvers and devices

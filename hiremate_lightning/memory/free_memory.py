@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import torch
 
 CONTAINER = Path("/sys/fs/cgroup")
@@ -24,17 +23,7 @@ def free_bytes(device: torch.device) -> int:
 
 def free_host_bytes() -> int:
     """Return the bytes of memory that this process could still be handed, what would be taken from caches included."""
-    return min(_free_bytes_of_machine(), _free_bytes_of_container())
-
-
-def _free_bytes_of_machine() -> int:
-    with suppress(OSError, StopIteration):  # Linux says it; "free" is there what not even the cache of files takes
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return _NO_LIMIT  # a system that does not tell
+    return min(int(psutil.virtual_memory().available), _free_bytes_of_container())
 
 
 def _free_bytes_of_container() -> int:

@@ -110,9 +110,9 @@ def binary_unit(size_bytes: int) -> tuple[int, str]:
     return next(((size, name) for size, name in units if size_bytes >= 2 * size), (1, "B"))
 
 
-def short_source(source: str, parts: int = 3) -> str:
-    """Shorten a source line's path to its last parts."""
-    return "/".join(source.replace("\\", "/").split("/")[-parts:])
+def short_source(source: str) -> str:
+    """Shorten a source line's path to its last three parts."""
+    return "/".join(source.replace("\\", "/").split("/")[-3:])
 
 
 # ---------------------------------------------------------------- budget against time

@@ -36,16 +36,13 @@ ROUNDED_WORDS = (
 )
 
 
-def write_html(
-    plan: Plan, path: str | Path, *, frontier: Curve | None = None, curve_limit_s: float = CURVE_LIMIT_S
-) -> Path:
+def write_html(plan: Plan, path: str | Path, *, curve_limit_s: float = CURVE_LIMIT_S) -> Path:
     """Write the report of a plan.
 
     Args:
         plan: A plan; what was measured of it is shown beside what was predicted.
         path: File to write, some hundred kilobytes. Its folder must exist.
-        frontier: What is known of the step under other budgets; by default some of them are solved now.
-        curve_limit_s: Seconds for that; 0 leaves other budgets out.
+        curve_limit_s: Seconds to solve other budgets; 0 leaves these out.
 
     Returns:
         The path.
@@ -58,7 +55,8 @@ def write_html(
     """
     check_plan(plan)
     path = writable(path)
-    if frontier is None and curve_limit_s > 0:
+    frontier = None
+    if curve_limit_s > 0:
         options = SolveOptions(time_limit_s=curve_limit_s)
         frontier = curve(Problem(plan.graph, plan.profile, plan.planned.peak_bytes, options))
     path.write_text(_Page(plan, frontier).text(), encoding="utf-8")

@@ -90,9 +90,9 @@ def is_saved_by_policy(node: fx.Node) -> bool:
     return node.meta.get("recompute") in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
-def describe_saved(index: int) -> Any:
+def describe_saved() -> Any:
     """Describe a saved value to AOTAutograd."""
-    return SavedForBackwardsAOTOutput(index)
+    return SavedForBackwardsAOTOutput(0)
 
 
 def overwritten_inputs(placeholders: Sequence[fx.Node], descriptions: Sequence[Any]) -> list[fx.Node]:
