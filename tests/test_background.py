@@ -87,9 +87,9 @@ def begin(solver: SlowSolver):
 def test_training_continues_until_a_background_plan_is_ready(solver, workers):
     model, losses, made = begin(solver)
     meanwhile = get_plan(model).solution.recompute_ms
-    assert not made.is_done
+    assert not made.future.done()
     solver.may_end.set()
-    assert is_soon(lambda: made.is_done)
+    assert is_soon(lambda: made.future.done())
     losses += [step(model, index, MORE_ROWS) for index in range(6, 9)]
 
     plan = get_plan(model)
@@ -107,7 +107,7 @@ def test_a_plan_that_fails_in_the_background_is_announced_once(solver):
     model, _, made = begin(solver)
     solver.error = RuntimeError("the solver broke")
     solver.may_end.set()
-    assert is_soon(lambda: made.is_done)
+    assert is_soon(lambda: made.future.done())
     with recorded() as said:
         for index in range(3):
             step(model, index, MORE_ROWS)
@@ -142,9 +142,8 @@ def test_a_process_that_dies_ends_the_solve(workers):
         return solve(problem)
 
     made = BackgroundPlan(make, "portfolio")
-    assert is_soon(lambda: made.is_done)
-    assert made.plan is None
-    assert isinstance(made.error, WorkerLostError)
+    assert is_soon(lambda: made.future.done())
+    assert isinstance(made.future.exception(), WorkerLostError)
     assert not workers[0].is_usable
 
 

@@ -16,7 +16,7 @@ from hiremate_lightning.errors import CaptureError, ConfigurationError
 from hiremate_lightning.measuring.profiling import CostCache
 from hiremate_lightning.planning.planner import unplanned
 from hiremate_lightning.records.costs import estimate, step_time_ms
-from hiremate_lightning.records.scaling import Sample, Scaling
+from hiremate_lightning.records.scaling import Scaling, SizedStep
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.simulation import simulate
 from hiremate_lightning.rewriting.replays import DRAW_MASK
@@ -278,7 +278,7 @@ def test_costs_can_be_measured_where_the_device_is():
 
 def test_a_step_scales_from_two_sizes_to_what_is_captured_at_a_third():
     steps = {size: estimated(capture(Mixed, size=size)) for size in (4, 8, 96)}
-    scaling = Scaling([Sample(size, steps[size].graph, steps[size].profile) for size in (4, 8)])
+    scaling = Scaling([SizedStep(size, steps[size].graph, steps[size].profile) for size in (4, 8)])
 
     assert scaling.at(96).graph.storages == steps[96].graph.storages
 

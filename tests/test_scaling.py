@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import Graph, Storage, StorageKind
-from hiremate_lightning.records.scaling import Line, Sample, Scaling, are_same, at_size, difference
+from hiremate_lightning.records.scaling import Line, Scaling, SizedStep, are_same, at_size, difference
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.simulation import simulate
 from hiremate_lightning.records.step import Call, Gap, GapPart
@@ -21,8 +21,8 @@ from .tiny import Builder, chain, transformer
 whole = st.integers(0, 10**9)
 
 
-def sample(size: int, built: tuple[Graph, Profile]) -> Sample:
-    return Sample(size, *built)
+def sample(size: int, built: tuple[Graph, Profile]) -> SizedStep:
+    return SizedStep(size, *built)
 
 
 def shaped(graph: Graph, shape: tuple[int, ...], item: str = "float32", rounding: int = 1) -> Graph:
@@ -81,7 +81,7 @@ def test_code_is_the_same_where_operations_and_sizes_are():
 def test_bytes_that_grow_with_the_square_of_a_length_are_exact():
     graph, profile = chain(3)
 
-    found = Scaling([Sample(n, shaped(graph, (6, n, n)), profile) for n in (16, 32)]).at(100)
+    found = Scaling([SizedStep(n, shaped(graph, (6, n, n)), profile) for n in (16, 32)]).at(100)
 
     assert {s.size_bytes for s in found.graph.storages} == {6 * 100 * 100 * 4}
 
@@ -104,7 +104,7 @@ def test_a_tensor_of_more_dimensions_is_asked_before_a_flattened_view_of_it():
 
 def test_blocks_that_the_allocator_rounds_are_scaled_before_rounding():
     graph, profile = chain(3)
-    samples = [Sample(n, shaped(graph, (n,), rounding=512), profile) for n in (2, 4)]
+    samples = [SizedStep(n, shaped(graph, (n,), rounding=512), profile) for n in (2, 4)]
     assert {s.size_bytes for sample in samples for s in sample.graph.storages} == {512}
 
     found = Scaling(samples, block_bytes=512).at(1000)
@@ -117,7 +117,7 @@ def test_bytes_that_no_tensor_explains_follow_their_line():
         graph, _ = chain(2, 100 * n)
         return replace(graph, storages=tuple(replace(s, size_bytes=s.size_bytes + 64) for s in graph.storages))
 
-    found = Scaling([Sample(n, padded(n), chain(2)[1]) for n in (2, 4)]).at(10)
+    found = Scaling([SizedStep(n, padded(n), chain(2)[1]) for n in (2, 4)]).at(10)
 
     assert {s.size_bytes for s in found.graph.storages} == {1064}
 
@@ -136,7 +136,7 @@ def test_graphs_of_another_operation_are_refused_by_its_name():
 
     assert difference(graph, graph) is None
     with pytest.raises(ValueError, match=r"sizes 2 and 4 .* node a1 \(tiny.a1\) is a1 \(tiny.other\) there"):
-        Scaling([Sample(2, graph, profile), Sample(4, other, profile)])
+        Scaling([SizedStep(2, graph, profile), SizedStep(4, other, profile)])
 
 
 @pytest.mark.parametrize("change", ["longer", "kinds", "dtype", "dimensions", "order"])

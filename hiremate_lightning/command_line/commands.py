@@ -28,7 +28,7 @@ from ..planning.solvers import Curve, Problem, SolveOptions, smallest_budget
 from ..planning.solvers.curve import curve as solve_curve
 from ..planning.solvers.worker import check_strategy
 from ..records.costs import step_time_ms
-from ..records.scaling import Line, Sample, Scaling
+from ..records.scaling import Line, Scaling, SizedStep
 from ..records.step import Step
 from ..reporting.html_report import write_html
 from ..reporting.report import Reporter
@@ -372,7 +372,7 @@ def _forecast(work: _Work, seen: Sequence[tuple[OfflineStep, Step]], limit_bytes
     Raises:
         ConfigurationError: If the step is not the same at both sizes.
     """
-    samples = [Sample(captured.size, step.graph, step.profile) for captured, step in seen]
+    samples = [SizedStep(captured.size, step.graph, step.profile) for captured, step in seen]
     try:
         scaling = Scaling(samples, allocated_bytes(1, work.options.device))
     except ValueError as error:

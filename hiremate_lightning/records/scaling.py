@@ -23,7 +23,7 @@ MAX_POWER = 2.0  # of the size, that anything measured is taken to grow by
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SizedStep:
     """A step at one size.
 
     Attributes:
@@ -161,7 +161,7 @@ class Scaling:
         ValueError: If two of the graphs differ in more than sizes.
     """
 
-    def __init__(self, samples: Sequence[Sample], block_bytes: int = 1) -> None:
+    def __init__(self, samples: Sequence[SizedStep], block_bytes: int = 1) -> None:
         self.samples = tuple(sorted(samples, key=lambda sample: sample.size))
         self._block_bytes = block_bytes
         for one, other in zip(self.samples, self.samples[1:], strict=False):
@@ -174,7 +174,7 @@ class Scaling:
         """The sizes of the samples, ascending."""
         return tuple(sample.size for sample in self.samples)
 
-    def at(self, size: int) -> Sample:
+    def at(self, size: int) -> SizedStep:
         """Return the step at a size; at the size of a sample, that sample."""
         known = next((sample for sample in self.samples if sample.size == size), None)
         if known is not None:
@@ -192,7 +192,7 @@ class Scaling:
         graph = replace(base.graph, nodes=tuple(nodes), tensors=tuple(tensors), storages=tuple(storages))
         times = tuple(line.measured(size) for line in self._times)
         workspaces = tuple(self._round(math.ceil(line.measured(size))) for line in self._workspaces)
-        return Sample(size, graph, Profile(times, workspaces, base.profile.device))
+        return SizedStep(size, graph, Profile(times, workspaces, base.profile.device))
 
     def _bytes_at(self, size: int, source: int | Line, tensors: Sequence[Tensor]) -> int:
         if isinstance(source, Line):

@@ -234,12 +234,13 @@ class PlanMaker:
 
     def better(self) -> Iterator[tuple[Kind, Plan, dict[int, Program]]]:
         """Yield what was made in the background since, where it fits the step as it is now and is faster."""
-        for kind in [kind for kind, made in self._background.items() if made.is_done]:
-            made = self._background.pop(kind)
-            if made.plan is None:
-                self.failed(made.error)
+        for kind in [kind for kind, made in self._background.items() if made.future.done()]:
+            made = self._background.pop(kind).future
+            if (error := made.exception()) is not None:
+                self.failed(error)
             elif kind in self._kinds.plans:
-                known, plan, now = self._kinds.described(kind), made.plan, self._kinds.plans[kind].solution.recompute
+                known, plan = self._kinds.described(kind), made.result()
+                now = self._kinds.plans[kind].solution.recompute
                 step, found = known.merge(), plan.solution.recompute
                 if found != now and self._fastest(kind, known, step, [now, found]) == found:
                     plan = plan.changed(

@@ -20,7 +20,7 @@ from ..memory.metering import measure_peak
 from ..options import SessionOptions
 from ..planning.plan import Plan
 from ..planning.planner import resolve
-from ..records.scaling import Line, Sample
+from ..records.scaling import Line, SizedStep
 from ..records.step import Call, merge
 from ..sessions.session import Session
 from ..sessions.step_target import StepTarget
@@ -208,11 +208,11 @@ class SizeRunner:
             validation = self._task.validate(size, session) if self._task.validate is not None else 0
             self.seen[size] = Seen(calls, order, session.batch_bytes, validation)
 
-    def sample(self, size: int) -> Sample:
+    def sample(self, size: int) -> SizedStep:
         """Return the step at a size that has run, as one graph."""
         seen = self.seen[size]
         step = merge(seen.calls, seen.order, self._stale_bytes)
-        return Sample(size, step.graph, step.profile)
+        return SizedStep(size, step.graph, step.profile)
 
     def resident_line(self, sizes: Sequence[int]) -> Line:
         """Return what exists before a step, by size."""
