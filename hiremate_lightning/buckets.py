@@ -1,4 +1,4 @@
-"""Few lengths to pad to, for batches whose lengths vary: each length is a plan of its own.
+"""Few lengths to pad to, for batches whose lengths vary, where each new length has to be captured.
 
 The lengths that pad least in total are found exactly, by a dynamic programme over the distinct lengths.
 """
@@ -18,7 +18,7 @@ def bucket_lengths(lengths: Iterable[int], count: int = 8) -> tuple[int, ...]:
 
     Args:
         lengths: Length of each sample, or of each batch.
-        count: Most lengths to choose: the number of plans (`max_plans` is 8 by default).
+        count: Most lengths to choose.
 
     Returns:
         At most `count` of the given lengths, ascending, the longest among them: padding each length to the next of
