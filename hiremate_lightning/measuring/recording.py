@@ -44,10 +44,10 @@ class Run:
         links: For each input that is an earlier run's output: that one.
         parameters: For each input that is a parameter: its identity.
         passed_on: Gradients of inputs that other code computed: they don't stay with a parameter.
-        made_outside: Storages of inputs that other code has computed in the step, which no run's output shares: whether
-            each lives, and its bytes.
-        released_bytes: Of those, what was given back during the backward: nobody held them but what was saved for it.
-        outputs: For each output, whether its storage still lives, and which it is.
+        made_outside: Storages of inputs that code outside has computed in the step, which no run's output shares: for
+            each a function that returns whether it lives, and its bytes.
+        released_bytes: Bytes of `made_outside` that the backward has freed: only what was saved for it held them.
+        outputs: For each output: a function that returns whether its storage still lives, and the storage's identity.
         alive: Outputs that lived when the backward ended, None before it ends.
         missing: Positions of the gradients of outputs that did not arrive.
         tangent_bytes: Bytes of each gradient of an output as it arrived: an expanded one takes less than its shape
@@ -55,11 +55,10 @@ class Run:
         tangent_strides: Strides of each gradient of an output as it arrived, None for one that did not or is sparse.
         outlasting: Positions of the gradients of outputs that others still held when the backward ended: they go on
             along a residual connection, say.
-        accumulated_bytes: Of the gradients that autograd has added to those that existed, and freed.
-        added: Gradients with which autograd did nothing but add them to those of parameters, if there were any, and
-            the storages of these parameters.
-        is_retained: Whether a backward left what was saved to another one.
-        trained: Inputs that get gradients and are no parameters: the graph of its outputs holds them.
+        accumulated_bytes: Bytes of the gradients that autograd has added to existing ones, and freed.
+        added: Gradients that autograd only adds to those of parameters, with the storages of these parameters.
+        is_retained: Whether a backward has left what was saved to another backward.
+        trained: Inputs that get gradients and are no parameters: the autograd graph of the outputs holds them.
     """
 
     part: Part
@@ -83,22 +82,22 @@ class Run:
     trained: tuple[weakref.ref[torch.Tensor], ...] = ()
 
     def saves(self, output: int) -> bool:
-        """Whether it saved an output, or something that lies there, for its backward."""
+        """Whether it saved an output, or another tensor on the same storage, for its backward."""
         tensors = self.graph.tensors
         return tensors[output].storage in {tensors[t].storage for t in self.program.schedule.saved}
 
     @property
     def is_waiting(self) -> bool:
-        """Whether what it saved is there, and no backward has run yet."""
+        """Whether what it saved still exists, and no backward has run yet."""
         return any(saved.run is self for saved in self.part.waiting())
 
     @property
     def graph(self) -> Graph:
-        """The graph that runs, all gradients taken for present."""
+        """The graph that runs, as if all gradients arrived."""
         return self.part.captured.graph
 
     def as_run(self, profile: Profile) -> tuple[Graph, Profile]:
-        """Return the graph and its costs without what the gradients that are missing would have brought."""
+        """Return the graph and its costs without the operations that only missing gradients need."""
         graph, profile = without_missing(self.part.captured, self.missing, profile)
         storages, roots = list(graph.storages), []
         for tensor, size_bytes in zip(graph.tangents, self.tangent_bytes, strict=False):
@@ -202,7 +201,7 @@ class StepRecord:
 
     @property
     def left_nothing(self) -> bool:
-        """Whether all that ran was forwards of which nothing lives any more."""
+        """Whether only forwards ran, and none of their outputs lives any more."""
         return bool(self.runs) and not any(run.is_waiting or _living(run) for run in self.runs)
 
     @property
@@ -212,7 +211,7 @@ class StepRecord:
 
     @property
     def freed_bytes(self) -> int:
-        """Stale bytes that the measurement sees freed before the backward, beside `returned_bytes`."""
+        """Bytes that the measurement sees freed before the backward, without `returned_bytes`."""
         if not self._sees_frees:
             return 0
         return self._stale_bytes if self.returned_bytes else self._stale_bytes + self._left_bytes

@@ -21,10 +21,10 @@ from ..units import format_bytes
 from .recording import StepRecord
 from .resident import WAITING, LeftOutputs, Resident
 
-SAMPLES = 8  # of the parameters, to see whether there are gradients
-LITTERED_STEPS = 16  # that may pass before another one is measured, with the garbage that they left
-LARGE_BYTES = 2**14  # of a tensor whose release is worth to be seen
-WATCHED_STEPS = 16  # the first ones, in which it is seen whether gradients are freed before the backward
+SAMPLES = 8  # number of parameters that are asked for gradients, in the place of all
+LITTERED_STEPS = 16  # steps without a full garbage collection, after which one comes before a step is measured
+LARGE_BYTES = 2**14  # smallest tensor whose release is watched
+WATCHED_STEPS = 16  # number of first steps in which gradients are seen to be freed before the backward, or not
 YOUNG, ALL = 1, 2  # the oldest generation of objects that Python's garbage collector looks at
 
 
@@ -33,14 +33,14 @@ class ResidentMemory:
 
     Args:
         root: The model.
-        waiting: Lists what its captured forwards have saved whose backward has not run yet.
-        retained: Lists what they have saved that stays for another backward, after one has run.
+        waiting: Lists what captured forwards have saved whose backward has not run yet.
+        retained: Lists what captured forwards have saved that stays for another backward, after one has run.
 
     Attributes:
         root: The model.
-        batch: Tensors of the batch of the step under way, where its caller told.
-        optimizer_steps: How many steps of optimizers have used gradients of the model.
-        growths: How often there was more of optimizers' state, or of gradients, than before any step that was counted.
+        batch: Tensors of the batch of the step under way, where the caller names it.
+        optimizer_steps: Number of optimizer steps that have used gradients of the model.
+        growths: How often optimizers' state, or gradients, were more than before any step that was counted.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class ResidentMemory:
         self._inputs_on = torch.device("cpu")
         self._samples = _sample(parameters)
         self._device: tuple[list[torch.device], torch.device] | None = None  # of input and samples, and of most
-        self._most = (0, 0)  # optimizers' states and samples' gradients when a step began
-        self._uncollected_steps = LITTERED_STEPS  # begun since garbage was collected
-        self._there: list[weakref.ref[torch.Tensor]] = []  # large ones on the host, at the last look at all objects
+        self._most = (0, 0)  # the most optimizers' states and samples' gradients when a step began
+        self._uncollected_steps = LITTERED_STEPS  # steps begun since all garbage was collected
+        self._there: list[weakref.ref[torch.Tensor]] = []  # large host tensors at the last look at all objects
         self._stepped = False  # whether an optimizer has used the gradients
-        self._frees_gradients = True  # whether they are freed between forward and backward then
+        self._frees_gradients = True  # whether gradients that were used are freed before the next backward
 
     @property
     def device(self) -> torch.device:
@@ -123,7 +123,7 @@ class ResidentMemory:
 
     @property
     def has_state_of_each(self) -> bool:
-        """Whether optimizers that have stepped keep something for each parameter, or nothing; L-BFGS does neither."""
+        """Whether each optimizer that has stepped has state of each of its parameters, or none; L-BFGS has neither."""
         used = (o for o in self._have_stepped if o.state)
         return all(p in o.state for o in used for group in o.param_groups for p in group["params"])
 
@@ -137,7 +137,7 @@ class ResidentMemory:
         return found
 
     def has_grown(self) -> bool:
-        """Whether there is state of an optimizer, or gradients, that there never was when a step was counted."""
+        """Whether there is more optimizer state, or more gradients, than whenever a step was counted."""
         return any(now > before for now, before in zip(self._held(), self._most, strict=True))
 
     def _held(self) -> tuple[int, int]:
@@ -151,7 +151,7 @@ class ResidentMemory:
         return self._bytes_of(held_by(retained)) if retained else 0
 
     def step_begins(self, arguments: Sequence[torch.Tensor]) -> None:
-        """Learn that a step begins, and with what."""
+        """Learn that a step begins with these arguments."""
         if arguments:
             self._inputs_on = arguments[0].device
         if all(sample() is None for sample in self._samples):  # fully_shard() has put others in their place
@@ -182,7 +182,7 @@ class ResidentMemory:
         self._left.step_ended(record, kind)
 
     def backward_starts(self, step: int) -> None:
-        """See whether what was to be freed before this backward was: outputs left, gradients that were used."""
+        """See whether outputs left, and gradients that were used, were freed before this backward."""
         self._left.backward_starts()
         if self._stepped and self._frees_gradients and step < WATCHED_STEPS:
             self._frees_gradients = not self._gradients()
@@ -222,7 +222,7 @@ class ResidentMemory:
             record.watch_uncounted(self._uncounted(record.counted, generation))
 
     def _present(self, arguments: Sequence[torch.Tensor]) -> frozenset[int]:
-        """List the storages that are there before a step with these arguments, but for what the step before left."""
+        """List the storages that exist before a step with these arguments, without what the step before left."""
         groups = self._groups(list(self._gradients().values()), [*arguments, *held_by(self._waiting())])
         return frozenset(tensor_state.storage_sizes(tensor for tensors in groups.values() for tensor in tensors))
 
@@ -230,7 +230,7 @@ class ResidentMemory:
         return [saved for _, saved in self._find_waiting()]
 
     def _uncounted(self, counted: Collection[int], generation: int) -> Iterator[torch.Tensor]:
-        """List tensors on the host that are not counted, one for each storage, and no small ones."""
+        """List large host tensors that are not counted, one for each storage."""
         there = tensor_state.plain_tensors_of_python(are_young=generation == YOUNG)
         there = [t for t in there if t.device.type == "cpu" and t.untyped_storage().nbytes() >= LARGE_BYTES]
         if generation == ALL:
@@ -245,7 +245,7 @@ class ResidentMemory:
                 yield tensor
 
     def sees_frees(self, resident: Resident) -> bool:
-        """Whether a measurement of the step that begins sees all that dies in it of what existed before."""
+        """Whether a measurement of the step that begins sees all that it frees of what existed before."""
         return not (resident.stale_bytes or resident.left_bytes) or self.device.type == "cuda" or self._left.are_known
 
     def count(self, arguments: Sequence[torch.Tensor]) -> Resident:
@@ -273,7 +273,7 @@ class ResidentMemory:
         )
 
     def as_seen(self, resident: Resident) -> Resident:
-        """Return what existed before the step that has just ended: gradients that it was to free may have stayed."""
+        """Correct what was counted before the step that has just ended: gradients it should free may have stayed."""
         size_bytes, kept = resident.used
         if self._frees_gradients or not kept:
             return resident
