@@ -11,7 +11,7 @@ from torch import nn
 from hiremate_lightning import find_max_batch_size, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.memory.allocator import LEAST_REST_BYTES
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
-from hiremate_lightning.rewriting import losses
+from hiremate_lightning.rewriting import kernels, losses
 from hiremate_lightning.rewriting.overwriting import overwriting
 from hiremate_lightning.sessions.targets import targets_of
 
@@ -246,7 +246,7 @@ def test_softmaxes_in_the_memory_of_what_they_read_are_those_of_eager(classes, d
 @pytest.mark.parametrize("classes", [37, 1024, 4096, 50257])
 @pytest.mark.parametrize("reduction", [0, 1], ids=["none", "mean"])
 def test_cross_entropies_and_gradients_made_by_rows_are_those_of_eager(monkeypatch, classes, reduction):
-    monkeypatch.setattr(losses, "PART_BYTES", 1)
+    monkeypatch.setattr(kernels, "PART_BYTES", 1)
     aten, rows = torch.ops.aten, 333
     logits = torch.randn(rows, classes, device="cuda").mul(9).bfloat16()
     logarithms = logits.float().log_softmax(1)

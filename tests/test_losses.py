@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.rewriting import losses
+from hiremate_lightning.rewriting import kernels, losses
 from hiremate_lightning.rewriting.losses import cross_entropy, cross_entropy_gradient
 from hiremate_lightning.torch_private import inductor
 
@@ -27,7 +27,7 @@ WIDTH, ROWS, CLASSES = 32, 200, 301
 @pytest.fixture(autouse=True)
 def _many_parts(monkeypatch):
     """Take 16 rows at a time, the last time 8, where nothing says otherwise, and few classes for many."""
-    monkeypatch.setattr(losses, "PART_BYTES", 1)
+    monkeypatch.setattr(kernels, "PART_BYTES", 1)
     monkeypatch.setattr(losses, "LEAST_ROW_BYTES", 1)
 
 
@@ -101,7 +101,7 @@ def test_a_class_that_is_none_is_the_error_of_pytorch():
 
 @pytest.mark.parametrize(("part_bytes", "rows"), [(1, 16), (40 * 4 * CLASSES, 40), (2**20, 104)], ids=str)
 def test_beside_the_result_only_parts_are_allocated(monkeypatch, part_bytes, rows):
-    monkeypatch.setattr(losses, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(kernels, "PART_BYTES", part_bytes)
     logits, target, shape = numbers(ROWS, CLASSES, dtype=torch.bfloat16), targets(ROWS), [ROWS, CLASSES]
     part = 4 * rows * CLASSES
     peak = measure_peak(lambda: cross_entropy(logits, target, 2, -100, shape, torch.float32))

@@ -18,6 +18,8 @@ from .fused_kernel import Kernel
 
 aten = torch.ops.aten
 
+PARTS = 16  # at most, of what runs some rows at a time
+PART_BYTES = 2**20  # at least: each part takes a few launches
 _BY_ROWS = (torch.bernoulli, "bernoulli")  # the function and the method
 
 
@@ -175,3 +177,9 @@ def with_strides(source: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor
     if source.stride() == strides:
         return source
     return torch.empty_strided(source.shape, strides, dtype=source.dtype, device=source.device).copy_(source)
+
+
+def part_length(count: int, row_bytes: int) -> int:
+    """Return how many of some rows to take at a time: at most half, or all of them at once would take less memory."""
+    enough = -(-PART_BYTES // max(1, row_bytes))
+    return max(1, -(-count // PARTS), min(enough, -(-count // 2)))

@@ -20,12 +20,11 @@ from torch import fx
 
 from ..torch_private import tensor_state
 from .joint import SHAPES, alone_behind, is_part, replace_node, source_of, written_storages
+from .kernels import part_length
 
 aten = torch.ops.aten
 
 LEAST_ROW_BYTES = 2**14  # of the logarithms of one row; the graph is to be the same for any number of rows
-PARTS = 16  # at most
-PART_BYTES = 2**20  # at least, of the logarithms: each part takes a few launches
 _TOGETHER = 8  # rows: a part begins where memory is aligned as for the first row, since kernels add up by that
 _OPTIONS = {"dtype", "layout", "device"}
 _IGNORED = -100
@@ -128,11 +127,8 @@ def _copy_rows(logits: torch.Tensor, part: slice, into: torch.Tensor) -> None:
 
 
 def _rows_of_a_part(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Return how many rows to take at a time: at most half, or operations on all rows would take less memory."""
     count, classes = shape
-    enough = -(-PART_BYTES // max(1, classes * dtype.itemsize))
-    rows = max(1, -(-count // PARTS), min(enough, -(-count // 2)))
-    return -(-rows // _TOGETHER) * _TOGETHER
+    return -(-part_length(count, classes * dtype.itemsize) // _TOGETHER) * _TOGETHER
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,10 @@ from torch import fx
 
 from ..torch_private import tensor_state
 from .joint import is_part, replace_node, values_of
-from .kernels import memory_format_of
+from .kernels import memory_format_of, part_length
 
 aten = torch.ops.aten
 
-PARTS = 16  # at most
-PART_BYTES = 2**20  # at least, of what is pooled: each part takes a few launches
 _LEAST_BYTES = 2**14  # of PyTorch's places in one picture: below it, the launches take longer than it is worth
 _FEW_CHANNELS = 8  # below it, there is nothing to vectorize over
 
@@ -86,8 +84,7 @@ def max_pool_gradient(
 
 def _parts(shape: Sequence[int], itemsize: int) -> list[slice]:
     count = shape[0]
-    enough = -(-PART_BYTES // (torch.Size(shape[1:]).numel() * itemsize))
-    step = max(1, -(-count // PARTS), min(enough, -(-count // 2)))
+    step = part_length(count, torch.Size(shape[1:]).numel() * itemsize)
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
