@@ -231,8 +231,10 @@ def test_accumulated_backwards_have_the_same_budget():
 
 
 def test_a_budget_too_small_trains_with_one_warning():
+    """Of steps of other sizes it is said again where they need clearly more."""
+
     def act(model):
-        return [step(model, index) for index in range(3)]
+        return [step(model, index, rows) for index, rows in enumerate((64, 64, 62, 62))]
 
     with recorded() as said:
         found, expected = run_both(act, budget="1%", on_infeasible="warn")

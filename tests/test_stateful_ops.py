@@ -547,7 +547,19 @@ class Unwrapping(Tensor):
             return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [(Named, torch.bfloat16), (Unwrapping, torch.float64)])
+class Noting(Tensor):
+    """Runs code that can't be captured with all that is computed from it, as MONAI's MetaTensor does."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        torch._dynamo.graph_break()
+        return result
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [(Named, torch.bfloat16), (Unwrapping, torch.float64), (Noting, torch.float32)]
+)
 def test_batches_that_carry_metadata_are_trained_on(kind, dtype):
     def batch(index: int) -> Tensor:
         named = pictures(index).to(dtype).as_subclass(kind)

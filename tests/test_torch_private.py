@@ -116,8 +116,11 @@ def test_tensors_of_a_subclass_run_as_captured():
 
     picture = torch.ones(3).as_subclass(Named)
     weight = torch.ones(3, requires_grad=True)
-    with aot.not_looking_for_aliases():
-        assert torch.compile(lambda x, w: x * w, backend="aot_eager")(picture, weight).sum() == 3
+    with aot.not_looking_for_aliases(), aot.taking_gradients_with_metadata():
+        result = torch.compile(lambda x, w: x * w, backend="aot_eager")(picture, weight)
+    edge = torch.autograd.graph.get_gradient_edge(result.as_subclass(torch.Tensor))
+    torch.autograd.backward([edge], [torch.ones(3).as_subclass(Named)])
+    assert result.sum() == weight.grad.sum() == 3
 
 
 def test_versions_count_changes_in_place():

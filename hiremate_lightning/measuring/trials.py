@@ -134,7 +134,7 @@ class _Roots:
     def __init__(self, results: Sequence[Any]) -> None:
         own = [r for r in results if isinstance(r, torch.Tensor) and r.grad_fn is not None]
         self._edges = [torch.autograd.graph.get_gradient_edge(root) for root in own]
-        self._shapes = [root.detach().to("meta") for root in own]
+        self._shapes = [tensor_state.plain(root).to("meta") for root in own]
         self._devices = [root.device for root in own]
 
     def run_backward(self, leaves: Sequence[torch.Tensor]) -> None:

@@ -93,7 +93,6 @@ class KindRecord:
         is_unfit: Whether its plan counts on gradients to be freed that are not.
         is_searching: Whether its next step is the first in which cuDNN chooses algorithms.
         seen_bytes: The largest predicted peak of the states of its plan whose peak was measured; None for none.
-        said_bytes: The largest peak that was announced of it, where nothing fits.
         taken_for: The kinds that were confused with it.
         waited: How many graphs of earlier steps waited for their backward as its steps began.
     """
@@ -107,7 +106,6 @@ class KindRecord:
     is_unfit: bool = False
     is_searching: bool = False
     seen_bytes: int | None = None
-    said_bytes: int = 0
     taken_for: frozenset[Kind] = frozenset()
     waited: frozenset[int] = frozenset()
 
@@ -182,10 +180,10 @@ class Kinds:
         self._records[kind] = replace(record, known=known)
 
     def clear(self) -> None:
-        """Forget all kinds between two steps, except for what existed before them, and what was said."""
+        """Forget all kinds between two steps, except for what existed before them."""
         self.latest, self._order, self._plans = None, Order(), None
         for kind, record in self._records.items():
-            self._records[kind] = KindRecord(before=record.before, said_bytes=record.said_bytes)
+            self._records[kind] = KindRecord(before=record.before)
 
     def install(self, kind: Kind, plan: Plan, programs: Mapping[int, Program], **changes: Any) -> None:
         """Take the plan of a kind and its programs; a kind that is planned for the first time has just ended."""

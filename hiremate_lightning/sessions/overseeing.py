@@ -76,13 +76,22 @@ def check_captured(session: Session, name: str, result: Any) -> None:
             announced.add(session)
             session.say(
                 f"A call of {name} could not be captured and ran without a plan; earlier ones were planned, and later "
-                "ones are tried."
+                f"ones are tried.{_why_of_class(result)}"
             )
             return
         raise CaptureError(
-            f"Nothing of {name} was captured: torch.compile ran it as it is.{session.why_uncaptured()} "
-            "Name submodules that can be captured with target=, or train without a plan."
+            f"Nothing of {name} was captured: torch.compile ran it as it is.{session.why_uncaptured()}"
+            f"{_why_of_class(result)} Name submodules that can be captured with target=, or train without a plan."
         )
+
+
+def _why_of_class(result: Any) -> str:
+    """Return, as a sentence or "", that a class of tensors may be why a call that returns it was not captured."""
+    kinds = {type(tensor) for tensor in tensor_state.tensors_among(result)} - {torch.Tensor, nn.Parameter}
+    if not kinds:
+        return ""
+    names = " and ".join(sorted(kind.__name__ for kind in kinds))
+    return f" It returns {names}, which runs code of its own with each operation: give it x.as_subclass(torch.Tensor)."
 
 
 def requires_gradient(result: Any) -> bool:

@@ -35,7 +35,7 @@ from .watching import WatchPolicy
 
 log = logging.getLogger("hiremate_lightning")
 
-CLEARLY_MORE = 1.1  # than was said of a step in which nothing fits: it is said again
+CLEARLY_MORE = 1.1  # than was said of steps in which nothing fits: it is said again
 
 
 class PlannedKinds:
@@ -78,6 +78,7 @@ class PlannedKinds:
         self.listeners: list[Callable[[Plan], None]] = []
         self.shortage = Shortage()
         self._dropped: Plan | None = None  # the latest one of those that were dropped
+        self._said_bytes = 0  # the largest peak that was announced, where nothing fits
         maker.failed = announcements.not_made
 
     @property
@@ -110,7 +111,7 @@ class PlannedKinds:
         before, records, level = self.options, self.kinds.records, self.maker.waiting.level
         self.maker.options = replace(before, budget=budget)
         for kind, known in self.kinds.known.items():
-            self.kinds.change(kind, known=replace(known, limits=self.maker.new_limits()), said_bytes=0)
+            self.kinds.change(kind, known=replace(known, limits=self.maker.new_limits()))
         try:
             self.maker.settle()
             made = {kind: self.maker.make(kind) for kind in self.kinds.known}
@@ -120,6 +121,7 @@ class PlannedKinds:
             self.maker.drop()  # it is for the other budget
             self.kinds.restore(records)
             raise enough or error from None
+        self._said_bytes = 0
         for kind, (plan, programs) in made.items():
             self._install(kind, plan, programs)
         for kind, (plan, _) in made.items():
@@ -328,9 +330,9 @@ class PlannedKinds:
         self._announcements.checkpointing(plan)
 
     def _say_least(self, kind: Kind, peak_bytes: int) -> None:
-        """Warn of what a step takes in which nothing fits, planned or measured, clearly more than was said."""
-        if not self.kinds.described(kind).is_provisional and peak_bytes > CLEARLY_MORE * self.kinds[kind].said_bytes:
-            self.kinds.change(kind, said_bytes=peak_bytes)
+        """Warn of what a step takes in which nothing fits, planned or measured, clearly more than was said of any."""
+        if not self.kinds.described(kind).is_provisional and peak_bytes > CLEARLY_MORE * self._said_bytes:
+            self._said_bytes = peak_bytes
             self._announcements.least(peak_bytes, self.plans[kind].budget_bytes)
 
     def _tell(self, plan: Plan) -> None:

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .dynamo import replaced
+from .tensor_state import plain
 
 __all__ = ["HigherOrderOperator", "OpOverload"]
 
@@ -176,6 +177,23 @@ def not_looking_for_aliases() -> Iterator[None]:
         context._is_first = False
 
     with replaced((runtime_wrappers._FirstInvocationContext, "__init__", begin)):
+        yield
+
+
+@contextmanager
+def taking_gradients_with_metadata() -> Iterator[None]:
+    """Let the backwards of what is traced meanwhile take gradients of a class that only carries metadata.
+
+    AOTAutograd refuses those where it expects a plain tensor: the class has to say how it becomes one.
+    """
+    process = runtime_wrappers.AOTDispatchAutograd.process_runtime_tangent
+
+    def take(gradient: Any, meta: Any, *others: Any) -> Any:
+        is_plain = isinstance(meta, PlainTensorMeta) and isinstance(gradient, torch.Tensor)
+        carries = is_plain and type(gradient).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        return process(plain(gradient) if carries else gradient, meta, *others)
+
+    with replaced((runtime_wrappers.AOTDispatchAutograd, "process_runtime_tangent", staticmethod(take))):
         yield
 
 

@@ -49,6 +49,7 @@ def traced_as_eager() -> Iterator[None]:
         _guarded_overlaps(),
         aot.returning_the_right_values(),
         aot.not_looking_for_aliases(),
+        aot.taking_gradients_with_metadata(),
     ):
         yield
 

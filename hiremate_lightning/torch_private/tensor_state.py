@@ -69,11 +69,16 @@ def unviewed(tensor: torch.Tensor) -> torch.Tensor:
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same class on the same memory, of which autograd knows nothing; a parameter's is plain."""
-    kind = type(tensor)
+    kind, found = type(tensor), plain(tensor)
+    is_other = type(found) is torch.Tensor and kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
     with torch._C.DisableTorchFunctionSubclass():
-        plain = tensor.detach()
-        is_other = type(plain) is torch.Tensor and kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-        return plain.as_subclass(kind) if is_other and not issubclass(kind, torch.nn.Parameter) else plain
+        return found.as_subclass(kind) if is_other and not issubclass(kind, torch.nn.Parameter) else found
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same memory without what autograd knows of it, and without a class that only carries metadata."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach()
 
 
 def has_parts(value: Any) -> bool:
