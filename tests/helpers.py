@@ -116,7 +116,7 @@ def _continue(model: StepModel, rows: Rows, live: set[int]) -> Iterator[Rows]:
     position, later = len(rows), set(model.choices)
     row: list[int] = []
     now = set(live)
-    for storage in model._read_at(position):
+    for storage in model._all_reads[position]:
         if storage not in now:
             row.extend(node for node, _ in model.recompute(storage, now))
     if position == len(model.reads):

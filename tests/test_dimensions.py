@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hiremate_lightning.records.costs import as_plain
-from hiremate_lightning.records.dimensions import Origins, origins_of
+from hiremate_lightning.records.dimensions import Origins, VaryingSizes, origins_of
 from hiremate_lightning.records.resizing import Resizing, Sample
 
 from .test_resizing import CASES, samples_of
@@ -45,3 +45,20 @@ def test_one_captured_step_tells_sizes_from_widths_that_are_the_same(name):
         for sample in samples_of(name):
             largest, actual = (sum(as_plain(s.graph, s.profile)[0].sizes) for s in (known, sample))
             assert actual > largest or Resizing([known]).at(sample.sizes).high.sum() <= 1.8 * actual
+
+
+def test_sizes_vary_that_differ_once_three_calls_have_differed():
+    varying = VaryingSizes(lambda: [(96, 3)])
+    found = []
+    for height, width in ((64, 80), (48, 112), (112, 80), (96, 80), (64, 4)):
+        varying.called("net", [(4, 3, height, width)])
+        found.append(set(varying))
+    assert found == [set(), set(), {112, 80}, {80}, {64}], "96 is a width of the model too, and 4 the number of rows"
+
+
+def test_sizes_of_calls_of_another_form_are_not_compared():
+    varying = VaryingSizes(list)
+    for length in (5, 6, 7):
+        varying.called("net", [(2, length)])
+        varying.called("net", [(2, 9), (length,)])
+    assert set(varying) == {7}

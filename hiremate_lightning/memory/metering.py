@@ -60,8 +60,8 @@ class LiveBytes:
         """Count an allocation, or a release where the bytes are below 0; nothing before the first mark."""
         if self.intervals:
             self._live_bytes += size_bytes
-            last = self.intervals[-1]
-            self.intervals[-1] = replace(last, peak_bytes=max(last.peak_bytes, self._live_bytes))
+            if self._live_bytes > self.intervals[-1].peak_bytes:
+                self.intervals[-1] = replace(self.intervals[-1], peak_bytes=self._live_bytes)
             if self._releases and size_bytes < 0:
                 self._begin(self._releases.pop(0), -size_bytes)
 
@@ -192,8 +192,8 @@ class MemoryMeter:
 class _HostEvents:
     """The host allocator's events, with marks as named ranges among them."""
 
-    _MARK = "hiremate_mark:"
-    _RELEASE = "hiremate_release:"
+    _MARK = "mark:"
+    _RELEASE = "release:"
 
     def __init__(self, give_way: Callable[[], None]) -> None:
         self._live = LiveBytes()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from .graph import Graph, Node, StorageKind
 
@@ -20,6 +20,33 @@ _Given = list[tuple[Shape, Origins]]  # the tensors that an operation reads
 _Rule = Callable[[Shape, _Given], Origins]
 
 LEAST_SIZE = 8  # of the step, that is known by its value
+MOST_SEEN = 16  # different shapes of what one call was given
+
+
+class VaryingSizes:
+    """The sizes of the latest call of a model that differ from call to call, once three calls have differed.
+
+    Args:
+        weights: Returns the shapes of the model's weights. A dimension that always has a size that varies elsewhere
+            can't be told from that one: such a size is left out.
+    """
+
+    def __init__(self, weights: Callable[[], Iterable[Shape]]) -> None:
+        self._weights, self._seen, self._varied = weights, dict[tuple[object, ...], list[Shape]](), set[int]()
+
+    def called(self, name: str, shapes: Sequence[Shape]) -> None:
+        """Learn of a call, and of the shapes of what it is given."""
+        sizes = tuple(size for shape in shapes for size in shape)
+        seen = self._seen.setdefault((name, *map(len, shapes)), [])
+        if sizes not in seen and len(seen) < MOST_SEEN:
+            seen.append(sizes)
+        columns = list(zip(*seen, sizes, strict=True)) if len(seen) > 2 else []
+        fixed = {column[-1] for column in columns if len(set(column)) == 1}
+        self._varied = {column[-1] for column in columns} - fixed
+
+    def __iter__(self) -> Iterator[int]:
+        """Go through the sizes."""
+        return iter(self._varied.difference(*self._weights()))
 
 
 def origins_of(graph: Graph, given: Collection[Shape]) -> list[Origins]:

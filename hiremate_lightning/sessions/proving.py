@@ -159,8 +159,8 @@ class Prover:
         self._proofs.add(proof)
         if backward_pass.is_running():
             return
-        is_sharded = any(tensor_state.has_parts(argument) for argument in arguments)
-        if is_sharded or (proof.part is not None and _is_collective(proof.part.captured.joint.graph)):
+        nodes = () if proof.part is None else proof.part.captured.joint.graph.nodes
+        if any(map(tensor_state.has_parts, arguments)) or any(is_collective(str(node.target)) for node in nodes):
             proof.end()  # other processes would wait for what it sends once more
             return
         self._traced.close()
@@ -188,7 +188,8 @@ class Prover:
         assert proof.written is not None, "code is tried while it is proved"
         written, is_plain = checkpoints.without(proof.written), memory is not None and memory.has_plain
         in_files = memory is not None and memory.needs_files
-        trial = Trial(arguments, _names_of(written), _constants_of(written), is_plain, in_files=in_files)
+        constants = [*written.parameters(), *written.buffers()]
+        trial = Trial(arguments, _names_of(written), constants, is_plain, in_files=in_files)
         try:
             if not is_plain and _takes_gradients(written):  # by itself: it needs what it saves
                 trial = replace(trial, with_gradients=proof.part is not None)
@@ -340,15 +341,7 @@ def _may_differ_from_itself(part: Part, arguments: Sequence[Any]) -> bool:
     return has_unsteady(part.captured) or (bool(part.captured.mutated) and is_shared)
 
 
-def _is_collective(graph: fx.Graph) -> bool:
-    return any(is_collective(str(node.target)) for node in graph.nodes)
-
-
 def _names_of(written: fx.GraphModule) -> list[str]:
     """Name the inputs of captured code: "L_self_modules_layer_buffers_count_" is layer.count."""
     found = (str(node.target) for node in written.graph.find_nodes(op="placeholder"))
     return [_NOT_PARTS.sub(".", name.removeprefix("L_").removeprefix("self")).strip("._") for name in found]
-
-
-def _constants_of(written: fx.GraphModule) -> list[torch.Tensor]:
-    return [*written.parameters(), *written.buffers()]

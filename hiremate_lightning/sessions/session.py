@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from ..options import SessionOptions
 from ..out_of_memory import explain
 from ..planning.plan import Plan, describe_peak
 from ..planning.solvers import worker
+from ..records.dimensions import VaryingSizes
 from ..reporting.report import Reporter, Stages
 from ..rewriting.fused_kernel import Kernels
 from ..rewriting.joint import updates_under_checkpoint
@@ -92,6 +94,7 @@ class Session:
 
         kinds, watching = Kinds(), WatchPolicy()
         self.largest = largest = LargestSizes(options.sizes, parts, said)
+        self._varying = VaryingSizes(lambda: (tuple(weight.shape) for weight in root.parameters()))
         maker = PlanMaker(options, self._name, kinds, memory, parts, stages)
         self._first_steps = FirstSteps(self._name, maker, kinds, parts, stages, resident, self._spare_bytes)
         self.planned = PlannedKinds(
@@ -247,8 +250,8 @@ class Session:
             self._announcements.uncaptured(name, reason)
 
         try:
-            vary = self.largest.becomes
-            sizes_vary = bool(vary) or self.parts.count > 0
+            sizes_vary = bool(self.largest.becomes) or self.parts.count > 0
+            vary = chain(self.largest.becomes, self._varying)
             with dynamo.capturing_for_plans(tell, sizes_vary, vary), eager_paths():
                 yield
             if self.ran_as_written and not self._current.forwards and not is_inside:
@@ -341,7 +344,9 @@ class Session:
         if not backward_pass.is_running():
             tensors = tensors_inside(arguments)
             self.largest.called(function, arguments, tensors)
-            self.steps.called(arguments, ModuleCall.of(name, tensors))
+            call = ModuleCall.of(name, tensors)
+            self._varying.called(name, call.shapes)
+            self.steps.called(arguments, call)
         return self.is_plain
 
     def begin_step(self, arguments: Any) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig, _RecordFunctionFast
 from torch.autograd import profiler
 
+MARK = "hiremate:"  # begins the names of marks among those of operators
 _ERROR = 2  # of the levels at which torch's C++ code logs
 _levels: list[int] = []  # those that were set before events were recorded
 _giving_way: dict[int, Callable[[], None]] = {}  # by thread that is recorded
@@ -47,7 +48,7 @@ def start(give_way: Callable[[], None]) -> None:
 
 def mark(name: str) -> None:
     """Put a name among the events; code that is being traced does not get it, as it gets `record_function`."""
-    with _RecordFunctionFast(name):
+    with _RecordFunctionFast(MARK + name):
         pass
 
 
@@ -66,10 +67,11 @@ def stop() -> list[tuple[str, int]]:
     events: list[tuple[Any, str, int]] = []
     for thread in threads:
         for event in thread:
-            if event.kind() == "memory_alloc":
+            kind = event.kind()
+            if kind == "memory_alloc":
                 events.append((event, "", event.cpu_memory_usage()))
-            elif event.kind() == "push":
-                events.append((event, event.name(), 0))
+            elif kind == "push" and (name := event.name()).startswith(MARK):
+                events.append((event, name.removeprefix(MARK), 0))
     if not events:
         return []
     first = events[0][0]

@@ -99,9 +99,10 @@ class StepModel:
         self._held = {self.storage_of[t] for t in graph.held}
         self._retained = {self.storage_of[t] for t in graph.retained}
         self.reads = [self._forward_storages(graph.nodes[n].inputs) for n in graph.backward]
-        returned = self.returned = self._forward_storages(graph.gradients)
+        self.returned = self._forward_storages(graph.gradients)
+        self._all_reads = [*self.reads, self.returned]
         self.uses: dict[int, list[int]] = {}
-        for position, storages in enumerate([*self.reads, returned]):
+        for position, storages in enumerate(self._all_reads):
             for storage in storages:
                 self.uses.setdefault(storage, []).append(position)
         self._collect_choices()
@@ -275,12 +276,12 @@ class StepModel:
         live = set(policy.kept) | self.fixed
         dropped, early = _by_position(policy.drops), _by_position(policy.early)
         rows: Rows = []
-        for position, reads in enumerate([*self.reads, self._read_at(len(self.reads))]):
+        for position, reads in enumerate(self._all_reads):
             row: list[int] = []
             if position in early:
                 reads = (*early[position], *reads)
-            for storage in reads:
-                if storage not in live:
+            if not live.issuperset(reads):
+                for storage in reads:
                     row.extend(node for node, _ in self.recompute(storage, live))
             rows.append(row)
             if position in dropped:
@@ -291,11 +292,6 @@ class StepModel:
     def _is_pinned(self, storage: int, position: int) -> bool:
         """Whether a view that the backward made holds a storage beyond a position."""
         return any(first <= position < last for first, last in self._pins.get(storage, ()))
-
-    def _read_at(self, position: int) -> tuple[int, ...]:
-        if position < len(self.reads):
-            return self.reads[position]
-        return self.returned
 
     def recompute(self, storage: int, live: set[int]) -> Iterator[tuple[int, list[int]]]:
         """Recompute a choice from what is live; give each node that runs, and the choices that wait for it."""
@@ -347,7 +343,7 @@ class StepModel:
         live = self._live(kept, change)
         node_peaks = [live[index] + rest for index, rest in zip(at, self.gradients, strict=False)]
         node_peaks.append(0)
-        row_peaks = [max(self._row_bytes(rows, position, at, live), default=0) for position in range(count + 1)]
+        row_peaks = [max(self._row_bytes(rows, p, at, live)) if rows[p] else 0 for p in range(count + 1)]
         peak = max(forward_peak, max(node_peaks), max(row_peaks))
         time_ms = sum(self.cost_ms[n] for row in rows for n in row)
         position, node = self._place(peak, rows, at, live, (forward_peak, forward_position), node_peaks, row_peaks)
@@ -432,7 +428,10 @@ class StepModel:
                     begin[storage] = end[storage] = index
                     change[index] += sizes[storage]
                 index += 1
-            for storage in self._reads_of_block(position, at, begin):
+            reads = self._all_reads[position]
+            if self._seen_from[position]:
+                reads = self._reads_of_block(position, at, begin)
+            for storage in reads:
                 if storage not in begin:
                     begin[storage] = -1
                     kept.append(storage)
@@ -447,12 +446,10 @@ class StepModel:
         """Return the last node that needs a block which is recomputed at a position: views may need it still."""
         return max((at[u] for b, u in self._pins.get(storage, ()) if b < position <= u), default=last)
 
-    def _reads_of_block(self, position: int, at: list[int], begin: dict[int, int]) -> Iterable[int]:
+    def _reads_of_block(self, position: int, at: list[int], begin: dict[int, int]) -> tuple[int, ...]:
         """List what a position reads, less what it reads through views of a block that was recomputed since."""
-        seen_from = self._seen_from[position]
-        if not seen_from:
-            return self._read_at(position)
-        return [s for s in self._read_at(position) if s not in seen_from or begin.get(s, -1) < at[seen_from[s]]]
+        reads, seen_from = self._all_reads[position], self._seen_from[position]
+        return tuple(s for s in reads if s not in seen_from or begin.get(s, -1) < at[seen_from[s]])
 
     def kept_through_the_turn(self, rows: Rows) -> frozenset[int | None]:
         """Return the storages that lie in memory as the backward starts, of those that it or a recomputation reads."""
