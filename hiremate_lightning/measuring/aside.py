@@ -46,6 +46,11 @@ class SavedAside(torch.autograd.graph.saved_tensors_hooks):
         self._given = given
         self._copies: dict[int, tuple[int | None, Callable[[], bool], torch.Tensor]] = {}  # by storage: of a version
 
+    def __exit__(self, *raised: object) -> None:
+        """Save nothing aside any more, and forget what was: the hooks refer to themselves, so they die late."""
+        super().__exit__(*raised)
+        self._copies.clear()
+
     def _put(self, tensor: torch.Tensor) -> torch.Tensor | _Aside:
         is_plain = tensor_state.is_dense(tensor) and not tensor_state.has_parts(tensor)
         if not is_plain or tensor.is_conj() or tensor.is_neg():
