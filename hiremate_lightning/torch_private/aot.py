@@ -189,9 +189,11 @@ def taking_gradients_with_metadata() -> Iterator[None]:
     process = runtime_wrappers.AOTDispatchAutograd.process_runtime_tangent
 
     def take(gradient: Any, meta: Any, *others: Any) -> Any:
-        is_plain = isinstance(meta, PlainTensorMeta) and isinstance(gradient, torch.Tensor)
-        carries = is_plain and type(gradient).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-        return process(plain(gradient) if carries else gradient, meta, *others)
+        kind = type(gradient)
+        if kind is not torch.Tensor and isinstance(gradient, torch.Tensor) and isinstance(meta, PlainTensorMeta):
+            carries = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+            gradient = plain(gradient) if carries else gradient
+        return process(gradient, meta, *others)
 
     with replaced((runtime_wrappers.AOTDispatchAutograd, "process_runtime_tangent", staticmethod(take))):
         yield
