@@ -578,6 +578,29 @@ def test_batches_that_carry_metadata_are_trained_on(kind, dtype):
     train_both(make, loop)
 
 
+class Copying(Tensor):
+    """Copies what its inputs carry, by code that torch.compile does not know."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(result, cls):
+            result.__dict__ = dict(args[0].__dict__)
+        return result
+
+
+@pytest.mark.filterwarnings("ignore::hiremate_lightning.HiRemateWarning")
+def test_calls_with_a_class_that_ends_graphs_are_not_captured_again():
+    layers = nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(400, 2)
+    module, tried = hiremate(nn.Sequential(*layers), "1 GiB", verbose=False), []
+    for index in range(12):
+        batch = pictures(index) if index < 2 else pictures(index).as_subclass(Copying)
+        module(batch).as_subclass(Tensor).square().mean().backward()
+        tried.append(torch._dynamo.utils.counters["frames"]["total"])
+    assert tried[1] < tried[3]
+    assert len(set(tried[3:])) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("probability", [0.04, 0.1, 0.15, 0.25, 0.5])
 def test_what_a_dropout_keeps_is_scaled_as_eager_scales_it(probability, dtype):

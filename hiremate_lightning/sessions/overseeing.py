@@ -72,26 +72,33 @@ def check_captured(session: Session, name: str, result: Any) -> None:
         CaptureError: If anything in the result requires a gradient, and nothing was ever captured.
     """
     if requires_gradient(result):
+        why = _why_of_class(result)
         if session.captured_count:
             announced.add(session)
+            later = why or " Later ones are tried."
             session.say(
-                f"A call of {name} could not be captured and ran without a plan; earlier ones were planned, and later "
-                f"ones are tried.{_why_of_class(result)}"
+                f"A call of {name} could not be captured and ran without a plan; earlier ones were planned.{later}"
             )
             return
         raise CaptureError(
-            f"Nothing of {name} was captured: torch.compile ran it as it is.{session.why_uncaptured()}"
-            f"{_why_of_class(result)} Name submodules that can be captured with target=, or train without a plan."
+            f"Nothing of {name} was captured: torch.compile ran it as it is.{session.why_uncaptured()}{why} "
+            "Name submodules that can be captured with target=, or train without a plan."
         )
 
 
 def _why_of_class(result: Any) -> str:
-    """Return, as a sentence or "", that a class of tensors may be why a call that returns it was not captured."""
-    kinds = {type(tensor) for tensor in tensor_state.tensors_among(result)} - {torch.Tensor, nn.Parameter}
+    """Return, as a sentence or "", that a class of tensors is why a call that returns it was not captured."""
+    kinds = classes_with_code(result)
     if not kinds:
         return ""
     names = " and ".join(sorted(kind.__name__ for kind in kinds))
     return f" It returns {names}, which runs code of its own with each operation: give it x.as_subclass(torch.Tensor)."
+
+
+def classes_with_code(result: Any) -> set[type]:
+    """List the classes of tensors in a result that run Python code of their own with each operation."""
+    kinds = {type(tensor) for tensor in tensor_state.tensors_among(result)}
+    return {kind for kind in kinds if tensor_state.has_own_code(kind)}
 
 
 def requires_gradient(result: Any) -> bool:

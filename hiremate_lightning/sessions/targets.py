@@ -22,7 +22,14 @@ from torch import nn
 from ..errors import ConfigurationError, HiRemateWarning, did_you_mean
 from ..torch_private import backward_pass, dynamo, hooks, sharding, tensor_state
 from .entry_points import Compiler, call_forward, call_found
-from .overseeing import announced, check_captured, leaving_no_trace, listen_to_optimizers, requires_gradient
+from .overseeing import (
+    announced,
+    check_captured,
+    classes_with_code,
+    leaving_no_trace,
+    listen_to_optimizers,
+    requires_gradient,
+)
 from .refusals import reason_of_others, refuse, refuse_each
 from .session import Session
 from .slots import Slot, WaitingSlots, slot_for
@@ -174,7 +181,8 @@ class Targets:
             self._plan_what_new_forwards_call(name, module)
         elif name in self._captured and requires_gradient(result):
             self._uncaptured += 1
-            if self._uncaptured.bit_count() == 1:  # after 1, 2, 4, 8 such calls: what is in the way may be gone
+            is_due = self._uncaptured.bit_count() == 1  # after 1, 2, 4, 8 such calls: what is in the way may be gone
+            if is_due and not classes_with_code(result):
                 self._compiled.pop(module, None)
             check_captured(self.session, name or type(module).__name__, result)
         elif not self._plan_parts_of(name, module, result):

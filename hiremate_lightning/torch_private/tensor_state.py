@@ -81,6 +81,12 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
+def has_own_code(kind: type[torch.Tensor]) -> bool:
+    """Whether a class of tensors runs Python code of its own with each operation."""
+    function = getattr(kind.__torch_function__, "__func__", None)
+    return function not in (None, getattr(torch.Tensor.__torch_function__, "__func__", None))
+
+
 def has_parts(value: Any) -> bool:
     """Whether a value is a tensor made of several tensors, as a sharded one is."""
     return isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__")
