@@ -6,7 +6,9 @@ or all its widths are divided by the same number, and the first of these is take
 
 from __future__ import annotations
 
+import functools
 import inspect
+import random as random_numbers
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +16,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 from stand_in import torchvision_or_stand_in
 from third_party import Batch, Case, Entry, integers, random
@@ -125,8 +128,11 @@ def entries() -> dict[str, Entry]:
 def entry_of(name: str) -> Entry:
     """Find an architecture by package and name, as `timm/vision_transformer`."""
     package, _, architecture = name.partition("/")
-    build = {"transformers": _transformers_case, "timm": _timm_case}[package]
-    return Entry(package, architecture, partial(build, architecture))
+    return Entry(package, architecture, partial(_build, package, architecture))
+
+
+def _build(package: str, architecture: str) -> Case:
+    return _chosen(package, architecture)()
 
 
 def _output_loss(output: Any, batch: Batch) -> Tensor:
@@ -138,8 +144,21 @@ def _output_loss(output: Any, batch: Batch) -> Tensor:
     return torch.stack([t.float().square().mean() for t in found]).sum()
 
 
-def _first_that_trains(attempts: Iterable[Callable[[], Case]]) -> Case:
-    """Build the first case of which plain PyTorch trains a step, anew: a step leaves hooks and statistics behind."""
+@functools.cache
+def _chosen(package: str, architecture: str) -> Callable[[], Case]:
+    """Choose sizes, once: which of them is quick enough depends on what else the machine does. Draw no numbers."""
+    attempts = {"transformers": _transformers_cases, "timm": _timm_cases}[package](architecture)
+    of_python, of_numpy = random_numbers.getstate(), np.random.get_state()  # noqa: NPY002  models may draw from these
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return _first_that_trains(attempts)
+    finally:
+        random_numbers.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
+
+
+def _first_that_trains(attempts: Iterable[Callable[[], Case]]) -> Callable[[], Case]:
+    """Find what builds the first case of which plain PyTorch trains a step: that step leaves hooks and statistics."""
     reasons: dict[str, None] = {}
     for attempt in attempts:
         try:
@@ -151,7 +170,7 @@ def _first_that_trains(attempts: Iterable[Callable[[], Case]]) -> Case:
         except Exception as error:  # whatever a configuration says to sizes that it was not made for
             reasons[_first_line(error)] = None
         else:
-            return attempt()
+            return attempt
     raise UntrainableError("; ".join(reasons)[:300])
 
 
@@ -169,12 +188,12 @@ def _model_types() -> list[str]:
     return [name for name in configuration_auto.CONFIG_MAPPING_NAMES if name in with_model]
 
 
-def _transformers_case(model_type: str) -> Case:
+def _transformers_cases(model_type: str) -> Iterator[Callable[[], Case]]:
     given = (partial(_put, sizes=sizes) for sizes in SIZES)
     filled = (partial(_put, sizes=sizes, fill=True) for sizes in SIZES[:2])
     divided = (partial(_divide, by=divisor) for divisor in DIVISORS)
     ways = product((*given, *divided, *filled), INPUTS)
-    return _first_that_trains(partial(_language_or_vision, model_type, shrink, inputs) for shrink, inputs in ways)
+    return (partial(_language_or_vision, model_type, shrink, inputs) for shrink, inputs in ways)
 
 
 def _language_or_vision(model_type: str, shrink: partial[None], which: str) -> Case:
@@ -310,8 +329,8 @@ def _timm() -> Any:
     return timm
 
 
-def _timm_case(module_name: str) -> Case:
-    """Build the smallest model of one of timm's files."""
+def _timm_cases(module_name: str) -> Iterator[Callable[[], Case]]:
+    """Go through the two smallest models of one of timm's files."""
     timm, sizes = _timm(), {}
     for name in timm.list_models(module=module_name):
         with torch.device("meta"):
@@ -322,7 +341,7 @@ def _timm_case(module_name: str) -> Case:
     names = sorted((n for n in sizes if n), key=lambda n: sizes[n])[:2]
     if not names:
         raise UntrainableError(str(sizes.get("", "no model in this file")))
-    return _first_that_trains(partial(_pictures, name, size) for name in names for size in (96, 224))
+    return (partial(_pictures, name, size) for name in names for size in (96, 224))
 
 
 def _pictures(name: str, size: int) -> Case:
