@@ -51,7 +51,7 @@ mkdir "$place/source" # setuptools leaves files beside what it builds
 cp -R hiremate_lightning callbacks pyproject.toml README.md LICENSE "$place/source"
 "$own" -m pip install -qq --no-compile --disable-pip-version-check "$torch" "${versions[@]}" pytest pytest-xdist "$place/source"
 "$own" -m pip check
-"$own" -m pip list --format freeze | grep -E '^(torch|lightning|accelerate|mip|highsbox|cbcbox|numpy|rich|transformers)==' | tr '\n' ' '
+"$own" -m pip list --format freeze | grep -E '^(torch|lightning|accelerate|mip|highsbox|cbcbox|numpy|packaging|psutil|rich|transformers)==' | tr '\n' ' '
 echo
 
 # The tests run beside the installed package, not beside the checkout's.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.sessions import announcements
+from hiremate_lightning.torch_private import dynamo
 
 from .life import ROWS, Net, assert_same, batch, gradients, make, planned, recorded, run_both, session_of, step, warm_up
 
@@ -195,3 +197,21 @@ def test_a_model_applied_to_its_own_output_stays_exact():
 
     found, expected = run_both(act, warm=0)
     assert_same(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore::hiremate_lightning.HiRemateWarning")
+def test_all_sizes_that_have_varied_get_symbols_at_the_third_different_call(monkeypatch):
+    """Dynamo alone has a symbol for a size from the capture on in which that size differs."""
+    known = list[set[int]]()
+
+    def mark(sizes):
+        known.append(set(sizes))
+        return nullcontext()
+
+    monkeypatch.setattr(dynamo, "_marked", mark)
+    layers = [nn.Sequential(nn.Conv2d(3, 3, 3), nn.GELU(), nn.Tanh()) for _ in range(4)]
+    model = hiremate(nn.Sequential(*layers), "1 KiB", on_infeasible="warn", verbose=False)  # no size fits as it is
+    for height, width in ((24, 24), (32, 24), (32, 40)):
+        model(torch.randn(4, 3, height, width)).square().mean().backward()
+    assert known[0] == set()
+    assert known[-1] == {32, 40}

@@ -196,8 +196,8 @@ class StepRecord:
     @property
     def has_dropped_by_plan(self) -> bool:
         """Whether a forward whose backward never comes ran by a plan: it saved more than it will from now on."""
-        others = {*self.backwards, *(run.index for run in self._waiting)}
-        return any(run.index not in others and not run.program.protects for run in self.runs)
+        kept = {*self.backwards, *(run.index for run in self._waiting)}
+        return any(run.index not in kept and not run.program.protects for run in self.runs)
 
     @property
     def left_nothing(self) -> bool:

@@ -32,7 +32,9 @@ class VaryingSizes:
     """
 
     def __init__(self, weights: Callable[[], Iterable[Shape]]) -> None:
-        self._weights, self._seen, self._varied = weights, dict[tuple[object, ...], list[Shape]](), set[int]()
+        self._weights = weights
+        self._seen: dict[tuple[object, ...], list[Shape]] = {}  # different sizes of each call, by its name and ranks
+        self._varied = set[int]()  # of the latest call
 
     def called(self, name: str, shapes: Sequence[Shape]) -> None:
         """Learn of a call, and of the shapes of what it is given."""

@@ -171,7 +171,7 @@ class PlanMaker:
         """
         known = self._kinds.described(kind)
         step, before = known.merge(), known.resident
-        limits, options = self.limits(kind, known), self.options.plan
+        limits = self.limits(kind, known)
         self._kinds.change(kind, known=replace(known, limits=limits))
         asked = partial(
             make_plan,
@@ -179,7 +179,7 @@ class PlanMaker:
             self.options.budget,
             limits.budget_bytes,
             before.size_bytes,
-            replace(options, on_infeasible="warn") if known.is_provisional else options,
+            replace(self.options.plan, on_infeasible="warn") if known.is_provisional else self.options.plan,
             target=self._name,
             margin_bytes=known.margin_bytes,
         )

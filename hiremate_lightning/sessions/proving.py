@@ -208,7 +208,7 @@ class Prover:
         except OSError as error:
             log.info("Code could not be proved, since there is no room to keep what it gives: %s", error)
             return
-        except Exception as error:  # whatever PyTorch's machinery fails at
+        except Exception as error:  # of PyTorch's own machinery: the code runs as it was written, and that is said
             self._refuse(proof, f"torch.compile's capture of it fails when it runs: {type(error).__name__}: {error}")
             return
         self._judge(proof, expected, found, trial.with_gradients)
