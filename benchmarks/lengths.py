@@ -3,9 +3,10 @@
     python benchmarks/lengths.py [--models gpt2_6,bert_6,unet,graph] [--methods eager,checkpoint,planned] [--steps 100]
 
 Lengths are drawn from a log-normal distribution (median 80, cut at 16 and 256). Batches of 4 are padded to their
-longest sequence, with masks; T5 gets texts of one length and labels of another; AdamW. A UNet gets pictures and a graph
-network gets graphs of random sizes (`sizes_that_vary.py`). The budget is what exists before
-a step and a share (--share) of what the longest batch adds in eager PyTorch, so that long batches need recomputation.
+longest sequence, with masks; T5 gets texts of one length and labels of another; lora_6 is llama_6 with frozen weights
+and adapters; AdamW. A UNet gets pictures and a graph network gets graphs of random sizes (`sizes_that_vary.py`). The
+budget is what exists before a step and a share (--share) of what the longest batch adds in eager PyTorch, so that long
+batches need recomputation.
 Each method runs in a process of its own.
 
 Prints a Markdown table: seconds of all steps, the first ones included; the same over eager's; the number of steps in
@@ -35,6 +36,7 @@ from hiremate_lightning import bucket_lengths, bucket_of, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sessions.targets import targets_of
 
+RANK = 8  # of adapters
 ROWS, MEDIAN, SHORTEST, LONGEST, WORDS = 4, 80, 16, 256, 1000
 METHODS = ("eager", "checkpoint", "compile", "buckets", "planned")
 Batch = dict[str, Tensor]
@@ -62,6 +64,28 @@ def _batch(lengths: Tensor, length: int, seed: int) -> Batch:
     return {"input_ids": words, "attention_mask": mask, "labels": torch.where(mask == 1, words, -100)}
 
 
+class _Adapted(nn.Module):
+    """A linear layer and what an adapter adds to it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, RANK, bias=False)
+        self.up = nn.Linear(RANK, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 2.0 * self.up(self.down(x))
+
+
+def _adapt(llama: nn.Module) -> None:
+    """Freeze a Llama, and give adapters to its queries and values."""
+    llama.requires_grad_(False)
+    for layer in llama.model.layers:
+        for projection in ("q_proj", "v_proj"):
+            setattr(layer.self_attn, projection, _Adapted(getattr(layer.self_attn, projection)))
+
+
 def build(name: str) -> nn.Module:
     """Build a model by its name (of transformers: kind and number of layers), the same weights each time."""
     if name in sizes_that_vary.MODELS:
@@ -77,9 +101,11 @@ def build(name: str) -> nn.Module:
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**gpt2, use_cache=False))
     elif kind == "bert":
         model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, intermediate_size=1024))
-    elif kind == "llama":
+    elif kind in ("llama", "lora"):
         config = transformers.LlamaConfig(**sizes, intermediate_size=688, num_key_value_heads=4, use_cache=False)
         model = transformers.LlamaForCausalLM(config)
+        if kind == "lora":
+            _adapt(model)
     elif kind == "t5":
         sizes = {
             "d_model": 256,
@@ -93,7 +119,8 @@ def build(name: str) -> nn.Module:
         model = transformers.T5ForConditionalGeneration(config)
     else:
         raise SystemExit(
-            f"Unknown model {name!r}: expected unet, graph, gpt2_N, bert_N, llama_N or t5_N, where N counts layers."
+            f"Unknown model {name!r}: expected unet, graph, gpt2_N, bert_N, llama_N, lora_N or t5_N, where N counts "
+            "layers."
         )
     return model.train()
 
@@ -137,7 +164,7 @@ def train(name: str, method: str, steps: int, budget_bytes: int, peaks: bool) ->
     for step in range(steps):
         others = name in sizes_that_vary.MODELS
         batch = sizes_that_vary.batch_of(name, step) if others else batch_of(step, pad_to, name.startswith("t5"))
-        before = _captured(model)
+        before = captured_count(model)
 
         def act(batch: Batch = batch) -> None:
             loss = model(**batch).loss
@@ -152,7 +179,7 @@ def train(name: str, method: str, steps: int, budget_bytes: int, peaks: bool) ->
         optimizer.step()
         optimizer.zero_grad()
         seconds += time.perf_counter() - start
-        captured += _captured(model) > before
+        captured += captured_count(model) > before
     state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
     resident = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *state))
     return {
@@ -170,7 +197,7 @@ def _host_gib() -> float:
     return int(status.partition("VmHWM:")[2].split()[0]) / 2**20
 
 
-def _captured(model: nn.Module) -> int:
+def captured_count(model: nn.Module) -> int:
     targets = targets_of(model)
     return 0 if targets is None else targets.session.captured_count
 
