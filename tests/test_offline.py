@@ -14,9 +14,8 @@ from hiremate_lightning.command_line.offline import OfflineOptions, capture_offl
 from hiremate_lightning.command_line.rates import rates_of
 from hiremate_lightning.errors import CaptureError, ConfigurationError
 from hiremate_lightning.measuring.profiling import CostCache
-from hiremate_lightning.planning.planner import unplanned
 from hiremate_lightning.records.costs import estimate, step_time_ms
-from hiremate_lightning.records.scaling import Scaling, SizedStep
+from hiremate_lightning.records.scaling import Scaling
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.simulation import simulate
 from hiremate_lightning.rewriting.replays import DRAW_MASK
@@ -123,14 +122,14 @@ def test_peaks_are_those_that_training_plans_with():
     assert plan is not None
     assert step.resident_bytes == plan.resident_bytes
     without_workspace = simulate(plan.graph, estimate(plan.graph), lower(plan.graph, keep_all(plan.graph)))
-    assert unplanned(estimated(step)).peak_bytes == without_workspace.peak_bytes
+    assert estimated(step).plain_bytes == without_workspace.peak_bytes
 
 
 def test_what_fits_no_machine_is_captured():
     step = capture(lambda: nn.Linear(1_000_000, 1_000_000), "1000000x1000000")
 
     assert dict(step.resident)["parameters"] == 4 * (10**12 + 10**6)
-    assert unplanned(estimated(step)).peak_bytes > 4 * 10**12
+    assert estimated(step).plain_bytes > 4 * 10**12
 
 
 def test_all_that_exists_before_the_step_is_resident():
@@ -184,7 +183,7 @@ class Tabled(nn.Linear):
     ids=["plain", "other type", "values"],
 )
 def test_factories_are_met_with_what_they_need(factory):
-    assert unplanned(estimated(capture(factory))).peak_bytes > 4 * 64 * 16
+    assert estimated(capture(factory)).plain_bytes > 4 * 64 * 16
 
 
 def test_changing_the_type_in_a_factory_takes_no_memory():
@@ -278,7 +277,7 @@ def test_costs_can_be_measured_where_the_device_is():
 
 def test_a_step_scales_from_two_sizes_to_what_is_captured_at_a_third():
     steps = {size: estimated(capture(Mixed, size=size)) for size in (4, 8, 96)}
-    scaling = Scaling([SizedStep(size, steps[size].graph, steps[size].profile) for size in (4, 8)])
+    scaling = Scaling({size: steps[size] for size in (4, 8)})
 
     assert scaling.at(96).graph.storages == steps[96].graph.storages
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.planning.plan_files import PlanFiles
-from hiremate_lightning.planning.planner import PlanOptions, make_plan, unplanned
+from hiremate_lightning.planning.planner import PlanOptions, make_plan
 from hiremate_lightning.planning.solvers import get_strategy
 from hiremate_lightning.records.step import Call, merge
 from hiremate_lightning.units import parse_budget
@@ -112,7 +112,7 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path, caplog):
 def test_the_planner_solves_once(tmp_path, monkeypatch):
     graph, profile = transformer(4)
     step = merge([Call(graph, profile)], [0])
-    budget = unplanned(step).peak_bytes * 6 // 10
+    budget = step.plain_bytes * 6 // 10
     options = PlanOptions(cache_dir=tmp_path)
 
     def plan():

@@ -15,12 +15,11 @@ from hiremate_lightning.planning.planner import (
     first_solution,
     make_plan,
     resolve,
-    unplanned,
 )
 from hiremate_lightning.planning.solvers import base, smallest_budget
 from hiremate_lightning.planning.solvers.base import Problem, Solution, Status, get_strategy, strategy
 from hiremate_lightning.records.schedule import lower
-from hiremate_lightning.records.simulation import simulate
+from hiremate_lightning.records.simulation import simulate, simulate_plain
 from hiremate_lightning.records.step import Call, Gap, merge
 from hiremate_lightning.units import Budget, parse_budget
 
@@ -60,13 +59,14 @@ def test_auto_is_what_is_free_less_a_margin():
 
 
 def test_the_unplanned_step_keeps_everything():
-    assert unplanned(step_of(*chain(4))).recompute_ms == 0
+    step = step_of(*chain(4))
+    assert simulate_plain(step.graph, step.profile).recompute_ms == 0
 
 
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.9, 1.0])
 def test_a_plan_is_within_its_budget(share):
     step = step_of(*transformer(2))
-    smallest, most = smallest_of(step), unplanned(step).peak_bytes
+    smallest, most = smallest_of(step), step.plain_bytes
     budget = int(smallest + share * (most - smallest))
     assert plan_of(step, budget).planned_peak_bytes <= budget
 
@@ -82,7 +82,7 @@ def test_resident_bytes_are_part_of_the_budget():
 
 def test_a_margin_is_left_free():
     step = step_of(*transformer(2))
-    most = unplanned(step).peak_bytes
+    most = step.plain_bytes
     plan = make_plan(step, Budget(size_bytes=most), most, 0, PlanOptions(), margin_bytes=KB)
     assert plan.planned_peak_bytes <= most - KB
 
@@ -143,7 +143,7 @@ def test_a_share_that_is_named_is_never_above_all_of_the_step():
     smallest = plan_of(step, MANY).solution
     problem = Problem(step.graph, step.profile, MANY)
     need = planner.Need(problem, smallest, 0, is_guarded=True)
-    assert need.peak_bytes > unplanned(step).peak_bytes
+    assert need.peak_bytes > step.plain_bytes
     assert need.share == 1.0
     assert replace(need, less_bytes=KB).share > 1.0
 
@@ -170,7 +170,7 @@ def test_a_strategy_that_lies_about_its_peak_is_not_believed(monkeypatch):
     def lie(problem):
         return Solution("liar", Status.OPTIMAL, nothing, peak_bytes=0)
 
-    budget = unplanned(step).peak_bytes - 1
+    budget = step.plain_bytes - 1
     plan = plan_of(step, budget, solver="a liar, for a test")
     assert plan.planned_peak_bytes <= budget
     assert plan.solution.strategy != "liar"
@@ -192,7 +192,7 @@ def test_a_part_that_fits_neither_the_budget_nor_the_device_is_refused():
 def test_a_solver_is_asked_before_the_first_step_is_refused(monkeypatch):
     monkeypatch.setattr(planner, "smallest_budget", get_strategy("none"))
     step = step_of(*transformer(2))
-    budget = unplanned(step).peak_bytes * 7 // 10
+    budget = step.plain_bytes * 7 // 10
     assert first_of(step, Budget(size_bytes=budget), budget).peak_bytes <= budget
 
 
@@ -231,7 +231,7 @@ def solution_of(drawn):
 
 def test_the_same_step_and_budget_give_the_same_plan():
     step = step_of(*transformer(2))
-    budget = (smallest_of(step) + unplanned(step).peak_bytes) // 2
+    budget = (smallest_of(step) + step.plain_bytes) // 2
     first, second = (plan_of(step, budget) for _ in range(2))
     assert first.solution.recompute == second.solution.recompute
 
@@ -239,7 +239,7 @@ def test_the_same_step_and_budget_give_the_same_plan():
 def test_a_strategy_that_counts_too_little_solves_again_with_less(monkeypatch):
     monkeypatch.setattr(base, "_STRATEGIES", dict(base._STRATEGIES))
     step = step_of(*transformer(4))
-    budget = unplanned(step).peak_bytes * 7 // 10
+    budget = step.plain_bytes * 7 // 10
     asked = []
 
     @strategy("short-sighted, for a test")

@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import Graph, Storage, StorageKind
-from hiremate_lightning.records.scaling import Line, Scaling, SizedStep, are_same, at_size, difference
+from hiremate_lightning.records.scaling import Line, Scaling, are_same, at_size, difference
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.simulation import simulate
-from hiremate_lightning.records.step import Call, Gap, GapPart
+from hiremate_lightning.records.step import Call, Gap, GapPart, Step
 
 from .tiny import Builder, chain, transformer
 
 whole = st.integers(0, 10**9)
 
 
-def sample(size: int, built: tuple[Graph, Profile]) -> SizedStep:
-    return SizedStep(size, *built)
+def step(graph: Graph, profile: Profile) -> Step:
+    return Step(graph, profile, owners=(), spans=())
 
 
 def shaped(graph: Graph, shape: tuple[int, ...], item: str = "float32", rounding: int = 1) -> Graph:
@@ -35,7 +35,7 @@ def shaped(graph: Graph, shape: tuple[int, ...], item: str = "float32", rounding
 @pytest.mark.parametrize("build", [lambda n: chain(4, 100 * n), lambda n: transformer(2, size=64 * n)])
 @pytest.mark.parametrize("size", [1, 3, 7, 40, 1000])
 def test_bytes_at_another_size_are_those_of_the_step_captured_there(build, size):
-    found = Scaling([sample(2, build(2)), sample(5, build(5))]).at(size)
+    found = Scaling({n: step(*build(n)) for n in (2, 5)}).at(size)
 
     graph, profile = build(size)
     assert found.graph.storages == graph.storages
@@ -46,12 +46,12 @@ def test_bytes_at_another_size_are_those_of_the_step_captured_there(build, size)
 
 
 def test_the_step_at_a_sampled_size_is_the_sample():
-    samples = [sample(n, chain(3, 10 * n)) for n in (2, 9, 4)]
+    samples = {n: step(*chain(3, 10 * n)) for n in (2, 9, 4)}
 
     scaling = Scaling(samples)
 
     assert scaling.sizes == (2, 4, 9)
-    assert [scaling.at(n) for n in (2, 9, 4)] == samples
+    assert {n: scaling.at(n) for n in (2, 9, 4)} == samples
 
 
 def test_a_step_is_foreseen_at_another_size_with_the_outside_as_it_grows():
@@ -81,7 +81,7 @@ def test_code_is_the_same_where_operations_and_sizes_are():
 def test_bytes_that_grow_with_the_square_of_a_length_are_exact():
     graph, profile = chain(3)
 
-    found = Scaling([SizedStep(n, shaped(graph, (6, n, n)), profile) for n in (16, 32)]).at(100)
+    found = Scaling({n: step(shaped(graph, (6, n, n)), profile) for n in (16, 32)}).at(100)
 
     assert {s.size_bytes for s in found.graph.storages} == {6 * 100 * 100 * 4}
 
@@ -97,15 +97,15 @@ def test_a_tensor_of_more_dimensions_is_asked_before_a_flattened_view_of_it():
         tensors[2] = replace(tensors[2], shape=(n, n))
         return replace(graph, tensors=tuple(tensors)), profile
 
-    found = Scaling([sample(n, build(n)) for n in (4, 8)]).at(20)
+    found = Scaling({n: step(*build(n)) for n in (4, 8)}).at(20)
 
     assert found.graph.storages[1].size_bytes == 400
 
 
 def test_blocks_that_the_allocator_rounds_are_scaled_before_rounding():
     graph, profile = chain(3)
-    samples = [SizedStep(n, shaped(graph, (n,), rounding=512), profile) for n in (2, 4)]
-    assert {s.size_bytes for sample in samples for s in sample.graph.storages} == {512}
+    samples = {n: step(shaped(graph, (n,), rounding=512), profile) for n in (2, 4)}
+    assert {s.size_bytes for sample in samples.values() for s in sample.graph.storages} == {512}
 
     found = Scaling(samples, block_bytes=512).at(1000)
 
@@ -117,7 +117,7 @@ def test_bytes_that_no_tensor_explains_follow_their_line():
         graph, _ = chain(2, 100 * n)
         return replace(graph, storages=tuple(replace(s, size_bytes=s.size_bytes + 64) for s in graph.storages))
 
-    found = Scaling([SizedStep(n, padded(n), chain(2)[1]) for n in (2, 4)]).at(10)
+    found = Scaling({n: step(padded(n), chain(2)[1]) for n in (2, 4)}).at(10)
 
     assert {s.size_bytes for s in found.graph.storages} == {1064}
 
@@ -125,7 +125,7 @@ def test_bytes_that_no_tensor_explains_follow_their_line():
 def test_what_does_not_grow_stays():
     same = chain(3, 100)
 
-    assert Scaling([sample(2, same), sample(4, same)]).at(64).graph == same[0]
+    assert Scaling({2: step(*same), 4: step(*same)}).at(64).graph == same[0]
 
 
 def test_graphs_of_another_operation_are_refused_by_its_name():
@@ -136,7 +136,7 @@ def test_graphs_of_another_operation_are_refused_by_its_name():
 
     assert difference(graph, graph) is None
     with pytest.raises(ValueError, match=r"sizes 2 and 4 .* node a1 \(tiny.a1\) is a1 \(tiny.other\) there"):
-        Scaling([SizedStep(2, graph, profile), SizedStep(4, other, profile)])
+        Scaling({2: step(graph, profile), 4: step(other, profile)})
 
 
 @pytest.mark.parametrize("change", ["longer", "kinds", "dtype", "dimensions", "order"])

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hiremate_lightning.planning.planner import PlanOptions
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import Graph
-from hiremate_lightning.records.scaling import Line, Scaling, SizedStep
+from hiremate_lightning.records.scaling import Line, Scaling
+from hiremate_lightning.records.step import Step
 from hiremate_lightning.sizes.size_search import TOLERANCE, Forecast, Limit, Objective, largest, search
 
 from .tiny import chain
@@ -27,7 +28,7 @@ def step(size: int) -> tuple[Graph, Profile]:
 
 
 def forecast(limit: int, fixed_ms: float = 0.0, validation: Line | None = None) -> Forecast:
-    scaling = Scaling([SizedStep(n, *step(n)) for n in (2, 4)])
+    scaling = Scaling({n: Step(*step(n), owners=(), spans=()) for n in (2, 4)})
     resident = Line((2, 4), [FIXED + 100 * n for n in (2, 4)])
     return Forecast(scaling, resident, limit, OPTIONS, fixed_ms, validation)
 

@@ -23,12 +23,12 @@ from ..memory.allocator import allocated_bytes
 from ..memory.free_memory import free_host_bytes
 from ..out_of_memory import InfeasibleBudgetError
 from ..planning.plan import Plan, PlanningTime
-from ..planning.planner import PlanOptions, make_plan, resolve, unplanned
+from ..planning.planner import PlanOptions, make_plan, resolve
 from ..planning.solvers import Curve, Problem, SolveOptions, smallest_budget
 from ..planning.solvers.curve import curve as solve_curve
 from ..planning.solvers.worker import check_strategy
 from ..records.costs import step_time_ms
-from ..records.scaling import Line, Scaling, SizedStep
+from ..records.scaling import Line, Scaling
 from ..records.step import Step
 from ..reporting.html_report import write_html
 from ..reporting.report import Reporter
@@ -202,7 +202,7 @@ def plan(asked: argparse.Namespace) -> int:
 def _plan_on(work: _Work, budget: Budget, shards: int, on_infeasible: str = "raise") -> tuple[Plan, OfflineStep]:
     """Plan on a number of GPUs that parameters are sharded over."""
     captured, step = work.capture(shards=shards)
-    budget_bytes = work.budget_bytes(budget, captured.resident_bytes, unplanned(step).peak_bytes)
+    budget_bytes = work.budget_bytes(budget, captured.resident_bytes, step.plain_bytes)
     with work.reporter.stage("solving"):
         made = make_plan(
             step,
@@ -277,7 +277,7 @@ def curve(asked: argparse.Namespace) -> int:
     work = _Work(asked)
     work.need_one_count()
     captured, step = work.capture()
-    problem = Problem(step.graph, step.profile, unplanned(step).peak_bytes, SolveOptions(asked.time_limit))
+    problem = Problem(step.graph, step.profile, step.plain_bytes, SolveOptions(asked.time_limit))
     with work.reporter.stage("solving"):
         least, most = smallest_budget(replace(problem, budget_bytes=0)).peak_bytes, problem.budget_bytes
         budgets = [least + (most - least) * i // asked.points for i in range(asked.points)]
@@ -372,9 +372,8 @@ def _forecast(work: _Work, seen: Sequence[tuple[OfflineStep, Step]], limit_bytes
     Raises:
         ConfigurationError: If the step is not the same at both sizes.
     """
-    samples = [SizedStep(captured.size, step.graph, step.profile) for captured, step in seen]
     try:
-        scaling = Scaling(samples, allocated_bytes(1, work.options.device))
+        scaling = Scaling({captured.size: step for captured, step in seen}, allocated_bytes(1, work.options.device))
     except ValueError as error:
         raise ConfigurationError(f"The batch can't be scaled. {error}") from error
     resident = Line(scaling.sizes, [captured.resident_bytes for captured, _ in seen])

@@ -57,11 +57,6 @@ class PlanOptions:
     cache_dir: Path | None = None
 
 
-def unplanned(step: Step | Problem) -> Simulation:
-    """Simulate the step with everything kept, as plain PyTorch runs it."""
-    return simulate_plain(step.graph, step.profile)
-
-
 def resolve(budget: Budget, resident_bytes: int, unplanned_bytes: int, free_bytes: int) -> int:
     """Turn a budget into bytes.
 
@@ -356,7 +351,8 @@ class Need:
         """
         waiting_bytes, plain_waiting_bytes = self.waiting_bytes
         added_bytes = self.peak_bytes - self.resident_bytes + waiting_bytes
-        share = (added_bytes + 1) / (unplanned(self.problem).peak_bytes + plain_waiting_bytes)
+        plain_bytes = simulate_plain(self.problem.graph, self.problem.profile).peak_bytes + plain_waiting_bytes
+        share = (added_bytes + 1) / plain_bytes
         return math.ceil(1000 * (share if self.less_bytes else min(share, 1.0))) / 1000
 
 

@@ -27,6 +27,7 @@ import numpy as np
 from .costs import Profile, as_plain
 from .dimensions import Origin, origins_of, widths_of
 from .graph import Graph, item_bytes
+from .scaling import Line
 
 LEAST_SIZE = 8  # an input size from which multiples of it are taken to follow from it
 LEAST_MULTIPLE = 4  # of a size: a larger one may be by chance, where the dimension is a multiple of another size too
@@ -162,9 +163,10 @@ class Resizing:
         followed = [column for column in ranges if len(set(column)) > 1 and self._follows(dims, column)]
         if not followed or not dims[0]:
             return _between(dims, ranges)
-        lines = [_Line(dict(zip(column, dims, strict=True))) for column in followed]
-        low = min(line.least(ranges[column][0]) for line, column in zip(lines, followed, strict=True))
-        high = max(line.most(ranges[column][1]) for line, column in zip(lines, followed, strict=True))
+        points = (sorted(dict(zip(column, dims, strict=True)).items()) for column in followed)
+        lines = {column: Line(*zip(*own, strict=True)) for column, own in zip(followed, points, strict=True)}
+        low = min(max(0.0, line.straight(ranges[column][0])) for column, line in lines.items())
+        high = max(_most(line, ranges[column][1]) for column, line in lines.items())
         kept = [now for column, now in _kept(ranges).items() if not any(dim % column for dim in dims)]
         low, high = (low - ROUNDED) / dims[0], high / dims[0]
         shrunk, grown = (math.prod(min(1.0, least) for least, _ in kept), math.prod(max(1.0, most) for _, most in kept))
@@ -279,36 +281,15 @@ def _taken_off(dim: int, size: int) -> float:
     return taken / max(1, size - taken)
 
 
-class _Line:
-    """A dimension over the input size that it follows.
-
-    Args:
-        points: The dimension by input size, at two sizes at least.
-    """
-
-    def __init__(self, points: Mapping[int, int]) -> None:
-        self._points = sorted(points.items())
-
-    def _ends(self, size: float) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the points between which a size lies, or the nearest two."""
-        inner = enumerate(self._points[1:-1], start=1)
-        end = next((i for i, (x, _) in inner if size <= x), len(self._points) - 1)
-        return self._points[end - 1], self._points[end]
-
-    def least(self, size: float) -> float:
-        """Return the dimension on the straight line."""
-        (x, low), (y, high) = self._ends(size)
-        return max(0.0, low + (high - low) * (size - x) / (y - x))
-
-    def most(self, size: float) -> float:
-        """Return what it is at most: it may grow faster than the size, as squares do."""
-        (x, low), (y, high) = self._ends(size)
-        if low * y < high * x - ROUNDED * y:
-            if size < x:
-                return low * size / x
-            if size > y and low and x:
-                return float(high * (size / y) ** (math.log(high / low) / math.log(y / x)))
-        return self.least(size)
+def _most(line: Line, size: float) -> float:
+    """Return what a dimension is at most at an input size: it may grow faster than the size, as squares do."""
+    (x, low), (y, high) = line.ends(size)
+    if low * y < high * x - ROUNDED * y:
+        if size < x:
+            return low * size / x
+        if size > y and low and x:
+            return float(high * (size / y) ** (math.log(high / low) / math.log(y / x)))
+    return max(0.0, line.straight(size))
 
 
 def _between(dims: Sizes, ranges: Mapping[Sizes, Range]) -> Range:

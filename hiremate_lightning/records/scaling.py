@@ -9,32 +9,18 @@ beyond them it follows the last two, by their line or, where it grew faster than
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from .costs import Profile
 from .graph import OUTSIDE, Graph, Storage, Tensor, item_bytes
-from .step import Call, Gap, GapPart
+from .step import Call, Gap, GapPart, Step
 
 MAX_POWER = 2.0  # of the size, that anything measured is taken to grow by
-
-
-@dataclass(frozen=True, slots=True)
-class SizedStep:
-    """A step at one size.
-
-    Attributes:
-        size: The size, at least 1.
-        graph: The merged step.
-        profile: Its costs.
-    """
-
-    size: int
-    graph: Graph
-    profile: Profile
 
 
 def difference(first: Graph, second: Graph) -> str | None:
@@ -124,26 +110,29 @@ class Line:
         self._sizes = tuple(sizes)
         self._values = tuple(values)
 
-    def _segment(self, size: int) -> int:
-        """Return the position of the segment that a size lies on, or nearest to."""
-        return min(max(bisect_right(self._sizes, size) - 1, 0), len(self._sizes) - 2)
+    def ends(self, size: float) -> tuple[tuple[int, float], tuple[int, float]]:
+        """Return the two sizes between which a size lies, or the nearest two, with the values there."""
+        i = min(max(bisect_right(self._sizes, size) - 1, 0), len(self._sizes) - 2)
+        return (self._sizes[i], self._values[i]), (self._sizes[i + 1], self._values[i + 1])
+
+    def straight(self, size: float) -> float:
+        """Return the value on the straight line through these two."""
+        (x, low), (y, high) = self.ends(size)
+        return low + (high - low) * (size - x) / (y - x)
 
     def whole(self, size: int) -> int:
         """Return the value on the line, for values that are whole numbers; rounded up, at least 0."""
         if len(self._sizes) == 1:
             return int(self._values[0])
-        i = self._segment(size)
-        x, width = self._sizes[i], self._sizes[i + 1] - self._sizes[i]
-        low, high = int(self._values[i]), int(self._values[i + 1])
-        return max(0, -((-(low * width + (high - low) * (size - x))) // width))
+        (x, low), (y, high) = ((end, int(value)) for end, value in self.ends(size))
+        return max(0, -((-(low * (y - x) + (high - low) * (size - x))) // (y - x)))
 
     def measured(self, size: int) -> float:
         """Return the value, for what was measured: beyond the last size never less than there, and see `MAX_POWER`."""
         if len(self._sizes) == 1:
             return self._values[0]
-        i = self._segment(size)
-        (x, low), (y, high) = ((self._sizes[j], self._values[j]) for j in (i, i + 1))
-        on_line = low + (high - low) * (size - x) / (y - x)
+        (x, low), (y, high) = self.ends(size)
+        on_line = self.straight(size)
         if size <= y:
             return max(0.0, on_line)
         power = min(MAX_POWER, (math.log(high) - math.log(low)) / math.log(y / x)) if min(low, high) > 0 else 0.0
@@ -154,32 +143,30 @@ class Scaling:
     """A step at any size.
 
     Args:
-        samples: The step at different sizes, in any order; one is enough for a step that is the same at all sizes.
+        samples: The step by size, at least 1; one is enough for a step that is the same at all sizes.
         block_bytes: The allocator hands out multiples of it.
+
+    Attributes:
+        sizes: The sizes of the samples, ascending.
 
     Raises:
         ValueError: If two of the graphs differ in more than sizes.
     """
 
-    def __init__(self, samples: Sequence[SizedStep], block_bytes: int = 1) -> None:
-        self.samples = tuple(sorted(samples, key=lambda sample: sample.size))
+    def __init__(self, samples: Mapping[int, Step], block_bytes: int = 1) -> None:
+        self._at = dict(sorted(samples.items()))
+        self.sizes, self._samples = tuple(self._at), tuple(self._at.values())
         self._block_bytes = block_bytes
-        for one, other in zip(self.samples, self.samples[1:], strict=False):
-            found = difference(one.graph, other.graph)
+        for size, other in itertools.pairwise(self.sizes):
+            found = difference(self._at[size].graph, self._at[other].graph)
             if found is not None:
-                raise ValueError(f"The steps at sizes {one.size} and {other.size} are not the same graph: {found}")
+                raise ValueError(f"The steps at sizes {size} and {other} are not the same graph: {found}")
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The sizes of the samples, ascending."""
-        return tuple(sample.size for sample in self.samples)
-
-    def at(self, size: int) -> SizedStep:
+    def at(self, size: int) -> Step:
         """Return the step at a size; at the size of a sample, that sample."""
-        known = next((sample for sample in self.samples if sample.size == size), None)
-        if known is not None:
-            return known
-        base = self.samples[-1]
+        if size in self._at:
+            return self._at[size]
+        base = self._samples[-1]
         tensors = list(base.graph.tensors)
         for index, lines in self._growing_shapes.items():
             tensors[index] = replace(tensors[index], shape=tuple(line.whole(size) for line in lines))
@@ -192,7 +179,7 @@ class Scaling:
         graph = replace(base.graph, nodes=tuple(nodes), tensors=tuple(tensors), storages=tuple(storages))
         times = tuple(line.measured(size) for line in self._times)
         workspaces = tuple(self._round(math.ceil(line.measured(size))) for line in self._workspaces)
-        return SizedStep(size, graph, Profile(times, workspaces, base.profile.device))
+        return replace(base, graph=graph, profile=Profile(times, workspaces, base.profile.device))
 
     def _bytes_at(self, size: int, source: int | Line, tensors: Sequence[Tensor]) -> int:
         if isinstance(source, Line):
@@ -205,7 +192,7 @@ class Scaling:
     @cached_property
     def _growing_shapes(self) -> dict[int, tuple[Line, ...]]:
         found = {}
-        for index, same in enumerate(zip(*(sample.graph.tensors for sample in self.samples), strict=True)):
+        for index, same in enumerate(zip(*(sample.graph.tensors for sample in self._samples), strict=True)):
             shapes = [tensor.shape for tensor in same]
             if len(set(shapes)) > 1:
                 found[index] = tuple(Line(self.sizes, dimension) for dimension in zip(*shapes, strict=True))
@@ -215,40 +202,40 @@ class Scaling:
     def _growing_storages(self) -> dict[int, int | Line]:
         """Say, for each storage that grows, which tensor fills it; the line of its bytes where none does."""
         on: dict[int, list[int]] = {}
-        for index, tensor in enumerate(self.samples[-1].graph.tensors):
+        for index, tensor in enumerate(self._samples[-1].graph.tensors):
             if tensor.storage is not None:
                 on.setdefault(tensor.storage, []).append(index)
         found: dict[int, int | Line] = {}
-        for index, same in enumerate(zip(*(sample.graph.storages for sample in self.samples), strict=True)):
+        for index, same in enumerate(zip(*(sample.graph.storages for sample in self._samples), strict=True)):
             filling = [tensor for tensor in on.get(index, ()) if self._fills(tensor, same)]
             if any(tensor in self._growing_shapes for tensor in filling):
                 # The tensor of most dimensions: a flattened one hides that two of them grow.
-                found[index] = max(filling, key=lambda tensor: len(self.samples[-1].graph.tensors[tensor].shape))
+                found[index] = max(filling, key=lambda tensor: len(self._samples[-1].graph.tensors[tensor].shape))
             elif len({storage.size_bytes for storage in same}) > 1:
                 found[index] = Line(self.sizes, [storage.size_bytes for storage in same])
         return found
 
     def _fills(self, index: int, storages: Sequence[Storage]) -> bool:
         """Whether a tensor takes up exactly its storage in all samples, and was captured, not measured."""
-        tensors = [sample.graph.tensors[index] for sample in self.samples]
+        tensors = [sample.graph.tensors[index] for sample in self._samples]
         producer = tensors[0].producer
-        if producer is not None and self.samples[0].graph.nodes[producer].op == OUTSIDE:
+        if producer is not None and self._samples[0].graph.nodes[producer].op == OUTSIDE:
             return False
         pairs = zip(tensors, storages, strict=True)
         return all(self._round(_bytes_of(tensor)) == storage.size_bytes for tensor, storage in pairs)
 
     @cached_property
     def _growing_flops(self) -> dict[int, Line]:
-        counts = zip(*([node.flops for node in sample.graph.nodes] for sample in self.samples), strict=True)
+        counts = zip(*([node.flops for node in sample.graph.nodes] for sample in self._samples), strict=True)
         return {index: Line(self.sizes, same) for index, same in enumerate(counts) if len(set(same)) > 1}
 
     @cached_property
     def _times(self) -> tuple[Line, ...]:
-        return self._lines([sample.profile.time_ms for sample in self.samples])
+        return self._lines([sample.profile.time_ms for sample in self._samples])
 
     @cached_property
     def _workspaces(self) -> tuple[Line, ...]:
-        return self._lines([sample.profile.workspace_bytes for sample in self.samples])
+        return self._lines([sample.profile.workspace_bytes for sample in self._samples])
 
     def _lines(self, values: Sequence[Sequence[float]]) -> tuple[Line, ...]:
         return tuple(Line(self.sizes, same) for same in zip(*values, strict=True))

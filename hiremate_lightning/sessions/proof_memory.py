@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..capturing.capture import Captured
-from ..planning.planner import unplanned
 from ..records.costs import Profile
 from ..records.graph import Graph, StorageKind, bytes_of
 from ..records.simulation import forward_peak_bytes, simulate, simulate_plain
@@ -78,7 +77,7 @@ def proof_memory(
     graph = captured.graph
     own = simulate(graph, profile, program.schedule)
     return ProofMemory(
-        plain_bytes=unplanned(merge([Call(graph, profile)], [0])).peak_bytes,
+        plain_bytes=merge([Call(graph, profile)], [0]).plain_bytes,
         beside_bytes=simulate_plain(_without_activations(graph), profile).peak_bytes,
         forward_bytes=forward_peak_bytes(graph, profile),
         own_bytes=own.peak_bytes,

@@ -358,8 +358,8 @@ class SizeFinder:
     def _forecast(self) -> Forecast | None:
         """Refit the step from the samples that are the same graph as the latest; None where that is only one."""
         latest = self._runner.sample(list(self._runner.seen)[-1])
-        samples = [self._runner.sample(size) for size in sorted(self._runner.seen)]
-        samples = [sample for sample in samples if difference(sample.graph, latest.graph) is None]
+        samples = {size: self._runner.sample(size) for size in self._runner.seen}
+        samples = {size: step for size, step in samples.items() if difference(step.graph, latest.graph) is None}
         if len(samples) < 2:
             return None
         scaling = Scaling(samples, self._runner.block_bytes)

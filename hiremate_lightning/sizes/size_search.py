@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ..planning.plan import Plan
-from ..planning.planner import PlanOptions, make_plan, unplanned
+from ..planning.planner import PlanOptions, make_plan
 from ..planning.solvers import UNLIMITED, smallest_budget
 from ..planning.solvers.base import Problem
 from ..records.scaling import Line, Scaling
-from ..records.step import Step
 from ..units import Budget
 
 TOLERANCE = 0.04  # relative width at which a search for the overhead's limit stops
@@ -104,13 +103,13 @@ class Forecast:
 
     def least_bytes(self, size: int) -> int:
         """Return the smallest peak found at a size, resident bytes included."""
-        sample = self._scaling.at(size)
-        smallest = smallest_budget(Problem(sample.graph, sample.profile, UNLIMITED))
+        step = self._scaling.at(size)
+        smallest = smallest_budget(Problem(step.graph, step.profile, UNLIMITED))
         return self._resident.whole(size) + smallest.peak_bytes
 
     def unplanned_bytes(self, size: int) -> int:
         """Return the peak at a size without a plan, resident bytes included."""
-        return self._resident.whole(size) + unplanned(self._step(size)).peak_bytes
+        return self._resident.whole(size) + self._scaling.at(size).plain_bytes
 
     def validation_bytes(self, size: int) -> int:
         """Return the peak of validation at a size, resident bytes included; 0 where there is none."""
@@ -125,7 +124,12 @@ class Forecast:
         if size not in self.trials:
             budget = Budget(size_bytes=self.limit_bytes)
             plan = make_plan(
-                self._step(size), budget, self.limit_bytes, self._resident.whole(size), self._options, target=str(size)
+                self._scaling.at(size),
+                budget,
+                self.limit_bytes,
+                self._resident.whole(size),
+                self._options,
+                target=str(size),
             )
             self.trials[size] = trial_of(size, plan, self._fixed_ms)
         return self.trials[size]
@@ -133,7 +137,7 @@ class Forecast:
     def enough_bytes(self, size: int, max_overhead: float) -> int:
         """Return a budget under which a plan fits at a size and takes no more overhead, near the least such one."""
         low, high = self.least_bytes(size) - 1, self.unplanned_bytes(size)
-        step, resident_bytes = self._step(size), self._resident.whole(size)
+        step, resident_bytes = self._scaling.at(size), self._resident.whole(size)
         tried = low + 1
         for _ in range(HALVINGS):
             plan = make_plan(step, Budget(size_bytes=tried), tried, resident_bytes, self._options, target=str(size))
@@ -148,10 +152,6 @@ class Forecast:
         """Whether a plan fits at a size, and takes no more overhead than that."""
         overhead = self.trial(size).overhead
         return overhead is not None and overhead <= max_overhead
-
-    def _step(self, size: int) -> Step:
-        sample = self._scaling.at(size)
-        return Step(sample.graph, sample.profile, owners=(), spans=())
 
 
 def trial_of(size: int, plan: Plan, fixed_ms: float) -> SizeTrial:

@@ -20,8 +20,8 @@ from ..memory.metering import measure_peak
 from ..options import SessionOptions
 from ..planning.plan import Plan
 from ..planning.planner import resolve
-from ..records.scaling import Line, SizedStep
-from ..records.step import Call, merge
+from ..records.scaling import Line
+from ..records.step import Call, Step, merge
 from ..sessions.session import Session
 from ..sessions.step_target import StepTarget
 from ..sessions.targets import Targets
@@ -208,11 +208,10 @@ class SizeRunner:
             validation = self._task.validate(size, session) if self._task.validate is not None else 0
             self.seen[size] = Seen(calls, order, session.batch_bytes, validation)
 
-    def sample(self, size: int) -> SizedStep:
+    def sample(self, size: int) -> Step:
         """Return the step at a size that has run, as one graph."""
         seen = self.seen[size]
-        step = merge(seen.calls, seen.order, self._stale_bytes)
-        return SizedStep(size, step.graph, step.profile)
+        return merge(seen.calls, seen.order, self._stale_bytes)
 
     def resident_line(self, sizes: Sequence[int]) -> Line:
         """Return what exists before a step, by size."""
