@@ -23,7 +23,7 @@ from torch import fx
 
 from ..capturing.capture import Captured
 from ..memory import page_faults
-from ..memory.allocator import allocated_bytes
+from ..memory.allocator import storage_bytes
 from ..memory.metering import MemoryMeter, measure_peak
 from ..records.costs import A100, Machine, Profile, estimate
 from ..records.graph import Direction, Graph
@@ -246,8 +246,7 @@ _VIEW_MS = 0.002  # what a view costs the interpreter; kernels on top of it are 
 
 
 def _storage_bytes(result: Any, device: torch.device) -> int:
-    tensors = [tensor for tensor in tensor_state.tensors_among(result) if tensor.device == device]
-    return sum(allocated_bytes(size, device) for size in tensor_state.storage_sizes(tensors).values())
+    return storage_bytes((t for t in tensor_state.tensors_among(result) if t.device == device), device)
 
 
 def _time_ms(run: Callable[[], Any], device: torch.device, options: ProfileOptions) -> float:

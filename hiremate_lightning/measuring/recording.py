@@ -18,7 +18,7 @@ from torch import fx
 
 from ..capturing.absent import without_missing
 from ..capturing.capture import Captured
-from ..memory.allocator import allocated_bytes
+from ..memory.allocator import allocated_bytes, storage_bytes
 from ..memory.counting import Meter
 from ..memory.metering import MemoryMeter
 from ..records.costs import Profile
@@ -429,12 +429,8 @@ class StepRecord:
 
 def _storage_bytes(values: Sequence[Any]) -> tuple[int, ...]:
     """Return the bytes of each tensor's storage, as its allocator rounds them; 0 for one that was seen before."""
-    seen, found = set[int](), []
-    for value in values:
-        sizes = tensor_state.storage_sizes([value]) if isinstance(value, torch.Tensor) else {}
-        found.append(sum(allocated_bytes(size, value.device) for storage, size in sizes.items() if storage not in seen))
-        seen.update(sizes)
-    return tuple(found)
+    seen = set[int]()
+    return tuple(storage_bytes([v], v.device, seen) if isinstance(v, torch.Tensor) else 0 for v in values)
 
 
 def _living(run: Run) -> tuple[int, ...]:

@@ -49,8 +49,11 @@ class Resident:
 
     def with_more(self, kind: str, size_bytes: int) -> Resident:
         """Return a copy with more bytes of a kind, which stay for the whole step."""
-        kinds = (*self.kinds, (kind, size_bytes)) if size_bytes else self.kinds
-        return replace(self, size_bytes=self.size_bytes + size_bytes, kinds=kinds)
+        if not size_bytes:
+            return self
+        kinds = dict(self.kinds)
+        kinds[kind] = kinds.get(kind, 0) + size_bytes
+        return replace(self, size_bytes=self.size_bytes + size_bytes, kinds=tuple(kinds.items()))
 
     @property
     def state_bytes(self) -> int:
@@ -59,19 +62,12 @@ class Resident:
 
     def with_state(self, size_bytes: int) -> Resident:
         """Return a copy in which the optimizers' state takes at least so many bytes."""
-        more_bytes = max(0, size_bytes - self.state_bytes)
-        kinds = {**dict(self.kinds), "optimizer state": self.state_bytes + more_bytes}
-        return replace(self, size_bytes=self.size_bytes + more_bytes, kinds=tuple(kinds.items()))
+        return self.with_more("optimizer state", max(0, size_bytes - self.state_bytes))
 
     @property
     def batch_bytes(self) -> int:
         """Bytes of the batch."""
         return dict(self.kinds).get("batch", 0)
-
-    def with_batch(self, more_bytes: int) -> Resident:
-        """Return a copy in which the batch takes so many bytes more."""
-        kinds = {**dict(self.kinds), "batch": self.batch_bytes + more_bytes}
-        return replace(self, size_bytes=self.size_bytes + more_bytes, kinds=tuple(kinds.items()))
 
 
 class LeftOutputs:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..memory.allocator import allocated_bytes
+from ..memory.allocator import storage_bytes
 from ..records.graph import Graph, bytes_of
 from ..records.schedule import Schedule, keep_all, lower
 from ..running.execution import Part, Saved
@@ -319,12 +319,8 @@ class ResidentMemory:
         return (tensor for tensor in tensors if tensor.device == device)
 
     def _bytes_of(self, tensors: Iterable[torch.Tensor], seen: set[int] | None = None) -> int:
-        """Add up storages on the planned device, each once and as its allocator rounds them, less those seen before."""
-        device, seen = self.device, set[int]() if seen is None else seen
-        sizes = tensor_state.storage_sizes(self._on_device(tensors))
-        fresh = {storage: size for storage, size in sizes.items() if storage not in seen}
-        seen.update(fresh)
-        return sum(allocated_bytes(size, device) for size in fresh.values())
+        """Add up storages on the planned device, see `storage_bytes`."""
+        return storage_bytes(self._on_device(tensors), self.device, seen)
 
 
 def more_kept_plainly(graph: Graph, schedule: Schedule) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..torch_private import autocasting, hooks, tensor_state
-from ..torch_private.restoring import Restoring
+from ..torch_private.restoring import Restoring, Writes
 from .aside import in_file
 
 SEED = 0  # of the gradients that a trial begins its backward with
@@ -74,7 +74,7 @@ class Trial:
         with torch.random.fork_rng(devices=devices), clearing, autocasting.as_found_on_error():
             try:
                 keeping = _dropping() if keeps_nothing else nullcontext()
-                with restoring, torch.enable_grad(), hooks.no_saved_tensor_hooks(), keeping:
+                with Writes(restoring.copy), torch.enable_grad(), hooks.no_saved_tensor_hooks(), keeping:
                     results = function(*given)
                     outputs = list(results) if isinstance(results, (tuple, list)) else [results]
                     roots = _Roots([*outputs, *tensors]) if self.with_gradients else None

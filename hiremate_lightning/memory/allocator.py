@@ -5,12 +5,13 @@ Its rules are those of `get_allocation_size` and `should_split` in PyTorch's c10
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 
 from ..records.graph import Graph
-from ..torch_private import runtime
+from ..torch_private import runtime, tensor_state
 
 BLOCK_BYTES = 512  # a request is rounded up to a multiple of it
 SEGMENT_BYTES = 2 * 2**20  # what a large request takes from the driver is a multiple of it
@@ -21,6 +22,21 @@ LEAST_REST_BYTES = 2**20  # what is left of it is only split off where it is mor
 def allocated_bytes(size_bytes: int, device: torch.device) -> int:
     """Return the bytes that a device's allocator takes for a request: CUDA's caching allocator rounds up to 512."""
     return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES if device.type == "cuda" else size_bytes
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device, seen: set[int] | None = None) -> int:
+    """Add up the storages of tensors as a device's allocator rounds them, each once.
+
+    Args:
+        tensors: The tensors.
+        device: The device.
+        seen: Storages that were counted before, and are not counted again; those of the tensors are added.
+    """
+    seen = set() if seen is None else seen
+    sizes = tensor_state.storage_sizes(tensors)
+    total = sum(allocated_bytes(size, device) for storage, size in sizes.items() if storage not in seen)
+    seen.update(sizes)
+    return total
 
 
 def in_blocks(graph: Graph, device: torch.device) -> Graph:

@@ -209,7 +209,7 @@ def updates_under_checkpoint(joint: fx.GraphModule) -> bool:
     """Whether code inside of `torch.utils.checkpoint` changes inputs: statistics of a batch norm, for example."""
     copies = joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     written = [value for to, value, *_ in (node.args for node in copies) if to.op == "placeholder"]
-    return any(isinstance(value, fx.Node) and aot.is_checkpointed(operation_of(value)) for value in written)
+    return any(isinstance(value, fx.Node) and aot.checkpoint_of(operation_of(value)) is not None for value in written)
 
 
 def returns_nothing(node: fx.Node) -> bool:

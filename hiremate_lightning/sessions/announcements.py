@@ -31,10 +31,10 @@ class Announcements:
         self._capturing_steps = 0  # consecutive steps in each of which something was captured
         self._failed_guards = Counter[str]()  # before the last of so many steps
 
-    def say(self, text: str, found: str = "") -> None:
-        """Warn, once for each text, whatever was found."""
-        if text not in self._said:
-            self._said.add(text)
+    def say(self, text: str, found: str = "", topic: str = "") -> None:
+        """Warn, once for each text, whatever was found; where a topic is given, once for that."""
+        if (topic or text) not in self._said:
+            self._said.add(topic or text)
             warnings.warn(text + found, HiRemateWarning, stacklevel=2)
 
     def say_over(self, text: str) -> None:
@@ -115,12 +115,11 @@ class Announcements:
 
     def outside_sizes(self, where: str, size: int, ends: tuple[int, int]) -> None:
         """Warn, once for each dimension, of a size beyond those that were named."""
-        if f"outside {where}" not in self._said:
-            self._said.add(f"outside {where}")
-            self.say(
-                f"The size {size} of {where} is not among those named, {ends[0]} to {ends[1]}: it is planned when it "
-                "comes, and may exceed the budget once. Name it in sizes= to have it planned ahead."
-            )
+        self.say(
+            f"The size {size} of {where} is not among those named, {ends[0]} to {ends[1]}: it is planned when it "
+            "comes, and may exceed the budget once. Name it in sizes= to have it planned ahead.",
+            topic=f"outside {where}",
+        )
 
     def sizes_look_alike(self, size: int) -> None:
         """Warn that a named size can't be told from another one in a batch."""
@@ -149,9 +148,8 @@ class Announcements:
 
     def not_made(self, error: BaseException | None) -> None:
         """Warn, once, that no plan could be made in the background."""
-        if "background" not in self._said:
-            self._said.add("background")
-            self.say(f"A better plan could not be made in the background: training goes on with what it has. ({error})")
+        text = "A better plan could not be made in the background: training goes on with what it has."
+        self.say(text, f" ({error})")
 
     def held(self, budget: Budget, steps: int) -> None:
         """Warn that nothing fits the budget, and that at most so many steps run before an error says what would."""
@@ -162,13 +160,11 @@ class Announcements:
 
     def first_step(self, peak_bytes: int, excess_bytes: int) -> None:
         """Warn, once, that the first step of another kind took more than its budget."""
-        if "first step" in self._said:
-            return
-        self._said.add("first step")
         took = f"{format_bytes(peak_bytes)}, {format_bytes(excess_bytes)} above its budget"
         self.say(
             f"The first step of another kind took {took}, since it had no plan yet. Other new kinds of steps may do so "
-            "too, once each: from its second step on a kind has a plan."
+            "too, once each: from its second step on a kind has a plan.",
+            topic="first step",
         )
 
     def least(self, peak_bytes: int, budget_bytes: int) -> None:
@@ -180,12 +176,12 @@ class Announcements:
         """Warn, once, that a plan takes the place of what the user's code runs again by itself."""
         if "checkpointing" in self._said or all(node.checkpoint is None for node in plan.graph.nodes):
             return
-        self._said.add("checkpointing")
         kept = simulate(plan.graph, plan.profile, lower(plan.graph, keep_all(plan.graph)))
         own, without = format_bytes(plan.unplanned.peak_bytes), format_bytes(kept.peak_bytes)
         self.say(
             f"{self._name} calls torch.utils.checkpoint, in whose place the plan decides what runs again. A step adds "
-            f"{own} with checkpoint, and would add {without} without: shares of a budget are of the former."
+            f"{own} with checkpoint, and would add {without} without: shares of a budget are of the former.",
+            topic="checkpointing",
         )
 
     def algorithms(self) -> None:

@@ -196,7 +196,7 @@ class LargestSizes:
             return None
         more_bytes = found.given_bytes - known.given_bytes
         calls = tuple(replace(own, part=larger[own.part]) for own in found.calls)
-        return replace(found, calls=calls, resident=resident.with_batch(more_bytes))
+        return replace(found, calls=calls, resident=resident.with_more("batch", more_bytes))
 
     def called_ahead(self, kind: Kind, calls: Sequence[ModuleCall]) -> Iterator[tuple[Kind, list[ModuleCall]]]:
         """Yield the kind that was foreseen from another one, if any, and what its calls are given."""

@@ -82,37 +82,20 @@ def slot_for(targets: Caller, name: str, module: nn.Module) -> Slot:
     return kind(targets, name, module)
 
 
-class WaitingSlots:
-    """Slots of what is inside of planned modules, in place between calls: they see what is called alone.
+class WaitingSlots(dict[nn.Module, Slot]):
+    """Slots of what is inside of planned modules, by module, in place between calls: they see what is called alone.
 
     During a call they are away, since Dynamo would capture them. To put them back takes time, and makes Dynamo look at
     all guards of these modules: it is done after the first calls, and then now and again.
     """
 
-    def __init__(self) -> None:
-        self._slots: dict[nn.Module, Slot] = {}
-        self._calls = 0
-
-    def __contains__(self, module: nn.Module) -> bool:
-        return module in self._slots
-
-    def add(self, module: nn.Module, slot: Slot) -> None:
-        """Keep the slot of a module that has become part of a planned one."""
-        self._slots[module] = slot
-
-    def drop(self, module: nn.Module) -> None:
-        """Forget the slot of a module, which is planned by itself."""
-        self._slots.pop(module, None)
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._slots.clear()
+    _calls = 0
 
     @contextmanager
     def away(self) -> Iterator[None]:
         """Take the slots away during one call."""
         if self._is_watching:
-            for module, slot in self._slots.items():
+            for module, slot in self.items():
                 if hooks.get_call(module) is slot:
                     hooks.set_call(module, None)
         self._calls += 1
@@ -120,7 +103,7 @@ class WaitingSlots:
             yield
         finally:
             if self._is_watching:
-                for module, slot in self._slots.items():
+                for module, slot in self.items():
                     if hooks.get_call(module) is None:
                         hooks.set_call(module, slot)
 

@@ -349,11 +349,11 @@ class Targets:
         """Plan a module's calls from now on; of its submodules, those that are called alone keep their slots."""
         refuse_each(self.root, reason_of_others)  # what came after this was attached
         self.adopted[name] = module
-        self._waiting.drop(module)
+        self._waiting.pop(module, None)
         for inner in module.modules():
             slot = hooks.get_call(inner)
             if inner not in self.adopted.values() and isinstance(slot, Slot):
-                self._waiting.add(inner, slot)
+                self._waiting[inner] = slot
                 hooks.set_call(inner, None)
 
     @contextmanager

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..errors import ConfigurationError
 from ..measuring.describing import describe
-from ..memory.allocator import allocated_bytes
+from ..memory.allocator import allocated_bytes, storage_bytes
 from ..memory.free_memory import free_bytes
 from ..memory.metering import measure_peak
 from ..options import SessionOptions
@@ -25,7 +25,7 @@ from ..records.step import Call, Step, merge
 from ..sessions.session import Session
 from ..sessions.step_target import StepTarget
 from ..sessions.targets import Targets
-from ..torch_private import hooks, tensor_state
+from ..torch_private import hooks
 from ..units import Budget
 from .training_state import TrainingState
 
@@ -63,7 +63,8 @@ class TrialSession(Session):
         self.end_step()
         record = self.steps.take_record()
         self.expect_batch(batch)
-        self.batch_bytes = _bytes_on(self._memory.device, self._memory.batch)
+        device = self._memory.device
+        self.batch_bytes = storage_bytes((t for t in self._memory.batch if t.device == device), device)
         self.resident = self._memory.count(())
         if self.calls is not None:
             return
@@ -90,12 +91,6 @@ class TrialSession(Session):
         with torch.no_grad():
             added = measure_peak(function, self._memory.device)
         return resident.size_bytes + resident.stale_bytes + added
-
-
-def _bytes_on(device: torch.device, tensors: Sequence[torch.Tensor]) -> int:
-    """Add up storages on a device, each once, as its allocator rounds them."""
-    sizes = tensor_state.storage_sizes(t for t in tensors if t.device == device)
-    return sum(allocated_bytes(size, device) for size in sizes.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,11 +75,6 @@ def is_of_function_backward(node: fx.Node) -> bool:
     return "partitioner_tag" not in node.meta and "autograd.Function" in called
 
 
-def is_checkpointed(node: fx.Node) -> bool:
-    """Whether code inside of `torch.utils.checkpoint` made this node."""
-    return "ac_graph_id" in node.meta
-
-
 def checkpoint_of(node: fx.Node) -> int | None:
     """Number the call of `torch.utils.checkpoint` that made a node, None where none did."""
     number: int | None = node.meta.get("ac_graph_id")
