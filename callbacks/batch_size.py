@@ -20,13 +20,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from torch.utils.data import DataLoader, IterableDataset
 
-from hiremate_lightning.callbacks.planning import planner_of
+from hiremate_lightning.callbacks.planning import planner_of, targets_for
 from hiremate_lightning.errors import HiRemateWarning
 from hiremate_lightning.options import SessionOptions, make_options
 from hiremate_lightning.planning.planner import DEFAULT_SOLVER
-from hiremate_lightning.sessions.session import Session
-from hiremate_lightning.sessions.step_target import StepTarget
-from hiremate_lightning.sessions.targets import Target, Targets
+from hiremate_lightning.sessions.targets import Target
 from hiremate_lightning.sizes.batch_size import SizeFinder, SizeOptions, parse_objective
 from hiremate_lightning.sizes.size_result import BatchSizeResult
 from hiremate_lightning.sizes.size_trials import SizeTask, TrialSession
@@ -207,7 +205,7 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
         task = SizeTask(
             trials.module,
             trials.train,
-            lambda session: _targets_of(trials.module, session, target),
+            lambda session: targets_for(trials.module, session, target),
             trials.validate if trials.has_validation else None,
         )
         with ExitStack() as stack:
@@ -248,10 +246,6 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
             f"{before * parts} (devices x accumulate_grad_batches x {name}). The learning rate was left as it is; it "
             f"may have to be changed with the effective size.{advice}"
         )
-
-
-def _targets_of(module: pl.LightningModule, session: Session, target: Target) -> Targets | StepTarget:
-    return StepTarget(module, session) if target == StepTarget.METHOD else Targets(module, session, target)
 
 
 def _forget_loaders(trainer: pl.Trainer) -> None:

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from hiremate_lightning.options import SessionOptions, Sizes, make_options
+from hiremate_lightning.options import Sizes, make_options
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.planner import DEFAULT_SOLVER
 from hiremate_lightning.reporting.metrics import plan_metrics
@@ -63,6 +63,8 @@ class HiRemateCallback(Callback):
             where its page is; "full" for the whole table of the plan.
 
     Attributes:
+        options: What was asked for.
+        target: What is planned.
         plan: The latest plan, None before there is one; it stays after fitting.
 
     Raises:
@@ -89,7 +91,7 @@ class HiRemateCallback(Callback):
         background: bool = False,
         verbose: bool | Literal["full"] = True,
     ) -> None:
-        self._options = make_options(
+        self.options = make_options(
             budget,
             time_limit_s=time_limit_s,
             max_plans=max_plans,
@@ -102,7 +104,7 @@ class HiRemateCallback(Callback):
             background=background,
             verbose=verbose,
         )
-        self._target = target
+        self.target = target
         self._targets: Targets | StepTarget | None = None
         self._unlogged: Plan | None = None  # a plan that loggers have not seen, or not as measured
         self.plan: Plan | None = None
@@ -118,16 +120,6 @@ class HiRemateCallback(Callback):
             return tuple(self._targets.session.plans.values())
         return () if self.plan is None else (self.plan,)
 
-    @property
-    def options(self) -> SessionOptions:
-        """What was asked for."""
-        return self._options
-
-    @property
-    def target(self) -> Target:
-        """What is planned."""
-        return self._target
-
     @contextmanager
     def paused(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[None]:
         """Detach from the model for a while; afterwards its calls are planned anew."""
@@ -141,14 +133,11 @@ class HiRemateCallback(Callback):
         if stage != "fit":
             return
         self._refuse(trainer, pl_module)
-        session = Session(pl_module, self._options)
+        session = Session(pl_module, self.options)
         session.listeners.append(self._note)
         folders = [getattr(logger, "log_dir", None) for logger in trainer.loggers]
         session.stages.reporter.folder = next((Path(f) for f in folders if isinstance(f, str)), None)
-        if self._target == StepTarget.METHOD:
-            self._targets = StepTarget(pl_module, session)
-        else:
-            self._targets = Targets(pl_module, session, self._target)
+        self._targets = targets_for(pl_module, session, self.target)
         self._targets.attach()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -209,11 +198,16 @@ class HiRemateCallback(Callback):
             raise MisconfigurationException(
                 "HiRemateCallback can't plan a compiled LightningModule. Pass the module itself, without torch.compile."
             )
-        if self._target == StepTarget.METHOD and not pl_module.automatic_optimization:
+        if self.target == StepTarget.METHOD and not pl_module.automatic_optimization:
             raise MisconfigurationException(
                 "target='training_step' needs automatic optimization: with manual optimization the backward is "
                 "inside of it. Leave target out to plan the submodules."
             )
+
+
+def targets_for(module: pl.LightningModule, session: Session, target: Target) -> Targets | StepTarget:
+    """Return what takes over a module's training step, or its calls."""
+    return StepTarget(module, session) if target == StepTarget.METHOD else Targets(module, session, target)
 
 
 def planner_of(trainer: pl.Trainer) -> HiRemateCallback | None:

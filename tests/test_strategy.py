@@ -207,7 +207,7 @@ def callback_of(runner: pl.Trainer) -> HiRemateCallback:
 def test_a_budget_on_the_command_line_is_read(cli, text, budget):
     found = callback_of(cli("--trainer.callbacks+=HiRemateCallback", f"--trainer.callbacks.budget={text}").trainer)
 
-    assert found._options == HiRemateCallback(budget)._options
+    assert found.options == HiRemateCallback(budget).options
 
 
 @needs_cli
@@ -226,8 +226,8 @@ def test_a_budget_in_yaml_is_read(cli, tmp_path, text, budget):
 
     found = callback_of(cli("--config", "config.yaml").trainer)
 
-    assert found._options == HiRemateCallback(budget, verbose=False)._options
-    assert found._target == ["net"]
+    assert found.options == HiRemateCallback(budget, verbose=False).options
+    assert found.target == ["net"]
 
 
 @needs_cli
@@ -239,7 +239,7 @@ def test_a_strategy_and_its_budget_are_read(cli, text, budget):
     found = cli(f"--trainer.strategy={where}", *options).trainer.strategy
 
     assert isinstance(found, HiRemateStrategy)
-    assert found._callback._options == HiRemateCallback(budget, max_plans=3)._options
+    assert found._callback.options == HiRemateCallback(budget, max_plans=3).options
 
 
 @needs_cli

@@ -10,9 +10,9 @@ from torch import fx
 from torch.nn import functional as F
 
 from ..memory.allocator import allocated_bytes
+from ..records.costs import HALF_TYPES
 from ..records.graph import Graph
 from ..rewriting.joint import is_order_dependent_on_gpu
-from .rates import HALF_TYPES
 
 aten = torch.ops.aten
 

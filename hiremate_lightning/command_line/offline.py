@@ -26,15 +26,15 @@ from ..capturing.backend import planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError, ConfigurationError, did_you_mean
 from ..measuring.profiling import CostCache, measure
-from ..memory.allocator import allocated_bytes
-from ..records.costs import Profile
+from ..memory.allocator import storage_bytes
+from ..records.costs import Profile, estimate
 from ..records.step import Step, merge
 from ..sessions.eager_paths import eager_paths
 from ..sessions.refusals import refuse
 from ..torch_private import dynamo, tensor_state
 from .factory import ModelCall, Workload
 from .gpu_stand_in import on_gpu, with_gpu_attention
-from .rates import DEFAULT_RATES, Rates, estimate_mixed
+from .rates import DEFAULT_RATES, Rates
 from .recorded_step import RecordedStep
 from .sharded import ONE, Layout, planned_paths
 from .without_memory import build, on_fakes
@@ -119,7 +119,7 @@ class OfflineStep:
 
     def estimated(self, rates: Rates) -> Step:
         """Put it into one graph, with estimated times."""
-        return self._merge([estimate_mixed(captured.graph, rates) for captured in self.captured])
+        return self._merge([estimate(captured.graph, rates.machine) for captured in self.captured])
 
     def measured(self, cache: CostCache, progress: Callable[[int, int], None] = lambda done, total: None) -> Step:
         """Put it into one graph, with the costs of its operations measured one by one on the device.
@@ -343,11 +343,6 @@ def _resident(
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor], device: torch.device, seen: set[int]) -> int:
-    """Add up storages as a device's allocator rounds them, each once; scalars that stay on the host don't count."""
-    total = 0
-    for tensor in tensors:
-        on_host = device.type != "cpu" and (tensor.device.type == "cpu" and not tensor.dim())
-        sizes = {} if on_host else tensor_state.storage_sizes([tensor])
-        total += sum(allocated_bytes(size, device) for storage, size in sizes.items() if storage not in seen)
-        seen.update(sizes)
-    return total
+    """Add up storages that were not seen; scalars that stay on the host don't count."""
+    is_host = device.type == "cpu"
+    return storage_bytes((t for t in tensors if is_host or t.device.type != "cpu" or t.dim()), device, seen)

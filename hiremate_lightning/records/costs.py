@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, replace
 
 from .graph import OUTSIDE, Graph, Node
 
+HALF_TYPES = ("float16", "bfloat16")
+
 
 @dataclass(frozen=True, slots=True)
 class Profile:
@@ -62,11 +64,13 @@ class Machine:
         flops_per_ms: Arithmetic throughput; the default is one core of a present-day server in single precision.
         bytes_per_ms: Memory throughput, for operations that only move data.
         launch_ms: Fixed cost of an operation that does any work; views cost nothing.
+        half_flops_per_ms: Arithmetic throughput in float16 and bfloat16; None for the same.
     """
 
     flops_per_ms: float = 5e7
     bytes_per_ms: float = 1e7
     launch_ms: float = 0.005
+    half_flops_per_ms: float | None = None
 
 
 A100 = Machine(flops_per_ms=19.5e9, bytes_per_ms=1.555e9)  # NVIDIA's data sheet, single precision
@@ -82,7 +86,9 @@ def estimate(graph: Graph, machine: Machine = Machine()) -> Profile:
         tensors = dict.fromkeys((*node.inputs, *node.outputs))
         storages = dict.fromkeys(graph.tensors[t].storage for t in tensors)
         traffic = sum(graph.storages[s].size_bytes for s in storages if s is not None)
-        return machine.launch_ms + node.flops / machine.flops_per_ms + traffic / machine.bytes_per_ms
+        is_half = any(graph.tensors[t].dtype in HALF_TYPES for t in node.outputs)
+        flops_per_ms = (machine.half_flops_per_ms if is_half else None) or machine.flops_per_ms
+        return machine.launch_ms + node.flops / flops_per_ms + traffic / machine.bytes_per_ms
 
     times = tuple(node_ms(index) for index in range(len(graph.nodes)))
     return Profile(times, (0,) * len(times), "estimate")

@@ -260,14 +260,15 @@ class StepModel:
             found.update(fresh)
             stack.extend(fresh)
 
+    @cached_property
+    def _last_forward_use(self) -> dict[int, int]:
+        """For each storage that the forward reads, the last position that does."""
+        reads = enumerate(self._forward_storages(self.graph.nodes[n].inputs) for n in self.graph.forward)
+        return {storage: position for position, storages in reads for storage in storages}
+
     def last_forward_use(self, storage: int) -> int:
         """Return the last forward position that reads a choice, its own where none does."""
-        if not hasattr(self, "_forward_last"):
-            self._forward_last: dict[int, int] = {}
-            for position, node in enumerate(self.graph.forward):
-                for s in self._forward_storages(self.graph.nodes[node].inputs):
-                    self._forward_last[s] = position
-        return self._forward_last.get(storage, self.made_at[storage])
+        return self._last_forward_use.get(storage, self.made_at[storage])
 
     # ---------------------------------------------------------------- replay
 
