@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import html
 import re
 import warnings
@@ -244,6 +245,23 @@ def test_code_that_takes_gradients_by_itself_is_proved():
     module(torch.randn(2048, 64)).backward()
     words = targets_of(module).session.prover.words()
     assert re.fullmatch(r"forward (\d) of \1 graphs?, gradients (\d) of \2", words), words
+
+
+def test_code_inside_of_vmap_is_proved_segment_by_segment():
+    """Segments hold a whole vmap, whose tensors have no memory of their own."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        layers = [Written(lambda self, y: torch.vmap(lambda row: self.norm(row).tanh())(y), norm=nn.LayerNorm(WIDTH))]
+        return nn.Sequential(*(copy.deepcopy(layer) for layer in 4 * layers))
+
+    def act(module: nn.Module) -> list[Tensor | None]:
+        module(torch.ones(256, WIDTH)).square().sum().backward()
+        return [p.grad for p in module.parameters()]
+
+    found = hiremate(make(), "60%", verbose=False)
+    assert not differing(act(found), act(make()))
+    assert targets_of(found).session.prover.words() == "forward 1 of 1 graph, gradients 1 of 1"
 
 
 def test_wrong_gradients_are_seen_where_no_plain_backward_fits(monkeypatch):

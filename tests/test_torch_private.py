@@ -493,3 +493,20 @@ def test_captured_code_enters_autocast_by_the_call_that_is_looked_for():
     half(torch.ones(2, 2))
     torch.compile(torch.sin, backend=backend)(torch.ones(2))
     assert seen == [True, False]
+
+
+def test_an_error_ends_the_transforms_that_were_entered_before_it():
+    """Captured code enters and leaves them by single operations."""
+    x = torch.ones(2)
+
+    def fail():
+        level = torch._C._functorch._vmap_increment_nesting(2, "error")
+        batched = torch._C._functorch._add_batch_dim(x, 0, level)
+        assert tensor_state.is_transforming()
+        assert tensor_state.untransformed(batched).data_ptr() == x.data_ptr()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), autocasting.as_found_on_error():
+        fail()
+    assert not tensor_state.is_transforming()
+    assert tensor_state.untransformed(x) is x

@@ -36,11 +36,13 @@ class Seen:
         saved: Numbers of the blocks that autograd would keep for its backward, beside what the code is given.
         written: Numbers of the blocks that it has written to.
         sets_state: Whether it returns neither tensors nor numbers, as autocast does when it is entered.
+        is_inside: Whether a transform of torch.func is under way after it.
     """
 
     saved: set[int] = field(default_factory=set)
     written: set[int] = field(default_factory=set)
     sets_state: bool = False
+    is_inside: bool = False
 
 
 class Observed(fx.Interpreter):
@@ -87,6 +89,7 @@ class Observed(fx.Interpreter):
             self.given |= blocks
         elif n.op != "placeholder":
             seen.sets_state = not all(isinstance(v, (torch.Tensor, *_NUMBERS)) for v in tensor_state.leaves(result))
+            seen.is_inside = tensor_state.is_transforming()
             self.seen[n] = seen
         return result
 
@@ -98,6 +101,7 @@ class Observed(fx.Interpreter):
 
     def _block_of(self, tensor: torch.Tensor) -> int:
         """Return the number of the block that a tensor lies on; another one where the last one there has died."""
+        tensor = tensor_state.untransformed(tensor)
         storage = tensor_state.storage_id(tensor)
         known = self._blocks.get(storage)
         if known is not None and known[1]():
@@ -224,7 +228,7 @@ class _Shape:
                 steps[last + 1] -= self._sizes[block]
         self._passing_bytes = list(accumulate(steps))  # by place: what is made before and read after it
         self._changed = {block for seen in self._seen for block in seen.written} & given
-        self._may_cut = [True] * (len(self._nodes) + 1)
+        self._may_cut = [True, *(not seen.is_inside for seen in self._seen)]
         for block, index in written.items():  # what is changed in place must be made in the same segment
             self._may_cut[made[block] + 1 : index + 1] = [False] * (index - made[block])
 

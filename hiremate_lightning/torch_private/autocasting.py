@@ -1,9 +1,9 @@
-"""Restores autocast after an error in captured code.
+"""Restores autocast, and ends transforms of torch.func, after an error in captured code.
 
 User code enters autocast with a `with` block. What Dynamo captures calls PyTorch's private functions that enter and
 leave it, so an error in between leaves autocast on for whatever runs next. What it has cast is then remembered for
-ever: later steps would use the weights of earlier ones. `tests/test_torch_private.py` says on which versions this was
-checked.
+ever: later steps would use the weights of earlier ones. A transform that was not left makes all later code fail.
+`tests/test_torch_private.py` says on which versions this was checked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ DEVICE_TYPES = ("cpu", "cuda")
 
 @contextmanager
 def as_found_on_error() -> Iterator[None]:
-    """Restore autocast's state where an error leaves the block."""
+    """Restore the state of autocast, and end transforms, where an error leaves the block."""
+    transforms = torch._C._functorch.get_dynamic_layer_stack_depth()
     depth, remembers = _depth(), torch.is_autocast_cache_enabled()
     found = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICE_TYPES}
     try:
@@ -34,6 +35,7 @@ def as_found_on_error() -> Iterator[None]:
         for kind, (is_on, dtype) in found.items():
             torch.set_autocast_enabled(kind, is_on)
             torch.set_autocast_dtype(kind, dtype)
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(transforms)
         raise
 
 

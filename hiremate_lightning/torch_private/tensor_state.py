@@ -116,6 +116,13 @@ def is_transforming() -> bool:
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
+def untransformed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that a transform (torch.func) has put another one in the place of; any other as it is."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def changes_uncounted(tensors: Sequence[torch.Tensor]) -> Any:
     """Let autograd count no changes of tensors made within a block."""
     return _unsafe_preserve_version_counter(tuple(tensors))
