@@ -348,7 +348,7 @@ def test_outputs_of_the_step_before_are_seen_released(holds):
     for _ in range(2):
         held = output if holds == "the outputs" else None
         output = called(model.encoder(batch()), made if holds == "a new tensor" else None)
-        record, loss = session.steps.record, output.square().mean()
+        record, loss = session.steps.current.record, output.square().mean()
         del held
         loss.backward()
         session.end_step()

@@ -117,7 +117,7 @@ def test_retained_tensors_are_not_watched(retains):
     model = hiremate(nn.Sequential(nn.Linear(128, 128), nn.GELU()), "100%", verbose=False)
     for index in range(2):
         output = model(batch(index, rows=256, width=128)) * 2
-        record = session_of(model).steps.record
+        record = session_of(model).steps.current.record
         output.sum().backward(retain_graph=retains)
 
     assert len(record._unwatch) == 1  # the product

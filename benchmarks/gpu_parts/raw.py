@@ -43,7 +43,7 @@ def operations(module: nn.Module, step: Callable[[], Any]) -> list[dict[str, Any
     known = targets_of(module)
     assert known is not None, "the module is planned"
     session = known.session
-    session.end_step(at_once=False)  # what is asked for the next step holds from here
+    session.steps.end(at_once=False)  # what is asked for the next step holds from here
     session.steps.time_next()
     step()
     plan, timed_step = session.plan, session.steps.current or session.steps.ended

@@ -300,8 +300,15 @@ class StepRecord:
         if self.runs and not self.backwards and not self._is_closed and threading.get_ident() == self._thread:
             self._mark(CALLED)
 
-    def backward_starts(self, run: Run, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
-        """Note that a backward starts, which gradients arrived, and to which inputs its own belong."""
+    def backward_starts(self, run: Run | None, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
+        """Note that a backward starts, which gradients arrived, and to which inputs its own belong.
+
+        Of one that belongs to a forward of an earlier step, the time alone.
+        """
+        if run is None or run not in self.runs:
+            self._mark(OTHER)
+            backward_pass.at_end(self._plain_backward_ended)
+            return
         added = addable(run.part.captured, leaves)
         run.added = _added(run.part.captured, leaves, added)
         run.accumulated_bytes = sum(leaves[position].nbytes for position in existing(leaves).keys() - added)
@@ -322,21 +329,15 @@ class StepRecord:
         """Note that a backward starts of code that runs as the user wrote it."""
         backward_pass.at_end(self._plain_backward_ended)
 
-    def other_backward_starts(self) -> None:
-        """Note that the backward of a forward of an earlier step starts."""
-        self._mark(OTHER)
-        backward_pass.at_end(self._plain_backward_ended)
-
-    def other_backward_done(self) -> None:
-        """Note that it has ended."""
-        self._mark(OTHER_DONE)
-
     def _plain_backward_ended(self) -> None:
         if not self._is_closed:
             self._mark(Mark(Event.ENDED))
 
-    def backward_done(self, run: Run) -> None:
+    def backward_done(self, run: Run | None) -> None:
         """Note that a backward ended, and which outputs someone else than the part itself held meanwhile."""
+        if run is None or run not in self.runs:
+            self._mark(OTHER_DONE)
+            return
         run.alive = _living(run)
         run.released_bytes = sum(size_bytes for lives, size_bytes in run.made_outside.values() if not lives())
         run.outlasting = tuple(position for position, lives in self._tangents.items() if lives())

@@ -22,7 +22,7 @@ from torch import nn
 from ..capturing.backend import planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError
-from ..measuring.recording import Run, StepRecord
+from ..measuring.recording import Run
 from ..measuring.resident import Resident
 from ..measuring.resident_memory import ResidentMemory
 from ..memory.free_memory import free_bytes
@@ -155,7 +155,7 @@ class Session:
     @property
     def parameters_of_step(self) -> frozenset[int] | None:
         """Identities of the parameters that captured graphs have got in the step under way; None where not recorded."""
-        record = self.steps.record
+        record = self._current.record
         return None if record is None else frozenset(record.parameters)
 
     @property
@@ -185,7 +185,7 @@ class Session:
         is_own = self._memory.stepped(optimizer)
         if is_own and self.runs > self._runs_of_update:
             self.updates, self._runs_of_update = self.updates + 1, self.runs
-        record = self.steps.record
+        record = self._current.record
         if is_own and not backward_pass.is_running() and record is not None and record.backwards:
             record.close()
 
@@ -287,22 +287,14 @@ class Session:
 
     def forward_done(self, run: Run | None, outputs: Sequence[Any]) -> None:
         """Note the end of a forward."""
-        if run is not None and self.steps.record is not None:
-            self.steps.record.forward_done(run, outputs)
+        if run is not None and self._current.record is not None:
+            self._current.record.forward_done(run, outputs)
 
     def backward_starts(self, run: Run | None, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
         """Note the start of a backward."""
         self.steps.backward_starts()
-        record = self._record_with(run)
-        if run is not None and record is not None:
-            record.backward_starts(run, tangents, leaves, retains)
-        elif self.steps.record is not None:
-            self.steps.record.other_backward_starts()
-
-    def _record_with(self, run: Run | None) -> StepRecord | None:
-        """Return the record of the step under way, where a run is of this step; else None."""
-        record = self.steps.record
-        return record if record is not None and run in record.runs else None
+        if self._current.record is not None:
+            self._current.record.backward_starts(run, tangents, leaves, retains)
 
     def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
         """Learn of values that other code overwrites before the backward: nothing can be computed from them then."""
@@ -315,11 +307,8 @@ class Session:
 
     def backward_done(self, run: Run | None) -> None:
         """Note the end of a backward."""
-        record = self._record_with(run)
-        if run is not None and record is not None:
-            record.backward_done(run)
-        elif self.steps.record is not None:
-            self.steps.record.other_backward_done()
+        if self._current.record is not None:
+            self._current.record.backward_done(run)
 
     def ran_out(self, error: torch.OutOfMemoryError) -> None:
         """Note on an error what was planned and what is allocated."""
@@ -357,13 +346,9 @@ class Session:
         if not backward_pass.is_running():
             self.steps.called(arguments)
 
-    def end_step(self, at_once: bool = True) -> None:
-        """End the step under way, and its measurement; what was learned is used when the next one begins.
-
-        Args:
-            at_once: Whether it has ended just now, or some time before the next one.
-        """
-        self.steps.end(at_once)
+    def end_step(self) -> None:
+        """End the step under way, which has ended just now; what was learned is used when the next one begins."""
+        self.steps.end()
 
     @contextmanager
     def calling_plain(self) -> Iterator[None]:
@@ -399,8 +384,8 @@ class Session:
             self.unplanned.graph_stays()
         self.steps.backward_starts()
         self.unplanned.backward_starts()
-        if self.steps.record is not None:
-            self.steps.record.plain_backward_starts()
+        if self._current.record is not None:
+            self._current.record.plain_backward_starts()
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -85,11 +85,6 @@ class Steps:
         """How the step under way runs as the user wrote it; None where it runs captured, or there is none."""
         return None if self.current is None else self.current.plain
 
-    @property
-    def record(self) -> StepRecord | None:
-        """What is measured in the step under way, None for nothing."""
-        return None if self.current is None else self.current.record
-
     def resident(self) -> Resident:
         """Return what existed when the step began; where that was not counted, what exists now."""
         found = None if self.current is None else self.current.resident

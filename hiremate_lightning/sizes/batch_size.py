@@ -275,13 +275,18 @@ class SizeFinder:
         if second == first:
             return
         self._sample(second)
-        if not self._is_same(first, second):
-            middle = (first + second) // 2
-            if middle > first:
-                log.info("Sizes %d and %d are not captured as the same graph: %d is tried", first, second, middle)
-                del self._runner.seen[first]
-                self._sample(middle)
-            self._check_same(min(self._runner.seen), second)
+        middle, found = (first + second) // 2, self._difference(first, second)
+        if found is not None and middle > first:
+            log.info("Sizes %d and %d are not captured as the same graph: %d is tried", first, second, middle)
+            del self._runner.seen[first]
+            self._sample(middle)
+            first, found = middle, self._difference(middle, second)
+        if found is not None:
+            raise ConfigurationError(
+                f"The step can't be scaled: at sizes {first} and {second} it is not the same graph: {found}. "
+                "The size must not decide what the model computes; start at a larger init_val, where it does so only "
+                "for small sizes."
+            )
         self._check_grows(*sorted(self._runner.seen))
 
     def _sample_half_way(self) -> None:
@@ -327,18 +332,10 @@ class SizeFinder:
             second += 1
         return self._agree(min(second, self._options.max_val))
 
-    def _is_same(self, first: int, second: int) -> bool:
+    def _difference(self, first: int, second: int) -> str | None:
+        """Describe where the steps at two sizes are not the same graph, here or on another rank; None for nowhere."""
         found = difference(self._runner.sample(first).graph, self._runner.sample(second).graph)
-        return bool(self._agree(found is None))
-
-    def _check_same(self, first: int, second: int) -> None:
-        found = difference(self._runner.sample(first).graph, self._runner.sample(second).graph)
-        if not self._agree(found is None):
-            raise ConfigurationError(
-                f"The step can't be scaled: at sizes {first} and {second} it is not the same graph: {found}. "
-                "The size must not decide what the model computes; start at a larger init_val, where it does so only "
-                "for small sizes."
-            )
+        return None if self._agree(found is None) else found or "on another rank"
 
     def _check_grows(self, first: int, second: int) -> None:
         one, other = (_captured_shapes(self._runner.sample(size).graph) for size in (first, second))

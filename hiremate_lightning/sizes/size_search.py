@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from ..planning.plan import Plan
@@ -72,48 +72,41 @@ class SizeTrial:
         return self.overhead is not None
 
 
+@dataclass(eq=False)
 class Forecast:
     """A step at every size under a budget.
 
-    Args:
+    Attributes:
         scaling: The step at any size.
-        resident_bytes: What exists before it, by size.
+        resident: Bytes that exist before it, by size.
         limit_bytes: The budget, less what to leave free; resident bytes included.
         options: How to plan.
         fixed_ms: What a step takes beside the captured part, whatever its size.
-        validation_bytes: Peak of validation by size, resident bytes included; None where there is none.
+        validation: Peak of validation by size, resident bytes included; None where there is none.
+        trials: The sizes that were planned.
     """
 
-    def __init__(
-        self,
-        scaling: Scaling,
-        resident_bytes: Line,
-        limit_bytes: int,
-        options: PlanOptions,
-        fixed_ms: float = 0.0,
-        validation_bytes: Line | None = None,
-    ) -> None:
-        self._scaling = scaling
-        self._resident = resident_bytes
-        self.limit_bytes = limit_bytes
-        self._options = options
-        self._fixed_ms = fixed_ms
-        self._validation = validation_bytes
-        self.trials: dict[int, SizeTrial] = {}
+    scaling: Scaling
+    resident: Line
+    limit_bytes: int
+    options: PlanOptions
+    fixed_ms: float = 0.0
+    validation: Line | None = None
+    trials: dict[int, SizeTrial] = field(default_factory=dict)
 
     def least_bytes(self, size: int) -> int:
         """Return the smallest peak found at a size, resident bytes included."""
-        step = self._scaling.at(size)
+        step = self.scaling.at(size)
         smallest = smallest_budget(Problem(step.graph, step.profile, UNLIMITED))
-        return self._resident.whole(size) + smallest.peak_bytes
+        return self.resident.whole(size) + smallest.peak_bytes
 
     def unplanned_bytes(self, size: int) -> int:
         """Return the peak at a size without a plan, resident bytes included."""
-        return self._resident.whole(size) + self._scaling.at(size).plain_bytes
+        return self.resident.whole(size) + self.scaling.at(size).plain_bytes
 
     def validation_bytes(self, size: int) -> int:
         """Return the peak of validation at a size, resident bytes included; 0 where there is none."""
-        return 0 if self._validation is None else math.ceil(self._validation.measured(size))
+        return 0 if self.validation is None else math.ceil(self.validation.measured(size))
 
     def largest_feasible(self, high: int) -> int:
         """Return the largest size up to one at which the least memory fits, and validation; 0 for none."""
@@ -124,23 +117,23 @@ class Forecast:
         if size not in self.trials:
             budget = Budget(size_bytes=self.limit_bytes)
             plan = make_plan(
-                self._scaling.at(size),
+                self.scaling.at(size),
                 budget,
                 self.limit_bytes,
-                self._resident.whole(size),
-                self._options,
+                self.resident.whole(size),
+                self.options,
                 target=str(size),
             )
-            self.trials[size] = trial_of(size, plan, self._fixed_ms)
+            self.trials[size] = trial_of(size, plan, self.fixed_ms)
         return self.trials[size]
 
     def enough_bytes(self, size: int, max_overhead: float) -> int:
         """Return a budget under which a plan fits at a size and takes no more overhead, near the least such one."""
         low, high = self.least_bytes(size) - 1, self.unplanned_bytes(size)
-        step, resident_bytes = self._scaling.at(size), self._resident.whole(size)
+        step, resident_bytes = self.scaling.at(size), self.resident.whole(size)
         tried = low + 1
         for _ in range(HALVINGS):
-            plan = make_plan(step, Budget(size_bytes=tried), tried, resident_bytes, self._options, target=str(size))
+            plan = make_plan(step, Budget(size_bytes=tried), tried, resident_bytes, self.options, target=str(size))
             if plan.planned_peak_bytes <= tried and plan.predicted_overhead <= max_overhead:
                 high = tried
             else:
