@@ -171,14 +171,6 @@ def memory_format_of(value: torch.Tensor) -> torch.memory_format | None:
     return next((f for f in (torch.contiguous_format, *last) if value.is_contiguous(memory_format=f)), None)
 
 
-def with_strides(source: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor with these strides, whose memory has its very numbers: itself where that is so, else a copy."""
-    source = source.resolve_conj().resolve_neg()
-    if source.stride() == strides:
-        return source
-    return torch.empty_strided(source.shape, strides, dtype=source.dtype, device=source.device).copy_(source)
-
-
 def part_length(count: int, row_bytes: int) -> int:
     """Return how many of some rows to take at a time: at most half, or all of them at once would take less memory."""
     enough = -(-PART_BYTES // max(1, row_bytes))

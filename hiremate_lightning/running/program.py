@@ -20,7 +20,7 @@ from ..records.graph import Direction, Node
 from ..records.schedule import Compute, Operation, Schedule
 from ..rewriting.contributions import additions
 from ..rewriting.joint import is_collective
-from ..rewriting.kernels import as_eager, needs_traced_layout, with_strides
+from ..rewriting.kernels import as_eager, needs_traced_layout
 from ..rewriting.overwriting import overwriting, traced_strides
 from ..rewriting.replays import DRAW_AGAIN, call_of, is_state, state_arguments
 from ..rewriting.straight_line import compiled
@@ -302,7 +302,7 @@ class _Emitter:
         if not isinstance(shown, torch.Tensor):
             return self._value_of(value)
         strides = tuple(tensor_state.int_hint(s) for s in shown.stride())
-        return self._graph.call_function(with_strides, (self._value_of(value), strides))
+        return self._graph.call_function(tensor_state.with_strides, (self._value_of(value), strides))
 
     def _outputs(self, record: Node, node: fx.Node) -> list[fx.Node]:
         """List what an operation makes: of a result that is finished, what is finished."""

@@ -128,6 +128,14 @@ def changes_uncounted(tensors: Sequence[torch.Tensor]) -> Any:
     return _unsafe_preserve_version_counter(tuple(tensors))
 
 
+def with_strides(source: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor with these strides, whose memory has its very numbers: itself where that is so, else a copy."""
+    source = source.resolve_conj().resolve_neg()
+    if source.stride() == strides:
+        return source
+    return torch.empty_strided(source.shape, strides, dtype=source.dtype, device=source.device).copy_(source)
+
+
 def is_symbolic(value: Any) -> bool:
     """Whether a traced tensor has a size that is not a number yet."""
     return isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)

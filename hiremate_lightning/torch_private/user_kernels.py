@@ -231,16 +231,10 @@ class Kernels:
         there = dict(zip(self.kept, kept, strict=True))
         arguments = [view.of(there[view.is_input, view.position]) for view in self.saved]
         for tangent, strides in zip(tangents, self.tangents, strict=True):
-            arguments.append(_laid_out(tangent, strides))
+            arguments.append(tensor_state.with_strides(tangent, strides))
         taken = {tensor_state.storage_id(a) for a in (*arguments, *tangents)}
         gradients = [g for g in self.backward(arguments) if g is not None]
         return _of_their_own(gradients, taken)
-
-
-def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    if tensor.stride() == strides:
-        return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _of_their_own(tensors: Sequence[torch.Tensor], taken: set[int]) -> list[torch.Tensor]:
