@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hiremate_lightning import HiRemateError, get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
@@ -202,6 +205,16 @@ def test_an_input_changed_after_observation_is_an_error():
         loss.backward()
 
 
+def test_settings_that_end_before_the_backward_later_are_an_error():
+    model = Net()
+    calls = SecondCalls(model)
+    observe(calls, model)
+    with calls.twice(BLOCKS), sdpa_kernel(SDPBackend.MATH):
+        loss = model(batch(8)).square().mean()
+    with pytest.raises(HiRemateError, match="settings of PyTorch"):
+        loss.backward()
+
+
 def test_a_step_that_fails_makes_no_module_unfit():
     model = Net()
     calls = SecondCalls(model)
@@ -360,7 +373,73 @@ class _OwnGenerator(Block):
         return super().forward(x) * torch.rand(1, generator=self.generator)
 
 
+GENERATOR, SEEN, COUNT = torch.Generator(), [], itertools.count()
+
+
+def note() -> int:
+    """Count a call, in a list of this file."""
+    SEEN.append(1)
+    return len(SEEN)
+
+
+class _OutsideGenerator(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.rand(1, generator=GENERATOR)
+
+
+class _OutsideList(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * note())
+
+
+class _OutsideIterator(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * next(COUNT))
+
+
+class _Inheriting(_CountingClass):
+    """Its base counts for all of its kind."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        _CountingClass.calls += 1
+        return Block.forward(self, x)
+
+
+class _NumbersOfNumPy(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = np.random.default_rng(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.numbers.random()
+
+
+def _counting_around() -> type[Block]:
+    count = 0
+
+    class Counting(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal count
+            count += 1
+            return super().forward(x * count)
+
+    return Counting
+
+
+class _AttendingNet(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return super().forward(x)
+
+
 UNFIT = {
+    "settings that end before the backward": _AttendingNet,
+    "a generator of its file": lambda: Net(_OutsideGenerator),
+    "a list of its file, in a function": lambda: Net(_OutsideList),
+    "an iterator of its file": lambda: Net(_OutsideIterator),
+    "a counter of the class that it inherits from": lambda: Net(_Inheriting),
+    "a generator of NumPy": lambda: Net(_NumbersOfNumPy),
+    "a counter in a function around it": lambda: Net(_counting_around()),
     "an input changed in place": lambda: Net(_InPlace),
     "an input changed later": lambda: _ChangingNet(),
     "an attribute that is set for the call": lambda: _SettingNet(_Scaled),
@@ -397,6 +476,21 @@ def test_hooks_that_come_later_are_called_once(block_calls):
     loss.backward()
     assert seen == [1]
     assert len(block_calls) == 2 * len(BLOCKS) - 1
+
+
+def test_hooks_of_all_modules_are_called_once(block_calls):
+    model, seen = Net(), []
+    calls = SecondCalls(model)
+    observe(calls, model)
+    handle = nn.modules.module.register_module_forward_pre_hook(lambda module, _: seen.append(module))
+    block_calls.clear()
+    with calls.twice(BLOCKS):
+        loss = model(batch(8)).square().mean()
+    loss.backward()
+    handle.remove()
+    assert len(block_calls) == len(BLOCKS)
+    assert set(BLOCKS) <= {path for path, module in model.named_modules() if seen.count(module) == 1}
+    assert len(seen) == len(set(seen))
 
 
 def test_nodes_are_found_below_the_module_whose_code_was_captured():

@@ -13,6 +13,9 @@ import pytest
 import torch
 import torchgen
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from hiremate_lightning import torch_private
 from hiremate_lightning.rewriting.straight_line import compiled
@@ -510,3 +513,28 @@ def test_an_error_ends_the_transforms_that_were_entered_before_it():
         fail()
     assert not tensor_state.is_transforming()
     assert tensor_state.untransformed(x) is x
+
+
+SETTINGS = {
+    "attention": lambda: sdpa_kernel(SDPBackend.MATH),
+    "cuDNN": lambda: torch.backends.cudnn.flags(deterministic=True),
+    "functions": TorchFunctionMode,
+    "operators": lambda: FlopCounterMode(display=False),
+}
+
+
+@pytest.mark.parametrize("block", SETTINGS)
+def test_settings_show_what_computes_otherwise(block):
+    before = tensor_state.settings()
+    with SETTINGS[block]():
+        assert tensor_state.settings() != before
+    assert tensor_state.settings() == before
+
+
+def test_settings_show_the_precision_of_products():
+    before, found = tensor_state.settings(), torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert tensor_state.settings() != before
+    finally:
+        torch.set_float32_matmul_precision(found)

@@ -3,18 +3,20 @@
 Where a module is called in `torch.utils.checkpoint` only what it is given stays, as users do by hand with the layers of
 a transformer. Nothing has to be captured for that, so a step of a new size can run so at once (`unplanned`). Which
 modules may be called twice is seen in plain steps first: a second call must change nothing, and be given what the first
-one was given. Batch norms update copies of their running statistics the second time.
+one was given, in the same settings of PyTorch. Batch norms update copies of their running statistics the second time.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 import random
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -28,9 +30,11 @@ from ..records.step import Step
 from ..records.ways import Calls
 from ..torch_private import hooks, sharding, tensor_state
 from .given import PLAIN_DATA, parts_of, things_in
+from .outside import Place, data_read_by
 from .slots import Slot
 
 OBSERVED_STEPS = 2  # plain ones, before modules are called twice
+_WITH_STATE = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.ndarray, Iterator)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -53,6 +57,7 @@ class SecondCalls:
         self._seen = Counter[str]()
         self._unfit = set[str]()
         self._observed = list[tuple[str, _State, list[weakref.ref[torch.Tensor]], list[int]]]()
+        self._outside = cache(data_read_by)
 
     def step_begins(self) -> None:
         """Forget what was observed in a step that has failed."""
@@ -64,6 +69,7 @@ class SecondCalls:
         if self.fit is None and max(self._seen.values(), default=0) >= OBSERVED_STEPS:
             self.fit = frozenset(path for path, count in self._seen.items() if count >= OBSERVED_STEPS) - self._unfit
             self._seen.clear()
+            self._outside.cache_clear()
 
     def calls_in(self, step: Step, parameters: Mapping[int, int]) -> Calls:
         """List the forward nodes of each call of the modules that may be called twice, by path.
@@ -114,7 +120,7 @@ class SecondCalls:
             self._unfit.add(path)
             return hooks.plain_call(module, *args, **kwargs)
         given = _tensors_in((args, kwargs))
-        versions, drawn, state = tensor_state.versions_of(given), _generators(), _State(module)
+        versions, drawn, state = tensor_state.versions_of(given), _generators(), _State(module, self._outside)
         result = hooks.plain_call(module, *args, **kwargs)
         if drawn != _generators() or state.has_changed():
             self._unfit.add(path)
@@ -202,7 +208,7 @@ class _ModuleTwice:
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._again = _apart((args, kwargs))
         self.tensors = _tensors_in((args, kwargs))
-        self._versions = tensor_state.versions_of(self.tensors)
+        self._versions, self._settings = tensor_state.versions_of(self.tensors), tensor_state.settings()
 
     def __call__(self, *_: torch.Tensor) -> Any:
         if self._given is not None:
@@ -212,6 +218,12 @@ class _ModuleTwice:
             raise HiRemateError(
                 f"An input of module {self._path!r} was changed in place after the call, which it was not in earlier "
                 "steps, so that the module can't be computed again. Change a copy of that tensor."
+            )
+        if tensor_state.settings() != self._settings:
+            raise HiRemateError(
+                f"Module {self._path!r} can't be computed again: settings of PyTorch (sdpa_kernel, torch.backends, a "
+                "mode of torch.overrides) are others in the backward than in the call, which they were not in earlier "
+                "steps. Put the call and the backward into one `with` block."
             )
         args, kwargs = _apart(self._again)
         with _statistics_apart(self._module):
@@ -245,10 +257,10 @@ def _generators() -> list[Any]:
 
 
 class _State:
-    """All that a call of a module may leave behind or read: in attributes and buffers of it and of its parts."""
+    """All that a call of a module may leave behind or read: in it, its parts, what their code names, and settings."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, outside: Callable[[type], list[Place]]) -> None:
+        self._module, self._outside = module, outside
         self._found, self._held = self._describe()
 
     def has_changed(self) -> bool:
@@ -257,25 +269,36 @@ class _State:
 
     def _describe(self) -> tuple[list[Any], list[Any]]:
         """Describe it; return also the objects whose identity is part of that."""
-        found, seen, stack, held = list[Any](), set[int](), list[Any](), list[Any]()
+        found, seen, stack, held = [*tensor_state.settings()], set[int](), list[Any](), list[Any]()
         for inner in self._module.modules():
             seen.update((id(inner), id(hooks.buffers_of(inner))) if _keeps_statistics(inner) else (id(inner),))
             own = {name: value for name, value in vars(inner).items() if name != hooks.CALL_SLOT}
             stack += [own, dict(vars(type(inner)))]
             buffers = () if _keeps_statistics(inner) else inner.buffers(recurse=False)
             found += tensor_state.versions_of([*buffers, *inner.parameters(recurse=False)])
+        for kind in {type(inner) for inner in self._module.modules()}:
+            stack += [place() for place in self._outside(kind)]
         while stack:
             value = stack.pop()
             if isinstance(value, PLAIN_DATA):
                 found.append(value)
-            elif isinstance(value, torch.Generator):
-                found.append(value.get_state().tolist())
-            elif id(value) not in seen:
+            elif isinstance(value, _WITH_STATE):
+                found.append(_state_of(value))
+            elif id(value) not in seen and not isinstance(value, logging.Logger):
                 seen.add(id(value))
                 held.append(value)
                 found.append(len(value) if isinstance(value, dict) else id(value))
                 stack.extend(parts_of(value))
         return found, held
+
+
+def _state_of(value: Any) -> Any:
+    """Describe an object that changes where it is used, and does not show that in its attributes."""
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    return object() if isinstance(value, Iterator) else pickle.dumps(value)  # no other one is equal to an object
 
 
 def _may_be_given_again(values: Any) -> bool:

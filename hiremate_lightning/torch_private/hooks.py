@@ -41,9 +41,10 @@ def has_backward_hooks(module: torch.nn.Module) -> bool:
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether functions of others are called with a module or its parts."""
+    """Whether functions of others are called with a module or its parts, or with all modules."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(inner.__dict__.get(name) for inner in module.modules() for name in names)
+    of_all = any(vars(torch.nn.modules.module)[f"_global{name}"] for name in names)
+    return of_all or any(inner.__dict__.get(name) for inner in module.modules() for name in names)
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:

@@ -6,6 +6,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from typing import Any, TypeGuard
 
 import torch
@@ -15,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves as leaves
 from torch.utils._pytree import tree_map as map_leaves
 
@@ -114,6 +116,18 @@ def is_batched(value: Any) -> bool:
 def is_transforming() -> bool:
     """Whether a transform of torch.func (grad, vmap) or forward-mode differentiation is under way."""
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
+def settings() -> tuple[Any, ...]:
+    """Describe what beside autocast decides how PyTorch computes: modes, backends, precision."""
+    modes = *_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()
+    kernels = torch._C._get_flash_sdp_enabled(), torch._C._get_mem_efficient_sdp_enabled()
+    others = torch._C._get_math_sdp_enabled(), torch._C._get_cudnn_sdp_enabled(), *torch._C._get_sdp_priority_order()
+    cudnn, find_precision = torch.backends.cudnn, torch._C._get_fp32_precision_getter
+    backends = torch.backends.mkldnn.enabled, cudnn.enabled, cudnn.benchmark, cudnn.deterministic
+    precision = [find_precision(*of) for of in product(("cuda", "mkldnn"), ("matmul", "conv", "rnn"))]
+    rest = torch.get_default_dtype(), torch.get_deterministic_debug_mode()
+    return (*map(id, modes), *kernels, *others, *backends, *precision, *rest)
 
 
 def untransformed(tensor: torch.Tensor) -> torch.Tensor:
