@@ -62,9 +62,8 @@ def hiremate(
             Dimensions of the same size, those of masks for example, follow. The largest sizes are planned in the first
             steps: a budget that is too small for them is refused then, and shares are of them.
             `torch._dynamo.mark_dynamic(tensor, dim, min=, max=)` on what the call is given asks for the same.
-        background: Whether plans after the first are solved in a process of low priority while training goes on, by
-            what is known and fits, and take over between two steps. Training waits where nothing known fits, and in
-            several processes.
+        background: Whether training goes on while plans after the first are solved, by known decisions that fit, until
+            these plans take over between two steps. It waits where nothing known fits, and in several processes.
         verbose: Whether to report: a line when a plan is made, one when it was measured, one that says how to see
             more; "full" for the whole table of the plan.
 

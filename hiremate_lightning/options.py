@@ -48,7 +48,7 @@ class SessionOptions:
         compile: "inductor" to fuse operations into kernels that Inductor makes, None for PyTorch's own.
         verify: Number of first runs at which captured code is proved against eager PyTorch.
         sizes: The sizes that were named, of which the largest are planned in the first steps.
-        background: Whether plans after the first are made while training goes on.
+        background: Whether training goes on while plans after the first are solved.
     """
 
     budget: Budget

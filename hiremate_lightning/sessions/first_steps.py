@@ -65,6 +65,7 @@ class FirstSteps:
         self._least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
         self._taken_over: weakref.WeakKeyDictionary[Part, dict[Kind, Program | None]] = weakref.WeakKeyDictionary()
         self._most_bytes = 0  # that were resident
+        maker.least = self.least
 
     def forget_plans(self) -> None:
         """Decide anew what to take over: there is another plan, or more is resident."""
@@ -80,6 +81,11 @@ class FirstSteps:
         """Learn that a part can't run any more as it did."""
         self._least.pop(part, None)
         self._taken_over.pop(part, None)
+
+    def least(self, part: Part) -> Decisions | None:
+        """Return the decisions by which a part has run at the least memory; None where it has not."""
+        program = self._least.get(part)
+        return None if program is None else program.schedule.decisions(part.captured.graph)
 
     def choose(self, step: CurrentStep, part: Part) -> Forward:
         """Choose the program of a part that is about to run in the step under way, which gets no forward by that.

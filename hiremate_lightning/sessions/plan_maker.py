@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -14,8 +15,8 @@ from ..measuring.resident_memory import ResidentMemory
 from ..memory.free_memory import free_bytes
 from ..options import SessionOptions
 from ..planning.background import BackgroundPlan
-from ..planning.plan import Plan
-from ..planning.planner import fastest_that_fits, make_plan, resolve
+from ..planning.plan import MEANWHILE, Plan
+from ..planning.planner import DECIDED, fastest_that_fits, make_plan, resolve
 from ..planning.shared_solving import announce, shared
 from ..planning.solvers import worker
 from ..planning.solvers.base import Strategy
@@ -25,6 +26,7 @@ from ..records.scaling import are_same
 from ..records.schedule import keep_all, lower
 from ..records.step import Decisions, Step
 from ..reporting.report import Stages
+from ..running.execution import Part
 from ..running.program import Program, build
 from ..torch_private import runtime
 from ..units import Budget
@@ -54,6 +56,7 @@ class PlanMaker:
         waiting: What forwards run whose backward comes in a later step.
         proved: Says how many captured graphs are proved.
         rounded: Lists the values of these that differ by rounding.
+        least: Returns the decisions by which a part has run at the least memory, None where it has not.
         failed: Called where no plan could be made in the background, with the reason.
     """
 
@@ -64,6 +67,7 @@ class PlanMaker:
         self.waiting = WaitingGraphs(options, parts, stages)
         self.proved: Callable[[], str] = str
         self.rounded: Callable[[], tuple[str, ...]] = tuple
+        self.least: Callable[[Part], Decisions | None] = lambda _: None
         self.failed: Callable[[BaseException | None], None] = log.info
         self._name, self._kinds, self._memory, self._parts, self._stages = name, kinds, memory, parts, stages
         self._auto_bytes: int | None = None  # what was free at first
@@ -191,6 +195,8 @@ class PlanMaker:
                 progress=self._stages.reporter.solving(step_time_ms(step.graph, step.profile)),
                 decided=decided,
             )
+        if kind in self._background:
+            plan = plan.changed(solution=replace(plan.solution, strategy=MEANWHILE))
         return self._finish(known, step, plan)
 
     def _finish(self, known: Known, step: Step, plan: Plan) -> tuple[Plan, dict[int, Program]]:
@@ -210,7 +216,7 @@ class PlanMaker:
         if not self.options.background or not self._kinds.plans or runtime.process_group_store() is not None:
             return None
         everything = keep_all(step.graph)
-        found = self._fastest(kind, known, step, [everything, *self._decided_like(known)])
+        found = self._fastest(kind, known, step, [everything, *self._decided_like(known, step)])
         if found is None or found == everything:
             return None
         try:
@@ -220,12 +226,21 @@ class PlanMaker:
             return None
         return found
 
-    def _decided_like(self, known: Known) -> list[Decisions]:
-        return [decided for other, decided in self._kinds.decided() if other.goes_on_as(known, 0)]
+    def _decided_like(self, known: Known, step: Step) -> list[Decisions]:
+        """List what was decided for the same code, and the least memory of each call, as far as that is known."""
+        others = [decided for other, decided in self._kinds.decided() if other.goes_on_as(known, 0)]
+        least = [decided for own in known.calls if (decided := self.least(own.part)) is not None]
+        if known.waits or len(least) < len(known.calls):
+            return others
+        joined = step.join(least)
+        is_valid = all(step.graph.nodes[node].is_repeatable for before in joined for node in before)
+        return [*others, joined] if is_valid else others
 
     def _fastest(self, kind: Kind, known: Known, step: Step, candidates: Iterable[Decisions]) -> Decisions | None:
-        room_bytes = self.limits(kind, known).budget_bytes - known.resident.size_bytes - known.margin_bytes
-        return fastest_that_fits(step, max(0, room_bytes), candidates)
+        return fastest_that_fits(step, max(0, self._room_bytes(kind, known)), candidates)
+
+    def _room_bytes(self, kind: Kind, known: Known) -> int:
+        return self.limits(kind, known).budget_bytes - known.resident.size_bytes - known.margin_bytes
 
     def drop(self, kind: Kind | None = None) -> None:
         """Drop what is made in the background for a kind of step, or for all."""
@@ -233,20 +248,32 @@ class PlanMaker:
             self._background.pop(other).close()
 
     def better(self) -> Iterator[tuple[Kind, Plan, dict[int, Program]]]:
-        """Yield what was made in the background since, where it fits the step as it is now and is faster."""
-        for kind in [kind for kind, made in self._background.items() if made.future.done()]:
-            made = self._background.pop(kind).future
-            if (error := made.exception()) is not None:
-                self.failed(error)
-            elif kind in self._kinds.plans:
-                known, plan = self._kinds.described(kind), made.result()
-                now = self._kinds.plans[kind].solution.recompute
-                step, found = known.merge(), plan.solution.recompute
-                if found != now and self._fastest(kind, known, step, [now, found]) == found:
-                    plan = plan.changed(
-                        graph=step.graph,
-                        profile=step.profile,
-                        budget_bytes=self.limits(kind, known).budget_bytes,
-                        resident_bytes=known.resident.size_bytes,
-                    )
-                    yield kind, *self._finish(known, step, plan)
+        """Yield the plans that take the place of those by which steps ran until something was solved."""
+        for kind, plan in [(kind, plan) for kind, plan in self._kinds.plans.items() if plan.is_meanwhile]:
+            made = self._background.get(kind)
+            if made is None:  # it was dropped for another budget, which did not come
+                yield kind, *self.make(kind)
+            elif made.future.done():
+                del self._background[kind]
+                yield kind, *self._take_over(kind, plan, made.future)
+
+    def _take_over(self, kind: Kind, plan: Plan, made: Future[Plan]) -> tuple[Plan, dict[int, Program]]:
+        """Return what was made in the background, where it fits the step as it is now and is faster than its plan."""
+        known, now = self._kinds.described(kind), plan.changed(solution=replace(plan.solution, strategy=DECIDED))
+        step = known.merge()
+        if (error := made.exception()) is not None:
+            self.failed(error)
+            return self._finish(known, step, now)
+        asked, room_bytes = made.result(), self._room_bytes(kind, known)
+        found = asked.changed(
+            graph=step.graph,
+            profile=step.profile,
+            budget_bytes=self.limits(kind, known).budget_bytes,
+            resident_bytes=known.resident.size_bytes,
+        )
+        has_less_room = room_bytes < asked.budget_bytes - asked.resident_bytes - known.margin_bytes
+        if has_less_room and found.planned.peak_bytes > room_bytes:
+            return self.make(kind)
+        both = [now.solution.recompute, found.solution.recompute]
+        is_faster = self._fastest(kind, known, step, both) == found.solution.recompute
+        return self._finish(known, step, found if is_faster else now)

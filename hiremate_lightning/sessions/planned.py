@@ -131,8 +131,9 @@ class PlannedKinds:
 
     def take_better(self) -> None:
         """Let plans take over, between two steps, that were made in the background."""
-        for kind, plan, programs in self.maker.better():
-            self._take(kind, plan, programs)
+        with self._holding():
+            for kind, plan, programs in self.maker.better():
+                self._take(kind, plan, programs)
 
     def likely(self, step: CurrentStep) -> list[Kind]:
         """List the planned kinds by whose plan a step may begin."""
@@ -322,7 +323,8 @@ class PlannedKinds:
 
     def _announce(self, kind: Kind, plan: Plan) -> None:
         """Report a plan, and warn of what it brings."""
-        self._reporter.planned(plan, f"ahead: {self._largest}" if kind in self._ahead else "")
+        ahead = f"ahead: {self._largest}" if kind in self._ahead else ""
+        self._reporter.planned(plan, "until a better plan is solved in the background" if plan.is_meanwhile else ahead)
         if self.kinds[kind].is_searching:
             self._announcements.algorithms()
         if plan.planned_peak_bytes > plan.budget_bytes:
@@ -446,7 +448,7 @@ class PlannedKinds:
         """Note on the plan of a kind of step what was measured."""
         plan = self.plans[kind].with_measured(**measured)
         self.kinds.change(kind, plan=plan)
-        if plan.measured.step_ms is not None:
+        if plan.measured.step_ms is not None and not plan.is_meanwhile:
             self._reporter.measured(plan)
         self._tell(plan)
 

@@ -29,7 +29,6 @@ from .base import Problem, Solution, Status, Strategy, get_strategy, needs_progr
 log = logging.getLogger("hiremate_lightning")
 GRACE_S = 60.0  # after its time limit a solve is given up
 MENDING = "pip install --force-reinstall highsbox"
-NICE = "--nice"  # argument of a process that gives way to others
 READY, PROGRESS, ANSWER, ERROR = range(4)  # kinds of messages from the process
 Progress = Callable[[float, float], None]
 Answer = TypeVar("Answer")
@@ -42,19 +41,16 @@ class WorkerLostError(Exception):
 class Worker:
     """A process that solves problems, one at a time.
 
-    Args:
-        is_nice: Whether it gives way to all else that computes.
-
     Attributes:
         is_ready: Whether it has started to listen.
     """
 
-    def __init__(self, is_nice: bool = False) -> None:
+    def __init__(self) -> None:
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self._owner = os.getpid()
         self.is_ready = False  # until its first message
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *([NICE] if is_nice else [])],
+            [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -309,8 +305,5 @@ def _answer(question: Any, answers: IO[bytes]) -> Solution | str:
 if __name__ == "__main__":
     # Under this name the classes here would be others than those that the package imports.
     from hiremate_lightning.planning import solvers  # noqa: F401  (registers the strategies)
-
-    if NICE in sys.argv:
-        os.nice(19)
 
     _serve()
