@@ -205,6 +205,18 @@ def test_an_input_changed_after_observation_is_an_error():
         loss.backward()
 
 
+def test_a_weight_changed_after_observation_is_an_error():
+    """Its memory is another one then, which counts as no change in place."""
+    model = Net()
+    calls = SecondCalls(model)
+    observe(calls, model)
+    with calls.twice(BLOCKS):
+        loss = model(batch(8)).square().mean()
+    model.blocks[1].first.weight.data = model.blocks[1].first.weight.data * 2
+    with pytest.raises(HiRemateError, match=r"parameter or buffer of module 'blocks\.1' was changed"):
+        loss.backward()
+
+
 def test_settings_that_end_before_the_backward_later_are_an_error():
     model = Net()
     calls = SecondCalls(model)
@@ -432,7 +444,16 @@ class _AttendingNet(Net):
             return super().forward(x)
 
 
+class _ReplacingNet(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        for weight in self.blocks.parameters():
+            weight.data = weight.data * 1.01
+        return x
+
+
 UNFIT = {
+    "weights that are replaced": _ReplacingNet,
     "settings that end before the backward": _AttendingNet,
     "a generator of its file": lambda: Net(_OutsideGenerator),
     "a list of its file, in a function": lambda: Net(_OutsideList),

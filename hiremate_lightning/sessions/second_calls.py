@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -209,6 +210,7 @@ class _ModuleTwice:
         self._again = _apart((args, kwargs))
         self.tensors = _tensors_in((args, kwargs))
         self._versions, self._settings = tensor_state.versions_of(self.tensors), tensor_state.settings()
+        self._weights = _weights_of(module)
 
     def __call__(self, *_: torch.Tensor) -> Any:
         if self._given is not None:
@@ -218,6 +220,11 @@ class _ModuleTwice:
             raise HiRemateError(
                 f"An input of module {self._path!r} was changed in place after the call, which it was not in earlier "
                 "steps, so that the module can't be computed again. Change a copy of that tensor."
+            )
+        if _weights_of(self._module) != self._weights:
+            raise HiRemateError(
+                f"A parameter or buffer of module {self._path!r} was changed between the call and its backward, which "
+                "it was not in earlier steps, so that the module can't be computed again. Change it after the backward."
             )
         if tensor_state.settings() != self._settings:
             raise HiRemateError(
@@ -244,6 +251,14 @@ def _statistics_apart(module: nn.Module) -> Iterator[None]:
         for norm, own in zip(norms, found, strict=True):
             for name, buffer in own.items():
                 setattr(norm, name, buffer)
+
+
+def _weights_of(module: nn.Module) -> list[int]:
+    """Describe where parameters and buffers lie, and how often they changed; statistics of batch norms left out."""
+    own = [inner.buffers(recurse=False) for inner in module.modules() if not _keeps_statistics(inner)]
+    tensors = [*module.parameters(), *chain.from_iterable(own)]
+    dense = (t for t in tensors if tensor_state.is_dense(t) and not tensor_state.has_own_code(type(t)))
+    return [*tensor_state.versions_of(tensors), *map(tensor_state.storage_id, dense)]
 
 
 def _keeps_statistics(module: nn.Module) -> bool:
@@ -274,8 +289,7 @@ class _State:
             seen.update((id(inner), id(hooks.buffers_of(inner))) if _keeps_statistics(inner) else (id(inner),))
             own = {name: value for name, value in vars(inner).items() if name != hooks.CALL_SLOT}
             stack += [own, dict(vars(type(inner)))]
-            buffers = () if _keeps_statistics(inner) else inner.buffers(recurse=False)
-            found += tensor_state.versions_of([*buffers, *inner.parameters(recurse=False)])
+        found += _weights_of(self._module)
         for kind in {type(inner) for inner in self._module.modules()}:
             stack += [place() for place in self._outside(kind)]
         while stack:
