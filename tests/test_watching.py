@@ -8,7 +8,7 @@ from itertools import cycle, islice, pairwise
 
 import pytest
 
-from hiremate_lightning.sessions.kinds import Order, Status
+from hiremate_lightning.sessions.kinds import Order, PlanState
 from hiremate_lightning.sessions.watching import (
     FREE_TO_PLAN,
     MEASURED,
@@ -69,7 +69,7 @@ class Training:
 
     def _expect(self, kind: tuple[int, ...] | None, size_bytes: int, foreseen: tuple[int, ...] | None) -> Expected:
         has_peak, has_time = self.planned.get(kind, (False, False))
-        status = Status.PLANNED if not has_peak else Status.TIMED if has_time else Status.MEASURED
+        status = PlanState.PLANNED if not has_peak else PlanState.TIMED if has_time else PlanState.MEASURED
         return Expected(kind, foreseen, size_bytes, status, may_grow=self._may_grow)
 
     def _learn(self, kind: tuple[int, ...], watch: Watch) -> Saw:
@@ -105,18 +105,18 @@ def worst_share(seconds: list[tuple[float, float]]) -> float:
     [
         (Expected(None, None, SIZE), Reason.PLAN),  # nothing has a plan
         (Expected(KIND, KIND, 2 * SIZE), Reason.PLAN),  # larger than any step before
-        (Expected(KIND, OTHER, SIZE, status=Status.TIMED), Reason.PLAN),  # missed before
+        (Expected(KIND, OTHER, SIZE, status=PlanState.TIMED), Reason.PLAN),  # missed before
         (Expected(KIND, KIND, SIZE), Reason.PEAK),
-        (Expected(KIND, KIND, SIZE, status=Status.MEASURED), Reason.TIME),
-        (Expected(KIND, KIND, SIZE, status=Status.TIMED), None),
-        (Expected(KIND, KIND, SIZE, status=Status.TIMED, may_grow=True), Reason.AGAIN),
-        (Expected(OTHER, KIND, SIZE, status=Status.TIMED, may_grow=True), None),  # has not come so often
+        (Expected(KIND, KIND, SIZE, status=PlanState.MEASURED), Reason.TIME),
+        (Expected(KIND, KIND, SIZE, status=PlanState.TIMED), None),
+        (Expected(KIND, KIND, SIZE, status=PlanState.TIMED, may_grow=True), Reason.AGAIN),
+        (Expected(OTHER, KIND, SIZE, status=PlanState.TIMED, may_grow=True), None),  # has not come so often
     ],
 )
 def test_each_step_has_its_reason_to_be_watched(expected, reason):
     policy = WatchPolicy(Clock())
     for _ in range(8):
-        look = policy.step_begins(Expected(KIND, KIND, SIZE, status=Status.TIMED))
+        look = policy.step_begins(Expected(KIND, KIND, SIZE, status=PlanState.TIMED))
         policy.step_ended(look, KIND)
     policy.missed(OTHER)
     assert policy.reason(expected) is reason
@@ -215,7 +215,7 @@ def test_what_failed_is_not_counted():
 def test_a_state_with_a_higher_predicted_peak_is_measured_at_its_third_step():
     policy = WatchPolicy(lambda: 0.0)
     policy.step_ended(policy.step_begins(Expected(KIND, KIND, SIZE)), KIND, Saw.PEAK)
-    higher = Expected(KIND, KIND, SIZE, status=Status.TIMED, is_higher=True)
+    higher = Expected(KIND, KIND, SIZE, status=PlanState.TIMED, is_higher=True)
     found = []
     for _ in range(3):
         look = policy.step_begins(higher)

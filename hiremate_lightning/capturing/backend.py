@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ..errors import CaptureError
 from ..rewriting import casts
 from ..rewriting.contributions import Contributions, OtherTermsError, TermCounts, sums_alone
-from ..rewriting.fused_kernel import Kernels
+from ..rewriting.fused_kernel import FusedKernels
 from ..rewriting.kernels import run_as_eager
 from ..rewriting.straight_line import compiled
 from ..torch_private import aot, autocasting, backward_pass, tensor_state, user_compiled
@@ -55,7 +55,7 @@ Prove = Callable[[fx.GraphModule, Runner, Any], Runner]
 
 def planning_backend(
     make_part: MakePart,
-    kernels: Kernels | None = None,
+    kernels: FusedKernels | None = None,
     let_run_captured: LetRunCaptured = lambda code, size_bytes: False,
     prove: Prove | None = None,
     say: Callable[[str], None] = log.warning,
@@ -137,7 +137,7 @@ class _Compilation:
         part: What runs in the place of what was traced, None where nothing of it has a gradient.
     """
 
-    def __init__(self, make_part: MakePart, kernels: Kernels | None) -> None:
+    def __init__(self, make_part: MakePart, kernels: FusedKernels | None) -> None:
         self.part: Replacement | None = None
         self._make_part, self._kernels = make_part, kernels
         self._parameters: frozenset[int] = frozenset()

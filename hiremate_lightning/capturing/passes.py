@@ -9,7 +9,7 @@ from torch import fx
 
 from ..rewriting import assignments, casts, losses, pooling, views
 from ..rewriting.contributions import Contributions
-from ..rewriting.fused_kernel import Kernels
+from ..rewriting.fused_kernel import FusedKernels
 from ..rewriting.fusion import fuse
 
 
@@ -31,7 +31,7 @@ class Traced:
     parameters: frozenset[int]
     blocks: Mapping[str, int]
     contributions: Contributions
-    kernels: Kernels | None
+    kernels: FusedKernels | None
 
 
 PASSES: tuple[Callable[[Traced], object], ...] = (

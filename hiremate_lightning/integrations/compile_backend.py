@@ -116,16 +116,16 @@ def _session_of(options: dict[str, Any], module: fx.GraphModule) -> Session:
     for known, its_key in list(_sessions.items()):
         if its_key == key and not _root_of(known).is_gone:
             return known
-    root = type(_name_of(module), (_Seen,), {})()
+    root = type(_name_of(module), (_CompiledRoot,), {})()
     session = Session(root, make_options(**options))
     listen_to_optimizers(session)
     _sessions[session] = key
     return session
 
 
-def _root_of(session: Session) -> _Seen:
+def _root_of(session: Session) -> _CompiledRoot:
     root = session.root
-    assert isinstance(root, _Seen), "the session was begun here"
+    assert isinstance(root, _CompiledRoot), "the session was begun here"
     return root
 
 
@@ -153,7 +153,7 @@ def _refuse_planned(parameters: Sequence[torch.Tensor]) -> None:
         raise ConfigurationError(f"{type(module).__name__} is planned already by hiremate(). {WITH_COMPILE}")
 
 
-class _Seen(nn.Module):
+class _CompiledRoot(nn.Module):
     """Stands for the model in a session: the parameters and buffers of the graphs that have run, not kept alive."""
 
     def __init__(self) -> None:

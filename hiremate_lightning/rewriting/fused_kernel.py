@@ -81,7 +81,7 @@ class Kernel:
             raise ValueError("its results share memory")
 
 
-class Kernels:
+class FusedKernels:
     """Gives each distinct group its kernel: equal groups, in all layers and graphs, share one.
 
     Args:

@@ -23,7 +23,7 @@ from torch import fx
 
 from ..torch_private import aot, tensor_state
 from .decomposing import Decomposer
-from .fused_kernel import Kernels
+from .fused_kernel import FusedKernels
 from .joint import (
     ORIGIN,
     computations,
@@ -85,7 +85,7 @@ _FLOATS = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
 _DTYPES = _FLOATS | {torch.bool, torch.uint8, torch.int32, torch.int64}
 
 
-def fuse(joint: fx.GraphModule, num_forward: int, kernels: Kernels) -> None:
+def fuse(joint: fx.GraphModule, num_forward: int, kernels: FusedKernels) -> None:
     """Rewrite a joint graph with fused groups.
 
     Args:
@@ -115,7 +115,7 @@ class _Group:
 class _Fuser:
     """Forms groups and writes the graph anew."""
 
-    def __init__(self, joint: fx.GraphModule, outputs: Sequence[Any], kernels: Kernels) -> None:
+    def __init__(self, joint: fx.GraphModule, outputs: Sequence[Any], kernels: FusedKernels) -> None:
         self.joint = joint
         self.kernels = kernels
         self.device = planned_device(joint)

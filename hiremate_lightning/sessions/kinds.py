@@ -70,7 +70,7 @@ class Order:
         self._recent.append(self._numbers.setdefault(kind, len(self._numbers)))
 
 
-class Status(Enum):
+class PlanState(Enum):
     """What is known of a kind of step."""
 
     SEEN = "it has run, and has no plan"
@@ -110,13 +110,13 @@ class KindRecord:
     waited: frozenset[int] = frozenset()
 
     @property
-    def status(self) -> Status:
+    def status(self) -> PlanState:
         """What is known of its plan."""
         if self.plan is None:
-            return Status.SEEN
+            return PlanState.SEEN
         if self.plan.measured.peak_bytes is None:
-            return Status.PLANNED
-        return Status.MEASURED if self.plan.measured.step_ms is None else Status.TIMED
+            return PlanState.PLANNED
+        return PlanState.MEASURED if self.plan.measured.step_ms is None else PlanState.TIMED
 
 
 class Kinds:

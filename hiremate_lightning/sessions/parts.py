@@ -12,7 +12,7 @@ from ..measuring.custom_operators import without_unsteady
 from ..measuring.profiling import CostCache, measure
 from ..records.costs import Profile
 from ..reporting.report import Stages
-from ..rewriting.fused_kernel import Kernels
+from ..rewriting.fused_kernel import FusedKernels
 from ..running.execution import Conductor, Part, Saved
 
 
@@ -33,7 +33,7 @@ class Parts:
     """
 
     def __init__(
-        self, stages: Stages, cache_dir: Path | None, kernels: Kernels | None, announce: Callable[[str], None]
+        self, stages: Stages, cache_dir: Path | None, kernels: FusedKernels | None, announce: Callable[[str], None]
     ) -> None:
         self._stages, self._kernels, self._announce = stages, kernels, announce
         self._costs = CostCache(cache_dir)

@@ -32,7 +32,7 @@ from ..planning.plan import Plan, describe_peak
 from ..planning.solvers import worker
 from ..records.dimensions import VaryingSizes
 from ..reporting.report import Reporter, Stages
-from ..rewriting.fused_kernel import Kernels
+from ..rewriting.fused_kernel import FusedKernels
 from ..rewriting.joint import updates_under_checkpoint
 from ..running.accumulation import Leaves
 from ..running.execution import Part
@@ -81,7 +81,7 @@ class Session:
         self.root, self._name = root, type(root).__name__
         self._announcements = said = Announcements(self._name)
         self.say, self.why_uncaptured = said.say, said.why_uncaptured
-        self.kernels = Kernels(self.say) if options.compile else None
+        self.kernels = FusedKernels(self.say) if options.compile else None
         self.runs = self.updates = 0
         self._runs_of_update = 0  # forwards before the latest update
         self.ran_as_written = False

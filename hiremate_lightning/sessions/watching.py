@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from statistics import median
 
-from .kinds import Kind, Status
+from .kinds import Kind, PlanState
 
 SHARE = 0.01  # of the time of so many steps that watching may take
 STEPS = 500
@@ -79,7 +79,7 @@ class Expected:
     kind: Kind | None
     foreseen: Kind | None
     size_bytes: int
-    status: Status = Status.PLANNED
+    status: PlanState = PlanState.PLANNED
     may_grow: bool = False
     is_higher: bool = False
     is_on_host: bool = False
@@ -158,9 +158,9 @@ class WatchPolicy:
         is_larger = expected.size_bytes > self._largest_bytes
         if expected.kind is None or is_larger or expected.foreseen in self._missed:
             return Reason.PLAN
-        if expected.status is Status.PLANNED or (expected.is_higher and own.higher >= OFTEN):
+        if expected.status is PlanState.PLANNED or (expected.is_higher and own.higher >= OFTEN):
             return Reason.PEAK
-        if expected.status is Status.MEASURED:
+        if expected.status is PlanState.MEASURED:
             return Reason.TIME
         return Reason.AGAIN if expected.may_grow and own.since >= own.gap else None
 

@@ -94,7 +94,7 @@ class TrialSession(Session):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RealStep:
     """What a real step at a size has shown.
 
     Attributes:
@@ -142,7 +142,7 @@ class SizeRunner:
         self._options = options
         self._state = state
         self._stale_bytes = 0
-        self.seen: dict[int, Seen] = {}
+        self.seen: dict[int, RealStep] = {}
         self.steps = 0
         self.fixed_bytes = 0
         self.optimizer_ms = 0.0
@@ -201,7 +201,7 @@ class SizeRunner:
             self.fixed_bytes = session.resident.size_bytes - session.batch_bytes
             self._stale_bytes = session.resident.stale_bytes
             validation = self._task.validate(size, session) if self._task.validate is not None else 0
-            self.seen[size] = Seen(calls, order, session.batch_bytes, validation)
+            self.seen[size] = RealStep(calls, order, session.batch_bytes, validation)
 
     def sample(self, size: int) -> Step:
         """Return the step at a size that has run, as one graph."""

@@ -30,7 +30,7 @@ from . import tensor_state
 log = logging.getLogger("hiremate_lightning")
 
 ended = weakref.WeakSet[Any]()  # functions that were found to be no single operation
-_kernels: dict[str, Kernels] = {}  # by name
+_kernels: dict[str, UserKernels] = {}  # by name
 _Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]  # size, strides, type, device
 _Shown = tuple[tuple[_Layout, bool], ...]  # of inputs, and whether each gets a gradient
 
@@ -100,7 +100,7 @@ class Operation:
         self.name, self.calls_modules = call.name, calls_modules
         self.__name__ = f"compiled_{call.function.__name__}"
         self._call, self._module = call, module
-        self._compiled: dict[_Shown, Kernels | None] = {}
+        self._compiled: dict[_Shown, UserKernels | None] = {}
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Compute its results, with gradients.
@@ -180,7 +180,7 @@ class _View:
 
 
 @dataclass(frozen=True, eq=False)
-class Kernels:
+class UserKernels:
     """A compiled function's kernels for inputs of definite shapes.
 
     Attributes:
@@ -251,7 +251,7 @@ class _Differentiated(torch.autograd.Function):
     """Runs kernels by operators, so that a trace sees one for the forward and one for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, kernels: Kernels, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, kernels: UserKernels, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results = torch.ops.hiremate.run_compiled(inputs, kernels.name)
         ctx.kernels = kernels
         ctx.save_for_backward(*(inputs[at] if is_input else results[at] for is_input, at in kernels.kept))
@@ -261,7 +261,7 @@ class _Differentiated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        kernels: Kernels = ctx.kernels
+        kernels: UserKernels = ctx.kernels
         own = [tangents[position] for position in kernels.differentiable]
         gradients = torch.ops.hiremate.run_compiled_backward(ctx.saved_tensors, own, kernels.name)
         return (None, *(None if at is None else gradients[at] for at in kernels.gradient_of))
@@ -301,7 +301,7 @@ class _Maker:
         self._made: list[tuple[fx.GraphModule, Any]] = []  # the forward, and the backward where there is one
         self._meta: Any = None
 
-    def make(self) -> Kernels:
+    def make(self) -> UserKernels:
         devices = {device.index or 0 for (*_, device), _ in self._shown if device.type == "cuda"}
         with tensor_state.real_mode(), torch.random.fork_rng(devices=devices):
             self._compile()
@@ -354,7 +354,7 @@ class _Maker:
         if not is_plain:
             raise _MoreThanKernelsError
 
-    def _try(self) -> Kernels:
+    def _try(self) -> UserKernels:
         """Run the kernels on made-up inputs, to see how what they hand on lies in memory."""
         inputs = [_empty(layout).zero_() for layout, _ in self._shown]
         forward = self._made[0][1]
@@ -363,7 +363,7 @@ class _Maker:
         count = len(self._meta.output_info)
         if any(view.is_input or view.layout is not None for view in views[:count]):
             raise _MoreThanKernelsError
-        kernels = Kernels(
+        kernels = UserKernels(
             name=f"{self._call.function.__name__}_{self._digest()}",
             function=self._call.name,
             forward=forward,
@@ -374,7 +374,7 @@ class _Maker:
         )
         return self._with_backward(kernels, given, views[count:]) if self._has_gradients else kernels
 
-    def _with_backward(self, kernels: Kernels, given: list[torch.Tensor], saved: tuple[_View, ...]) -> Kernels:
+    def _with_backward(self, kernels: UserKernels, given: list[torch.Tensor], saved: tuple[_View, ...]) -> UserKernels:
         source, backward = self._made[1]
         differentiable = tuple(at for at, info in enumerate(self._meta.output_info) if info.requires_grad)
         read = [node.meta["val"] for node in source.graph.find_nodes(op="placeholder")]
