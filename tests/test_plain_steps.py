@@ -54,7 +54,7 @@ def captured(
     graph, profile = b.graph(outputs=(out,), gradients=(gradient,))
     sample = Sample((), graph, profile, len(graph.storages))
     return CapturedStep(
-        (call(rows, length),), code, times * rows * length, margin_bytes, lambda: (sample, {"module": [[0]]})
+        (call(rows, length),), code, times * rows * length, margin_bytes, True, lambda: (sample, {"module": [[0]]})
     )
 
 

@@ -267,3 +267,24 @@ def test_allocations_have_the_peak_that_the_simulation_has(seed):
         schedule = lower(graph, recompute_lazily(graph, kept))
         found = allocations(graph, schedule).peak_bytes(np.array(graph.sizes), np.array(profile.workspace_bytes))
         assert found == simulate(graph, profile, schedule).peak_bytes
+
+
+def test_what_is_put_aside_takes_memory_where_it_is_used_only():
+    """The forward makes a, b and c; the backward reads b, then a, and makes a gradient each time."""
+    b = Builder()
+    x, w = b.input("x", 1, StorageKind.INPUT), b.input("w", 1)
+    first = b.op("a", (x, w), 100)
+    second = b.op("b", (first, w), 50)
+    out, tangent = b.op("c", (second,), 10), b.tangent("t", 1)
+    inner = b.op("gb", (tangent, second), 1, backward=True)
+    gradient = b.op("ga", (inner, first), 1, backward=True)
+    graph, _ = b.graph(outputs=(out,), gradients=(gradient,))
+    schedule, sizes, none = lower(graph, keep_all(graph)), np.array(graph.sizes), np.zeros(len(graph.nodes), dtype=int)
+    aside = {graph.tensors[tensor].storage for tensor in (first, second)}
+
+    def peak(*which: object) -> int:
+        return allocations(graph, schedule, *which).peak_bytes(sizes, none)
+
+    assert (peak(), peak(aside), peak(aside, aside)) == (160, 150, 150)
+    sizes[graph.tensors[inner].storage] = 100
+    assert (peak(), peak(aside), peak(aside, aside)) == (251, 150, 201)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
 from collections.abc import Callable, Collection, Sequence
@@ -12,7 +13,26 @@ import torch
 
 from ..torch_private import tensor_state
 
-LEAST_IN_FILE = 2**14  # bytes
+LEAST_ASIDE = 2**14  # bytes
+
+
+class _Copy:
+    """A copy of a storage: in a file, or on the host.
+
+    Args:
+        memory: Its bytes.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory, self._loaded = memory, dict[torch.device, Callable[[], torch.UntypedStorage | None]]()
+
+    def on(self, device: torch.device) -> torch.UntypedStorage:
+        """Return the storage: the memory of the file, or on a GPU new memory, unless an earlier call's still lives."""
+        loaded = self._loaded[device]() if device in self._loaded else None
+        if loaded is None:
+            loaded = self._memory.to(device).untyped_storage()
+            self._loaded[device] = tensor_state.refer_weakly(loaded)
+        return loaded
 
 
 @dataclass(frozen=True)
@@ -20,31 +40,31 @@ class _Aside:
     """A tensor that is put aside.
 
     Attributes:
-        memory: The bytes of its storage.
-        like: Its shape, type, device and place in the storage.
+        copy: Of its storage.
+        like: Its type, device, place in the storage, shape and strides.
     """
 
-    memory: torch.Tensor
+    copy: _Copy
     like: tuple[torch.dtype, torch.device, int, Sequence[int], Sequence[int]]
 
     def get(self) -> torch.Tensor:
-        """Return the tensor: on a GPU in new memory, else on the memory of the file."""
+        """Return the tensor."""
         dtype, device, offset, shape, strides = self.like
-        memory = self.memory.to(device).untyped_storage()
-        return torch.empty(0, dtype=dtype, device=device).set_(memory, offset, shape, strides)
+        return torch.empty(0, dtype=dtype, device=device).set_(self.copy.on(device), offset, shape, strides)
 
 
 class SavedAside(torch.autograd.graph.saved_tensors_hooks):
-    """Puts aside what autograd saves for a backward: each storage once, and none that was there before.
+    """Puts aside what autograd saves for a backward: each storage once, none that was there before, and no small one.
 
     Args:
         given: Storages that were there before.
+        on_full: Called where there is no room for a file: the value stays then. None to raise the error.
     """
 
-    def __init__(self, given: Collection[int]) -> None:
+    def __init__(self, given: Collection[int], on_full: Callable[[OSError], None] | None = None) -> None:
         super().__init__(self._put, lambda value: value.get() if isinstance(value, _Aside) else value)
-        self._given = given
-        self._copies: dict[int, tuple[int | None, Callable[[], bool], torch.Tensor]] = {}  # by storage: of a version
+        self._given, self._on_full = given, on_full
+        self._copies: dict[int, tuple[int | None, Callable[[], bool], _Copy]] = {}  # by storage: of a version
 
     def __exit__(self, *raised: object) -> None:
         """Save nothing aside any more, and forget what was: the hooks refer to themselves, so they die late."""
@@ -56,15 +76,27 @@ class SavedAside(torch.autograd.graph.saved_tensors_hooks):
         if not is_plain or tensor.is_conj() or tensor.is_neg():
             return tensor
         storage = tensor_state.storage_id(tensor)
-        if storage in self._given:
+        if storage in self._given or tensor.untyped_storage().nbytes() < LEAST_ASIDE:
             return tensor
-        (version,) = tensor_state.versions_of([tensor])
-        copied, lives, memory = self._copies.get(storage, (None, bool, tensor))
-        if version != copied or not lives():
-            memory = in_file(tensor_state.memory_of(tensor)).cpu()
-            self._copies[storage] = version, tensor_state.watch_storage(tensor), memory
+        try:
+            copy = self._copy(storage, tensor)
+        except OSError as error:
+            if self._on_full is None:
+                raise
+            self._on_full(error)
+            return tensor
         offset = int(tensor.storage_offset())
-        return _Aside(memory, (tensor.dtype, tensor.device, offset, tensor.shape, tensor.stride()))
+        return _Aside(copy, (tensor.dtype, tensor.device, offset, tensor.shape, tensor.stride()))
+
+    def _copy(self, storage: int, tensor: torch.Tensor) -> _Copy:
+        (version,) = tensor_state.versions_of([tensor])
+        if storage in self._copies:
+            copied, lives, copy = self._copies[storage]
+            if version == copied and lives():
+                return copy
+        copy = _Copy(in_file(tensor_state.memory_of(tensor)).cpu())
+        self._copies[storage] = version, tensor_state.watch_storage(tensor), copy
+        return copy
 
 
 def saving_aside(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,13 +112,15 @@ def saving_aside(function: Callable[..., Any]) -> Callable[..., Any]:
 def in_file(value: torch.Tensor) -> torch.Tensor:
     """Copy a value on the host into a temporary file, which goes with the tensor that is returned.
 
+    PyTorch counts the memory of its own files (`torch.from_file`) as allocated, so the file is not one of these.
+
     Raises:
         OSError: If there is no room for the file.
     """
     on_host = value.device.type == "cpu" and value.layout is torch.strided
-    if not on_host or value.nbytes < LEAST_IN_FILE or not hasattr(os, "posix_fallocate"):
+    if not on_host or value.nbytes < LEAST_ASIDE or not hasattr(os, "posix_fallocate"):
         return value
-    with tempfile.NamedTemporaryFile() as file:
+    with tempfile.TemporaryFile() as file:
         os.posix_fallocate(file.fileno(), 0, value.nbytes)  # without it a write to a full disk ends the process
-        memory = torch.from_file(file.name, shared=True, size=value.nbytes, dtype=torch.uint8)
+        memory = torch.frombuffer(mmap.mmap(file.fileno(), value.nbytes), dtype=torch.uint8)
     return memory.view(value.dtype).view(value.shape).copy_(value)

@@ -11,7 +11,8 @@ schedule; the caller adds them.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -173,17 +174,54 @@ def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
     return _run(graph, profile, schedule)[0]
 
 
-def allocations(graph: Graph, schedule: Schedule) -> Allocations:
-    """List what a schedule allocates and frees."""
+def allocations(
+    graph: Graph, schedule: Schedule, aside: Collection[int] = (), brought_back: Collection[int] = ()
+) -> Allocations:
+    """List what a schedule allocates and frees.
+
+    Args:
+        graph: The step.
+        schedule: What is run.
+        aside: Storages that are put aside after the forward's last use of them.
+        brought_back: Those of them that take memory again from the backward's first use on.
+    """
     simulation, memory, events = _run(graph, _without_costs(graph), schedule)
-    storages = [memory.storage_of_block[block] for block, _ in memory.events]
-    signs, nodes = [sign for _, sign in memory.events], [moment.node for moment in simulation.timeline]
-    return Allocations(*(np.array(values, dtype=np.int64) for values in (storages, signs, nodes, events)))
+    nodes, turn = [moment.node for moment in simulation.timeline], simulation.turn
+    uses = _moments_of(graph, nodes, aside)
+    first, last = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)  # storages, by moment
+    for storage, start, end in _blocks(memory, events):
+        first[start].append(storage)
+        if storage in uses and start < turn <= end:
+            last[max(moment for moment in uses[storage] if moment < turn)].append(storage)
+            if storage not in brought_back:
+                continue
+            first[min((moment for moment in uses[storage] if moment >= turn), default=end)].append(storage)
+        last[end].append(storage)
+    storages, signs, before = list[int](), list[int](), list[int]()
+    for moment in range(len(nodes)):
+        storages += [*first[moment], *last[moment]]
+        signs += [1] * len(first[moment]) + [-1] * len(last[moment])
+        before.append(len(storages) - len(last[moment]))
+    return Allocations(*(np.array(values, dtype=np.int64) for values in (storages, signs, nodes, before)))
+
+
+def _moments_of(graph: Graph, nodes: Sequence[int], storages: Collection[int]) -> dict[int, list[int]]:
+    """List the moments at which some storages are read or written."""
+    found: dict[int, list[int]] = {storage: [] for storage in storages}
+    for moment, index in enumerate(nodes):
+        node = graph.nodes[index]
+        for storage in {graph.tensors[t].storage for t in (*node.inputs, *node.outputs)} & found.keys():
+            found[storage].append(moment)
+    return found
 
 
 def blocks(graph: Graph, schedule: Schedule) -> list[tuple[int, int, int]]:
     """Return the storage of each block that a schedule allocates, and the first and last moment at which it lives."""
     _, memory, events = _run(graph, _without_costs(graph), schedule)
+    return _blocks(memory, events)
+
+
+def _blocks(memory: _Memory, events: Sequence[int]) -> list[tuple[int, int, int]]:
     first, last = [0] * len(memory.storage_of_block), [len(events) - 1] * len(memory.storage_of_block)
     for number, (block, sign) in enumerate(memory.events):
         next_moment = bisect_right(events, number)

@@ -1,9 +1,11 @@
-"""Ways to run a step as the user wrote it within less memory: which of its modules are called twice.
+"""Ways to run a step as the user wrote it within less memory: what of it is called twice, or put aside.
 
 A module whose call is in `torch.utils.checkpoint` keeps only what it was given, and runs once more in the backward.
 What that saves in bytes and costs in time is known from a captured step. The modules are chosen one by one, those first
 that save most bytes for their time: an activation function of many small operations before a linear layer, and whole
 blocks last, in the place of what was chosen inside of them.
+
+Where that is not enough, or not known yet, all that autograd saves is put aside until the backward reads it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from .graph import Graph
 COUNT = 12  # ways, evenly spaced by the bytes that they save
 CALL_MS = 0.15  # that one call of `torch.utils.checkpoint` takes for itself
 MOST_SHARE = 0.5  # of all saved bytes in one module: a larger one brings them all back at once
+ASIDE_BYTES_PER_MS = 5e5  # that are put aside and brought back: with a CPU, whose files cost page faults
 Calls = Mapping[str, Sequence[Sequence[int]]]  # by path of a module, the forward nodes of each of its calls
 
 
@@ -26,11 +29,18 @@ class Way:
 
     Attributes:
         paths: The modules that are called twice.
-        recompute_ms: What that takes.
+        extra_ms: What it takes beyond a plain step.
+        puts_aside: Whether all that autograd saves is put aside until the backward reads it.
     """
 
     paths: frozenset[str] = frozenset()
-    recompute_ms: float = 0.0
+    extra_ms: float = 0.0
+    puts_aside: bool = False
+
+    @property
+    def saves_memory(self) -> bool:
+        """Whether a step takes less memory so, and more time."""
+        return bool(self.paths) or self.puts_aside
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +59,35 @@ class _Gain:
         return self.size_bytes / max(self.time_ms, 1e-3)
 
 
-def ways_of(graph: Graph, profile: Profile, calls: Calls) -> tuple[Way, ...]:
-    """List ways to run a step, from nothing called twice to the most bytes saved.
+def ways_of(graph: Graph, profile: Profile, calls: Calls, aside: frozenset[int]) -> tuple[Way, ...]:
+    """List ways to run a step: from nothing called twice to the most bytes saved, and what is saved put aside.
 
     Args:
         graph: The step as plain PyTorch runs it.
         profile: Its costs.
         calls: What may be called twice.
+        aside: The storages that may be put aside.
     """
     picks = list(_picks(_gains(graph, profile, calls)))
     ways, spaced_bytes = [Way()], picks[-1][1].size_bytes / COUNT if picks else 0.0
     for paths, total in picks:
         if total.size_bytes >= spaced_bytes * len(ways):
             ways.append(Way(paths, total.time_ms))
-    return tuple(ways)
+    aside_bytes = sum(graph.sizes[storage] for storage in aside)
+    return (*ways, Way(extra_ms=aside_bytes / ASIDE_BYTES_PER_MS, puts_aside=True)) if aside else tuple(ways)
+
+
+def may_lie_aside(graph: Graph, storages: int) -> frozenset[int]:
+    """Find what autograd saves of a step and nobody else holds until the backward.
+
+    Args:
+        graph: The step.
+        storages: The number of its first storages that captured code holds.
+    """
+    stay = {graph.tensors[t].storage for t in (*graph.outputs, *graph.held, *graph.retained, *graph.gradients)}
+    made = {storage for index in graph.forward for storage in graph.allocates[index]}
+    needed = {s for t in graph.needed if (s := graph.tensors[t].storage) is not None and s < storages}
+    return frozenset(needed & made - stay)
 
 
 def _picks(gains: Mapping[str, _Gain]) -> Iterator[tuple[frozenset[str], _Gain]]:

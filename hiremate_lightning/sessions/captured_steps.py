@@ -1,4 +1,4 @@
-"""CapturedStep steps, as predictions of plain steps need them."""
+"""Captured steps, as predictions of plain steps need them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class CapturedSteps:
 
     def describe(self, known: Known, calls: Sequence[ModuleCall], code: Kind) -> CapturedStep:
         """Describe a step that is known."""
-        return CapturedStep(tuple(calls), code, known.bytes_from(0), known.margin_bytes, partial(self._read, known))
+        total_bytes, is_on_host = known.bytes_from(0), known.calls[0].captured.device.type == "cpu"
+        read = partial(self._read, known)
+        return CapturedStep(tuple(calls), code, total_bytes, known.margin_bytes, is_on_host, read)
 
     def _read(self, known: Known) -> tuple[Sample, Calls]:
         step, first, parameters = known.merge(), 0, dict[int, int]()

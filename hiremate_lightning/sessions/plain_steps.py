@@ -1,8 +1,8 @@
 """Steps of other sizes that run as the user wrote them, uncaptured, since they are known to fit the budget so.
 
 To capture a size takes seconds. What a plain step takes at a new size follows from captured steps of the same code
-(`records.resizing`), and so does what it takes where some of its modules are called twice (`records.ways`). The
-cheapest way that fits is chosen.
+(`records.resizing`), and so does what it takes where some of its modules are called twice, or what it saves is put
+aside (`records.ways`). The cheapest way that fits is chosen.
 
 Eager PyTorch holds more than a captured graph with nothing recomputed: masks of dropouts as floats, for example. By how
 much shows the first plain step, which must be small enough that it fits in any case, and larger ones correct it.
@@ -17,14 +17,16 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
+import numpy as np
 import torch
 
+from ..measuring.aside import LEAST_ASIDE
 from ..records.costs import as_plain
 from ..records.graph import OUTSIDE, bytes_of
 from ..records.resizing import Bytes, Resizing, Sample
 from ..records.schedule import as_written, lower, with_checkpoints
 from ..records.simulation import Allocations, allocations
-from ..records.ways import Calls, Way, ways_of
+from ..records.ways import Calls, Way, may_lie_aside, ways_of
 from .kinds import Kind
 
 UNMEASURED_RATIO = 1.3  # of what grows with the sizes in eager PyTorch to the same in the captured graph
@@ -70,6 +72,7 @@ class CapturedStep:
         code: The first kind that runs the same code at other sizes.
         total_bytes: Bytes of all its values.
         margin_bytes: By how much it was measured above what was predicted.
+        is_on_host: Whether it ran on a CPU, which reads what was put aside in the memory of its files.
         read: Returns the step, its inputs left out, and the nodes of what may be called twice in it.
     """
 
@@ -77,6 +80,7 @@ class CapturedStep:
     code: Kind
     total_bytes: int
     margin_bytes: int
+    is_on_host: bool
     read: Callable[[], tuple[Sample, Calls]]
 
     @cached_property
@@ -93,11 +97,13 @@ class Prediction:
         way: How it runs.
         added_bytes: What it adds to the resident bytes at its peak, at most.
         captured_bytes: At most that much the captured graph would take of it.
+        aside_bytes: What it puts aside, at most.
     """
 
     way: Way
     added_bytes: int
     captured_bytes: int
+    aside_bytes: int = 0
 
 
 class _Code:
@@ -105,16 +111,18 @@ class _Code:
 
     def __init__(self, steps: Sequence[CapturedStep], count: int) -> None:
         samples = [replace(step.known[0], shapes=_shapes(step.calls[:count])) for step in steps]
+        self._is_on_host = steps[0].is_on_host
         self._base, self._twice = steps[0].known
         self._resizing = Resizing(samples)
-        self._allocations: dict[frozenset[str], Allocations] = {}
+        self._aside = may_lie_aside(self._resizing.graph, self._base.storages)
+        self._allocations: dict[Way, Allocations] = {}
         self._at: dict[tuple[int, ...], Bytes] = {}
         self.margin_bytes = max(step.margin_bytes for step in steps)
 
     @cached_property
     def ways(self) -> tuple[Way, ...]:
         """The ways to run it, the fastest first."""
-        return ways_of(self._resizing.graph, self._resizing.profile, self._twice)
+        return ways_of(self._resizing.graph, self._resizing.profile, self._twice, self._aside)
 
     @cached_property
     def unmeasured_ratio(self) -> float:
@@ -126,27 +134,41 @@ class _Code:
     def _gradient_bytes(self) -> int:
         return bytes_of(self._resizing.graph, self._resizing.graph.gradients)
 
-    def peaks(self, sizes: tuple[int, ...], paths: frozenset[str] = frozenset()) -> tuple[int, int]:
+    def peaks(self, sizes: tuple[int, ...], way: Way) -> tuple[int, int]:
         """Bound the captured graph's peak at some sizes, from below and from above."""
+        found, bounds = self._allocated(way), self._bytes_at(sizes)
+        low = found.peak_bytes(bounds.low, bounds.low_workspaces)
+        return low, found.peak_bytes(bounds.high, bounds.high_workspaces) + sum(self._aside_bytes(sizes, way)[1:])
+
+    def growing(self, sizes: tuple[int, ...], way: Way) -> tuple[int, int]:
+        """Bound what of the peak grows with the sizes: in eager PyTorch it is larger."""
+        low, high = self.peaks(sizes, way)
+        return max(low // 10, low - self._gradient_bytes), max(high // 10, high - self._gradient_bytes)
+
+    def aside_bytes(self, sizes: tuple[int, ...], way: Way) -> int:
+        """Bound what is put aside at some sizes, from above."""
+        return self._aside_bytes(sizes, way)[0]
+
+    def _aside_bytes(self, sizes: tuple[int, ...], way: Way) -> tuple[int, int]:
+        """Bound the bytes of what is put aside, and of what is too small for that and stays."""
+        each = self._bytes_at(sizes).high[sorted(self._aside)] if way.puts_aside else np.zeros(0)
+        return int(each.sum()), int(each[each < LEAST_ASIDE].sum())
+
+    def _bytes_at(self, sizes: tuple[int, ...]) -> Bytes:
         if sizes not in self._at:
             if len(self._at) == REMEMBERED:
                 self._at.clear()
             self._at[sizes] = self._resizing.at(sizes)
-        found, bounds = self._allocated(paths), self._at[sizes]
-        low = found.peak_bytes(bounds.low, bounds.low_workspaces)
-        return low, found.peak_bytes(bounds.high, bounds.high_workspaces)
+        return self._at[sizes]
 
-    def growing(self, sizes: tuple[int, ...], paths: frozenset[str]) -> tuple[int, int]:
-        """Bound what of the peak grows with the sizes: in eager PyTorch it is larger."""
-        low, high = self.peaks(sizes, paths)
-        return max(low // 10, low - self._gradient_bytes), max(high // 10, high - self._gradient_bytes)
-
-    def _allocated(self, paths: frozenset[str]) -> Allocations:
-        if paths not in self._allocations:
-            calls = [call for path in sorted(paths) for call in self._twice.get(path, ())]
+    def _allocated(self, way: Way) -> Allocations:
+        if way not in self._allocations:
+            calls = [call for path in sorted(way.paths) for call in self._twice.get(path, ())]
             graph, _ = as_plain(with_checkpoints(self._base.graph, calls), self._base.profile)
-            self._allocations[paths] = allocations(graph, lower(graph, as_written(graph)))
-        return self._allocations[paths]
+            schedule = lower(graph, as_written(graph))
+            aside = self._aside if way.puts_aside else ()
+            self._allocations[way] = allocations(graph, schedule, aside, () if self._is_on_host else aside)
+        return self._allocations[way]
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,10 +257,10 @@ class PlainSteps:
         return ceil(added_bytes * self._ratio(Way(), RANDOM_RATIO))
 
     def _takes(self, code: _Code, sizes: tuple[int, ...], way: Way) -> Prediction:
-        captured_bytes = code.peaks(sizes, way.paths)[1]
-        excess_bytes = (self._ratio(way, code.unmeasured_ratio) - 1) * code.growing(sizes, way.paths)[1]
+        captured_bytes = code.peaks(sizes, way)[1]
+        excess_bytes = (self._ratio(way, code.unmeasured_ratio) - 1) * code.growing(sizes, way)[1]
         added_bytes = ceil(ROUNDING * (captured_bytes + excess_bytes)) + code.margin_bytes
-        return Prediction(way, added_bytes, captured_bytes)
+        return Prediction(way, added_bytes, captured_bytes, code.aside_bytes(sizes, way))
 
     def _codes_called(self, calls: tuple[ModuleCall, ...], likely: Kind) -> list[_Code]:
         """List the codes whose first calls have the form of these, that of the likely kind first; none without it."""
@@ -299,7 +321,7 @@ class PlainSteps:
             largest_bytes = max((size_bytes for size_bytes, _ in found), default=0.0)
             similar = [ratio for size_bytes, ratio in found if size_bytes >= SIMILAR * largest_bytes]
             others = (self._ratio(other, unmeasured) for other in self._measured if other != way and not largest_bytes)
-            least = UNMEASURED_WAY_RATIO if way.paths and self._measured else unmeasured
+            least = UNMEASURED_WAY_RATIO if way.saves_memory and self._measured else unmeasured
             self._ratios[way, unmeasured] = max([LEAST_RATIO, *similar]) if largest_bytes else max([least, *others])
         return self._ratios[way, unmeasured]
 
@@ -311,7 +333,7 @@ class PlainSteps:
         """
         sizes = _sizes(measured.calls)
         for code in self._codes_called(measured.calls, measured.likely)[:1]:
-            peaks, growing = code.peaks(sizes, way.paths), code.growing(sizes, way.paths)
+            peaks, growing = code.peaks(sizes, way), code.growing(sizes, way)
             if growing[0]:
                 excess = [(measured.added_bytes - peak) / size for peak, size in zip(peaks, growing, strict=True)]
                 return growing[0], 1 + min(excess[0], max(code.unmeasured_ratio - 1, excess[1]))

@@ -351,10 +351,10 @@ class Session:
         self.steps.end()
 
     @contextmanager
-    def calling_plain(self) -> Iterator[None]:
+    def calling_plain(self, arguments: Arguments) -> Iterator[None]:
         """Surround a call that runs as the user wrote it: where that fails, the step is dropped."""
         try:
-            with self.unplanned.calling(self.steps.plain):
+            with self.unplanned.calling(self.steps.plain, arguments):
                 yield
         except BaseException:  # Ctrl-C too: the next step must not go on with half of this one
             if not backward_pass.is_running():

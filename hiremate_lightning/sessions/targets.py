@@ -165,7 +165,7 @@ class Targets:
         """Call a module as the user wrote it, and all that it calls."""
         self.is_inside = True
         try:
-            with self.session.calling_plain():
+            with self.session.calling_plain((args, kwargs)):
                 return self.session.ran_plain(hooks.plain_call(module, *args, **kwargs))
         finally:
             self.is_inside = False

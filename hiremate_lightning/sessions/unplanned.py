@@ -1,27 +1,35 @@
 """Steps that run as the user wrote them, though their model is planned: where that fits, and is as fast.
 
-There are three kinds. Steps of sizes that were never seen, which to capture would take seconds (`plain_steps`); those
-of them that fit only where modules of the model are called twice, as in `torch.utils.checkpoint` (`second_calls`); and
-steps whose plan recomputes nothing and is slower than eager PyTorch (`releasing`).
+There are four kinds. Steps of sizes that were never seen, which to capture would take seconds (`plain_steps`); those
+of them that fit only where modules of the model are called twice, as in `torch.utils.checkpoint` (`second_calls`);
+those that fit only where what autograd saves is put aside (`aside`); and steps whose plan recomputes nothing and is
+slower than eager PyTorch (`releasing`).
 """
 
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
 from functools import cache
+from typing import Any
 
 from torch import nn
 
+from ..measuring.aside import SavedAside
+from ..memory.free_memory import free_host_bytes
 from ..records.ways import Way
 from ..reporting.report import Reporter
+from ..torch_private import saved_hooks, sharding, tensor_state
 from ..units import format_bytes
 from .captured_steps import CapturedSteps
 from .current_step import CurrentStep, PlainRun
+from .given import tensors_inside
 from .kinds import Kind
 from .plain_steps import ModuleCall, PlainSteps, Prediction
 from .planned import PlannedKinds
@@ -29,7 +37,8 @@ from .releasing import Releases, Timing
 from .second_calls import SecondCalls
 
 log = logging.getLogger("hiremate_lightning")
-WORTH_A_PLAN = 1.0  # of the time that a plan takes to make, spent on computing twice at one size
+WORTH_A_PLAN = 1.0  # of the time that a plan takes to make, spent on saving memory at one size without a plan
+SHARE_ASIDE = 0.5  # of what the host could still hand out, and the disk of the temporary files, at most
 
 
 class UnplannedSteps:
@@ -50,14 +59,16 @@ class UnplannedSteps:
         self, root: nn.Module, planned: PlannedKinds, reporter: Reporter, say: Callable[..., None], is_allowed: bool
     ) -> None:
         self.releases = Releases()
-        self._name, self._planned, self._reporter, self._say = type(root).__name__, planned, reporter, say
+        self._root, self._name = root, type(root).__name__
+        self._planned, self._reporter, self._say = planned, reporter, say
         self._is_allowed = is_allowed
         self._note = cache(reporter.note)  # each text once
         self._second_calls = SecondCalls(root)
         self._captured, self._plain = CapturedSteps(self._second_calls), PlainSteps()
         self._found = dict[Kind, tuple[tuple[ModuleCall, ...], Kind]]()  # what planned kinds are given, and their code
+        self._may_put_aside = not sharding.has_units(root)
         self._sizes_vary = False  # whether any step ran plain since its sizes were not known
-        self._again_ms = defaultdict[tuple[ModuleCall, ...], float](float)  # computed twice so far, by calls
+        self._extra_ms = defaultdict[tuple[ModuleCall, ...], float](float)  # spent on saving memory so far, by calls
 
     def step_begins(self, step: CurrentStep) -> Kind | None:
         """Decide whether a step that begins with some calls runs as the user wrote it.
@@ -74,15 +85,21 @@ class UnplannedSteps:
         step.plain = self._plainly(step)
         if step.plain is not None:
             way, self._sizes_vary = step.plain.prediction.way, True
-            if way.paths:
-                self._again_ms[tuple(step.calls)] += way.recompute_ms
-            self._note(
-                "Steps of other input sizes that fit the budget only with recomputation run without a plan, and call "
-                f"as many modules of {self._name} twice as they need to, until their sizes have come often."
-                if way.paths
-                else "Steps of other input sizes that fit the budget as they are run without a plan."
-            )
+            self._extra_ms[tuple(step.calls)] += way.extra_ms
+            self._note(self._describe(way))
         return settled
+
+    def _describe(self, way: Way) -> str:
+        if not way.saves_memory:
+            return "Steps of other input sizes that fit the budget as they are run without a plan."
+        if way.paths:
+            how = f"call as many modules of {self._name} twice as they need to"
+        else:
+            how = "put what the backward reads aside, in temporary files or, from a GPU, in the host's memory"
+        return (
+            f"Steps of other input sizes that fit the budget only with less memory run without a plan, and {how}, "
+            "until their sizes have come often."
+        )
 
     def called(self, step: CurrentStep, call: ModuleCall) -> None:
         """Learn of a further call of the step under way: if it does not fit as it is, it is captured."""
@@ -93,11 +110,26 @@ class UnplannedSteps:
             step.plain = self._plainly(step, step.plain.prediction)
 
     @contextmanager
-    def calling(self, plain: PlainRun | None) -> Iterator[None]:
-        """Surround a call of a step that runs plain."""
-        paths = frozenset[str]() if plain is None else plain.prediction.way.paths
-        with self._second_calls.twice(paths) if paths else self._second_calls.observed():
+    def calling(self, plain: PlainRun | None, arguments: Any) -> Iterator[None]:
+        """Surround a call of a step that runs plain, with some arguments."""
+        way = Way() if plain is None else plain.prediction.way
+        with ExitStack() as stack:
+            stack.enter_context(self._second_calls.twice(way.paths) if way.paths else self._second_calls.observed())
+            if way.saves_memory:
+                stack.enter_context(saved_hooks.giving_way_to_transforms())
+            if way.puts_aside:
+                given = (*tensors_inside(arguments), *self._root.parameters(), *self._root.buffers())
+                stack.enter_context(SavedAside(tensor_state.storages_among(given), self._files_are_full))
             yield
+
+    def _files_are_full(self, error: OSError) -> None:
+        """Warn that what was to be put aside stays in memory."""
+        self._may_put_aside = False
+        self._say(
+            "There was no room for temporary files in which a step of a new input size was to put what its backward "
+            "reads, so that it took more memory; no further step does that.",
+            f" ({error})",
+        )
 
     def backward_starts(self) -> None:
         """Learn that the backward of a step that runs plain starts."""
@@ -130,7 +162,7 @@ class UnplannedSteps:
             self.releases.keep(plain.released)
             self._say("A step without its plan took more than the budget: such steps run by their plan again.", found)
             return
-        way = "a plan" if plain.prediction.way.paths else "recomputation"
+        way = "a plan" if plain.prediction.way.saves_memory else "recomputation"
         self._say(
             f"A step of a new input size ran without {way}, since it was predicted to fit, and took more than the "
             "budget. From now on such predictions have a margin.",
@@ -197,9 +229,17 @@ class UnplannedSteps:
             gains_nothing = all(plans[kind].solution.recompute_ms == 0 for kind in like)
             ways = (Way(),) if self._sizes_vary and gains_nothing else ()
         found = self._plain.predict(step.calls, likely, self._room_bytes(), ways)
-        if found is None or (begun is None and self._is_to_be_planned(step, found)):
+        if found is None or (begun is None and (self._is_to_be_planned(step, found) or not self._has_room(found))):
             return None
         return PlainRun(found, likely)
+
+    def _has_room(self, prediction: Prediction) -> bool:
+        """Whether there is room for what a step puts aside."""
+        aside_bytes = prediction.aside_bytes
+        if not aside_bytes:
+            return True
+        free_bytes = min(free_host_bytes(), shutil.disk_usage(tempfile.gettempdir()).free)
+        return self._may_put_aside and aside_bytes <= SHARE_ASIDE * free_bytes
 
     def _room_bytes(self) -> int:
         """Return what a step may add to the resident bytes."""
@@ -208,10 +248,10 @@ class UnplannedSteps:
         return max(plan.budget_bytes - (plan.resident_bytes if is_share else most_resident_bytes) for plan in plans)
 
     def _is_to_be_planned(self, step: CurrentStep, prediction: Prediction) -> bool:
-        """Whether steps called like this one have computed so much twice that a plan would have taken less time."""
-        plan, again_ms = self._planned.latest, self._again_ms.get(tuple(step.calls), 0.0)
+        """Whether saving memory in steps called like this one has taken more time than a plan would have."""
+        plan, extra_ms = self._planned.latest, self._extra_ms.get(tuple(step.calls), 0.0)
         planning_ms = 0.0 if plan is None else 1000 * float(sum(astuple(plan.planning)))
-        return bool(prediction.way.paths) and again_ms > WORTH_A_PLAN * planning_ms
+        return prediction.way.saves_memory and extra_ms > WORTH_A_PLAN * planning_ms
 
     def _settled_kind(self, step: CurrentStep) -> Kind | None:
         """Return the kind of the step that begins, where nothing else is called like it and its plan gains nothing."""

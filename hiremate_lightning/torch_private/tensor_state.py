@@ -222,6 +222,17 @@ def watch_storage(tensor: torch.Tensor) -> Callable[[], bool]:
     return lambda: not reference.expired()
 
 
+def refer_weakly(storage: torch.UntypedStorage) -> Callable[[], torch.UntypedStorage | None]:
+    """Return a function that returns a storage as long as it lives, without keeping it alive."""
+    reference = StorageWeakRef(storage)
+
+    def get() -> torch.UntypedStorage | None:
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+        return found
+
+    return get
+
+
 def at_release(tensor: torch.Tensor, function: Callable[[], None]) -> Callable[[], Any]:
     """Call a function when a tensor's storage is about to be released, whoever holds it until then.
 
