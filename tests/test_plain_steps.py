@@ -227,9 +227,7 @@ def test_new_sizes_that_fit_are_exact_and_capture_nothing():
         model.zero_grad()
         model(lengths_of(step)).square().mean().backward()
         count(model)
-    assert counts[4:9] == [counts[3]] * 5, "24, 31, 9, 12 and 17 lie between 8 and 64, and fit"
-    assert counts[9] == counts[3] + 1, "63 needs a plan"
-    assert counts[11] == counts[9], "24 came once more, 30 is new"
+    assert counts[4:] == [counts[3]] * len(counts[4:]), "all are smaller than 64; 63 fits with what is saved put aside"
 
 
 def test_new_sizes_stay_within_the_budget():

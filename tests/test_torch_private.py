@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hiremate_lightning import torch_private
 from hiremate_lightning.rewriting.straight_line import compiled
-from hiremate_lightning.torch_private import aot, autocasting, dynamo, each_size, hooks, sharding, tensor_state
+from hiremate_lightning.torch_private import aot, autocasting, dynamo, each_size, hooks, saved_hooks, sharding, tensor_state
 from hiremate_lightning.torch_private.storage_events import StorageEvents
 
 from .exact import TORCH
@@ -160,6 +160,38 @@ def test_a_watched_storage_is_not_kept_alive():
     assert lives()
     del view
     assert not lives()
+
+
+def test_a_storage_is_referred_to_without_being_kept_alive():
+    x = torch.arange(10)
+    get = tensor_state.refer_weakly(x.untyped_storage())
+    assert get().data_ptr() == x.data_ptr()
+    del x
+    assert get() is None
+
+
+def test_hooks_on_what_is_saved_give_way_to_transforms_only():
+    packed, x = [], torch.randn(4, requires_grad=True)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor)
+        return tensor
+
+    def gradient() -> torch.Tensor:
+        return torch.func.grad(lambda y: y.square().sum())(x)
+
+    def hooks_around() -> torch.autograd.graph.saved_tensors_hooks:
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value)
+
+    found = torch.autograd.graph.disable_saved_tensors_hooks
+    with saved_hooks.giving_way_to_transforms(), hooks_around():
+        assert torch.equal(gradient(), 2 * x)
+        assert not packed
+        x.sin()
+        assert len(packed) == 1
+    with hooks_around(), saved_hooks.giving_way_to_transforms(), pytest.raises(RuntimeError, match="saved tensor hooks"):
+        gradient()
+    assert torch.autograd.graph.disable_saved_tensors_hooks is found
 
 
 def test_an_optimizer_step_is_heard_until_the_handle_is_removed():

@@ -59,7 +59,7 @@ class _Gain:
         return self.size_bytes / max(self.time_ms, 1e-3)
 
 
-def ways_of(graph: Graph, profile: Profile, calls: Calls, aside: frozenset[int]) -> tuple[Way, ...]:
+def ways_of(graph: Graph, profile: Profile, calls: Calls, aside: frozenset[int] = frozenset()) -> tuple[Way, ...]:
     """List ways to run a step: from nothing called twice to the most bytes saved, and what is saved put aside.
 
     Args:
