@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.measuring.aside import LEAST_ASIDE, SavedAside
 from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.options import make_options
 from hiremate_lightning.sessions import unplanned
+from hiremate_lightning.sessions.session import Session
+from hiremate_lightning.sessions.step_target import StepTarget
 from hiremate_lightning.sessions.targets import targets_of
 
 from .exact import simple_loop, train_both
@@ -65,10 +68,14 @@ def ways(model: nn.Module) -> list[str]:
     found = []
     for step in range(len(LENGTHS)):
         train(model, step)
-        session = targets_of(model).session
-        way = session.steps.plain.prediction.way if session.is_plain else None
-        found.append("plan" if way is None else "aside" if way.puts_aside else "twice" if way.paths else "plain")
+        found.append(way_of(targets_of(model).session))
     return found
+
+
+def way_of(session: Session) -> str:
+    """Return how the latest step ran."""
+    way = session.steps.plain.prediction.way if session.is_plain else None
+    return "plan" if way is None else "aside" if way.puts_aside else "twice" if way.paths else "plain"
 
 
 @pytest.mark.parametrize("make", [Net, Gradients])
@@ -147,3 +154,29 @@ def test_values_changed_after_they_were_saved_are_as_saved():
     (found,) = torch.autograd.grad(loss, x)
     plain = x.detach()
     assert torch.equal(found, plain.cos() - (plain + 1).sin())
+
+
+class WithStep(Net):
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self(batch).square().mean()
+
+
+def test_a_whole_training_step_puts_aside_what_it_saves():
+    losses, ran = [], []
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        model = WithStep()
+        session = Session(model, make_options(budget_of(60), verbose=False))
+        target = StepTarget(model, session)
+        if is_planned:
+            target.attach()
+        torch.manual_seed(1)
+        for step in range(len(LENGTHS)):
+            model.zero_grad()
+            losses.append(model.training_step(of_step(step)))
+            losses[-1].backward()
+            ran.append(way_of(session) if is_planned else "eager")
+        target.detach()
+    half = len(LENGTHS)
+    assert (ran[half + 2], ran[half + 3]) == ("aside", "plain")
+    assert all(map(torch.equal, losses[:half], losses[half:]))

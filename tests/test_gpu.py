@@ -9,14 +9,17 @@ import torch
 from torch import nn
 
 from hiremate_lightning import find_max_batch_size, get_plan, hiremate, remove_hiremate
+from hiremate_lightning.measuring.aside import SavedAside
 from hiremate_lightning.memory.allocator import LEAST_REST_BYTES
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.rewriting import kernels, losses
 from hiremate_lightning.rewriting.overwriting import overwriting
 from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.torch_private.tensor_state import storage_id
 
 from .exact import square_error
 from .test_accumulation import Wide, batch, weight_bytes
+from .test_aside import Net as Saving
 from .test_execution import compiled, keep_all, nothing_kept, results
 from .test_normalizing import NORMS
 from .test_normalizing import make as make_normed
@@ -144,6 +147,47 @@ def test_the_peak_of_known_allocations_is_exact():
         del a, b
 
     assert measure_peak(allocate, "cuda") == 3 * 4096
+
+
+def test_what_is_put_aside_leaves_the_device_and_comes_back_once():
+    x = torch.randn(2**18, device="cuda", requires_grad=True)
+    before = torch.cuda.memory_allocated()
+    with SavedAside({storage_id(x)}):
+        y = x * 2
+        loss = (y * y.view(2, -1).view(-1)).sum()
+        del y
+    assert torch.cuda.memory_allocated() - before < x.nbytes
+    torch.cuda.reset_peak_memory_stats()
+    loss.backward()
+    assert torch.cuda.max_memory_allocated() - before < 5 * x.nbytes, "three gradients on their way, and one copy"
+    assert torch.equal(x.grad, 8 * x.detach())
+
+
+def test_steps_of_new_sizes_put_aside_what_they_save_within_the_budget():
+    def step(model: nn.Module, length: int) -> torch.Tensor:
+        model.zero_grad()
+        batch = torch.randn(8, length, 32, generator=torch.Generator().manual_seed(length)).cuda()
+        torch.cuda.reset_peak_memory_stats()
+        loss = model(batch).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    torch.manual_seed(0)
+    model = Saving().cuda()
+    plain = copy.deepcopy(model)
+    step(plain, 600)
+    budget = torch.cuda.max_memory_allocated()
+    hiremate(model, budget, verbose=False)
+    for length in (600, 80, 900, 330, 900):
+        found = []
+        for net in (model, plain):
+            torch.manual_seed(length)
+            found.append([step(net, length), *(p.grad for p in net.parameters())])
+            assert net is plain or torch.cuda.max_memory_allocated() <= budget
+        assert all(map(torch.equal, *found))
+    session = targets_of(model).session
+    assert session.captured_count == 1
+    assert session.steps.plain.prediction.way.puts_aside
 
 
 def test_intervals_start_with_what_lives():

@@ -19,7 +19,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hiremate_lightning import torch_private
 from hiremate_lightning.rewriting.straight_line import compiled
-from hiremate_lightning.torch_private import aot, autocasting, dynamo, each_size, hooks, saved_hooks, sharding, tensor_state
+from hiremate_lightning.torch_private import (
+    aot,
+    autocasting,
+    dynamo,
+    each_size,
+    hooks,
+    saved_hooks,
+    sharding,
+    tensor_state,
+)
 from hiremate_lightning.torch_private.storage_events import StorageEvents
 
 from .exact import TORCH
@@ -189,7 +198,11 @@ def test_hooks_on_what_is_saved_give_way_to_transforms_only():
         assert not packed
         x.sin()
         assert len(packed) == 1
-    with hooks_around(), saved_hooks.giving_way_to_transforms(), pytest.raises(RuntimeError, match="saved tensor hooks"):
+    with (
+        hooks_around(),
+        saved_hooks.giving_way_to_transforms(),
+        pytest.raises(RuntimeError, match="saved tensor hooks"),
+    ):
         gradient()
     assert torch.autograd.graph.disable_saved_tensors_hooks is found
 

@@ -210,8 +210,9 @@ def _moments_of(graph: Graph, nodes: Sequence[int], storages: Collection[int]) -
     found: dict[int, list[int]] = {storage: [] for storage in storages}
     for moment, index in enumerate(nodes):
         node = graph.nodes[index]
-        for storage in {graph.tensors[t].storage for t in (*node.inputs, *node.outputs)} & found.keys():
-            found[storage].append(moment)
+        for storage in {graph.tensors[t].storage for t in (*node.inputs, *node.outputs)}:
+            if storage is not None and storage in found:
+                found[storage].append(moment)
     return found
 
 

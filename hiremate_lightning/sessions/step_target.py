@@ -66,7 +66,7 @@ class StepTarget:
         if not torch.is_grad_enabled():
             return self._plain(*args, **kwargs)
         if self.session.begin_call(self.METHOD, (args, kwargs), self._plain):
-            with self.session.calling_plain():
+            with self.session.calling_plain((args, kwargs)):
                 return self.session.ran_plain(self._plain(*args, **kwargs))
         if not self.session.captured_count and sharding.has_units(self.root):
             raise ConfigurationError(

@@ -25,13 +25,13 @@ def giving_way_to_transforms() -> Iterator[None]:
     found, outermost = graph.disable_saved_tensors_hooks, _HOOKS._top_saved_tensors_default_hooks(True)
 
     @contextmanager
-    def disabled(message: str) -> Iterator[None]:
+    def disabled(error_message: str) -> Iterator[None]:
         taken = list[_Hooks]()
         try:
             while (hooks := _HOOKS._top_saved_tensors_default_hooks(True)) != outermost:
                 taken.append(hooks)
                 _HOOKS._pop_saved_tensors_default_hooks()
-            with found(message):
+            with found(error_message):
                 yield
         finally:
             for pack, unpack in reversed(taken):
