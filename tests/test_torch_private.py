@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hiremate_lightning import torch_private
+from hiremate_lightning.measuring.aside import LEAST_ASIDE, SavedAside
 from hiremate_lightning.rewriting.straight_line import compiled
 from hiremate_lightning.torch_private import (
     aot,
@@ -179,32 +180,28 @@ def test_a_storage_is_referred_to_without_being_kept_alive():
     assert get() is None
 
 
-def test_hooks_on_what_is_saved_give_way_to_transforms_only():
-    packed, x = [], torch.randn(4, requires_grad=True)
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        packed.append(tensor)
-        return tensor
-
-    def gradient() -> torch.Tensor:
-        return torch.func.grad(lambda y: y.square().sum())(x)
-
-    def hooks_around() -> torch.autograd.graph.saved_tensors_hooks:
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value)
-
+def test_hooks_that_save_memory_give_way_to_transforms_and_no_others():
+    x = torch.randn(LEAST_ASIDE, requires_grad=True)
     found = torch.autograd.graph.disable_saved_tensors_hooks
-    with saved_hooks.giving_way_to_transforms(), hooks_around():
-        assert torch.equal(gradient(), 2 * x)
-        assert not packed
-        x.sin()
-        assert len(packed) == 1
-    with (
-        hooks_around(),
-        saved_hooks.giving_way_to_transforms(),
-        pytest.raises(RuntimeError, match="saved tensor hooks"),
-    ):
-        gradient()
+
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        return (torch.func.grad(lambda z: (z * z * z).sum())(y) * y).sum()
+
+    with saved_hooks.giving_way_to_transforms(), SavedAside(set()):
+        aside = loss(x)
+    assert torch.equal(*(torch.autograd.grad(each, x)[0] for each in (aside, loss(x))))
+    with saved_hooks.giving_way_to_transforms(), torch.autograd.graph.save_on_cpu():
+        with pytest.raises(RuntimeError, match="saved tensor hooks"):
+            loss(x)
     assert torch.autograd.graph.disable_saved_tensors_hooks is found
+
+
+def test_an_error_leaves_no_ban_on_hooks():
+    ban = torch._C._autograd._saved_tensors_hooks_disable
+    with pytest.raises(RuntimeError, match="why"), autocasting.as_found_on_error(), torch.autograd.graph.save_on_cpu():
+        ban("why")
+    with torch.autograd.graph.save_on_cpu():
+        assert True, "no error"
 
 
 def test_an_optimizer_step_is_heard_until_the_handle_is_removed():

@@ -73,7 +73,7 @@ class SavedAside(torch.autograd.graph.saved_tensors_hooks):
 
     def _put(self, tensor: torch.Tensor) -> torch.Tensor | _Aside:
         is_plain = tensor_state.is_dense(tensor) and not tensor_state.has_parts(tensor)
-        if not is_plain or tensor.is_conj() or tensor.is_neg():
+        if not is_plain or tensor_state.is_transforming() or tensor.is_conj() or tensor.is_neg():
             return tensor
         storage = tensor_state.storage_id(tensor)
         if storage in self._given or tensor.untyped_storage().nbytes() < LEAST_ASIDE:

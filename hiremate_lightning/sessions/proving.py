@@ -36,7 +36,7 @@ from ..reporting.report import Stages
 from ..rewriting.joint import is_collective
 from ..running.execution import Part
 from ..running.program import Program
-from ..torch_private import backward_pass, checkpoints, tensor_state
+from ..torch_private import backward_pass, checkpoints, saved_hooks, tensor_state
 from .parts import Parts
 from .planned import PlannedKinds
 from .proof_memory import ProofMemory, proof_memory
@@ -186,7 +186,8 @@ class Prover:
     def _try(self, proof: Proof, arguments: Sequence[Any], memory: ProofMemory | None) -> None:
         """Run the code as written, then as captured, and compare."""
         assert proof.written is not None, "code is tried while it is proved"
-        written, is_plain = checkpoints.without(proof.written), memory is not None and memory.has_plain
+        written = saved_hooks.without_bans(checkpoints.without(proof.written))
+        is_plain = memory is not None and memory.has_plain
         in_files = memory is not None and memory.needs_files
         constants = [*written.parameters(), *written.buffers()]
         trial = Trial(arguments, _names_of(written), constants, is_plain, in_files=in_files)

@@ -29,7 +29,7 @@ from ..errors import HiRemateError
 from ..records.graph import Node
 from ..records.step import Step
 from ..records.ways import Calls
-from ..torch_private import hooks, sharding, tensor_state
+from ..torch_private import hooks, saved_hooks, sharding, tensor_state
 from .given import PLAIN_DATA, parts_of, things_in
 from .outside import Place, data_read_by
 from .slots import Slot
@@ -212,6 +212,7 @@ class _ModuleTwice:
         self._versions, self._settings = tensor_state.versions_of(self.tensors), tensor_state.settings()
         self._weights = _weights_of(module)
 
+    @saved_hooks.giving_way_to_transforms()
     def __call__(self, *_: torch.Tensor) -> Any:
         if self._given is not None:
             (args, kwargs), self._given = self._given, None

@@ -115,9 +115,8 @@ class UnplannedSteps:
         way = Way() if plain is None else plain.prediction.way
         with ExitStack() as stack:
             stack.enter_context(self._second_calls.twice(way.paths) if way.paths else self._second_calls.observed())
-            if way.saves_memory:
-                stack.enter_context(saved_hooks.giving_way_to_transforms())
             if way.puts_aside:
+                stack.enter_context(saved_hooks.giving_way_to_transforms())
                 given = (*tensors_inside(arguments), *self._root.parameters(), *self._root.buffers())
                 stack.enter_context(SavedAside(tensor_state.storages_among(given), self._files_are_full))
             yield

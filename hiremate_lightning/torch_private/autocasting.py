@@ -1,8 +1,9 @@
-"""Restores autocast, and ends transforms of torch.func, after an error in captured code.
+"""Restores autocast, ends transforms of torch.func, and allows hooks again, after an error in captured code.
 
 User code enters autocast with a `with` block. What Dynamo captures calls PyTorch's private functions that enter and
 leave it, so an error in between leaves autocast on for whatever runs next. What it has cast is then remembered for
-ever: later steps would use the weights of earlier ones. A transform that was not left makes all later code fail.
+ever: later steps would use the weights of earlier ones. A transform that was not left makes all later code fail, and
+so does a ban on hooks on what autograd saves, which transforms of torch.func are captured with.
 `tests/test_torch_private.py` says on which versions this was checked.
 """
 
@@ -20,7 +21,8 @@ DEVICE_TYPES = ("cpu", "cuda")
 
 @contextmanager
 def as_found_on_error() -> Iterator[None]:
-    """Restore the state of autocast, and end transforms, where an error leaves the block."""
+    """Restore the state of autocast, end transforms, and allow hooks, where an error leaves the block."""
+    ban = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     transforms = torch._C._functorch.get_dynamic_layer_stack_depth()
     depth, remembers = _depth(), torch.is_autocast_cache_enabled()
     found = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in DEVICE_TYPES}
@@ -36,13 +38,15 @@ def as_found_on_error() -> Iterator[None]:
             torch.set_autocast_enabled(kind, is_on)
             torch.set_autocast_dtype(kind, dtype)
         torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(transforms)
+        if ban is None:
+            torch._C._autograd._saved_tensors_hooks_enable()
         raise
 
 
 def leaving_as_found(module: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap what runs in the place of captured code, so that an error in it leaves autocast as it was before."""
-    entering = module.graph.find_nodes(op="call_function", target=torch.amp.autocast_mode._enter_autocast)
-    if not entering:
+    """Wrap what runs in the place of captured code, so that an error in it leaves all as it was before."""
+    entering = torch.amp.autocast_mode._enter_autocast, torch._C._autograd._saved_tensors_hooks_disable
+    if not any(module.graph.find_nodes(op="call_function", target=target) for target in entering):
         return run
 
     def run_and_leave(*arguments: Any) -> Any:

@@ -10,25 +10,27 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import fx
 
 _HOOKS = torch._C._autograd
+_SAVING = ("torch.utils.checkpoint", "hiremate_lightning.measuring.aside")  # whose hooks save memory
 _Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 @contextmanager
 def giving_way_to_transforms() -> Iterator[None]:
-    """Take away, while a transform of `torch.func` runs, the hooks that were set since: what it saves stays in memory.
+    """Take away, while a transform of `torch.func` runs, the hooks that save memory: what it saves stays in memory.
 
-    Hooks that were there before stay, so that such a transform refuses them as it always does.
+    All others stay, so that such a transform refuses them as it always does.
     """
     graph = torch.autograd.graph
-    found, outermost = graph.disable_saved_tensors_hooks, _HOOKS._top_saved_tensors_default_hooks(True)
+    found = graph.disable_saved_tensors_hooks
 
     @contextmanager
     def disabled(error_message: str) -> Iterator[None]:
         taken = list[_Hooks]()
         try:
-            while (hooks := _HOOKS._top_saved_tensors_default_hooks(True)) != outermost:
+            while (hooks := _HOOKS._top_saved_tensors_default_hooks(True)) and hooks[0].__module__ in _SAVING:
                 taken.append(hooks)
                 _HOOKS._pop_saved_tensors_default_hooks()
             with found(error_message):
@@ -42,3 +44,18 @@ def giving_way_to_transforms() -> Iterator[None]:
         yield
     finally:
         graph.disable_saved_tensors_hooks = found
+
+
+def without_bans(module: fx.GraphModule) -> fx.GraphModule:
+    """Copy captured code in which a transform bans hooks on what is saved, and leave that out."""
+    targets = _HOOKS._saved_tensors_hooks_disable, _HOOKS._saved_tensors_hooks_enable
+    if not module.graph.find_nodes(op="call_function", target=targets[0]):
+        return module
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for target in targets:
+        for node in graph.find_nodes(op="call_function", target=target):
+            graph.erase_node(node)
+    copy = fx.GraphModule(module, graph)
+    copy.meta = dict(module.meta)
+    return copy
