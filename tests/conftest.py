@@ -96,6 +96,15 @@ def _autocast_left_as_found() -> Iterator[None]:
     assert depth == 0, f"{depth} blocks of autocast are still open"
 
 
+@pytest.fixture(autouse=True)
+def _hooks_left_allowed() -> Iterator[None]:
+    """Fail where hooks on what autograd saves stay banned: later tests could call no checkpoint."""
+    yield
+    is_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()
+    torch._C._autograd._saved_tensors_hooks_enable()
+    assert is_allowed, "hooks on saved tensors are banned"
+
+
 @pytest.fixture
 def _captures_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capture steps of all sizes, those included that fit the budget as they are."""

@@ -81,6 +81,7 @@ def test_max_plans_is_announced_once(steps_before):
     assert len([text for text in said if "max_plans" in text]) == 1
 
 
+@pytest.mark.usefixtures("_captures_all")
 def test_a_smaller_size_runs_by_the_plan_of_a_larger_one(monkeypatch):
     model = warm_up(planned(), steps=3, rows=MANY)
     first, searched = get_plan(model), []
@@ -114,6 +115,7 @@ def test_a_step_of_other_code_is_not_taken_for_another_size():
     assert len(session_of(model).plans) == 2
 
 
+@pytest.mark.usefixtures("_captures_all")
 def test_sizes_without_a_plan_stay_exact_and_within_the_budget():
     budget = get_plan(warm_up(planned(), steps=3, rows=MANY)).budget_bytes
     rows = (MANY, MANY, MANY, MANY - 3, MANY - 9, MANY // 2, *[MANY - 3] * 6)
@@ -129,6 +131,7 @@ def test_sizes_without_a_plan_stay_exact_and_within_the_budget():
     assert_same(*run_both(act, budget, warm=0))
 
 
+@pytest.mark.usefixtures("_captures_all")
 @pytest.mark.filterwarnings("ignore:torch.compile captured code again")
 def test_other_sizes_are_measured_less_and_less_often(monkeypatch):
     model = warm_up(planned(), steps=4, rows=MANY)
