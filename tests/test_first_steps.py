@@ -102,6 +102,7 @@ def test_smaller_steps_of_several_graphs_run_as_was_planned_for_the_largest(sear
     assert all(peak is not None and peak <= budget for peak in peaks), (peaks, budget)
 
 
+@pytest.mark.usefixtures("_captures_all")
 def test_a_larger_step_runs_at_the_least_memory_and_is_planned_at_once(searched):
     model = planned("80%", (LONG,) * 4)
     searched.clear()
@@ -116,6 +117,7 @@ def test_a_larger_step_runs_at_the_least_memory_and_is_planned_at_once(searched)
     assert not searched
 
 
+@pytest.mark.usefixtures("_captures_all")
 def test_all_programs_of_a_step_are_of_one_plan(monkeypatch):
     """The graph at the end is of the same size in each step: it has a program of its own for each plan."""
     budget = tight_budget()
@@ -131,6 +133,7 @@ def test_all_programs_of_a_step_are_of_one_plan(monkeypatch):
         assert rows[0] == rows[1]
 
 
+@pytest.mark.usefixtures("_captures_all")
 def test_where_nobody_knows_how_a_step_goes_on_it_begins_at_the_least_memory(searched):
     model = planned("80%", (LONG,) * 4)
     model.goes_right = True
@@ -163,6 +166,7 @@ def test_training_is_exact_where_plans_are_taken_over(budget):
     train_both(Broken, loop, budget)
 
 
+@pytest.mark.usefixtures("_captures_all")
 def test_code_whose_gradients_have_several_terms_is_traced_once_for_a_size(monkeypatch):
     """The second graph reads what the first gives twice; at the first size nobody knows that."""
     model = planned("80%", (LONG, LONG - 1, LONG - 2, LONG - 3))

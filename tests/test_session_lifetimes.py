@@ -76,6 +76,7 @@ def test_gradients_freed_before_the_backward_are_not_counted():
     assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=1024)
 
 
+@pytest.mark.usefixtures("_captures_all")
 @pytest.mark.parametrize("share", ["100%", "95%"])
 @pytest.mark.parametrize("rows", [(64,), (64, 48)], ids=["one size", "two sizes"])
 def test_outputs_replaced_by_the_next_ones_are_not_counted(rows, share):

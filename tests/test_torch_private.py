@@ -190,8 +190,9 @@ def test_hooks_that_save_memory_give_way_to_transforms_and_no_others():
     with saved_hooks.giving_way_to_transforms(), SavedAside(set()):
         aside = loss(x)
     assert torch.equal(*(torch.autograd.grad(each, x)[0] for each in (aside, loss(x))))
-    with saved_hooks.giving_way_to_transforms(), torch.autograd.graph.save_on_cpu():
-        pytest.raises(RuntimeError, loss, x).match("saved tensor hooks")
+    raises = pytest.raises(RuntimeError, match="saved tensor hooks")
+    with saved_hooks.giving_way_to_transforms(), torch.autograd.graph.save_on_cpu(), raises:
+        loss(x)
     assert torch.autograd.graph.disable_saved_tensors_hooks is found
 
 
