@@ -60,6 +60,9 @@ class Conductor:
     def was_overwritten(self, part, storages):
         self.heard.append("was overwritten")
 
+    def settings_changed(self):
+        self.heard.append("settings changed")
+
     def must_return(self, part, positions):
         self.heard.append("must return")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import warnings
 
 import pytest
 import torch
@@ -49,6 +50,22 @@ def test_a_step_whose_backward_failed_is_not_planned():
         assert found.unplanned_peak_bytes == expected.unplanned_peak_bytes
         assert found.planned_peak_bytes <= found.budget_bytes == expected.budget_bytes
         assert found.measured.peak_bytes == found.planned_peak_bytes
+
+
+@pytest.mark.parametrize("around_both", [False, True])
+def test_settings_around_the_forward_alone_are_announced(around_both):
+    model = planned("70%")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for index in range(2):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+                loss = model(batch(index, MANY)).square().mean()
+                if not around_both:
+                    stack.close()
+                loss.backward()
+    said = [warning for warning in caught if "Settings of PyTorch" in str(warning.message)]
+    assert len(said) == (not around_both)
 
 
 @pytest.mark.parametrize("clear_late", [False, True], ids=["at the top", "after the forward"])

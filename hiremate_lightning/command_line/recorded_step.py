@@ -93,6 +93,9 @@ class RecordedStep:
     def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
         """Leave it as it is: everything is kept."""
 
+    def settings_changed(self) -> None:
+        """Leave it as it is: nothing is computed again."""
+
     def must_return(self, part: Part, positions: Collection[int]) -> None:
         """Leave it as it is: no gradients exist before this step."""
 

@@ -51,6 +51,9 @@ class Conductor(Protocol):
     def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
         """Hear of values that code outside has overwritten between forward and backward."""
 
+    def settings_changed(self) -> None:
+        """Hear that code is computed again in other settings of PyTorch than it was computed in."""
+
     def must_return(self, part: Part, positions: Collection[int]) -> None:
         """Hear of gradients that exist, but that a backward could not add to."""
 
@@ -130,6 +133,9 @@ class Part:
         if overwritten and conductor is not None:
             found = (self.captured.graph.tensors[saved.program.schedule.saved[i]].storage for i in overwritten)
             conductor.was_overwritten(self, [storage for storage in found if storage is not None])
+        is_other = saved.settings != tensor_state.kernel_settings()
+        if is_other and conductor is not None and saved.program.schedule.recomputed(self.captured.graph):
+            conductor.settings_changed()
         values.extend(tangents)
         values.extend(totals.values())
         values.extend(sums.values())
@@ -227,6 +233,7 @@ class Saved:
         "leaves",
         "program",
         "run",
+        "settings",
         "terms",
         "values",
         "versions",
@@ -246,6 +253,7 @@ class Saved:
         self.run = run
         self.leaves = leaves
         self.captured = captured
+        self.settings = tensor_state.kernel_settings()
         self.terms = captured.terms
         self.has_run = False
         self.values: list[Any] | None = values

@@ -92,6 +92,14 @@ class Announcements:
             "plan. Call it without checkpoint: what is computed again is for the plan to decide."
         )
 
+    def settings_changed(self) -> None:
+        """Warn of a backward in other settings than its forward."""
+        self.say(
+            "Settings of PyTorch (torch.backends, precision, deterministic algorithms) were others in the backward of "
+            f"{self._name} than in its forward. What a plan computes again follows those of the backward, and may "
+            "differ from plain PyTorch in the last bits. Put both into one `with` block."
+        )
+
     def updates_under_checkpoint(self) -> None:
         """Warn of buffers that plain PyTorch updates twice."""
         self.say(

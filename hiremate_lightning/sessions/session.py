@@ -301,6 +301,10 @@ class Session:
         part.captured = part.captured.reading_once(storages)
         self._first_steps.forget_least(part)
 
+    def settings_changed(self) -> None:
+        """Learn that code is computed again in other settings of PyTorch than it was computed in."""
+        self._announcements.settings_changed()
+
     def must_return(self, part: Part, positions: Collection[int]) -> None:
         """Learn that gradients were handed to autograd beside those that exist, where a plan may count on adding."""
         self.planned.must_return(part, positions)

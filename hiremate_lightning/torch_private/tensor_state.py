@@ -121,13 +121,18 @@ def is_transforming() -> bool:
 def settings() -> tuple[Any, ...]:
     """Describe what beside autocast decides how PyTorch computes: modes, backends, precision."""
     modes = *_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()
+    return (*map(id, modes), *kernel_settings())
+
+
+def kernel_settings() -> tuple[Any, ...]:
+    """Describe what decides which kernels PyTorch runs: backends, precision."""
     kernels = torch._C._get_flash_sdp_enabled(), torch._C._get_mem_efficient_sdp_enabled()
     others = torch._C._get_math_sdp_enabled(), torch._C._get_cudnn_sdp_enabled(), *torch._C._get_sdp_priority_order()
     cudnn, find_precision = torch.backends.cudnn, torch._C._get_fp32_precision_getter
     backends = torch.backends.mkldnn.enabled, cudnn.enabled, cudnn.benchmark, cudnn.deterministic
     precision = [find_precision(*of) for of in product(("cuda", "mkldnn"), ("matmul", "conv", "rnn"))]
     rest = torch.get_default_dtype(), torch.get_deterministic_debug_mode()
-    return (*map(id, modes), *kernels, *others, *backends, *precision, *rest)
+    return (*kernels, *others, *backends, *precision, *rest)
 
 
 def untransformed(tensor: torch.Tensor) -> torch.Tensor:
