@@ -136,9 +136,10 @@ class _Code:
 
     def peaks(self, sizes: tuple[int, ...], way: Way) -> tuple[int, int]:
         """Bound the captured graph's peak at some sizes, from below and from above."""
-        found, bounds = self._allocated(way), self._bytes_at(sizes)
+        found, bounds, aside = self._allocated(way), self._bytes_at(sizes), self._bytes_aside(sizes, way)
         low = found.peak_bytes(bounds.low, bounds.low_workspaces)
-        return low, found.peak_bytes(bounds.high, bounds.high_workspaces) + sum(self._aside_bytes(sizes, way)[1:])
+        high = found.peak_bytes(bounds.high, bounds.high_workspaces)
+        return low, high + int(aside[aside < LEAST_ASIDE].sum())  # what is too small to be put aside stays
 
     def growing(self, sizes: tuple[int, ...], way: Way) -> tuple[int, int]:
         """Bound what of the peak grows with the sizes: in eager PyTorch it is larger."""
@@ -147,12 +148,10 @@ class _Code:
 
     def aside_bytes(self, sizes: tuple[int, ...], way: Way) -> int:
         """Bound what is put aside at some sizes, from above."""
-        return self._aside_bytes(sizes, way)[0]
+        return int(self._bytes_aside(sizes, way).sum())
 
-    def _aside_bytes(self, sizes: tuple[int, ...], way: Way) -> tuple[int, int]:
-        """Bound the bytes of what is put aside, and of what is too small for that and stays."""
-        each = self._bytes_at(sizes).high[sorted(self._aside)] if way.puts_aside else np.zeros(0)
-        return int(each.sum()), int(each[each < LEAST_ASIDE].sum())
+    def _bytes_aside(self, sizes: tuple[int, ...], way: Way) -> np.ndarray:
+        return self._bytes_at(sizes).high[sorted(self._aside) if way.puts_aside else []]
 
     def _bytes_at(self, sizes: tuple[int, ...]) -> Bytes:
         if sizes not in self._at:
