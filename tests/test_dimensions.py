@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hiremate_lightning.records.costs import as_plain
 from hiremate_lightning.records.dimensions import Origins, VaryingSizes, origins_of
+from hiremate_lightning.records.graph import StorageKind
 from hiremate_lightning.records.resizing import Resizing, Sample
 
 from .test_resizing import CASES, samples_of
+from .tiny import Builder
 
 BY_CHANCE = ["lengths that divide widths", "crops that are channels"]
 
@@ -45,6 +49,20 @@ def test_one_captured_step_tells_sizes_from_widths_that_are_the_same(name):
         for sample in samples_of(name):
             largest, actual = (sum(as_plain(s.graph, s.profile)[0].sizes) for s in (known, sample))
             assert actual > largest or Resizing([known]).at(sample.sizes).high.sum() <= 1.8 * actual
+
+
+def test_vectors_that_code_outside_has_looked_up_are_as_many_as_the_words():
+    """A frozen embedding is not captured; the length of 12 is a quarter of the 48 channels of a weight."""
+    b = Builder()
+    weight, looked_up, others = b.input("w", 4), b.input("x", 4, StorageKind.INPUT), b.input("y", 4, StorageKind.INPUT)
+    for index, shape in ((weight, (48, 16)), (looked_up, (4, 12, 16)), (others, (12, 4, 16))):
+        b.tensors[index] = replace(b.tensors[index], shape=shape)
+    b.op("double", (looked_up,), 4, op="aten.mul.Tensor")
+    b.tensors[-1] = replace(b.tensors[-1], shape=(4, 12, 16))
+    graph, _ = b.graph()
+    found = origins_of(graph, {(4, 12)})
+    assert found[looked_up] == found[-1] == ((4,), (12,), ())
+    assert found[others] == (None, None, None)
 
 
 def test_sizes_vary_that_differ_once_three_calls_have_differed():

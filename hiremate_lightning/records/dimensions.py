@@ -66,6 +66,9 @@ def origins_of(graph: Graph, given: Collection[Shape]) -> list[Origins]:
             found[index] = ((),) * len(tensor.shape)
         elif tensor.shape in given:
             found[index] = tuple((dim,) for dim in tensor.shape)
+        elif len(tensor.shape) > 2 and tensor.shape[:-1] in given:  # looked up outside, a vector for each word
+            width = () if tensor.shape[-1] in widths else None
+            found[index] = (*((dim,) for dim in tensor.shape[:-1]), width)
         else:
             found[index] = _by_value(tensor.shape, sizes, widths)
     seen = {*graph.inputs, *graph.tangents}
