@@ -103,9 +103,10 @@ def test_a_size_that_comes_often_gets_a_plan(monkeypatch):
     assert [found[step] for step in (2, 4, 7)] == ["aside", "plan", "plan"], "all are of length 90"
 
 
-def test_where_the_host_has_no_room_steps_are_captured(monkeypatch):
+@pytest.mark.parametrize(("name", "value"), [("free_host_bytes", lambda: 2**10), ("HAS_FILES", False)])
+def test_where_the_host_has_no_room_steps_are_captured(monkeypatch, name, value):
     budget = budget_of(60)
-    monkeypatch.setattr(unplanned, "free_host_bytes", lambda: 2**10)
+    monkeypatch.setattr(unplanned, name, value)
     assert "aside" not in ways(hiremate(Net(), budget, verbose=False))
 
 

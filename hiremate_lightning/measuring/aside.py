@@ -14,6 +14,7 @@ import torch
 from ..torch_private import tensor_state
 
 LEAST_ASIDE = 2**14  # bytes
+HAS_FILES = hasattr(os, "posix_fallocate")  # without it a write to a full disk ends the process
 
 
 class _Copy:
@@ -118,9 +119,9 @@ def in_file(value: torch.Tensor) -> torch.Tensor:
         OSError: If there is no room for the file.
     """
     on_host = value.device.type == "cpu" and value.layout is torch.strided
-    if not on_host or value.nbytes < LEAST_ASIDE or not hasattr(os, "posix_fallocate"):
+    if not on_host or value.nbytes < LEAST_ASIDE or not HAS_FILES:
         return value
     with tempfile.TemporaryFile() as file:
-        os.posix_fallocate(file.fileno(), 0, value.nbytes)  # without it a write to a full disk ends the process
+        os.posix_fallocate(file.fileno(), 0, value.nbytes)
         memory = torch.frombuffer(mmap.mmap(file.fileno(), value.nbytes), dtype=torch.uint8)
     return memory.view(value.dtype).view(value.shape).copy_(value)

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from ..measuring.aside import SavedAside
+from ..measuring.aside import HAS_FILES, SavedAside
 from ..memory.free_memory import free_host_bytes
 from ..records.ways import Way
 from ..reporting.report import Reporter
@@ -66,7 +66,7 @@ class UnplannedSteps:
         self._second_calls = SecondCalls(root)
         self._captured, self._plain = CapturedSteps(self._second_calls), PlainSteps()
         self._found = dict[Kind, tuple[tuple[ModuleCall, ...], Kind]]()  # what planned kinds are given, and their code
-        self._may_put_aside = not sharding.has_units(root)
+        self._may_put_aside = HAS_FILES and not sharding.has_units(root)
         self._sizes_vary = False  # whether any step ran plain since its sizes were not known
         self._extra_ms = defaultdict[tuple[ModuleCall, ...], float](float)  # spent on saving memory so far, by calls
 
