@@ -104,7 +104,7 @@ def test_a_size_that_comes_often_gets_a_plan(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "value"), [("free_host_bytes", lambda: 2**10), ("HAS_FILES", False)])
-def test_where_the_host_has_no_room_steps_are_captured(monkeypatch, name, value):
+def test_sizes_are_captured_where_nothing_can_be_put_aside(monkeypatch, name, value):
     budget = budget_of(60)
     monkeypatch.setattr(unplanned, name, value)
     assert "aside" not in ways(hiremate(Net(), budget, verbose=False))

@@ -200,7 +200,7 @@ def test_a_model_applied_to_its_own_output_stays_exact():
 
 
 @pytest.mark.filterwarnings("ignore::hiremate_lightning.HiRemateWarning")
-def test_all_sizes_that_have_varied_get_symbols_at_the_third_different_call(monkeypatch):
+def test_the_third_different_call_gives_varying_sizes_symbols(monkeypatch):
     """Dynamo alone has a symbol for a size from the capture on in which that size differs."""
     known = list[set[int]]()
 

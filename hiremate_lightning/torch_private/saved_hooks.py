@@ -1,6 +1,6 @@
 """Hooks on what autograd saves, where `torch.func` is used below them: its gradients refuse to run with any.
 
-Checked with PyTorch 2.11 to 2.14.
+Checked with PyTorch 2.13.
 """
 
 from __future__ import annotations
