@@ -26,7 +26,6 @@ from torch.utils.flop_counter import flop_registry
 
 from ..memory.allocator import allocated_bytes
 from ..records.graph import Direction, Graph, Node, Storage, StorageKind, Tensor
-from ..rewriting import pooling
 from ..rewriting.finishing import Finish, find_finishes
 from ..rewriting.joint import (
     COPIES_STORAGE,
@@ -41,8 +40,8 @@ from ..rewriting.joint import (
     subgraphs_of,
     values_of,
 )
-from ..rewriting.losses import plain_bytes
 from ..rewriting.normalizing import can_normalize
+from ..rewriting.operations import operation_named
 from ..rewriting.overwriting import find_takes, overwrite
 from ..rewriting.replays import (
     APPLY_MASK,
@@ -243,7 +242,7 @@ class _Builder:
         index = len(self.tensors)
         if isinstance(value, torch.Tensor):
             shape = tuple(tensor_state.int_hint(s) for s in value.shape)
-            storage = self._storage(value, kind, pooling.plain_times(node))
+            storage = self._storage(value, kind, _plain_times(node))
             self.tensors.append(Tensor(node.name, storage, shape, str(value.dtype).removeprefix("torch."), producer))
         else:
             self.tensors.append(Tensor(node.name, None, (), "", producer))
@@ -285,7 +284,7 @@ class _Builder:
         outputs = [self._add_result(v, finish, index, kind) for v in values_of(node)]
         if node.target in COPIES_STORAGE:
             self._take_size(outputs[0], read[0])
-        op = name_of(node.target)
+        op, operation = name_of(node.target), operation_named(node.target)
         reads_mutated = op not in _IGNORES_WHAT_IT_UPDATES and any(self.tensors[t].storage in overwritten for t in read)
         self.nodes.append(
             Node(
@@ -301,8 +300,8 @@ class _Builder:
                 flops=_flops(node),
                 module=_module_path(node),
                 source=_source(node),
-                plain_bytes=plain_bytes(node),
-                plain_inputs=tuple(self.tensor_of[v] for v in pooling.plain_inputs(node)),
+                plain_bytes=operation.plain_bytes(node),
+                plain_inputs=tuple(self.tensor_of[v] for v in operation.plain_reads(node)),
                 checkpoint=self._checkpoint(node, index) if direction is Direction.FORWARD else None,
                 is_saved=aot.is_saved_by_policy(node),
                 compiled=user_kernels.function_of(node),
@@ -410,6 +409,12 @@ def _flops(node: fx.Node) -> int:
         return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
     except Exception:  # a formula that doesn't know this call: the estimate goes by bytes alone
         return 0
+
+
+def _plain_times(value: fx.Node) -> int:
+    """Return how many times as large plain PyTorch holds a value."""
+    maker: Any = value.args[0] if is_part(value) else None
+    return 1 if maker is None else operation_named(maker.target).plain_times(maker, value.args[1])
 
 
 def _module_path(node: fx.Node) -> str:

@@ -26,6 +26,7 @@ from .joint import (
     replace_node,
     source_of,
 )
+from .operations import Into, Operation, register
 
 aten = torch.ops.aten
 
@@ -92,6 +93,10 @@ def assign_to_new(
     dtype, device = like
     made = torch.empty(size, dtype=dtype, device=device)
     return _fill(made if value is None else made.fill_(value), parts)
+
+
+register(assign, Operation(into=Into.FIRST, keeps_nothing=True, follows_strides=True))
+register(assign_to_new, Operation(keeps_nothing=True))
 
 
 def _fill(result: torch.Tensor, parts: Sequence[Any]) -> torch.Tensor:

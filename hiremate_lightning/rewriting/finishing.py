@@ -17,8 +17,8 @@ from torch import fx
 
 from ..torch_private import aot, tensor_state
 from .joint import COPIES_STORAGE, SHAPES, is_part, is_view, operation_of, values_of
+from .operations import operation_named
 from .overwriting import candidates_of, overwriting, traced_strides
-from .pooling import max_pool
 
 LEAST_BYTES = 2**17  # below it, to look whether memory may be overwritten takes longer than to allocate, which is done
 
@@ -138,7 +138,7 @@ def _only_looks(node: fx.Node) -> bool:
 def _allocates(node: fx.Node) -> bool:
     """Whether an operator is PyTorch's own, or stands for one, and makes new memory, of the size that a trace says."""
     target: Any = node.target
-    if target is max_pool:
+    if operation_named(target).is_fresh:
         return True
     if not isinstance(target, aot.OpOverload) or target.namespace != "aten":
         return False

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ..torch_private import aot, tensor_state
-from .replays import draw_mask_of
+from .operations import operation_named
 
 aten = torch.ops.aten
 
@@ -284,7 +284,7 @@ def may_choose_anew(ops: Iterable[str], device: torch.device) -> bool:
 
 def is_random(node: fx.Node, device: torch.device | None) -> bool:
     """Whether a second run may give other numbers, or hang."""
-    if is_collective(str(node.target)) or node.target is draw_mask_of:
+    if is_collective(str(node.target)) or operation_named(node.target).is_random:
         return True
     if isinstance(node.target, aot.HigherOrderOperator):
         return _is_random_inside(node, device)

@@ -21,6 +21,7 @@ from torch import fx
 from ..torch_private import tensor_state
 from .joint import SHAPES, alone_behind, is_part, replace_node, source_of, written_storages
 from .kernels import part_length
+from .operations import Into, Operation, register
 
 aten = torch.ops.aten
 
@@ -152,22 +153,33 @@ class _Loss:
     dtype: torch.dtype
 
 
-def plain_bytes(node: fx.Node) -> int:
-    """Return the bytes that plain PyTorch needs while it computes one of these losses or gradients, beside the result.
+def _plain_bytes_of_loss(loss: fx.Node) -> int:
+    """Return the bytes of a copy of the logits, where plain PyTorch converts them, and of the logarithms."""
+    args: Any = loss.args
+    logits, *_, (rows, classes), dtype = args
+    copies = 1 if logits.meta["val"].dtype == dtype else 2
+    return int(copies * rows * classes * dtype.itemsize)
 
-    For a loss that is a copy of the logits, where they are converted, and the logarithms. For a gradient it is the
-    logarithms and two gradients, at the end of which the result has their place, where the logits are gone.
-    """
-    args: Any = node.args
-    if node.target is cross_entropy:
-        logits, *_, (rows, classes), dtype = args
-        copies = 1 if logits.meta["val"].dtype == dtype else 2
-        return int(copies * rows * classes * dtype.itemsize)
-    if node.target is cross_entropy_gradient:
-        _, logits, *_, (rows, classes), dtype, _, result_dtype = args
-        there = logits.meta["val"].itemsize + result_dtype.itemsize
-        return int(rows * classes * (3 * dtype.itemsize - there))
-    return 0
+
+def _plain_bytes_of_gradient(gradient: fx.Node) -> int:
+    """Return the bytes of the logarithms and two gradients; the result takes the place of what is gone by then."""
+    args: Any = gradient.args
+    _, logits, *_, (rows, classes), dtype, _, result_dtype = args
+    reused = logits.meta["val"].itemsize + result_dtype.itemsize
+    return int(rows * classes * (3 * dtype.itemsize - reused))
+
+
+def _logits_of(gradient: fx.Node) -> tuple[fx.Node, ...]:
+    """Return the logits: plain PyTorch reads the logarithms in their place."""
+    logits: Any = gradient.args[1]
+    return (logits,)
+
+
+register(cross_entropy, Operation(plain_bytes=_plain_bytes_of_loss))
+register(
+    cross_entropy_gradient,
+    Operation(plain_bytes=_plain_bytes_of_gradient, plain_only_reads=_logits_of, into=Into.BY_ROWS, keeps_nothing=True),
+)
 
 
 def join(joint: fx.GraphModule) -> None:

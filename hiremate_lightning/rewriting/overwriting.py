@@ -24,9 +24,8 @@ from torch import fx
 from ..records.graph import Graph, StorageKind
 from ..torch_private import aot, tensor_state
 from ..torch_private.calls import schema_call
-from .assignments import assign, assign_to_new
 from .joint import follows_strides, may_lie_otherwise
-from .losses import cross_entropy_gradient
+from .operations import Into, operation_named
 
 aten = torch.ops.aten
 
@@ -75,7 +74,6 @@ _INTO: dict[Any, tuple[Any, str]] = {
 # Of these only the first argument may be overwritten, and how the others lie in memory doesn't matter: numbers are put
 # into a copy of it, or added there.
 _INTO_FIRST: dict[Any, tuple[Any, str]] = {
-    assign: (assign, "out"),
     aten.index_add.default: (aten.index_add.out, "out"),
     aten.index_put.default: (_in_place(aten.index_put_.default), "out"),
     aten.masked_fill.Scalar: (_in_place(aten.masked_fill_.Scalar), "out"),
@@ -89,9 +87,6 @@ _INTO_FIRST_BY_ROWS: dict[Any, tuple[Any, str]] = {
     aten._softmax.default: (aten._softmax.out, "out"),
 }
 _INTO_FIRST |= _INTO_FIRST_BY_ROWS
-
-# What makes its result some rows after the other may write it over tensors that look like that.
-_BY_ROWS: dict[Any, tuple[Any, str]] = {cross_entropy_gradient: (cross_entropy_gradient, "out")}
 
 # Of complex numbers these round by whether they write over what they read: PyTorch leaves the choice of instructions to
 # the compiler, which lets them look. Products don't where all tensors lie alike.
@@ -164,7 +159,7 @@ class _Search:
         node, made, fx_node = self.graph.nodes[index], self.graph.allocates[index], self.fx_nodes[index]
         if not len(node.outputs) == len(made) == 1 or made[0] in self.absent or may_lie_otherwise(fx_node):
             return False
-        if fx_node.target in _INTO_FIRST:
+        if _is_into_first(fx_node.target):
             return node.inputs[0] not in self.unsettled
         return self.unsettled.isdisjoint(node.inputs)
 
@@ -260,7 +255,7 @@ def _seen_by_others(graph: Graph, fx_nodes: Sequence[fx.Node]) -> set[int | None
     for index in graph.backward:
         node = graph.nodes[index]
         target: Any = fx_nodes[index].target
-        if target in (assign, assign_to_new, cross_entropy_gradient):
+        if operation_named(target).keeps_nothing:
             continue
         is_own = isinstance(target, aot.OpOverload) and target.namespace == "aten"
         if is_own and not target._schema.is_mutable and not (target.is_view and graph.allocates[index]):
@@ -277,15 +272,21 @@ def _unsettled(graph: Graph, fx_nodes: Sequence[fx.Node]) -> set[int]:
     found = {t for t in graph.tangents if graph.tensors[t].shape}
     for index in graph.backward:
         node, target = graph.nodes[index], fx_nodes[index].target
-        follows = target is assign or follows_strides(target) or not graph.allocates[index]
+        follows = operation_named(target).follows_strides or follows_strides(target) or not graph.allocates[index]
         if (follows and not found.isdisjoint(node.inputs)) or may_lie_otherwise(fx_nodes[index]):
             found.update(node.outputs)
     return found
 
 
+def _is_into_first(target: Any) -> bool:
+    """Whether an operation may compute into its first argument alone."""
+    return target in _INTO_FIRST or operation_named(target).into is Into.FIRST
+
+
 def candidates_of(node: fx.Node) -> list[tuple[int, fx.Node]]:
     """List the arguments that an operation may compute into as far as these look, with their positions."""
-    if not any(node.target in known for known in (_INTO, _INTO_FIRST, _BY_ROWS)):
+    is_first, target = _is_into_first(node.target), node.target
+    if not (is_first or target in _INTO or operation_named(target).into is Into.BY_ROWS):
         return []
     values = [a.meta.get("val") for a in node.all_input_nodes]
     is_usual = all(v.layout is torch.strided if isinstance(v, torch.Tensor) else v is not None for v in values)
@@ -297,9 +298,9 @@ def candidates_of(node: fx.Node) -> list[tuple[int, fx.Node]]:
     if isinstance(result, torch.Tensor) and result.dtype.is_complex and not _rounds_alike(node, values):
         return []
     found = [(i, a) for i, a in enumerate(node.args) if isinstance(a, fx.Node)]
-    if node.target in _INTO_FIRST and node.args[0] in tensor_state.leaves(node.args[1:]):
+    if is_first and node.args[0] in tensor_state.leaves(node.args[1:]):
         return []  # what is put there is read from there
-    taken = found[:1] if node.target in _INTO_FIRST else found
+    taken = found[:1] if is_first else found
     return [(i, a) for i, a in taken if _look_alike(a.meta["val"], result)]
 
 
@@ -352,7 +353,7 @@ def overwriting(target: Any, position: int) -> Callable[..., torch.Tensor]:
     With other strides the result might get other ones too, or the argument might not have memory of its own for each
     element.
     """
-    into, name = _INTO.get(target) or _INTO_FIRST.get(target) or _BY_ROWS[target]
+    into, name = _INTO.get(target) or _INTO_FIRST.get(target) or (target, "out")
     if isinstance(into, aot.OpOverload):
         into = schema_call(into)
 

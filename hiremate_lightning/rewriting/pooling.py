@@ -17,8 +17,9 @@ import torch
 from torch import fx
 
 from ..torch_private import tensor_state
-from .joint import is_part, replace_node, values_of
+from .joint import replace_node, values_of
 from .kernels import memory_format_of, part_length
+from .operations import Operation, register
 
 aten = torch.ops.aten
 
@@ -114,19 +115,19 @@ def join(joint: fx.GraphModule) -> None:
     joint.graph.eliminate_dead_code()
 
 
-def plain_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
-    """List what plain PyTorch reads beside what a node reads: what was pooled, for the gradient of a max pool."""
-    if node.target is not max_pool_gradient:
-        return ()
-    places: Any = node.args[1]
+def _pooled_by(gradient: fx.Node) -> tuple[fx.Node, ...]:
+    """Return what was pooled, which plain PyTorch reads for the gradient."""
+    places: Any = gradient.args[1]
     return (places.args[0].args[0],)
 
 
-def plain_times(value: fx.Node) -> int:
-    """Describe how many times as large plain PyTorch holds a value: the places of a max pool."""
-    maker: Any = value.args[0] if is_part(value) else None
-    is_places = maker is not None and maker.target is max_pool and value.args[1] == 1
-    return torch.int64.itemsize // value.meta["val"].itemsize if is_places else 1
+def _plain_times(pool: fx.Node, position: int) -> int:
+    """Return how many times as large plain PyTorch holds the places, the second result."""
+    return torch.int64.itemsize // pool.meta["val"][position].itemsize if position == 1 else 1
+
+
+register(max_pool, Operation(plain_times=_plain_times, is_fresh=True))
+register(max_pool_gradient, Operation(plain_reads=_pooled_by))
 
 
 def _replace(pool: fx.Node, gradients: Sequence[fx.Node], windows: Windows) -> None:

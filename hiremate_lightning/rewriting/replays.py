@@ -20,6 +20,7 @@ from ..torch_private import aot, tensor_state
 from .kernels import apply_dropout_mask, as_eager, draw_mask, eager_scale
 from .kernels import dropout as dropout_on_host
 from .normalizing import normalize
+from .operations import Operation, register
 
 aten = torch.ops.aten
 
@@ -145,6 +146,9 @@ def draw_mask_of(
         source = torch.empty_strided(size, strides, dtype=dtype, device=device)
         return torch.native_dropout(source, probability, train=True)[1]
     return draw_mask(torch.empty_strided(size, strides, device="meta"), probability, device)
+
+
+register(draw_mask_of, Operation(is_random=True))
 
 
 def draw_mask_again(

@@ -13,7 +13,7 @@ from ..records.graph import StorageKind
 from ..records.schedule import Schedule
 from ..rewriting.joint import operation_of
 from ..rewriting.kernels import as_eager
-from ..rewriting.losses import cross_entropy_gradient
+from ..rewriting.operations import operation_named
 from ..torch_private import aot
 
 aten = torch.ops.aten
@@ -109,11 +109,11 @@ def _unread_plainly(captured: Captured) -> set[int | None]:
 
 
 def _needed_plainly(captured: Captured) -> set[int | None]:
-    """List the storages that a plain backward reads: of a loss the logarithms, where here it reads the logits."""
+    """List the storages that a plain backward reads."""
     graph = captured.graph
     found = set(graph.gradients)
     for index in graph.backward:
         node = captured.fx_nodes[index]
-        logits = node.args[1] if node.target is cross_entropy_gradient else None
-        found.update(t for t in graph.nodes[index].inputs if captured.fx_values[t] is not logits)
+        ours_alone = operation_named(node.target).plain_only_reads(node)
+        found.update(t for t in graph.nodes[index].inputs if captured.fx_values[t] not in ours_alone)
     return {graph.tensors[t].storage for t in found}
