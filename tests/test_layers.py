@@ -41,6 +41,7 @@ ORDER = (
     "sessions",
     "sizes",
     "api",
+    "testing",
     "__init__",
     "callbacks",
     "integrations",

@@ -1,0 +1,121 @@
+"""What tests and benchmarks may ask of a planned model, and how to make its plans the same on every machine.
+
+Everything else inside of a session may change from release to release.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from .measuring import profiling
+from .planning.plan import Plan
+from .records.costs import Machine, estimate
+from .records.schedule import Compute
+from .sessions.current_step import CurrentStep
+from .sessions.session import Session
+from .sessions.targets import targets_of
+
+OWN_PLAN, OTHER_PLAN, LEAST_MEMORY = "own plan", "plan of another step", "least memory"
+AS_WRITTEN, PUT_ASIDE, RELEASED = "as written", "as written, saved values put aside", "as written, its plan given back"
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """How the latest step of a model runs, or ran.
+
+    Attributes:
+        kind: Numbers of its captured graphs, in the order of their forwards; empty where it runs as written.
+        ways: How each of its forwards runs; one way for the whole step where it runs as written.
+    """
+
+    kind: tuple[int, ...]
+    ways: tuple[str, ...]
+
+
+def session_of(model: nn.Module) -> Session:
+    """Return the session of a planned model.
+
+    Raises:
+        ValueError: If the model is not planned.
+    """
+    targets = targets_of(model)
+    if targets is None:
+        raise ValueError(f"expected a model that hiremate() planned, found a plain {type(model).__name__}")
+    return targets.session
+
+
+def plans(model: nn.Module) -> tuple[Plan, ...]:
+    """Return the plans of a model, one for each kind of step, in the order in which they were first made."""
+    return tuple(session_of(model).plans.values())
+
+
+def captured_count(model: nn.Module) -> int:
+    """Return how many graphs were captured so far."""
+    return session_of(model).captured_count
+
+
+def is_plain(model: nn.Module) -> bool:
+    """Return whether the step under way runs as the user wrote it."""
+    return session_of(model).is_plain
+
+
+def runs(model: nn.Module) -> int:
+    """Return how many forwards of planned modules ran so far."""
+    return session_of(model).runs
+
+
+def end_step(model: nn.Module) -> None:
+    """End the step under way now, instead of when the next one begins."""
+    session_of(model).end_step()
+
+
+def step_under_way(model: nn.Module) -> StepView | None:
+    """Describe the step under way, None between two steps. A step lasts until the next one begins."""
+    step = session_of(model).steps.current
+    return None if step is None else StepView(step.kind, tuple(_ways(step)))
+
+
+def _ways(step: CurrentStep) -> Iterator[str]:
+    if step.plain is None:
+        for forward in step.forwards:
+            is_own = forward.is_planned and forward.kind == step.kind
+            yield OWN_PLAN if is_own else OTHER_PLAN if forward.is_planned else LEAST_MEMORY
+    elif step.plain.released is not None:
+        yield RELEASED
+    else:
+        way = step.plain.prediction.way
+        twice = f"as written, {len(way.paths)} modules called twice"
+        yield PUT_ASIDE if way.puts_aside else twice if way.paths else AS_WRITTEN
+
+
+def plan_digest(plan: Plan) -> str:
+    """Return a short digest of what a plan runs: its operations in order, and what is freed after each."""
+    nodes, schedule = plan.graph.nodes, plan.schedule
+    operations = (*schedule.forward, *schedule.backward)
+    lines = [f"{op.node} {nodes[op.node].op}" if isinstance(op, Compute) else f"free {op.tensor}" for op in operations]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+
+@contextmanager
+def fixed_costs() -> Iterator[None]:
+    """Give each operation the time that is estimated from its bytes and arithmetic, instead of a measured one.
+
+    Bytes are measured as ever. Plans that depend on times are then the same on every machine, loaded or idle.
+    """
+    measure_node, refine = profiling._measure_node, profiling.TimedRun.refine
+
+    def measured(captured, index, options, announce):  # type: ignore[no-untyped-def]
+        cost = measure_node(captured, index, profiling.ProfileOptions(repeats=1, time_limit_ms=0.0), announce)
+        return cost and profiling.Cost(estimate(captured.graph, Machine()).time_ms[index], cost.workspace_bytes)
+
+    profiling._measure_node = measured
+    profiling.TimedRun.refine = lambda self, profile, graph: profile  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        profiling._measure_node, profiling.TimedRun.refine = measure_node, refine  # type: ignore[method-assign]
