@@ -297,7 +297,9 @@ def budgets(recorder: Recorder) -> None:
 
 def too_small(recorder: Recorder) -> None:
     """Nothing fits the budget, and training goes on at the least memory."""
-    chain(30_000, recorder)
+    model = recorder.plan(Chain(depth=6, width=64), 1_200_000)
+    losses = (partial(lambda seed: model(rows(seed, 2048, 64)).square().mean(), seed) for seed in range(STEPS))
+    steps_of(model, adam(model), recorder, losses)
 
 
 def plain_optimizer(recorder: Recorder) -> None:
@@ -372,16 +374,24 @@ def two_batch_sizes(recorder: Recorder) -> None:
     steps_of(model, adam(model), recorder, losses)
 
 
+class Forces(nn.Module):
+    """Gives the gradient of an energy with respect to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(32, 32), nn.Tanh())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+        return force
+
+
 def inner_gradient(recorder: Recorder) -> None:
-    """Forces: the loss reads a gradient with respect to the input."""
-    model = recorder.plan(nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(32, 32), nn.Tanh()))), "70%")
-
-    def loss_of(seed: int) -> Tensor:
-        x = rows(seed).requires_grad_()
-        (force,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        return force.square().mean()
-
-    steps_of(model, adam(model), recorder, (partial(loss_of, seed) for seed in range(STEPS)))
+    """The loss is of a gradient that the forward takes."""
+    model = recorder.plan(Forces(), "70%")
+    losses = (partial(lambda seed: model(rows(seed)).square().mean(), seed) for seed in range(STEPS))
+    steps_of(model, adam(model), recorder, losses)
 
 
 def gpt() -> Model:
@@ -496,8 +506,8 @@ def main() -> int:
         sys.stdout.write(f"{name}: {'as expected' if not told else chr(10).join(['differs', *told])}\n")
         sys.stdout.flush()
         log[name] = found
-    if options.write:
-        FILE.write_text(json.dumps({name: log[name] for name in RUNS if name in log}, indent=1) + "\n")
+        if options.write:
+            FILE.write_text(json.dumps({name: log[name] for name in RUNS if name in log}, indent=1) + "\n")
     return 0 if options.write else min(differing, 1)
 
 
