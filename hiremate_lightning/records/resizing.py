@@ -11,14 +11,21 @@ the smallest.
 - From two captured steps each dimension that differs is known: it lies on a line over the input size which it follows.
 - A dimension that follows from several sizes at once (rows times length) grows at most with each of them.
 
+An example: a step was captured with texts of 172 tokens, and a layer of the model is 688 = 4 x 172 wide. At 344 tokens
+its activations of shape (8, 172, 688) have become (8, 344, 688), or (8, 344, 1376) if 688 followed from the length. If
+no operation tells, their bytes grow by `Bounds(2, 4)`: twice at least, four times at most. A second captured step, of
+100 tokens, shows 688 again; from then on it is `Bounds(2, 2)`.
+
 What was only measured (workspaces, the bytes of code outside) does not shrink, and grows with the square of the sizes;
 but a workspace that is proportional to the product of the sizes in several captured steps stays so in between.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,8 +44,54 @@ EXACT = 1e-6  # by so much products of fractions of sizes may be off
 LINEAR = 0.05  # of a workspace, by which it may leave its line
 MEASURED_POWER = 2  # of the sizes, by which measured bytes grow at most
 Sizes = tuple[int, ...]  # of the inputs of a step, or of one dimension at all samples
-Range = tuple[float, float]  # at least, and at most
 _Dimension = tuple[Sizes, Origin]  # at all samples, and the sizes of the largest one from which it follows
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a number is at least and at most: a size, or the factor by which a dimension or bytes become others."""
+
+    low: float
+    high: float
+
+    def __mul__(self, other: Bounds) -> Bounds:
+        """Bound the product of two numbers that vary apart."""
+        return Bounds(self.low * other.low, self.high * other.high)
+
+    def __or__(self, other: Bounds) -> Bounds:
+        """Bound a number that is within one of two bounds, nobody knows which."""
+        return Bounds(min(self.low, other.low), max(self.high, other.high))
+
+    def __pow__(self, power: int) -> Bounds:
+        """Bound a factor and all its powers up to one."""
+        return self | Bounds(self.low**power, self.high**power)
+
+    def over(self, size: float) -> Bounds:
+        """Bound the factor by which a size becomes this one; of a size of 0 as of 1."""
+        return Bounds(self.low / max(1, size), self.high / max(1, size))
+
+    def or_same(self) -> Bounds:
+        """Bound a factor where the number may also stay what it is."""
+        return self | SAME
+
+    def taken_off(self, share: float) -> Bounds:
+        """Bound a factor where up to a share of the number is taken off first, as `x[1:]` does, and the rest grows."""
+        low, high = self.low - share * (1 - self.low), self.high + share * (self.high - 1)
+        return Bounds(max(0.0, low), high)
+
+
+SAME = Bounds(1.0, 1.0)
+
+
+def _product(factors: Iterable[Bounds]) -> Bounds:
+    found = SAME
+    for factor in factors:
+        found *= factor
+    return found
+
+
+def _hull(bounds: Iterable[Bounds]) -> Bounds:
+    return functools.reduce(operator.or_, bounds)
 
 
 @dataclass(frozen=True)
@@ -104,35 +157,28 @@ class Resizing:
     def at(self, sizes: Sizes) -> Bytes:
         """Bound the bytes at some sizes, given in the order of those of the samples."""
         ranges = self._ranges(sizes)
-        factors = np.array([self._factors(dimension, ranges) for dimension in self._dims])
-        least, most = self._measured_factors(ranges)
+        found = (self._factor(dimension, ranges) for dimension in self._dims)
+        factors = np.array([(factor.low, factor.high) for factor in found])
+        measured = _measured_factor(ranges)
         scale = factors[self._places].prod(axis=1) if len(self._places) else np.ones((0, 2))
         is_measured = self._places[:, 0] < 0 if len(self._places) else np.zeros(0, dtype=bool)
-        scale[is_measured] = least, most
+        scale[is_measured] = measured.low, measured.high
         low, high = (np.ceil(self._bytes * scale[:, i]) for i in (0, 1))
         return Bytes(low, high, *self._workspaces_at(ranges))
 
-    def _ranges(self, sizes: Sizes) -> dict[Sizes, Range]:
-        """Find what the columns become: sizes that were equal in all samples may differ now."""
+    def _ranges(self, sizes: Sizes) -> dict[Sizes, Bounds]:
+        """Find what the sizes of the samples become: those that were equal in all samples may differ now."""
         found: dict[Sizes, list[int]] = {}
         for column, size in zip(zip(*(s.sizes for s in self._samples), strict=True), sizes, strict=True):
             found.setdefault(column, []).append(size)
-        return {column: (min(now), max(now)) for column, now in found.items()}
+        return {column: Bounds(min(now), max(now)) for column, now in found.items()}
 
-    def _measured_factors(self, ranges: Mapping[Sizes, Range]) -> Range:
-        shrunk = math.prod(min(1.0, low / max(1, column[0])) for column, (low, _) in ranges.items())
-        grown = math.prod(max(1.0, high / max(1, column[0])) for column, (_, high) in ranges.items())
-        return shrunk**MEASURED_POWER, grown**MEASURED_POWER
-
-    def _workspaces_at(self, ranges: Mapping[Sizes, Range]) -> tuple[np.ndarray, np.ndarray]:
+    def _workspaces_at(self, ranges: Mapping[Sizes, Bounds]) -> tuple[np.ndarray, np.ndarray]:
         """Bound what nodes take while they run: a linear workspace is near its line, up to the largest sample."""
-        least, most = self._measured_factors(ranges)
-        lowest, highest = (math.prod(now[end] / max(1, c[0]) for c, now in ranges.items()) for end in (0, 1))
-        if highest <= max(self._volumes):
-            lows = np.where(self._is_linear, lowest * (1 - LINEAR), least)
-            highs = np.where(self._is_linear, highest * (1 + LINEAR), most)
-        else:
-            lows, highs = np.full(len(self._workspaces), least), np.full(len(self._workspaces), most)
+        measured, volume = _measured_factor(ranges), _product(now.over(c[0]) for c, now in ranges.items())
+        is_on_line = self._is_linear & (volume.high <= max(self._volumes))
+        lows = np.where(is_on_line, volume.low * (1 - LINEAR), measured.low)
+        highs = np.where(is_on_line, volume.high * (1 + LINEAR), measured.high)
         is_taken = self._workspaces > 0
         return (
             np.where(is_taken, lows, highs) * self._workspaces,
@@ -150,48 +196,50 @@ class Resizing:
 
     # ---------------------------------------------------------------- dimensions
 
-    def _factors(self, dimension: _Dimension, ranges: Mapping[Sizes, Range]) -> Range:
+    def _factor(self, dimension: _Dimension, ranges: Mapping[Sizes, Bounds]) -> Bounds:
         """Bound what a dimension becomes, over what it is in the largest sample."""
         dims, _ = dimension
         if dimension not in self._followed:
             self._followed[dimension] = self._shown(*dimension)
         if self._followed[dimension]:
-            found = [_following(dims, columns, ranges) for columns in self._followed[dimension]]
-            return min(low for low, _ in found), max(high for _, high in found)
+            return _hull(_following(dims, columns, ranges) for columns in self._followed[dimension])
         if len(set(dims)) == 1:
-            return self._factors_of_same(dims[0], ranges)
+            return self._factor_of_same(dims[0], ranges)
+        return self._factor_of_differing(dims, ranges)
+
+    def _factor_of_differing(self, dims: Sizes, ranges: Mapping[Sizes, Bounds]) -> Bounds:
+        """Bound what a dimension becomes that differs between samples: it is on a line over the sizes it follows."""
         followed = [column for column in ranges if len(set(column)) > 1 and self._follows(dims, column)]
         if not followed or not dims[0]:
             return _between(dims, ranges)
         points = (sorted(dict(zip(column, dims, strict=True)).items()) for column in followed)
         lines = {column: Line(*zip(*own, strict=True)) for column, own in zip(followed, points, strict=True)}
-        low = min(max(0.0, line.straight(ranges[column][0])) for column, line in lines.items())
-        high = max(_most(line, ranges[column][1]) for column, line in lines.items())
-        kept = [now for column, now in _kept(ranges).items() if not any(dim % column for dim in dims)]
-        low, high = (low - ROUNDED) / dims[0], high / dims[0]
-        shrunk, grown = (math.prod(min(1.0, least) for least, _ in kept), math.prod(max(1.0, most) for _, most in kept))
-        return max(0.0, low) * shrunk, high * grown
+        low = min(max(0.0, line.straight(ranges[column].low)) for column, line in lines.items())
+        high = max(_most(line, ranges[column].high) for column, line in lines.items())
+        multiples = (factor for size, factor in _kept(ranges).items() if not any(dim % size for dim in dims))
+        on_line = Bounds(max(0.0, low - ROUNDED), high).over(dims[0])
+        return on_line * _product(factor.or_same() for factor in multiples)
 
-    def _factors_of_same(self, dim: int, ranges: Mapping[Sizes, Range]) -> Range:
+    def _factor_of_same(self, dim: int, ranges: Mapping[Sizes, Bounds]) -> Bounds:
         """Bound what a dimension becomes that is the same in all samples: of the model, or of a size that is the same.
 
         It is taken to follow from the largest size of which it is a multiple, if no weight has a dimension that is too,
         and from others of which it is a small multiple. It may follow from others besides.
         """
-        kept, sure, others = _kept(ranges), list[Range](), list[Range]()
+        kept, sure, others = _kept(ranges), list[Bounds](), list[Bounds]()
         largest = max((size for size in kept if dim % size == 0), default=0)
-        for size, (least, most) in kept.items():
+        for size, factor in kept.items():
             power = _multiplicity(dim, size)
             if power:
                 is_told = size == largest or dim // size <= LEAST_MULTIPLE
                 is_sure = is_told and size >= LEAST_SIZE and not any(own % size == 0 for own in self._width_dims)
-                (sure if is_sure else others).append((min(least, least**power), max(most, most**power)))
+                (sure if is_sure else others).append(factor**power)
             elif (dim >= LEAST_SIZE and dim not in self._width_dims) or _is_fraction(dim, size):
-                others.append((_less_off(min(1.0, least), size), _more_off(max(1.0, most), size)))
-        shrunk, grown = [low for low, _ in sure if low < 1], [high for _, high in sure if high > 1]
-        low = math.prod(shrunk) if shrunk else min((low for low, _ in sure), default=1.0)
-        high = math.prod(grown) if grown else max((high for _, high in sure), default=1.0)
-        return low * math.prod(min(1.0, f) for f, _ in others), high * math.prod(max(1.0, f) for _, f in others)
+                others.append(factor.or_same().taken_off(TAKEN_OFF / max(1, size)))
+        shrunk, grown = [f.low for f in sure if f.low < 1], [f.high for f in sure if f.high > 1]
+        low = math.prod(shrunk) if shrunk else min((f.low for f in sure), default=1.0)
+        high = math.prod(grown) if grown else max((f.high for f in sure), default=1.0)
+        return Bounds(low, high) * _product(factor.or_same() for factor in others)
 
     def _shown(self, dims: Sizes, origin: Origin) -> list[tuple[Sizes, ...]]:
         """List the input sizes from which a dimension may follow as its operations show, and does in all samples."""
@@ -202,8 +250,8 @@ class Resizing:
 
     def _is_so(self, dims: Sizes, columns: tuple[Sizes, ...]) -> bool:
         for number, dim in enumerate(dims):
-            low, high = _following(dims[:1], columns, {c: (c[number], c[number]) for c in columns})
-            if not low * dims[0] - EXACT <= dim <= high * dims[0] + EXACT:
+            factor = _following(dims[:1], columns, {c: Bounds(c[number], c[number]) for c in columns})
+            if not factor.low * dims[0] - EXACT <= dim <= factor.high * dims[0] + EXACT:
                 return False
         return True
 
@@ -242,14 +290,20 @@ class Resizing:
             if own_bytes <= size_bytes <= 1.1 * own_bytes + 1024:  # as its allocator rounds up
                 dims = zip(*(graph.tensors[index].shape for graph in graphs), strict=True)
                 found.append(tuple(zip(dims, self._origins[index], strict=True)))
-        grown = {column: (column[0] * 1.5, column[0] * 1.5) for column in self._columns}
-        return min(found, key=lambda dims: math.prod(self._factors(dim, grown)[1] for dim in dims), default=None)
+        grown = {column: Bounds(column[0] * 1.5, column[0] * 1.5) for column in self._columns}
+        return min(found, key=lambda dims: math.prod(self._factor(dim, grown).high for dim in dims), default=None)
 
 
-def _kept(ranges: Mapping[Sizes, Range]) -> dict[int, Range]:
-    """Return what becomes of the input sizes that are the same in all samples, over what they are there."""
+def _measured_factor(ranges: Mapping[Sizes, Bounds]) -> Bounds:
+    """Bound what becomes of measured bytes: they do not shrink, and grow with a power of the sizes at most."""
+    factor = _product(now.over(column[0]).or_same() for column, now in ranges.items())
+    return Bounds(factor.low**MEASURED_POWER, factor.high**MEASURED_POWER)
+
+
+def _kept(ranges: Mapping[Sizes, Bounds]) -> dict[int, Bounds]:
+    """Return the factors by which those input sizes change that are the same in all samples, by size."""
     same = ((column[0], now) for column, now in ranges.items() if len(set(column)) == 1)
-    return {size: (least / size, most / size) for size, (least, most) in same if size > 1}
+    return {size: now.over(size) for size, now in same if size > 1}
 
 
 def _is_proportional(dims: Sizes, column: Sizes) -> bool:
@@ -258,21 +312,20 @@ def _is_proportional(dims: Sizes, column: Sizes) -> bool:
     return len(set(pairs)) > 1 and all(dim * column[0] == dims[0] * size for dim, size in pairs)
 
 
-def _following(dims: Sizes, columns: Sequence[Sizes], ranges: Mapping[Sizes, Range]) -> Range:
+def _following(dims: Sizes, columns: Sequence[Sizes], ranges: Mapping[Sizes, Bounds]) -> Bounds:
     """Bound what a dimension becomes that follows from some sizes: as a multiple, or nearly as a fraction.
 
     It is that fraction where it was in all samples of several sizes, but for what is rounded.
     """
-    low, high, rounded = 1.0, 1.0, 0.0
+    found, rounded = SAME, 0.0
     for column in columns:
-        least, most = (now / column[0] for now in ranges[column])
-        if dims[0] % column[0] and (least, most) != (1.0, 1.0):
+        factor = ranges[column].over(column[0])
+        if dims[0] % column[0] and factor != SAME:
             rounded = ROUNDED / dims[0]
             if len(columns) > 1 or not _is_proportional(dims, column):
-                off = _taken_off(dims[0], column[0])
-                least, most = min(least, least - off * (1 - least)), max(most, most + off * (most - 1))
-        low, high = low * least, high * most
-    return max(0.0, low - rounded), high + rounded
+                factor |= factor.taken_off(_taken_off(dims[0], column[0]))
+        found *= factor
+    return Bounds(max(0.0, found.low - rounded), found.high + rounded)
 
 
 def _taken_off(dim: int, size: int) -> float:
@@ -292,23 +345,14 @@ def _most(line: Line, size: float) -> float:
     return max(0.0, line.straight(size))
 
 
-def _between(dims: Sizes, ranges: Mapping[Sizes, Range]) -> Range:
+def _between(dims: Sizes, ranges: Mapping[Sizes, Bounds]) -> Bounds:
     """Bound what a dimension becomes that follows from several sizes at once, each at most linearly."""
     low, high = 0.0, math.inf
     for number, dim in enumerate(dims):
-        ends = [(least / max(1, c[number]), most / max(1, c[number]), c[number]) for c, (least, most) in ranges.items()]
-        low = max(low, dim * math.prod(_less_off(min(1.0, least), size) for least, _, size in ends))
-        high = min(high, dim * math.prod(_more_off(max(1.0, most), size) for _, most, size in ends))
-    return max(0.0, low - ROUNDED) / max(1, dims[0]), high / max(1, dims[0])
-
-
-def _less_off(least: float, size: int) -> float:
-    """Bound by how much a dimension grows from which a number is taken off, as `x[1:]` does, where its size does."""
-    return max(0.0, least - TAKEN_OFF / max(1, size) * (1 - least))
-
-
-def _more_off(most: float, size: int) -> float:
-    return most + TAKEN_OFF / max(1, size) * (most - 1)
+        at_sample = ((column[number], now) for column, now in ranges.items())
+        factor = _product(now.over(size).or_same().taken_off(TAKEN_OFF / max(1, size)) for size, now in at_sample)
+        low, high = max(low, dim * factor.low), min(high, dim * factor.high)
+    return Bounds(max(0.0, low - ROUNDED), high).over(dims[0])
 
 
 def _multiplicity(dim: int, size: int) -> int:
