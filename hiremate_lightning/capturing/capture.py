@@ -413,8 +413,12 @@ def _flops(node: fx.Node) -> int:
 
 def _plain_times(value: fx.Node) -> int:
     """Return how many times as large plain PyTorch holds a value."""
-    maker: Any = value.args[0] if is_part(value) else None
-    return 1 if maker is None else operation_named(maker.target).plain_times(maker, value.args[1])
+    if not is_part(value):
+        return 1
+    maker: Any
+    position: Any
+    maker, position = value.args[:2]
+    return operation_named(maker.target).plain_times(maker, position)
 
 
 def _module_path(node: fx.Node) -> str:
