@@ -43,6 +43,7 @@ from .helpers import lazy_frontier, problem_of, random_graph, random_policy, ret
 from .tiny import KB, chain, transformer
 
 LAZY = ("least_memory", "none", "turn_point")  # strategies that recompute each value just before a use
+EVERY = strategy_names(with_ablations=True)
 SEEDS = range(24)  # graphs small enough for the exhaustive search
 TOLERANCE_MS = 1e-3  # the model counts what takes no time as a nanosecond
 Frontier = list[tuple[int, float]]
@@ -127,7 +128,7 @@ def test_no_proof_is_refuted_by_the_exhaustive_search_or_by_another_strategy(see
     step, frontier = frontier_of(seed)
     for budget in budgets_of(frontier):
         problem = problem_of(step, budget)
-        found = [get_strategy(name)(problem) for name in strategy_names()]
+        found = [get_strategy(name)(problem) for name in EVERY]
         for solution in found:
             check(problem, solution)
         known = [solution.recompute_ms for solution in found if solution.is_feasible]
@@ -163,7 +164,7 @@ def test_the_bound_is_below_the_exhaustive_search(seed: int):
             assert bound <= best + TOLERANCE_MS
 
 
-@pytest.mark.parametrize("name", strategy_names())
+@pytest.mark.parametrize("name", EVERY)
 @settings(derandomize=True, deadline=None, max_examples=8)
 @given(seed=st.integers(0, 10**6), share=st.floats(0.0, 1.1))
 def test_every_solution_is_valid_and_within_its_budget(name: str, seed: int, share: float):
@@ -190,7 +191,7 @@ def test_none_fits_only_where_everything_does():
 
 
 def test_an_unknown_strategy_is_refused_by_a_text_that_lists_the_names():
-    with pytest.raises(ConfigurationError, match=r"Unknown solver 'magic'\. Choose one of: .*none, .*turn_point"):
+    with pytest.raises(ConfigurationError, match=r"Unknown solver 'magic'\. Choose one of: .*none, .*rotor"):
         get_strategy("magic")
 
 
@@ -385,7 +386,7 @@ def test_the_least_memory_of_a_long_chain_is_far_below_keeping_everything():
 # ---------------------------------------------------------------- the same every time, and in time
 
 
-@pytest.mark.parametrize("name", strategy_names())
+@pytest.mark.parametrize("name", EVERY)
 def test_the_same_problem_gives_the_same_plan(name: str):
     step = transformer(2)
     whole = replay(problem_of(step, 0), keep_all(step[0])).peak_bytes
@@ -417,7 +418,7 @@ def test_a_fresh_process_gives_the_same_plan():
     assert len(outputs[0].split()) == 2
 
 
-@pytest.mark.parametrize("name", strategy_names())
+@pytest.mark.parametrize("name", EVERY)
 def test_the_time_limit_holds_and_is_no_proof(name: str):
     limit_s = 0.2
     step = transformer(80)
@@ -431,7 +432,7 @@ def test_the_time_limit_holds_and_is_no_proof(name: str):
 
 
 def test_solving_prints_nothing(capfd: pytest.CaptureFixture[str]):
-    for name in strategy_names():
+    for name in EVERY:
         for step in (chain(1), chain(6), random_graph(2)):
             for budget in (0, 60, 300):
                 get_strategy(name)(problem_of(step, budget))
