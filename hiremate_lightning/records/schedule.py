@@ -192,6 +192,7 @@ def must_run(
     makers: Sequence[int | None] | Mapping[int, int],
     reads: Sequence[Sequence[int]] | Mapping[int, Sequence[int]],
     makes: Sequence[Sequence[int]] | Mapping[int, Sequence[int]],
+    waiting: list[int] | None = None,
 ) -> Iterator[int]:
     """Yield the nodes that must run for a value to be there, each after what it reads.
 
@@ -203,8 +204,11 @@ def must_run(
         makers: For each value, the node that computes it again.
         reads: For each node, the values that it reads.
         makes: For each node, the values that it makes.
+        waiting: Takes the values that wait for the node that is yielded; of what is available, what computing them
+            reads must stay.
     """
-    stack = [wanted]
+    stack = [] if waiting is None else waiting
+    stack.append(wanted)
     while stack:
         top = stack[-1]
         if top in available:

@@ -294,9 +294,15 @@ class StepModel:
         """Whether a view that the backward made holds a storage beyond a position."""
         return any(first <= position < last for first, last in self._pins.get(storage, ()))
 
-    def recompute(self, storage: int, live: set[int]) -> Iterator[int]:
-        """Yield the nodes that recompute a choice from what is live; what they make is live from then on."""
-        return must_run(storage, live, self.producer, self.needs, self.makes)
+    def recompute(self, storage: int, live: set[int], waiting: list[int] | None = None) -> Iterator[int]:
+        """Yield the nodes that recompute a choice from what is live; what they make is live from then on.
+
+        Args:
+            storage: The choice.
+            live: What is live.
+            waiting: Takes the choices that wait for the node that is yielded.
+        """
+        return must_run(storage, live, self.producer, self.needs, self.makes, waiting)
 
     @cached_property
     def order(self) -> dict[int, int]:
