@@ -183,7 +183,11 @@ def _run_again(graph: Graph, members: Sequence[int], wanted: set[int], missing: 
 
 def ensure(graph: Graph, tensor: int, available: set[int], before: list[int]) -> None:
     """Append what must run for a tensor to be there."""
-    before.extend(must_run(tensor, available, graph.recomputers, graph.reads, graph.makes))
+    try:
+        before.extend(must_run(tensor, available, graph.recomputers, graph.reads, graph.makes))
+    except LookupError as error:
+        name = graph.tensors[error.args[0]].name
+        raise AssertionError(f"backward tensor {name} is read before it is computed") from error
 
 
 def must_run(
@@ -206,6 +210,9 @@ def must_run(
         makes: For each node, the values that it makes.
         waiting: Takes the values that wait for the node that is yielded; of what is available, what computing them
             reads must stay.
+
+    Raises:
+        LookupError: If a value has no node that computes it again; its argument is the value.
     """
     stack = [] if waiting is None else waiting
     stack.append(wanted)
@@ -215,7 +222,8 @@ def must_run(
             stack.pop()
             continue
         node = makers[top]
-        assert node is not None, f"value {top} of the backward is read before it is computed"
+        if node is None:
+            raise LookupError(top)
         missing = [value for value in reads[node] if value not in available]
         if missing:
             stack.extend(reversed(missing))

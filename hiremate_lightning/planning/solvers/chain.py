@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -280,6 +280,11 @@ class ChainBytes:
     def of(self, storages: Iterable[int]) -> int:
         """Return the bytes of some choices."""
         return sum(self._model.sizes[s] for s in storages)
+
+    @property
+    def others(self) -> Iterator[int]:
+        """Yield all bytes that are not those of choices."""
+        yield from (*self.rest, *self.start, *self._forward, *self.again)
 
     def _lives(self, storages: Iterable[int]) -> list[int]:
         """Return, for each forward position, the bytes of choices that were made and will be read."""

@@ -102,7 +102,7 @@ class Table:
             self._fill_from(s)
 
     def _choose_slots(self, budget_bytes: int) -> None:
-        unit = math.gcd(*(self._model.sizes[s] for s in self._model.choices)) or 1
+        unit = math.gcd(*(self._model.sizes[s] for s in self._model.choices), *self._sizes.others) or 1
         if budget_bytes > SLOTS * unit:
             unit = -(-budget_bytes // SLOTS)
         self._unit, self._count = unit, max(0, budget_bytes // unit)
