@@ -21,7 +21,7 @@ over and over. Where its schedule passes the budget by the replay, it runs again
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from ..chain import last_needs
 from ..incumbent import Search
@@ -184,7 +184,7 @@ class Neighbourhoods:
             self._known[storage] = sum(self._model.cost_ms[n] for n in sorted(nodes))
         return self._known[storage]
 
-    def _reach(self, storage: int, following: dict[int, Iterable[int]] | dict[int, list[int]]) -> set[int]:
+    def _reach(self, storage: int, following: Mapping[int, Iterable[int]]) -> set[int]:
         """Return the evicted choices that are reached one way through evicted ones."""
         found, stack = set[int](), [storage]
         while stack:

@@ -9,11 +9,12 @@ chi its subtrees and W what is wanted, memory is O(k log n) at a polynomial numb
                   for each chi: REMAT(chi, W in chi);  free what is in X and not in W
 
 Changed: the order of the backward is given, so REMAT is asked for what one node of the backward reads after the other,
-and the separators on the way to that stay: they are what is held there. The paper knows no budget. Here a separator
-whose values, with those of all below it, take few bytes is a leaf, which is computed as a whole: leaf sizes from
-nothing to everything give schedules from the least memory to plain training. What a node of the backward reads is made
-a clique, so that one bag has it. The decomposition eliminates the value of the least degree; the optimal width is
-NP-hard. Values are storages that can be recomputed; the others are kept.
+and the separators on the way to that stay: they are what is held there. One stays for a while where the backward turns
+to another and comes back. The paper knows no budget. Here a separator whose values, with those of all below it, take
+few bytes is a leaf, which is computed as a whole: leaf sizes from nothing to everything give schedules from the least
+memory to plain training. What a node of the backward reads is made a clique, so that one bag has it. The decomposition
+eliminates the value of the least degree; the optimal width is NP-hard. Values are storages that can be recomputed; the
+others are kept.
 
 It knows no times: it recomputes what lies in another subtree, however long that takes.
 """
@@ -32,6 +33,7 @@ from ..proposals import method
 
 LEAF_STEPS = 16  # leaf sizes that are tried
 LEAF_FACTOR = 0.7  # from one to the next
+GAPS = (0.1, 0.0)  # parts of the backward without a read below a separator after which it is freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,9 @@ def propose(search: Search) -> Iterator[Policy]:
     separators = balanced(*tree_decomposition(neighbours_of(model)))
     total = sum(model.sizes[s] for s in model.choices)
     for step in range(LEAF_STEPS + 1):
-        yield policy_of(model, spans(model, separators, total * LEAF_FACTOR**step if step < LEAF_STEPS else 0))
+        leaf_bytes = total * LEAF_FACTOR**step if step < LEAF_STEPS else 0.0
+        for part in GAPS:
+            yield policy_of(model, spans(model, separators, leaf_bytes, int(part * len(model.reads))))
 
 
 # ---------------------------------------------------------------- the tree
@@ -153,31 +157,53 @@ def _middle(near: list[list[int]], taken: set[int], first: int) -> int:
 # ---------------------------------------------------------------- the schedule
 
 
-def spans(model: StepModel, separators: list[Separator], leaf_bytes: float) -> dict[int, Span]:
+def spans(model: StepModel, separators: list[Separator], leaf_bytes: float, gap: int = 0) -> dict[int, Span]:
     """Return what is held in each part of the backward: the separators on the way to what it reads, and its leaf.
 
     Args:
         model: The step.
         separators: Each after the one above it.
         leaf_bytes: A separator whose values, and those below it, take no more is a leaf.
+        gap: Backward positions without a read below a separator after which it is freed.
     """
-    held: list[frozenset[int]] = []
-    is_leaf: list[bool] = []
-    for separator in separators:
-        over = separator.above
-        if over >= 0 and is_leaf[over]:
-            held.append(held[over])
-            is_leaf.append(True)
-            continue
-        is_leaf.append(sum(model.sizes[s] for s in separator.below) <= leaf_bytes)
-        own = separator.below if is_leaf[-1] else separator.values
-        held.append((held[over] if over >= 0 else frozenset()) | own)
+    own = _own_values(model, separators, leaf_bytes)
     owner = {s: number for number, separator in enumerate(separators) for s in separator.values}
-    found: dict[int, Span] = {}
-    now = frozenset[int]()
+    begins: dict[int, list[int]] = {}
+    ends: dict[int, list[int]] = {}
+    last = dict[int, int]()
     for position, reads in enumerate([*model.reads, model.returned]):
-        wanted = frozenset[int]().union(*(held[owner[s]] for s in reads if s in owner))
-        if position == 0 or (wanted and wanted != now):
-            now = wanted
-            found[position] = Span(now, frozenset())
+        for number in _on_the_way(separators, {owner[s] for s in reads if s in owner}):
+            if position - last.get(number, -gap - 2) > gap + 1:
+                if number in last:
+                    ends.setdefault(last[number] + 1, []).append(number)
+                begins.setdefault(position, []).append(number)
+            last[number] = position
+    for number, position in last.items():
+        ends.setdefault(position + 1, []).append(number)
+    found, now = {0: Span(frozenset(), frozenset())}, set[int]()
+    for position in sorted({*begins, *ends}):
+        now = now.difference(ends.get(position, ())).union(begins.get(position, ()))
+        if now:
+            found[position] = Span(frozenset().union(*(own[number] for number in now)), frozenset())
+    return found
+
+
+def _own_values(model: StepModel, separators: list[Separator], leaf_bytes: float) -> list[frozenset[int]]:
+    """Return what is held for each separator: its values, and for a leaf all below; nothing below a leaf."""
+    own, is_in_leaf = list[frozenset[int]](), list[bool]()
+    for separator in separators:
+        is_below = separator.above >= 0 and is_in_leaf[separator.above]
+        is_leaf = not is_below and sum(model.sizes[s] for s in separator.below) <= leaf_bytes
+        is_in_leaf.append(is_below or is_leaf)
+        own.append(frozenset() if is_below else separator.below if is_leaf else separator.values)
+    return own
+
+
+def _on_the_way(separators: list[Separator], numbers: set[int]) -> set[int]:
+    """Add to separators all of those above them."""
+    found = set[int]()
+    for number in numbers:
+        while number >= 0 and number not in found:
+            found.add(number)
+            number = separators[number].above
     return found
