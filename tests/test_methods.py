@@ -12,16 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiremate_lightning.planning.solvers import get_strategy, strategy_names
+from hiremate_lightning import hiremate
+from hiremate_lightning.callbacks import HiRemateCallback
+from hiremate_lightning.command_line.cli import SOLVERS
+from hiremate_lightning.planning.solvers import base, get_strategy, strategy_names
 from hiremate_lightning.planning.solvers.chain import ChainBytes, Link, Span, links, policy_of
 from hiremate_lightning.planning.solvers.incumbent import Search
-from hiremate_lightning.planning.solvers.methods import chen, dtr, min_memory, rockmate, rotor, twremat
+from hiremate_lightning.planning.solvers.methods import checkmate, chen, dtr, min_memory, rockmate, rotor, twremat
 from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.planning.solvers.proposals import method
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import Graph, StorageKind
 
 from .helpers import lazy_frontier, problem_of, random_graph
+from .test_planner import plan_of, step_of
 from .tiny import KB, Builder, chain, transformer
 
 PAPERS = ("checkmate", "checkmate_lp", "chen", "dtr", "hilp", "min_memory", "rockmate", "rotor", "twremat")
@@ -93,7 +97,8 @@ def test_where_no_schedule_of_a_method_fits_the_repair_is_told():
     assert solution.note == ("No schedule of min_memory fits; values were evicted from the one that peaks at 6.84 KiB.")
 
 
-def test_a_method_that_proposes_nothing_says_what_was_taken_instead():
+def test_a_method_that_proposes_nothing_says_what_was_taken_instead(monkeypatch):
+    monkeypatch.setattr(base, "_STRATEGIES", dict(base._STRATEGIES))
     step = chain(12, KB)
     method("mute, for a test")(lambda search: iter(()))
     whole = StepModel(problem_of(step, 0)).keep_all_bytes
@@ -110,6 +115,37 @@ def test_methods_for_chains_say_where_a_step_is_none(name: str):
         note = get_strategy(name)(problem_of(step, whole * 8 // 10)).note
         assert ("is made for chains, and this step is none" in note) is not is_chain
         assert "\n" not in note
+
+
+def test_checkmate_says_where_its_program_is_too_large_to_be_tried(monkeypatch):
+    monkeypatch.setattr(checkmate, "MOST_VARIABLES", 10)
+    step = chain(12, KB)
+    whole = StepModel(problem_of(step, 0)).keep_all_bytes
+    solution = get_strategy("checkmate")(problem_of(step, whole * 6 // 10))
+    assert solution.is_feasible
+    assert "variables here: only its relaxation was rounded" in solution.note
+
+
+def test_hilp_says_where_segments_are_faster():
+    step = transformer(2)
+    whole = StepModel(problem_of(step, 0)).keep_all_bytes
+    solution = get_strategy("hilp")(problem_of(step, whole // 2))
+    assert solution.recompute_ms < solution.proposed_ms
+    assert solution.note == "Segments, filled up, are faster here than the choice among the options of clusters."
+
+
+def test_a_note_is_announced_once_and_is_in_the_summary(caplog):
+    step = step_of(*skipping(8, 100 * KB))
+    plans = [plan_of(step, step.plain_bytes * 8 // 10, solver="rotor") for _ in range(2)]
+    assert [record.message for record in caplog.records] == [plans[0].solution.note]
+    assert "and this step is none" in plans[0].summary()
+    assert plans[0].to_dict()["note"] == plans[0].solution.note
+
+
+def test_where_solvers_are_named_all_of_them_are():
+    for text in (hiremate.__doc__, HiRemateCallback.__doc__, SOLVERS):
+        assert text is not None
+        assert [name for name in strategy_names() if name not in text] == []
 
 
 # ---------------------------------------------------------------- the chain

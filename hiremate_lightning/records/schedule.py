@@ -8,7 +8,7 @@ last use of each of its definitions; `lower` makes that explicit, so that the si
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .graph import Direction, Graph
@@ -183,11 +183,11 @@ def _run_again(graph: Graph, members: Sequence[int], wanted: set[int], missing: 
 
 def ensure(graph: Graph, tensor: int, available: set[int], before: list[int]) -> None:
     """Append what must run for a tensor to be there."""
-    try:
-        before.extend(must_run(tensor, available, graph.recomputers, graph.reads, graph.makes))
-    except LookupError as error:
-        name = graph.tensors[error.args[0]].name
-        raise AssertionError(f"backward tensor {name} is read before it is computed") from error
+
+    def name(index: int) -> str:
+        return graph.tensors[index].name
+
+    before.extend(must_run(tensor, available, graph.recomputers, graph.reads, graph.makes, name=name))
 
 
 def must_run(
@@ -197,6 +197,7 @@ def must_run(
     reads: Sequence[Sequence[int]] | Mapping[int, Sequence[int]],
     makes: Sequence[Sequence[int]] | Mapping[int, Sequence[int]],
     waiting: list[int] | None = None,
+    name: Callable[[int], str] = str,
 ) -> Iterator[int]:
     """Yield the nodes that must run for a value to be there, each after what it reads.
 
@@ -210,9 +211,7 @@ def must_run(
         makes: For each node, the values that it makes.
         waiting: Takes the values that wait for the node that is yielded; of what is available, what computing them
             reads must stay.
-
-    Raises:
-        LookupError: If a value has no node that computes it again; its argument is the value.
+        name: Names a value.
     """
     stack = [] if waiting is None else waiting
     stack.append(wanted)
@@ -222,8 +221,7 @@ def must_run(
             stack.pop()
             continue
         node = makers[top]
-        if node is None:
-            raise LookupError(top)
+        assert node is not None, f"backward tensor {name(top)} is read before it is computed"
         missing = [value for value in reads[node] if value not in available]
         if missing:
             stack.extend(reversed(missing))

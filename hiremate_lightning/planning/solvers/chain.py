@@ -131,7 +131,7 @@ def chains_of(search: Search, name: str, lengths: Iterable[int]) -> list[list[Li
     if all(max(width, default=0) > 1 for width in widths):
         widest, cuts = max(map(max, widths)), sum(map(len, widths))
         wide = sum(width > 1 for each in widths for width in each)
-        search.notes.append(
+        search.say(
             f"{name} is made for chains, and this step is none: up to {widest} values cross a cut, more than one cross "
             f"{100 * wide // cuts}% of the narrowest cuts. It was taken for a chain whose links hand on all of them."
         )

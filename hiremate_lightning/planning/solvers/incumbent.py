@@ -75,6 +75,10 @@ class Search:
         if last is not None and last.replay.peak_bytes <= self.limit:
             self.offer(keep_more(self.model, last, self.limit, deadline))
 
+    def say(self, note: str) -> None:
+        """Note what a method can't serve, or what it took instead."""
+        self.notes.append(note)
+
     def raise_bound(self, bound_ms: float) -> None:
         """Take a proven bound if it is better."""
         if bound_ms > self.bound_ms:

@@ -86,10 +86,10 @@ def _repair(search: Search, passing: list[Found], name: str) -> None:
         search.repair(found.policy, search.within(REPAIR_SHARE))
         if search.best is not None:
             peak = format_bytes(found.replay.peak_bytes)
-            search.notes.append(f"No schedule of {name} fits; values were evicted from the one that peaks at {peak}.")
+            search.say(f"No schedule of {name} fits; values were evicted from the one that peaks at {peak}.")
             return
     try_segments(search, search.within(REPAIR_SHARE))
     if search.best is None:
         try_evictions(search, search.within(1.0))
     if search.best is not None:
-        search.notes.append(f"No schedule of {name} fits, not even after evictions; `segments` found this one.")
+        search.say(f"No schedule of {name} fits, not even after evictions; `segments` found this one.")

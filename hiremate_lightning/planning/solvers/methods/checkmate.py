@@ -38,7 +38,7 @@ def propose(search: Search) -> Iterator[Policy]:
     positions = tuple(range(len(search.model.reads)))
     count = len(positions) * len(search.model.choices)
     if count > MOST_VARIABLES:
-        search.notes.append(f"Checkmate's program has {count:,} variables here: only its relaxation was rounded.")
+        search.say(f"Checkmate's program has {count:,} variables here: only its relaxation was rounded.")
         return
     refine(search, Checks(positions))
     if search.best is not None:

@@ -125,4 +125,4 @@ def propose(search: Search) -> Iterator[Policy]:
         yield chosen.policy
         try_segments(search, search.within(0.5))
         if search.best is not chosen:
-            search.notes.append("Segments, filled up, are faster here than the choice among the options of clusters.")
+            search.say("Segments, filled up, are faster here than the choice among the options of clusters.")
