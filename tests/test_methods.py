@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import accumulate, combinations, pairwise
@@ -68,7 +69,7 @@ def skipping(length: int = 6, size: int = KB) -> tuple[Graph, Profile]:
 
 def search_of(step: tuple[Graph, Profile], budget: int = 0) -> Search:
     problem = problem_of(step, budget)
-    return Search(problem, StepModel(problem), start=math.inf)
+    return Search(problem, StepModel(problem), start=time.monotonic())
 
 
 def test_the_names_are_those_of_the_papers_and_of_what_is_simple():
@@ -203,7 +204,7 @@ def test_rotor_is_the_best_of_all_persistent_schedules_of_a_chain(seed: int, len
     for budget in sorted({peak for peak, _ in frontier}):
         model = StepModel(problem_of(uneven_chain(seed, length), budget))
         sizes = ChainBytes(model, links(model, 50))
-        table = rotor.Table(model, sizes, rotor.whole_tapes(model, sizes), budget)
+        table = rotor.Table(model, sizes, rotor.whole_tapes(search_of(uneven_chain(seed, length)), sizes), budget)
         replayed = model.replay(policy_of(model, table.spans()))
         best = min(time_ms for peak, time_ms in frontier if peak <= budget)
         assert replayed.peak_bytes <= budget
@@ -223,11 +224,12 @@ def test_on_even_chains_rotor_is_the_best_of_all_schedules(length: int):
 
 
 def test_rockmate_is_at_least_as_fast_as_rotor_on_blocks():
-    model = StepModel(problem_of(transformer(4), 0))
+    search = search_of(transformer(4))
+    model = search.model
     sizes = ChainBytes(model, links(model, 6))
     for percent in (70, 50, 40):
         budget = model.keep_all_bytes * percent // 100
-        tables = [rotor.Table(model, sizes, t(model, sizes), budget) for t in OPTIONS]
+        tables = [rotor.Table(model, sizes, t(search, sizes), budget) for t in OPTIONS]
         assert tables[1].least_ms <= tables[0].least_ms
         assert tables[1].least_ms < math.inf
 
@@ -321,7 +323,7 @@ def test_the_cost_of_an_evicted_neighbourhood_follows_each_change(seed: int, len
 
 
 def test_dtr_gives_up_what_is_large_old_and_cheap_first():
-    run = dtr.Run(search_of(uneven_chain(3, 8)), limit_bytes=10**9)
+    run = dtr.Run(StepModel(problem_of(uneven_chain(3, 8), 0)), limit_bytes=10**9, deadline=math.inf)
     assert run.policy() is not None
     run.live = set(run._model.producer)
     run._read_ms = dict.fromkeys(run.live, 0.0)

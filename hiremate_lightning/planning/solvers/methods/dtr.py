@@ -21,12 +21,13 @@ over and over. Where its schedule passes the budget by the replay, it runs again
 
 from __future__ import annotations
 
+import time
 from collections.abc import Container, Iterable, Iterator, Mapping
 
 from ..chain import last_needs
 from ..incumbent import Search
 from ..model import Policy, StepModel
-from ..proposals import method
+from ..proposals import PROPOSING_SHARE, method
 
 WORKING_BUDGETS = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6)  # of the real one, until a schedule fits
 LEAST_STALENESS_MS = 1e-6
@@ -35,8 +36,9 @@ LEAST_STALENESS_MS = 1e-6
 @method("dtr")
 def propose(search: Search) -> Iterator[Policy]:
     """Propose what the heuristic does under the budget, and under smaller ones until that fits."""
+    deadline = search.within(PROPOSING_SHARE)
     for share in WORKING_BUDGETS:
-        policy = Run(search, int(share * search.limit)).policy()
+        policy = Run(search.model, int(share * search.limit), deadline).policy()
         if policy is None:
             return
         yield policy
@@ -52,14 +54,15 @@ class Run:
         evicted: Choices that were evicted and are not back.
     """
 
-    def __init__(self, search: Search, limit_bytes: int) -> None:
+    def __init__(self, model: StepModel, limit_bytes: int, deadline: float) -> None:
         """Begin before the forward.
 
         Args:
-            search: What it runs for; its time limit holds.
+            model: The step.
             limit_bytes: Bytes at which it evicts.
+            deadline: Stop at this `time.monotonic`.
         """
-        self._search, self._model, self._limit = search, search.model, limit_bytes
+        self._model, self._limit, self._deadline = model, limit_bytes, deadline
         self._last_need = last_needs(self._model)
         self._near = Neighbourhoods(self._model)
         self.live, self.evicted = set[int](), self._near.evicted
@@ -69,12 +72,12 @@ class Run:
         self._drops = set[tuple[int, int]]()
 
     def policy(self) -> Policy | None:
-        """Run it; None where the time limit ends it."""
+        """Run it; None where the deadline ends it."""
         if not self._forward():
             return None
         kept = set(self.live)
         for position in range(len(self._model.reads) + 1):
-            if self._search.left_s() <= 0:
+            if time.monotonic() > self._deadline:
                 return None
             self._backward(position)
         kept.difference_update(s for s, position in self._drops if position < 0)
@@ -86,7 +89,7 @@ class Run:
         model, graph = self._model, self._model.graph
         wanted = set(model.choices)
         for position, node in enumerate(graph.forward):
-            if self._search.left_s() <= 0:
+            if time.monotonic() > self._deadline:
                 return False
             reads = {s for t in graph.nodes[node].inputs if (s := model.storage_of[t]) in wanted}
             made = [s for s in graph.allocates[node] if s in wanted]

@@ -31,26 +31,28 @@ from .rotor import Tape, Tapes, over_chains
 
 LENGTHS = (24, 12, 40, 6)  # of the chains that are tried
 SAVED_SHARES = (1.0, 0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.0)  # of a block's bytes: limits of its options
-OPTION_LIMIT_S = 2.0
+OPTION_SHARE = 0.05  # of the time left, for one program
 MS_PER_BYTE = 1e-15  # so that of options of the same time the one that saves least is chosen
 
 
-def options_of_blocks(model: StepModel, sizes: ChainBytes) -> Tapes:
+def options_of_blocks(search: Search, sizes: ChainBytes) -> Tapes:
     """Return the options of each block, those that save most first; equal blocks are solved once."""
+    model = search.model
     solved: dict[str, list[tuple[int, ...]]] = {}
     tapes = []
     for number, link in enumerate(sizes.chain):
         handed_on = frozenset(sizes.chain[number + 1].input) if number + 1 < len(sizes.chain) else frozenset[int]()
         key = structural_key(model.graph, link.nodes) + repr([s in handed_on for s in link.tape])
         if key not in solved:
-            solved[key] = [tuple(link.tape.index(s) for s in o) for o in _options(model, link, handed_on)]
+            solved[key] = [tuple(link.tape.index(s) for s in o) for o in _options(search, link, handed_on)]
         chosen = (frozenset(link.tape[i] for i in option) for option in solved[key])
         tapes.append([_measured(model, sizes, number, held) for held in chosen])
     return tapes
 
 
-def _options(model: StepModel, link: Link, handed_on: frozenset[int]) -> list[Sequence[int]]:
+def _options(search: Search, link: Link, handed_on: frozenset[int]) -> list[Sequence[int]]:
     """Solve the turn-point program of a block under several limits; options that save as much appear once."""
+    model = search.model
     used = [s for s in link.tape if s in model.uses]
     stays, total = sum(model.sizes[s] for s in link.tape if s in handed_on), sum(model.sizes[s] for s in link.tape)
     operands = [s for s in link.tape if s in handed_on]
@@ -58,7 +60,7 @@ def _options(model: StepModel, link: Link, handed_on: frozenset[int]) -> list[Se
     for share in SAVED_SHARES:
         limit = stays + share * (total - stays)
         program, keep = keeping_program(model, link.tape, used, limit, operands, MS_PER_BYTE)
-        result = solve(program, model.problem.options, OPTION_LIMIT_S)
+        result = solve(program, model.problem.options, OPTION_SHARE * max(0.1, search.left_s()))
         if result.status is Status.INFEASIBLE:
             break
         if result.values:

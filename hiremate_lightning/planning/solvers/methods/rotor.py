@@ -64,7 +64,7 @@ class Tape:
 Tapes = list[list[Tape]]
 
 
-def whole_tapes(model: StepModel, sizes: ChainBytes) -> Tapes:
+def whole_tapes(search: Search, sizes: ChainBytes) -> Tapes:
     """Return the one option that Rotor knows for each link: to hold all that its own backward reads."""
     return [
         [Tape(link.own, 0.0, own + rest)] for link, own, rest in zip(sizes.chain, sizes.own, sizes.rest, strict=True)
@@ -198,7 +198,7 @@ def _time_ms(model: StepModel, nodes: Sequence[int]) -> float:
 
 
 def over_chains(
-    search: Search, name: str, tapes_of: Callable[[StepModel, ChainBytes], Tapes], lengths: Sequence[int] = LENGTHS
+    search: Search, name: str, tapes_of: Callable[[Search, ChainBytes], Tapes], lengths: Sequence[int] = LENGTHS
 ) -> Iterator[Policy]:
     """Yield the best schedules of chains of several lengths, under several working budgets.
 
@@ -211,7 +211,7 @@ def over_chains(
     model = search.model
     for chain in chains_of(search, name, lengths):
         sizes = ChainBytes(model, chain)
-        tapes = tapes_of(model, sizes)
+        tapes = tapes_of(search, sizes)
         yield from _under_budgets(search, partial(_best, model, sizes, tapes))
 
 

@@ -53,14 +53,21 @@ class Separator:
 
 @method("twremat")
 def propose(search: Search) -> Iterator[Policy]:
-    """Propose the schedules of larger and larger leaves, those of the least memory last."""
+    """Propose the schedules of some sizes of leaves, by bisection between those that fit and those that don't."""
     model = search.model
     separators = balanced(*tree_decomposition(neighbours_of(model)))
     total = sum(model.sizes[s] for s in model.choices)
-    for step in range(LEAF_STEPS + 1):
-        leaf_bytes = total * LEAF_FACTOR**step if step < LEAF_STEPS else 0.0
-        for part in GAPS:
-            yield policy_of(model, spans(model, separators, leaf_bytes, int(part * len(model.reads))))
+    sizes = [total * LEAF_FACTOR**step for step in range(LEAF_STEPS)] + [0.0]
+    for part in GAPS:
+        first, last = 0, len(sizes) - 1
+        while first <= last:
+            middle = (first + last) // 2
+            policy = policy_of(model, spans(model, separators, sizes[middle], int(part * len(model.reads))))
+            yield policy
+            if model.replay(policy).peak_bytes <= search.limit:
+                last = middle - 1
+            else:
+                first = middle + 1
 
 
 # ---------------------------------------------------------------- the tree
