@@ -23,6 +23,7 @@ from .incumbent import Search
 from .model import Policy, StepModel
 from .segments import crossing_bytes
 
+LARGE_SHARE = 0.25  # of the largest value that crosses a cut: what is smaller makes it no wider
 MODULE_WEIGHT = 0.8  # factor on the bytes of a cut for each level of modules that it separates
 
 
@@ -127,15 +128,22 @@ def chains_of(search: Search, name: str, lengths: Iterable[int]) -> list[list[Li
     graph = search.model.graph
     most = sum(map(bool, (graph.allocates[n] for n in graph.forward)))
     chains = [links(search.model, length) for length in dict.fromkeys(min(most, length) for length in lengths)]
-    widths = [[len(link.input) for link in chain[1:]] for chain in chains]
+    widths = [[_width(search.model, link) for link in chain[1:]] for chain in chains]
     if all(max(width, default=0) > 1 for width in widths):
         widest, cuts = max(map(max, widths)), sum(map(len, widths))
         wide = sum(width > 1 for each in widths for width in each)
         search.say(
-            f"{name} is made for chains, and this step is none: up to {widest} values cross a cut, more than one cross "
-            f"{100 * wide // cuts}% of the narrowest cuts. It was taken for a chain whose links hand on all of them."
+            f"{name} is made for chains, and this step is none: up to {widest} large values cross a cut, more than one "
+            f"cross {100 * wide // cuts}% of the narrowest cuts. It was taken for a chain whose links hand on all of "
+            "them."
         )
     return chains
+
+
+def _width(model: StepModel, link: Link) -> int:
+    """Count the values that cross the cut before a link and are not small beside the largest of them, as masks are."""
+    sizes = [model.sizes[s] for s in link.input]
+    return sum(size >= LARGE_SHARE * max(sizes) for size in sizes)
 
 
 # ---------------------------------------------------------------- where to cut
