@@ -59,7 +59,9 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
             batch that the loader gives.
         target: As for `HiRemateCallback`; None for that of the HiRemateCallback.
         time_limit_s: Seconds for solving one plan of the search.
-        solver: Name of the strategy, see `solvers`.
+        solver: Name of the strategy: "portfolio", the best of several; "segments", without a MIP solver; "none"; or
+            a method of a paper: "hilp", "rockmate", "rotor", "min_memory", "twremat", "checkmate", "checkmate_lp",
+            "chen", "dtr"; see docs/formulation.md.
         verbose: Whether to report the search, on rank zero.
 
     Attributes:

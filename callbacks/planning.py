@@ -51,7 +51,9 @@ class HiRemateCallback(Callback):
             was planned for another input shape, where that fits, or else at the least memory.
         on_infeasible: "raise" where nothing fits the budget, or "warn" to train on with the least memory found.
         cache_dir: Folder for measured costs and plans, reused by later runs; None for no files.
-        solver: Name of the strategy, see `solvers`.
+        solver: Name of the strategy: "portfolio", the best of several; "segments", without a MIP solver; "none"; or
+            a method of a paper: "hilp", "rockmate", "rotor", "min_memory", "twremat", "checkmate", "checkmate_lp",
+            "chen", "dtr"; see docs/formulation.md.
         compile: "inductor" to fuse operations into kernels that Inductor makes, None for PyTorch's own; see
             docs/compiled.md.
         verify: "first" to prove captured code against eager PyTorch at its first run, a number of steps to prove it at

@@ -54,7 +54,9 @@ def hiremate(
             was planned for another input shape, where that fits, or else at the least memory.
         on_infeasible: "raise" where nothing fits the budget, or "warn" to train on with the least memory found.
         cache_dir: Folder for measured costs and plans, reused by later runs; None for no files.
-        solver: Name of the strategy, see `solvers`.
+        solver: Name of the strategy: "portfolio", the best of several; "segments", without a MIP solver; "none"; or
+            a method of a paper: "hilp", "rockmate", "rotor", "min_memory", "twremat", "checkmate", "checkmate_lp",
+            "chen", "dtr"; see docs/formulation.md.
         compile: "inductor" to fuse operations into kernels that Inductor makes; None for PyTorch's own.
         verify: "first" to prove captured code against eager PyTorch at its first run, a number of steps to prove it at
             as many runs, "off" to believe it; see docs/limits.md.

@@ -118,7 +118,7 @@ def _continue(model: StepModel, rows: Rows, live: set[int]) -> Iterator[Rows]:
     now = set(live)
     for storage in model._all_reads[position]:
         if storage not in now:
-            row.extend(node for node, _ in model.recompute(storage, now))
+            row.extend(model.recompute(storage, now))
     if position == len(model.reads):
         yield [*rows, row]
         return

@@ -97,6 +97,7 @@ def test_the_numbers_are_written_by_name(plan: Plan):
         "strategy": "hilp",
         "status": "optimal",
         "stopped_by": "",
+        "note": "",
         "planning": {"capture_s": 0.5, "profile_s": 0.25, "solve_s": 1.2, "compile_s": 0.0, "prove_s": 0.0},
         "proved": "",
         "rounded": [],

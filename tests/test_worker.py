@@ -24,6 +24,8 @@ from hiremate_lightning.planning.solvers.worker import Worker, WorkerLostError, 
 
 from .tiny import transformer
 
+NEED_PROGRAMS = ("portfolio", "hilp", "rockmate", "checkmate", "checkmate_lp", "phases", "turn_point")
+NEED_NONE = ("segments", "rotor", "min_memory", "twremat", "chen", "dtr", "least_memory", "none")
 NO_NUMBER = "a budget\nof several lines"
 
 
@@ -128,14 +130,14 @@ class TestBackends:
             check_strategy("portfolio")
         assert apart("portfolio")(problem_at(80)).is_feasible
 
-    @pytest.mark.parametrize("strategy_name", ["portfolio", "hilp", "checkmate", "phases", "turn_point"])
+    @pytest.mark.parametrize("strategy_name", NEED_PROGRAMS)
     def test_without_a_backend_what_needs_one_is_refused(self, monkeypatch, strategy_name):
         monkeypatch.setattr(worker, "backend_failure", "{} is not there".format)
         expected = "No MIP solver works here.*HiGHS failed: HIGHS is not there. CBC failed: CBC is not .* pip install "
         with pytest.raises(ConfigurationError, match=expected):
             check_strategy(strategy_name)
 
-    @pytest.mark.parametrize("strategy_name", ["segments", "least_memory", "none"])
+    @pytest.mark.parametrize("strategy_name", NEED_NONE)
     def test_without_a_backend_the_others_solve(self, monkeypatch, strategy_name):
         monkeypatch.setattr(worker, "backend_failure", "{} is not there".format)
         check_strategy(strategy_name)

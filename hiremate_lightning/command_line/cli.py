@@ -25,6 +25,10 @@ from ..errors import BudgetError, ConfigurationError, HiRemateError, did_you_mea
 from ..reporting.plan_summary import read_summary, summary_rows
 
 OK, PROBLEM, USAGE = 0, 1, 2
+SOLVERS = (
+    "strategy: portfolio, segments, none, or a method of a paper: hilp, rockmate, rotor, min_memory, twremat, "
+    "checkmate, checkmate_lp, chen, dtr"
+)
 LABEL_WIDTH = 12
 
 _FACTORY = """\
@@ -219,7 +223,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     costs.add_argument("--bandwidth", type=float, help="memory traffic of the device, GB a second")
     costs.add_argument("--measure", action="store_true", help="measure each operation; the device must be there")
     solving = parser.add_argument_group("solving and output")
-    solving.add_argument("--solver", default="portfolio", help="name of a strategy (default: %(default)s)")
+    solving.add_argument("--solver", default="portfolio", help=f"{SOLVERS} (default: %(default)s)")
     solving.add_argument("--time-limit", type=float, default=20.0, help="seconds to solve (default: %(default)s)")
     _add_json(solving)
 

@@ -178,6 +178,7 @@ class Plan:
             "strategy": self.solution.strategy,
             "status": self.solution.status.value,
             "stopped_by": self.solution.stopped_by,
+            "note": self.solution.note,
             "planning": asdict(self.planning),
             "proved": self.proved,
             "rounded": list(self.rounded),
@@ -256,6 +257,8 @@ def solver_words(numbers: Numbers) -> str:
     ended = f"{numbers['strategy']}: {numbers['status']}"
     if numbers["stopped_by"] and numbers["status"] != Status.OPTIMAL:
         ended += f", stopped by {numbers['stopped_by']}"
+    if numbers.get("note"):
+        ended += f" ({numbers['note'].rstrip('.')})"
     if not numbers["predicted_overhead"]:
         return f"{ended}; nothing is recomputed"
     if not numbers["bound_overhead"]:

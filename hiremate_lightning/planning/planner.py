@@ -5,10 +5,12 @@ No plan leaves this module unless its simulated peak is within the budget, which
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from ..out_of_memory import InfeasibleBudgetError, words_for_finders
@@ -27,6 +29,7 @@ from .solvers.base import Problem, Solution, SolveOptions, Status, Strategy, get
 from .solvers.least_memory import SEARCH_S
 from .solvers.worker import apart
 
+log = logging.getLogger("hiremate_lightning")
 DEFAULT_SOLVER = "portfolio"
 DECIDED = "decided"  # in place of a strategy's name, where nothing is to be chosen
 TIGHTENINGS = 4  # of the budget, where a strategy's own memory model was too coarse
@@ -136,9 +139,17 @@ def make_plan(
             raise infeasible([replace(need, less_bytes=less_bytes)], budget, budget_bytes - less_bytes, target)
         if decided is None:
             solution, profile = _fastest_within_its_peak(problem, solution, options, strategy)
+    if solution.note:
+        _announce(solution.note)
     profile = step.profile if profile is problem.profile else profile
     planning = replace(planning, solve_s=planning.solve_s + time.perf_counter() - start)
     return Plan(target, step.graph, profile, solution, budget, budget_bytes, resident_bytes, planning)
+
+
+@cache
+def _announce(note: str) -> None:
+    """Say once what a method of a paper could not serve, and what it took instead."""
+    log.warning("%s", note)
 
 
 def _as_decided(problem: Problem, decided: Decisions) -> Solution:

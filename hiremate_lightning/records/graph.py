@@ -200,6 +200,16 @@ class Graph:
         return tuple(found)
 
     @cached_property
+    def reads(self) -> tuple[tuple[int, ...], ...]:
+        """For each node, the tensors that it reads."""
+        return tuple(node.inputs for node in self.nodes)
+
+    @cached_property
+    def makes(self) -> tuple[tuple[int, ...], ...]:
+        """For each node, the tensors that it computes."""
+        return tuple(node.outputs for node in self.nodes)
+
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Bytes by storage that a step allocates: 0 for what is resident before it."""
         return tuple(0 if storage.kind.is_resident else storage.size_bytes for storage in self.storages)

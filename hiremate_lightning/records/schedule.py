@@ -8,7 +8,7 @@ last use of each of its definitions; `lower` makes that explicit, so that the si
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .graph import Direction, Graph
@@ -182,19 +182,50 @@ def _run_again(graph: Graph, members: Sequence[int], wanted: set[int], missing: 
 
 
 def ensure(graph: Graph, tensor: int, available: set[int], before: list[int]) -> None:
-    """Append what must run for a tensor to be there; without recursion, since chains are thousands of nodes long."""
-    stack = [tensor]
+    """Append what must run for a tensor to be there."""
+
+    def name(index: int) -> str:
+        return graph.tensors[index].name
+
+    before.extend(must_run(tensor, available, graph.recomputers, graph.reads, graph.makes, name=name))
+
+
+def must_run(
+    wanted: int,
+    available: set[int],
+    makers: Sequence[int | None] | Mapping[int, int],
+    reads: Sequence[Sequence[int]] | Mapping[int, Sequence[int]],
+    makes: Sequence[Sequence[int]] | Mapping[int, Sequence[int]],
+    waiting: list[int] | None = None,
+    name: Callable[[int], str] = str,
+) -> Iterator[int]:
+    """Yield the nodes that must run for a value to be there, each after what it reads.
+
+    Values are tensors or storages. No recursion, since chains are thousands of nodes long.
+
+    Args:
+        wanted: The value.
+        available: Values that are there; what a node makes is added as it is yielded.
+        makers: For each value, the node that computes it again.
+        reads: For each node, the values that it reads.
+        makes: For each node, the values that it makes.
+        waiting: Takes the values that wait for the node that is yielded; of what is available, what computing them
+            reads must stay.
+        name: Names a value.
+    """
+    stack = [] if waiting is None else waiting
+    stack.append(wanted)
     while stack:
         top = stack[-1]
         if top in available:
             stack.pop()
             continue
-        recomputer = graph.recomputers[top]
-        assert recomputer is not None, f"backward tensor {graph.tensors[top].name} is read before it is computed"
-        missing = [t for t in graph.nodes[recomputer].inputs if t not in available]
+        node = makers[top]
+        assert node is not None, f"backward tensor {name(top)} is read before it is computed"
+        missing = [value for value in reads[node] if value not in available]
         if missing:
             stack.extend(reversed(missing))
             continue
-        before.append(recomputer)
-        available.update(graph.nodes[recomputer].outputs)
+        available.update(makes[node])
         stack.pop()
+        yield node

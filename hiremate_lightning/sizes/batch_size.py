@@ -139,7 +139,9 @@ def find_max_batch_size(
         max_trials: Most sizes to plan in one search.
         target: As for `hiremate`.
         time_limit_s: Seconds for solving one plan; training may take longer and gets a plan at least as fast.
-        solver: Name of the strategy, see `solvers`.
+        solver: Name of the strategy: "portfolio", the best of several; "segments", without a MIP solver; "none"; or
+            a method of a paper: "hilp", "rockmate", "rotor", "min_memory", "twremat", "checkmate", "checkmate_lp",
+            "chen", "dtr"; see docs/formulation.md.
         verbose: Whether to report the search, on rank zero.
 
     Returns:

@@ -1,9 +1,8 @@
 """Strategies: each takes a `Problem` and gives a `Solution`."""
 
+from . import methods
 from .base import UNLIMITED, Problem, Solution, SolveOptions, Status, get_strategy, replay, strategy_names
-from .checkmate import checkmate
 from .curve import Curve, curve
-from .hilp import hilp
 from .least_memory import smallest_budget
 from .portfolio import portfolio
 from .refine import phases
@@ -17,11 +16,10 @@ __all__ = [
     "Solution",
     "SolveOptions",
     "Status",
-    "checkmate",
     "curve",
     "get_strategy",
-    "hilp",
     "lower_bound",
+    "methods",
     "none",
     "phases",
     "portfolio",

@@ -82,6 +82,10 @@ class Solution:
         bound_ms: Proven lower bound on the recompute time of every schedule within the budget, 0 if none is known.
         stopped_by: Why solving ended, in words.
         solve_s: Seconds taken.
+        proposed_ms: For a method of a paper, the time of what its own schedule recomputes, before anything was evicted
+            or kept beyond it: the fastest schedule that fits, or else the one of the smallest peak.
+        proposed_bytes: The peak of that schedule, 0 where there is none.
+        note: What the method could not serve, and what it took instead, in one line; empty where it served all.
     """
 
     strategy: str
@@ -92,6 +96,9 @@ class Solution:
     bound_ms: float = 0.0
     stopped_by: str = ""
     solve_s: float = 0.0
+    proposed_ms: float = 0.0
+    proposed_bytes: int = 0
+    note: str = ""
 
     @property
     def is_feasible(self) -> bool:
@@ -107,28 +114,36 @@ class Solution:
 Strategy = Callable[[Problem], Solution]
 _STRATEGIES: dict[str, Strategy] = {}
 _NEED_PROGRAMS: set[str] = set()
+_ABLATIONS: set[str] = set()
 
 
-def strategy(name: str, needs_programs: bool = False) -> Callable[[Strategy], Strategy]:
+def strategy(name: str, needs_programs: bool = False, is_ablation: bool = False) -> Callable[[Strategy], Strategy]:
     """Register a strategy under a name.
 
     Args:
         name: Name to look it up by.
         needs_programs: Whether it solves mixed-integer or linear programs.
+        is_ablation: Whether it is a part of the default by itself, which no list of strategies names.
     """
 
     def register(function: Strategy) -> Strategy:
         _STRATEGIES[name] = function
         if needs_programs:
             _NEED_PROGRAMS.add(name)
+        if is_ablation:
+            _ABLATIONS.add(name)
         return function
 
     return register
 
 
-def strategy_names() -> tuple[str, ...]:
-    """List the registered strategies."""
-    return tuple(sorted(_STRATEGIES))
+def strategy_names(with_ablations: bool = False) -> tuple[str, ...]:
+    """List the registered strategies.
+
+    Args:
+        with_ablations: Whether to list the parts of the default, too.
+    """
+    return tuple(sorted(name for name in _STRATEGIES if with_ablations or name not in _ABLATIONS))
 
 
 def needs_programs(name: str) -> bool:

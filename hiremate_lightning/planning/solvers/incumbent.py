@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import wraps
 
 from ...records.graph import Graph
@@ -27,6 +27,8 @@ class Search:
         best: The fastest policy found that fits.
         bound_ms: Proven lower bound on the recompute time.
         is_infeasible: Proven: no schedule fits.
+        proposed: The best schedule of a method's own, see `Solution`.
+        notes: What the method could not serve, and what it took instead.
     """
 
     problem: Problem
@@ -35,6 +37,8 @@ class Search:
     best: Found | None = None
     bound_ms: float = 0.0
     is_infeasible: bool = False
+    proposed: Found | None = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def limit(self) -> int:
@@ -71,6 +75,10 @@ class Search:
         if last is not None and last.replay.peak_bytes <= self.limit:
             self.offer(keep_more(self.model, last, self.limit, deadline))
 
+    def say(self, note: str) -> None:
+        """Note what a method can't serve, or what it took instead."""
+        self.notes.append(note)
+
     def raise_bound(self, bound_ms: float) -> None:
         """Take a proven bound if it is better."""
         if bound_ms > self.bound_ms:
@@ -93,33 +101,44 @@ class Search:
         """Return the solution, with the time and the peak that the independent simulator finds."""
         seconds = time.monotonic() - self.start
         stopped_by = "proof" if self.is_done else "time limit" if self.left_s() <= 0 else "end of the search"
+        own = self.proposed
+        answer = Solution(
+            strategy=strategy,
+            status=Status.INFEASIBLE if self.is_infeasible else Status.NOT_FOUND,
+            bound_ms=self.bound_ms,
+            stopped_by=stopped_by,
+            solve_s=seconds,
+            proposed_ms=0.0 if own is None else own.replay.recompute_ms,
+            proposed_bytes=0 if own is None else own.replay.peak_bytes,
+            note=" ".join(self.notes),
+        )
         if self.best is None or self.is_infeasible:
-            status = Status.INFEASIBLE if self.is_infeasible else Status.NOT_FOUND
-            return Solution(strategy, status, bound_ms=self.bound_ms, stopped_by=stopped_by, solve_s=seconds)
+            return answer
         recompute = decisions(self.model, self.best.replay.rows)
         simulated = replay(self.problem, recompute)
-        return Solution(
-            strategy=strategy,
+        return replace(
+            answer,
             status=Status.OPTIMAL if self.is_done else Status.FEASIBLE,
             recompute=recompute,
             recompute_ms=simulated.recompute_ms,
             peak_bytes=simulated.peak_bytes,
             bound_ms=min(self.bound_ms, simulated.recompute_ms),
-            stopped_by=stopped_by,
-            solve_s=seconds,
         )
 
 
-def searching(name: str, needs_programs: bool = False) -> Callable[[Callable[[Search], None]], Strategy]:
+def searching(
+    name: str, needs_programs: bool = False, is_ablation: bool = False
+) -> Callable[[Callable[[Search], None]], Strategy]:
     """Register a search as a strategy: it answers with the best it has found, or at once where everything fits.
 
     Args:
         name: Name to look it up by.
         needs_programs: Whether it solves mixed-integer or linear programs.
+        is_ablation: Whether it is a part of the default by itself, which no list of strategies names.
     """
 
     def register(find: Callable[[Search], None]) -> Strategy:
-        @strategy(name, needs_programs)
+        @strategy(name, needs_programs, is_ablation)
         @wraps(find)
         def solve(problem: Problem) -> Solution:
             start = time.monotonic()

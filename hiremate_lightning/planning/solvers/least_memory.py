@@ -127,7 +127,7 @@ def _near(found: list[Found], budget_bytes: int) -> list[Found]:
     return [f for f in found if f.replay.peak_bytes <= limit]
 
 
-@strategy("least_memory")
+@strategy("least_memory", is_ablation=True)
 def smallest_budget(problem: Problem) -> Solution:
     """Find the smallest peak, whether or not it fits the budget, and for that peak a short time of recomputation.
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import accumulate
 from operator import add
 
-from ...records.schedule import keep_all, lower
+from ...records.schedule import keep_all, lower, must_run
 from ...records.simulation import simulate
 from .base import Problem
 
@@ -283,7 +283,7 @@ class StepModel:
                 reads = (*early[position], *reads)
             if not live.issuperset(reads):
                 for storage in reads:
-                    row.extend(node for node, _ in self.recompute(storage, live))
+                    row.extend(self.recompute(storage, live))
             rows.append(row)
             if position in dropped:
                 gone = (s for s in dropped[position] if s not in self.fixed and not self._is_pinned(s, position))
@@ -294,22 +294,15 @@ class StepModel:
         """Whether a view that the backward made holds a storage beyond a position."""
         return any(first <= position < last for first, last in self._pins.get(storage, ()))
 
-    def recompute(self, storage: int, live: set[int]) -> Iterator[tuple[int, list[int]]]:
-        """Recompute a choice from what is live; give each node that runs, and the choices that wait for it."""
-        stack = [storage]
-        while stack:
-            top = stack[-1]
-            if top in live:
-                stack.pop()
-                continue
-            node = self.producer[top]
-            missing = [s for s in self.needs[node] if s not in live]
-            if missing:
-                stack.extend(reversed(missing))
-                continue
-            live.update(self.makes[node])
-            stack.pop()
-            yield node, stack
+    def recompute(self, storage: int, live: set[int], waiting: list[int] | None = None) -> Iterator[int]:
+        """Yield the nodes that recompute a choice from what is live; what they make is live from then on.
+
+        Args:
+            storage: The choice.
+            live: What is live.
+            waiting: Takes the choices that wait for the node that is yielded.
+        """
+        return must_run(storage, live, self.producer, self.needs, self.makes, waiting)
 
     @cached_property
     def order(self) -> dict[int, int]:
@@ -317,7 +310,7 @@ class StepModel:
         live, row = set(self.fixed), list[int]()
         for storage in self.choices:
             if storage not in live:
-                row.extend(node for node, _ in self.recompute(storage, live))
+                row.extend(self.recompute(storage, live))
         return {node: number for number, node in enumerate(row)}
 
     def in_order(self, rows: Rows, position: int) -> Rows:

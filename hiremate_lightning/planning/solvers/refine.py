@@ -128,7 +128,7 @@ def improve_segments(search: Search, improve: Callable[[Search], None]) -> None:
         polish(search)
 
 
-@searching("phases", needs_programs=True)
+@searching("phases", needs_programs=True, is_ablation=True)
 def phases(search: Search) -> None:
     """Solve the phased model of the whole graph, refined where its replay passes the budget."""
     improve_segments(search, refine)

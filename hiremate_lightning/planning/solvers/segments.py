@@ -30,12 +30,7 @@ def segment_policies(model: StepModel) -> list[Policy]:
 
 def _keep_sets(graph: Graph) -> Iterator[frozenset[int]]:
     """Yield, for each number of segments, the storages that cross the cuts between them."""
-    lives, length = _lives(graph), len(graph.forward)
-    change = [0] * (length + 1)
-    for storage, (made, last) in lives.items():
-        change[made + 1] += graph.sizes[storage]
-        change[last + 1] -= graph.sizes[storage]
-    crossing = list(accumulate(change[:length]))
+    lives, length, crossing = lives_of(graph), len(graph.forward), crossing_bytes(graph)
     for count in SEGMENT_COUNTS:
         if count > max(1, length):
             break
@@ -43,7 +38,7 @@ def _keep_sets(graph: Graph) -> Iterator[frozenset[int]]:
         yield frozenset(s for s, (made, last) in lives.items() if any(made < cut <= last for cut in cuts))
 
 
-def _lives(graph: Graph) -> dict[int, tuple[int, int]]:
+def lives_of(graph: Graph) -> dict[int, tuple[int, int]]:
     """Return, for each storage that the forward makes, the positions at which it is made and read last."""
     lives = {storage: (made, made) for made, node in enumerate(graph.forward) for storage in graph.allocates[node]}
     for position, node in enumerate(graph.forward):
@@ -52,6 +47,16 @@ def _lives(graph: Graph) -> dict[int, tuple[int, int]]:
             if storage in lives:
                 lives[storage] = lives[storage][0], max(lives[storage][1], position)
     return lives
+
+
+def crossing_bytes(graph: Graph) -> list[int]:
+    """Return, for each forward position, the bytes made before it that it or a later one reads."""
+    length = len(graph.forward)
+    change = [0] * (length + 1)
+    for storage, (made, last) in lives_of(graph).items():
+        change[made + 1] += graph.sizes[storage]
+        change[last + 1] -= graph.sizes[storage]
+    return list(accumulate(change[:length]))
 
 
 def _narrowest(crossing: list[int], middle: int, reach: int) -> int:

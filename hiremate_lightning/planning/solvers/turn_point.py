@@ -146,7 +146,7 @@ def _under_limits(search: Search, shares: Sequence[float], relax: bool, deadline
             yield Policy(frozenset(s for s, v in keep.items() if result.values[v] >= 0.5))
 
 
-@searching("turn_point", needs_programs=True)
+@searching("turn_point", needs_programs=True, is_ablation=True)
 def turn_point(search: Search) -> None:
     """Solve the turn-point model for several limits; the best replayed policy wins."""
     if prove(search):

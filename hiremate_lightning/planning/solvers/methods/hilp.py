@@ -8,6 +8,11 @@ the program on top is the phased model, which counts every storage, so that an o
 be misjudged; values may be recomputed as often as pays; and the solution is replayed, repaired and filled up across
 the borders of clusters.
 
+H-Rockmate is the forerunner of HiRemate by the same authors (2023, OpenReview zLwCT9srfo). It differs in the partition:
+it cuts a sequence of blocks, as Rockmate does, and splits large blocks further; HiRemate groups any graph from its
+nodes up, as `partition` does here. Its options and its program on top, H-ILP, are those of HiRemate. By `partition`
+this is HiRemate; with blocks for clusters it would be H-Rockmate.
+
     (7)  sum_o f[j, o] = 1                      one option for each cluster j
     (8)  S[0, d] = sum_(o keeps d) f[j, o]      d made in j and not read by other clusters
 
@@ -15,23 +20,29 @@ An option of cluster j under a limit on its saved bytes is the turn-point progra
 there:
 
     minimise  sum_k c_k y_k;  x_d + y_p(d) >= 1;  x_d + y_p(d) >= y_k;  sum_d m_d x_d <= limit
+
+It can't mix two options of one cluster: values of a cluster go together, unless filling up keeps more of them. The
+program on top has to check memory at many instants where the budget is small, and may end without a schedule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..partition import Cluster, partition
-from .base import Status
-from .incumbent import Search, searching
-from .mip_backend import solve
-from .model import StepModel
-from .phases import PhasedProgram
-from .refine import Restriction, improve_segments, refine
-from .turn_point import keeping_program
+from ...partition import Cluster, partition
+from ..base import Status
+from ..incumbent import Search
+from ..mip_backend import solve
+from ..model import Policy, StepModel
+from ..phases import PhasedProgram
+from ..proposals import method
+from ..refine import Restriction, refine
+from ..segments import try_segments
+from ..turn_point import keeping_program, prove
 
 SAVED_SHARES = (1.0, 0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.0)  # of a cluster's bytes: limits of its options
 OPTION_LIMIT_S = 2.0
+RESERVED_SHARE = 0.1  # of the time limit, for segments and to fill up
 MS_PER_BYTE = 1e-15  # so that of options of the same time the one that saves least is chosen
 
 Frontier = tuple[frozenset[int], ...]
@@ -102,13 +113,16 @@ def restriction(options: Sequence[tuple[list[int], Frontier]]) -> Restriction:
     return restrict
 
 
-def merge(search: Search) -> None:
-    """Partition, solve the clusters, and choose among their options for the whole."""
+@method("hilp", needs_programs=True)
+def propose(search: Search) -> Iterator[Policy]:
+    """Propose the best choice among the options of clusters; say so where segments are faster."""
+    if not prove(search):
+        return
     options = list(frontiers(search.model, partition(search.model.graph)))
-    refine(search, restrict=restriction(options))
-
-
-@searching("hilp", needs_programs=True)
-def hilp(search: Search) -> None:
-    """Choose among the options of clusters, then repair across their borders."""
-    improve_segments(search, merge)
+    refine(search, restrict=restriction(options), reserve_s=RESERVED_SHARE * search.left_s())
+    if search.best is not None:
+        chosen = search.best
+        yield chosen.policy
+        try_segments(search, search.within(0.5))
+        if search.best is not chosen:
+            search.say("Segments, filled up, are faster here than the choice among the options of clusters.")

@@ -1,0 +1,334 @@
+"""The step as a chain of links, for the methods that are made for chains.
+
+A link, a stage in the papers, is a run of forward nodes between two cuts. Its *input* is what crosses the cut before
+it, its *tape* what it makes and the backward needs; of that, its own part of the backward reads the *own* values. That
+part ends with the last read of the link's input before anything older is read. The cuts are where least crosses; one
+between two modules counts for less the higher it is in their tree, so that repeated blocks are cut alike. A skip that
+crosses several cuts is part of the input of each link on its way.
+
+Bytes are those of choices that can be recomputed. What can't be is always kept: it counts among the bytes that no
+decision changes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from ...records.graph import Graph
+from .incumbent import Search
+from .model import Policy, StepModel
+from .segments import crossing_bytes
+
+LARGE_SHARE = 0.25  # of the largest value that crosses a cut: what is smaller makes it no wider
+MODULE_WEIGHT = 0.8  # factor on the bytes of a cut for each level of modules that it separates
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One link of a chain.
+
+    Attributes:
+        nodes: Its forward nodes.
+        first: Forward position of the first of them.
+        input: Choices made before it that it, or what follows, reads in the forward.
+        tape: Choices that it makes, in order.
+        own: Those of them that its own part of the backward reads.
+        begins: First position of its part of the backward.
+        ends: One past the last position of it.
+    """
+
+    nodes: tuple[int, ...]
+    first: int
+    input: frozenset[int]
+    tape: tuple[int, ...]
+    own: frozenset[int]
+    begins: int
+    ends: int
+
+    def handed_on(self, model: StepModel) -> frozenset[int]:
+        """Return what it makes that later links read in the forward."""
+        end = self.first + len(self.nodes)
+        return frozenset(s for s in self.tape if model.last_forward_use(s) >= end)
+
+    def nodes_for(self, model: StepModel, wanted: Iterable[int]) -> list[int]:
+        """List its nodes that compute some choices that it makes again, from its input."""
+        inside, seen = set(self.tape), set(wanted)
+        stack = list(seen)
+        while stack:
+            fresh = [s for s in model.needs[model.producer[stack.pop()]] if s in inside and s not in seen]
+            seen.update(fresh)
+            stack.extend(fresh)
+        return list(dict.fromkeys(model.producer[s] for s in self.tape if s in seen))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What is in memory in a part of the backward.
+
+    Attributes:
+        held: Choices in memory as it begins.
+        own: Choices that come and go within it.
+    """
+
+    held: frozenset[int]
+    own: frozenset[int]
+
+
+def links(model: StepModel, count: int) -> list[Link]:
+    """Cut a step into at most so many links."""
+    cuts = _cuts(model.graph, count)
+    made: list[Link] = []
+    free, crossing = deque(s for s in model.choices if s in model.producer), set[int]()
+    for first, last in pairwise(cuts):
+        crossing = {s for s in crossing if model.last_forward_use(s) >= first}
+        tape = []
+        while free and model.made_at[free[0]] < last:
+            tape.append(free.popleft())
+        made.append(Link(model.graph.forward[first:last], first, frozenset(crossing), tuple(tape), frozenset(), 0, 0))
+        crossing.update(tape)
+    return _with_backwards(model, made)
+
+
+def _with_backwards(model: StepModel, chain: Sequence[Link]) -> list[Link]:
+    """Give each link its part of the backward, and what that reads of its tape."""
+    count, link_of = len(model.reads), {s: number for number, link in enumerate(chain) for s in link.tape}
+    latest = [max((link_of[s] for s in reads if s in link_of), default=-1) for reads in model.reads]
+    ends, reached = [0] * len(chain), -1
+    for position in reversed(range(count)):  # one past the last position that reads from a link or a later one
+        for number in range(reached + 1, latest[position] + 1):
+            ends[number] = position + 1
+        reached = max(reached, latest[position])
+    for number, link in enumerate(chain):
+        for position in range(ends[number], count):
+            older = {s for s in model.reads[position] if s in link_of}
+            if not older <= link.input:
+                break
+            ends[number] = position + 1 if older else ends[number]
+    begins = [*ends[1:], 0]
+    ends[:1] = [count]
+    made = []
+    for link, first, end in zip(chain, begins, ends, strict=True):
+        own = frozenset(s for s in link.tape if any(first <= use < end for use in model.uses.get(s, ())))
+        made.append(replace(link, own=own, begins=first, ends=max(first, end)))
+    return made
+
+
+def chains_of(search: Search, name: str, lengths: Iterable[int]) -> list[list[Link]]:
+    """Cut a step into chains of several lengths; note it where it is none.
+
+    Args:
+        search: Its model is cut, and takes the note.
+        name: Name of the method.
+        lengths: Lengths of the chains.
+    """
+    graph = search.model.graph
+    most = sum(map(bool, (graph.allocates[n] for n in graph.forward)))
+    chains = [links(search.model, length) for length in dict.fromkeys(min(most, length) for length in lengths)]
+    widths = [[_width(search.model, link) for link in chain[1:]] for chain in chains]
+    if all(max(width, default=0) > 1 for width in widths):
+        widest, cuts = max(map(max, widths)), sum(map(len, widths))
+        wide = sum(width > 1 for each in widths for width in each)
+        search.say(
+            f"{name} is made for chains, and this step is none: up to {widest} large values cross a cut, more than one "
+            f"cross {100 * wide // cuts}% of the narrowest cuts. It was taken for a chain whose links hand on all of "
+            "them."
+        )
+    return chains
+
+
+def _width(model: StepModel, link: Link) -> int:
+    """Count the values that cross the cut before a link and are not small beside the largest of them, as masks are."""
+    sizes = [model.sizes[s] for s in link.input]
+    return sum(size >= LARGE_SHARE * max(sizes) for size in sizes)
+
+
+# ---------------------------------------------------------------- where to cut
+
+
+def _cuts(graph: Graph, count: int) -> list[int]:
+    """Return the forward positions at which links begin, and the end."""
+    works, weights = list(accumulate(int(bool(graph.allocates[n])) for n in graph.forward)), _weights(graph)
+    size = max(1, -(-works[-1] // max(1, count))) if works else 1
+    while len(cuts := _cheapest_cuts(works, weights, size)) >= max(1, count):
+        size = size * 5 // 4 + 1
+    return [0, *cuts, len(graph.forward)]
+
+
+def _weights(graph: Graph) -> list[float]:
+    """Return the cost of a cut before each forward position: the bytes that cross it, less where modules end."""
+    modules = [tuple(graph.nodes[n].module.split(".")) for n in graph.forward]
+    weights = []
+    for position, crossing in enumerate(crossing_bytes(graph)):
+        before, after = modules[max(0, position - 1)], modules[position]
+        same = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before))
+        levels = 0 if before == after else max(len(before), len(after)) - same
+        weights.append((1 + crossing) * MODULE_WEIGHT**levels)
+    return weights
+
+
+def _cheapest_cuts(works: Sequence[int], weights: Sequence[float], most: int) -> list[int]:
+    """Choose positions to cut before, so that no link has more than `most` works, at the least total weight."""
+    length = len(weights)
+    best, begins = [0.0], [0]  # by end of a link: weight of the cuts up to it, and where the link begins
+    window = [0]  # begins in reach, weights ascending
+    for end in range(1, length + 1):
+        while len(window) > 1 and works[end - 1] - (works[window[0] - 1] if window[0] else 0) > most:
+            window.pop(0)
+        best.append(best[window[0]] + (weights[end] if end < length else 0.0))
+        begins.append(window[0])
+        while window and best[window[-1]] >= best[end]:
+            window.pop()
+        window.append(end)
+    cuts, end = list[int](), length
+    while end > 0 and begins[end] > 0:
+        end = begins[end]
+        cuts.append(end)
+    return cuts[::-1]
+
+
+# ---------------------------------------------------------------- from what is held to a policy
+
+
+def last_needs(model: StepModel) -> dict[int, int]:
+    """Return, for each choice, the last backward position that reads it or may recompute something from it."""
+    found: dict[int, int] = {}
+    seen = set[int]()
+    reads = [*model.reads, model.returned]
+    for position in reversed(range(len(reads))):
+        before = len(seen)
+        fresh = [s for s in reads[position] if s not in seen]
+        if fresh:
+            model.add_sources(seen, fresh)
+        if len(seen) > before:
+            found.update((s, position) for s in seen if s not in found)
+    return found
+
+
+def policy_of(model: StepModel, spans: Mapping[int, Span]) -> Policy:
+    """Return the policy that holds what each span of the backward says, from its first position on.
+
+    Args:
+        model: The step.
+        spans: By the backward position at which each begins; one begins at 0, the turn.
+    """
+    last, fixed = last_needs(model), model.fixed
+    kept = frozenset(s for s in spans[0].held if s in last) | fixed
+    live, stays = set(kept), frozenset[int]()
+    drops, early = set[tuple[int, int]](), set[tuple[int, int]]()
+
+    def drop(position: int) -> None:
+        gone = {s for s in live if s not in stays and s not in fixed}
+        live.difference_update(gone)
+        drops.update((s, position) for s in gone if last[s] > position)
+
+    for position, reads in enumerate([*model.reads, model.returned]):
+        span = spans.get(position)
+        if span is not None:
+            stays = span.held | span.own
+            if position:
+                drop(position - 1)
+            missing = [s for s in span.held - live if last.get(s, -1) >= position and s in model.producer]
+            early.update((s, position) for s in missing)
+            _compute(model, sorted(missing, key=model.made_at.__getitem__), live)
+        _compute(model, reads, live)
+        if span is not None:
+            drop(position)
+    return Policy(kept, frozenset(drops), frozenset(early))
+
+
+def _compute(model: StepModel, wanted: Iterable[int], live: set[int]) -> None:
+    for storage in wanted:
+        for _ in model.recompute(storage, live):
+            pass
+
+
+# ---------------------------------------------------------------- bytes of a chain
+
+
+class ChainBytes:
+    """Bytes of a chain's values, and of its operations as they run.
+
+    Attributes:
+        chain: The links.
+        tape: Bytes of each link's tape.
+        own: Bytes of what its own part of the backward reads of it.
+        rest: For each link, most bytes in its part of the backward that no decision changes.
+        start: For each link, bytes that no decision changes just before its part of the backward.
+        forward: For each link, most bytes beside choices as it runs in the forward.
+        again: For each link, most bytes beside choices as it runs again.
+    """
+
+    def __init__(self, model: StepModel, chain: Sequence[Link]) -> None:
+        """Add them up.
+
+        Args:
+            model: The step.
+            chain: Its links.
+        """
+        self._model, self.chain = model, chain
+        fixed_after = self._fixed_after()
+        gradients = [size + fixed_after[p] for p, size in enumerate(model.gradients)]
+        self.tape = [self.of(link.tape) for link in chain]
+        self.own = [self.of(link.own) for link in chain]
+        self.rest = [max(gradients[link.begins : link.ends], default=0) for link in chain]
+        self.start = [model.live_gradients[link.begins] + fixed_after[link.begins] for link in chain]
+        self._alive = self._lives(s for s in model.choices if s not in model.fixed)
+        kept = [0] * (len(model.graph.forward) + 1)
+        for storage in model.fixed:
+            kept[model.made_at[storage]] += model.sizes[storage]
+        fixed_before = accumulate(kept)
+        self._forward = [rest + fixed for rest, fixed in zip(model.forward_rest, fixed_before, strict=False)]
+        self.forward = [max(self._forward[link.first :][: len(link.nodes)], default=0) for link in chain]
+        self.again = [max((model.transient[n] for n in link.nodes_for(model, link.tape)), default=0) for link in chain]
+
+    def of(self, storages: Iterable[int]) -> int:
+        """Return the bytes of some choices."""
+        return sum(self._model.sizes[s] for s in storages)
+
+    @property
+    def others(self) -> Iterator[int]:
+        """Yield all bytes that are not those of choices."""
+        yield from (*self.rest, *self.start, *self._forward, *self.again)
+
+    def _lives(self, storages: Iterable[int]) -> list[int]:
+        """Return, for each forward position, the bytes of choices that were made and will be read."""
+        model = self._model
+        change = [0] * (len(model.graph.forward) + 2)
+        for storage in storages:
+            change[model.made_at[storage]] += model.sizes[storage]
+            change[model.last_forward_use(storage) + 1] -= model.sizes[storage]
+        return list(accumulate(change))
+
+    def _fixed_after(self) -> list[int]:
+        """Return, for each backward position and the end, the bytes of what can't be recomputed and is needed still."""
+        model, last = self._model, last_needs(self._model)
+        change = [0] * (len(model.reads) + 2)
+        for storage in model.fixed:
+            change[0] += model.sizes[storage]
+            change[last.get(storage, 0) + 1] -= model.sizes[storage]
+        return list(accumulate(change))
+
+    def sweeps(self, start: int) -> list[tuple[int, int]]:
+        """Return the bytes that running each link takes beyond the input of a link that is held.
+
+        Args:
+            start: The link whose input is held.
+
+        Returns:
+            For each link from that one on: in the forward, and again in the backward; what dies goes at once.
+        """
+        model, chain, found = self._model, self.chain, list[tuple[int, int]]()
+        held = sorted(chain[start].input, key=model.last_forward_use)
+        ends = [model.last_forward_use(s) for s in held]
+        gone = [0, *accumulate(model.sizes[s] for s in held)]
+        for number, link in enumerate(chain[start:], start):
+            forward = again = 0
+            for position in range(link.first, link.first + len(link.nodes)):
+                alive = self._alive[position] - (gone[-1] - gone[bisect_right(ends, position - 1)])
+                forward, again = max(forward, alive + self._forward[position]), max(again, alive)
+            found.append((forward, again + self.again[number]))
+        return found

@@ -1,0 +1,54 @@
+"""Checkmate: an integer program in which memory is checked at every node of the backward; and its rounded relaxation.
+
+Source: Jain, Jain, Nrusimha, Gholami, Abbeel, Keutzer, Stoica, Gonzalez, "Checkmate: Breaking the Memory Wall with
+Optimal Tensor Rematerialization", MLSys 2020, arXiv 1910.02653. R[t, i] says that i is computed in stage t, S[t, i]
+that it is in memory as stage t starts, FREE when it goes. The two-phase rounding of their relaxation takes S at a
+threshold, then the least R for it, and the fastest of these that fits; it is `checkmate_lp` here.
+
+Changed: the forward is one stage and only forward nodes are recomputed, values are storages, and nothing is said of
+when a value is freed, which the replay finds out (a seventh of the variables at the same optimum): rows (1) to (5) of
+`phases` with every position an instant. The rows of memory between two positions are added where the replay misses
+them. The relaxation is checked at a few instants.
+
+The program has a variable for each value and position: beyond a few dozen positions no solver closes it. Where it has
+more than `MOST_VARIABLES`, its rounded relaxation is all there is, without a promise to find anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..incumbent import Search
+from ..mip_backend import solve
+from ..model import Policy
+from ..phases import Checks, PhasedProgram
+from ..proposals import method
+from ..refine import refine
+
+MOST_VARIABLES = 60_000  # of a program that is tried as a whole
+MOST_INSTANTS = 24  # of the relaxation that is rounded
+SLACK = 0.1  # of the budget that the relaxation leaves free, so that what it rounds to fits
+THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+@method("checkmate", needs_programs=True)
+def propose(search: Search) -> Iterator[Policy]:
+    """Propose the rounded relaxation, then the solution of the program with every position checked."""
+    yield from rounded(search)
+    positions = tuple(range(len(search.model.reads)))
+    count = len(positions) * len(search.model.choices)
+    if count > MOST_VARIABLES:
+        search.say(f"Checkmate's program has {count:,} variables here: only its relaxation was rounded.")
+        return
+    refine(search, Checks(positions))
+    if search.best is not None:
+        yield search.best.policy
+
+
+@method("checkmate_lp", needs_programs=True)
+def rounded(search: Search) -> Iterator[Policy]:
+    """Propose what thresholds make of the relaxation, solved with some budget left free."""
+    program = PhasedProgram(search.model, int((1 - SLACK) * search.limit), Checks(search.model.neediest(MOST_INSTANTS)))
+    result = solve(program.program, search.problem.options, max(1.0, 0.5 * search.left_s()), relax=True)
+    for threshold in THRESHOLDS if result.values else ():
+        yield program.policy(result.values, threshold)

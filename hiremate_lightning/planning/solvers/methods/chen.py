@@ -1,0 +1,72 @@
+"""Chen: segments of equal length, of which only what crosses from one to the next is kept.
+
+Source: T. Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016, arXiv 1604.06174. A chain
+of n layers is cut into sqrt(n) segments; the forward keeps their inputs, and the backward of a segment computes it
+again: O(sqrt(n)) memory for one more forward. Their Algorithm 3, memory planning with a budget, ends a segment where
+its outputs pass b bytes. With x the bytes of what is kept and y those of the largest segment, b = sqrt(x y) is a good
+one, and the best is searched for around it.
+
+Changed: a layer is a forward node that allocates, and what is kept is all that crosses a cut, in any network. Bytes are
+of storages. Values are recomputed as they are needed, not a segment at a time, and what the backward doesn't read is
+not recomputed. What can't be recomputed is kept.
+
+It knows neither times nor a budget: its own schedules take the memory that they take.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+from ..incumbent import Search
+from ..model import Policy, StepModel
+from ..proposals import method
+from ..segments import lives_of
+
+ROOT_TWO = math.sqrt(2.0)
+SEARCHED = 6  # segment sizes on either side of the best guess
+
+
+@method("chen")
+def propose(search: Search) -> Iterator[Policy]:
+    """Propose sqrt(n) segments of equal length, then segments of equal bytes."""
+    model = search.model
+    yield keep_crossing(model, equal_cuts(model))
+    guess = _balanced_bytes(model)
+    for step in range(-SEARCHED, SEARCHED + 1):
+        yield keep_crossing(model, cuts_by_bytes(model, guess * ROOT_TWO ** (step / SEARCHED)))
+
+
+def equal_cuts(model: StepModel) -> list[int]:
+    """Return the forward positions that cut n layers into sqrt(n) segments."""
+    layers = [position for position, node in enumerate(model.graph.forward) if model.graph.allocates[node]]
+    count = math.isqrt(len(layers))
+    return [layers[len(layers) * k // count] for k in range(1, count)]
+
+
+def cuts_by_bytes(model: StepModel, most_bytes: float) -> list[int]:
+    """Return the forward positions at which a segment has made more than so many bytes."""
+    cuts, made = list[int](), 0
+    for position, node in enumerate(model.graph.forward):
+        if made > most_bytes:
+            cuts.append(position)
+            made = 0
+        made += sum(model.sizes[s] for s in model.graph.allocates[node])
+    return cuts
+
+
+def _balanced_bytes(model: StepModel) -> float:
+    """Return b = sqrt(x y) of the segments of equal length."""
+    cuts = [0, *equal_cuts(model), len(model.graph.forward)]
+    kept = sum(model.sizes[s] for s in keep_crossing(model, cuts[1:-1]).kept)
+    made = [sum(model.sizes[s] for s in model.graph.allocates[node]) for node in model.graph.forward]
+    largest = max((sum(made[a:b]) for a, b in pairwise(cuts)), default=0)
+    return math.sqrt(max(1, kept) * max(1, largest))
+
+
+def keep_crossing(model: StepModel, cuts: list[int]) -> Policy:
+    """Return the policy that keeps what crosses some cuts of the forward."""
+    choices, lives = set(model.choices), lives_of(model.graph)
+    crossing = (s for s, (made, last) in lives.items() if any(made < cut <= last for cut in cuts))
+    return Policy(frozenset(s for s in crossing if s in choices))

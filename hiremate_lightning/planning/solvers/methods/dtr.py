@@ -1,0 +1,213 @@
+"""DTR: evict as memory runs out, by a heuristic that knows nothing of what comes; recompute what is missing.
+
+Source: Kirisame, Lyubomirsky, Haan, Brennan, He, Roesch, Chen, Tatlock, "Dynamic Tensor Rematerialization", ICLR 2021,
+arXiv 2006.09616. A runtime that acts on each operation. Where an allocation passes the budget, the storage s of the
+least score goes:
+
+    h_DTR(s) = (c(s) + sum of c over e*(s)) / (m(s) * staleness(s))
+
+c(s) is the time to compute s again, m(s) its bytes, staleness the time since it was read last, and e*(s) its evicted
+neighbourhood: what was evicted and would have to be computed for s, or through s for something else. What an operation
+reads and is not there is computed again, recursively; operands of what runs stay.
+
+Changed: it runs on the recorded step with the profiled times, and what it did becomes the schedule; in its own form it
+decides anew in each step. What the forward reads later is not evicted, since the forward recomputes nothing here. What
+nothing will read or recompute from is freed, as reference counts would. A value that would be computed twice before
+one operation is held in between. What can't be recomputed stays.
+
+It can't look ahead, so that it gives up what is needed next; near the smallest budgets it recomputes the same values
+over and over. Where its schedule passes the budget by the replay, it runs again with a smaller one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container, Iterable, Iterator, Mapping
+
+from ..chain import last_needs
+from ..incumbent import Search
+from ..model import Policy, StepModel
+from ..proposals import PROPOSING_SHARE, method
+
+WORKING_BUDGETS = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6)  # of the real one, until a schedule fits
+LEAST_STALENESS_MS = 1e-6
+
+
+@method("dtr")
+def propose(search: Search) -> Iterator[Policy]:
+    """Propose what the heuristic does under the budget, and under smaller ones until that fits."""
+    deadline = search.within(PROPOSING_SHARE)
+    for share in WORKING_BUDGETS:
+        policy = Run(search.model, int(share * search.limit), deadline).policy()
+        if policy is None:
+            return
+        yield policy
+        if search.best is not None:
+            return
+
+
+class Run:
+    """One step under the heuristic.
+
+    Attributes:
+        live: Choices in memory.
+        evicted: Choices that were evicted and are not back.
+    """
+
+    def __init__(self, model: StepModel, limit_bytes: int, deadline: float) -> None:
+        """Begin before the forward.
+
+        Args:
+            model: The step.
+            limit_bytes: Bytes at which it evicts.
+            deadline: Stop at this `time.monotonic`.
+        """
+        self._model, self._limit, self._deadline = model, limit_bytes, deadline
+        self._last_need = last_needs(self._model)
+        self._near = Neighbourhoods(self._model)
+        self.live, self.evicted = set[int](), self._near.evicted
+        self._live_bytes, self._clock_ms = 0, 0.0
+        self._read_ms: dict[int, float] = {}
+        self._read_at: dict[int, int] = {}
+        self._drops = set[tuple[int, int]]()
+
+    def policy(self) -> Policy | None:
+        """Run it; None where the deadline ends it."""
+        if not self._forward():
+            return None
+        kept = set(self.live)
+        for position in range(len(self._model.reads) + 1):
+            if time.monotonic() > self._deadline:
+                return None
+            self._backward(position)
+        kept.difference_update(s for s, position in self._drops if position < 0)
+        drops = frozenset((s, position) for s, position in self._drops if position >= 0)
+        return Policy(frozenset(kept), drops)
+
+    def _forward(self) -> bool:
+        """Run the forward; say whether time was left."""
+        model, graph = self._model, self._model.graph
+        wanted = set(model.choices)
+        for position, node in enumerate(graph.forward):
+            if time.monotonic() > self._deadline:
+                return False
+            reads = {s for t in graph.nodes[node].inputs if (s := model.storage_of[t]) in wanted}
+            made = [s for s in graph.allocates[node] if s in wanted]
+            read_later = {s for s in self.live if model.last_forward_use(s) >= position}
+            self._add(made)
+            self._evict(-1, model.forward_rest[position], {*reads, *made, *read_later})
+            self._read(-1, node, {*reads, *made})
+        return True
+
+    def _backward(self, position: int) -> None:
+        """Compute what is missing for a node of the backward, and run it."""
+        model = self._model
+        reads = model.reads[position] if position < len(model.reads) else model.returned
+        for storage in reads:
+            waiting = list[int]()
+            there = set(self.live)
+            for node in model.recompute(storage, there, waiting):
+                needed = {s for w in waiting for s in (w, *model.needs.get(model.producer.get(w, -1), ()))}
+                pinned = {*reads, *needed, *model.needs[node], *model.makes[node]}
+                self._add(model.makes[node])
+                self._evict(position, model.transient[node] + model.live_gradients[position], pinned)
+                self._read(position, node, {*model.needs[node], *model.makes[node]})
+                there.intersection_update(self.live)
+        if position < len(model.reads):
+            self._evict(position, model.gradients[position], set(reads))
+            self._read(position, model.graph.backward[position], reads)
+        dead = [s for s in self.live if self._last_need.get(s, -1) <= position and s not in model.fixed]
+        self._remove(dead)
+
+    def _read(self, position: int, node: int, storages: Iterable[int]) -> None:
+        """Let time pass while a node runs that reads or makes some choices."""
+        self._clock_ms += self._model.problem.profile.time_ms[node]
+        for storage in storages:
+            self._read_ms[storage], self._read_at[storage] = self._clock_ms, position
+
+    def _add(self, storages: Iterable[int]) -> None:
+        for storage in storages:
+            if storage not in self.live:
+                self.live.add(storage)
+                self._live_bytes += self._model.sizes[storage]
+                self._near.change(storage, is_evicted=False)
+
+    def _remove(self, storages: Iterable[int]) -> None:
+        for storage in storages:
+            self.live.discard(storage)
+            self._live_bytes -= self._model.sizes[storage]
+
+    def _evict(self, position: int, rest_bytes: int, pinned: Container[int]) -> None:
+        """Evict until what is live and the rest are within the limit, or nothing is left to evict."""
+        model = self._model
+        while self._live_bytes + rest_bytes > self._limit:
+            free = (s for s in self.live if s in model.producer and s not in pinned and model.sizes[s])
+            storage = min(free, key=lambda s: (self._score(s), s), default=None)
+            if storage is None:
+                return
+            self._remove([storage])
+            self._near.change(storage, is_evicted=True)
+            if position >= 0:
+                is_read = self._read_at[storage] == position
+                self._drops.add((storage, position if is_read else position - 1))
+
+    def _score(self, storage: int) -> float:
+        """Return h_DTR."""
+        staleness_ms = max(LEAST_STALENESS_MS, self._clock_ms - self._read_ms.get(storage, 0.0))
+        return self._near.cost_ms(storage) / (self._model.sizes[storage] * staleness_ms)
+
+
+class Neighbourhoods:
+    """The evicted neighbourhoods e*.
+
+    Attributes:
+        evicted: Choices that are evicted.
+    """
+
+    def __init__(self, model: StepModel) -> None:
+        """Begin with nothing evicted.
+
+        Args:
+            model: The step.
+        """
+        self._model = model
+        self.evicted = set[int]()
+        self._known: dict[int, float] = {}
+        self._sources = {s: model.needs[model.producer[s]] if s in model.producer else () for s in model.choices}
+        self._results: dict[int, list[int]] = {s: [] for s in model.choices}
+        for storage, sources in self._sources.items():
+            for source in sources:
+                self._results[source].append(storage)
+
+    def cost_ms(self, storage: int) -> float:
+        """Return c(s), and c of what is in e*(s)."""
+        if storage not in self._known:
+            near = {storage, *self._reach(storage, self._sources), *self._reach(storage, self._results)}
+            nodes = {self._model.producer[s] for s in near if s in self._model.producer}
+            self._known[storage] = sum(self._model.cost_ms[n] for n in sorted(nodes))
+        return self._known[storage]
+
+    def _reach(self, storage: int, following: Mapping[int, Iterable[int]]) -> set[int]:
+        """Return the evicted choices that are reached one way through evicted ones."""
+        found, stack = set[int](), [storage]
+        while stack:
+            fresh = [s for s in following[stack.pop()] if s in self.evicted and s not in found]
+            found.update(fresh)
+            stack.extend(fresh)
+        return found
+
+    def change(self, storage: int, is_evicted: bool) -> None:
+        """Note that a choice was evicted, or is back; forget the costs that this changes."""
+        if is_evicted == (storage in self.evicted):
+            return
+        self.evicted.add(storage)
+        seen, stack = {storage}, [storage]
+        while stack:
+            top = stack.pop()
+            self._known.pop(top, None)
+            if top in self.evicted:
+                fresh = [s for s in (*self._sources[top], *self._results[top]) if s not in seen]
+                seen.update(fresh)
+                stack.extend(fresh)
+        if not is_evicted:
+            self.evicted.discard(storage)

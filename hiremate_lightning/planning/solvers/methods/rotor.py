@@ -1,0 +1,246 @@
+"""Rotor: the persistent schedule of least time for a chain, by dynamic programming.
+
+Source: Herrmann, Beaumont, Eyraud-Dubois, Hermann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains: how
+to train deep neural networks with limited memory", 2019, arXiv 1911.13214 (ACM TOMS, 2024). A chain of L stages; F_all
+runs a stage and keeps all that its backward needs, F_ck keeps its input, F_none keeps nothing. C(s, t, m) is the least
+time from the input of s and the gradient of t to the gradient of the input of s, in m bytes beside that input:
+
+    C(s, t, m) = min(C_ck, C_all)
+    C_ck  = min_(s < q <= t) sum_(s <= k < q) u_k + C(q, t, m - a_q) + C(s, q - 1, m)      F_ck of s, F_none up to q
+    C_all = u_s + C(s + 1, t, m - tape_s)                                                 F_all of s
+
+u_k are times of forwards, a_q bytes of the input of q, tape_s of what F_all keeps. Each needs the bytes of what runs.
+
+Changed: the stages are the links of `chain`, cut in any network. Bytes are of storages, each counted once: of the input
+of q what is not in the input of s. The forward of the step is not paid for again, so C(s, L, m) has no u. A run that
+keeps nothing takes the time of what the next links read. Bytes of gradients and workspace are those of the recorded
+backward, whose order is given. Bytes are rounded up to slots, unless their common divisor is as good a slot. A
+value that can't be recomputed, as what was drawn at random, is kept and counted apart. Chains of several lengths are
+tried, and budgets around the real one, since the table knows only the largest need of each link.
+
+It can't do better than persistent schedules: what is held stays until its backward has run. On networks with long skips
+the links' inputs are wide, and its schedules far from the best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+
+import numpy as np
+import numpy.typing as npt
+
+from ..chain import ChainBytes, Link, Span, chains_of, policy_of
+from ..incumbent import Search
+from ..model import Policy, StepModel
+from ..proposals import method
+
+LENGTHS = (50, 24, 36, 16, 10, 6)  # of the chains that are tried
+SLOTS = 500  # of memory in the table
+LARGER, SMALLER = (1.06, 1.12, 1.25, 1.5), (0.94, 0.88, 0.8, 0.7)  # working budgets, of the real one
+
+Array = npt.NDArray[np.float64]
+Choices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Tape:
+    """An option of a link: what of its tape is held from its last forward to its backward, and what that costs.
+
+    Attributes:
+        held: Choices that are held.
+        extra_ms: Time to recompute the others.
+        need_bytes: Most bytes in the link's part of the backward, beside its input.
+    """
+
+    held: frozenset[int]
+    extra_ms: float
+    need_bytes: int
+
+
+Tapes = list[list[Tape]]
+
+
+def whole_tapes(search: Search, sizes: ChainBytes) -> Tapes:
+    """Return the one option that Rotor knows for each link: to hold all that its own backward reads."""
+    return [
+        [Tape(link.own, 0.0, own + rest)] for link, own, rest in zip(sizes.chain, sizes.own, sizes.rest, strict=True)
+    ]
+
+
+class Table:
+    """C(s, t, m) of a chain, and which choice it comes from.
+
+    Attributes:
+        chain: The links.
+        tapes: The options of each.
+        cost: By s and t, the least time for each number of slots.
+        choice: By s and t, for each number of slots: q to restart from the input of q, -1 - o to hold tape o of s.
+    """
+
+    def __init__(self, model: StepModel, sizes: ChainBytes, tapes: Tapes, budget_bytes: int) -> None:
+        """Fill the table.
+
+        Args:
+            model: The step.
+            sizes: Its chain.
+            tapes: The options of each link.
+            budget_bytes: Bytes for all of it.
+        """
+        self.chain, self.tapes = sizes.chain, tapes
+        self._model, self._sizes = model, sizes
+        through = [_time_ms(model, link.nodes_for(model, link.handed_on(model))) for link in self.chain]
+        self._through_ms = np.concatenate(([0.0], np.cumsum(through)))
+        self._choose_slots(budget_bytes)
+        self.cost: dict[tuple[int, int], Array] = {}
+        self.choice: dict[tuple[int, int], Choices] = {}
+        self._memory = np.arange(self._count + 1)
+        for s in reversed(range(len(self.chain))):
+            self._fill_from(s)
+
+    def _choose_slots(self, budget_bytes: int) -> None:
+        unit = math.gcd(*(self._model.sizes[s] for s in self._model.choices), *self._sizes.others) or 1
+        if budget_bytes > SLOTS * unit:
+            unit = -(-budget_bytes // SLOTS)
+        self._unit, self._count = unit, max(0, budget_bytes // unit)
+
+    def _slots(self, size_bytes: int) -> int:
+        """Round bytes up to slots."""
+        return max(0, -(-size_bytes // self._unit))
+
+    def _fill_from(self, s: int) -> None:
+        """Fill C(s, t) for each t."""
+        chain, own = self.chain, self._sizes
+        sweeps, again = own.sweeps(s), [self._run(chain[s], is_last) for is_last in (False, True)]
+        taken = [self._taken(s, link.input) for link in chain[s:]]  # a_q beside the input of s
+        for t in range(s, len(chain)):
+            is_forward = t == len(chain) - 1
+            cost, choice = np.full(self._count + 1, np.inf), np.zeros(self._count + 1, dtype=np.int64)
+            start = 0 if is_forward else own.start[t]
+            run, run_ms = (own.tape[s] + own.forward[s], 0.0) if is_forward else again[s == t]
+            for number, option in enumerate(self.tapes[s]):
+                need = max(option.need_bytes, start + run)
+                held = option.held if s == t else option.held | chain[s + 1].input
+                rest = self._with_less(s + 1, t, self._taken(s, held)) if s < t else np.zeros(self._count + 1)
+                total = rest + option.extra_ms + run_ms
+                self._take(cost, choice, total, need, -1 - number)
+            need = 0
+            for q in range(s + 1, t + 1):
+                need = max(need, start + sweeps[q - 1 - s][0 if is_forward else 1])
+                sweep_ms = 0.0 if is_forward else self._through_ms[q] - self._through_ms[s]
+                total = sweep_ms + self._with_less(q, t, taken[q - s]) + self.cost[s, q - 1]
+                self._take(cost, choice, total, need, q)
+            self.cost[s, t], self.choice[s, t] = cost, choice
+
+    def _run(self, link: Link, is_last: bool) -> tuple[int, float]:
+        """Return the bytes and the time of a link that runs again and keeps what its backward reads.
+
+        Args:
+            link: The link.
+            is_last: Whether what it hands on is not needed any more.
+        """
+        model = self._model
+        nodes = link.nodes_for(model, link.own if is_last else link.own | link.handed_on(model))
+        made = self._sizes.of({d for n in nodes for d in model.makes[n]})
+        return made + max((model.transient[n] for n in nodes), default=0), _time_ms(model, nodes)
+
+    def _take(self, cost: Array, choice: Choices, total: Array, need_bytes: int, number: int) -> None:
+        """Take another choice where it is faster and there are the bytes for it."""
+        better = (total < cost) & (self._memory >= self._slots(need_bytes))
+        cost[better] = total[better]
+        choice[better] = number
+
+    def _with_less(self, s: int, t: int, slots: int) -> Array:
+        """Return C(s, t) with some slots taken."""
+        shifted = np.full(self._count + 1, np.inf)
+        if slots <= self._count:
+            shifted[slots:] = self.cost[s, t][: self._count + 1 - slots]
+        return shifted
+
+    @property
+    def least_ms(self) -> float:
+        """The time of what the best schedule recomputes, infinite where none fits."""
+        return float(self.cost[0, len(self.chain) - 1][self._count])
+
+    def spans(self) -> dict[int, Span]:
+        """Trace back what is in memory in the backward of each link; nothing where no schedule fits."""
+        spans: list[tuple[int, Span]] = []
+        if not np.isfinite(self.least_ms):
+            return {}
+        stack = [(0, len(self.chain) - 1, self._count, frozenset[int]())]
+        while stack:
+            s, t, slots, outer = stack.pop()
+            link, choice = self.chain[s], int(self.choice[s, t][slots])
+            here = outer | link.input
+            if choice < 0:
+                held = self.tapes[s][-1 - choice].held
+                if s < t:
+                    later = held | self.chain[s + 1].input
+                    stack.append((s + 1, t, slots - self._taken(s, later), here | later))
+                spans.append((s, Span(here | held, frozenset(link.tape))))
+            else:
+                later = self.chain[choice].input
+                stack.append((s, choice - 1, slots, outer))
+                stack.append((choice, t, slots - self._taken(s, later), here))
+        # Of links that begin together only the first has positions of its own: it comes last, and stays.
+        return {self.chain[s].begins: span for s, span in sorted(spans, key=itemgetter(0), reverse=True)}
+
+    def _taken(self, s: int, held: frozenset[int]) -> int:
+        """Return the slots of what is held beside the input of a link."""
+        return self._slots(self._sizes.of(held - self.chain[s].input))
+
+
+def _time_ms(model: StepModel, nodes: Sequence[int]) -> float:
+    return sum(model.cost_ms[n] for n in nodes)
+
+
+def over_chains(
+    search: Search, name: str, tapes_of: Callable[[Search, ChainBytes], Tapes], lengths: Sequence[int] = LENGTHS
+) -> Iterator[Policy]:
+    """Yield the best schedules of chains of several lengths, under several working budgets.
+
+    Args:
+        search: What they are for.
+        name: Name of the method.
+        tapes_of: Gives the options of each link of a chain.
+        lengths: Lengths of the chains.
+    """
+    model = search.model
+    for chain in chains_of(search, name, lengths):
+        sizes = ChainBytes(model, chain)
+        tapes = tapes_of(search, sizes)
+        yield from _under_budgets(search, partial(_best, model, sizes, tapes))
+
+
+def _best(model: StepModel, sizes: ChainBytes, tapes: Tapes, budget_bytes: int) -> Policy | None:
+    spans = Table(model, sizes, tapes, budget_bytes).spans()
+    return policy_of(model, spans) if spans else None
+
+
+def _under_budgets(search: Search, solve: Callable[[int], Policy | None]) -> Iterator[Policy]:
+    """Yield schedules for larger and larger working budgets while they fit the real one, else for smaller ones."""
+    share = 1.0
+    for share in (1.0, *LARGER):
+        policy = solve(int(share * search.limit))
+        if policy is not None:
+            yield policy
+            if search.model.replay(policy).peak_bytes > search.limit:
+                break
+    if share > 1.0:
+        return
+    for share in SMALLER:
+        policy = solve(int(share * search.limit))
+        if policy is None:
+            return
+        yield policy
+        if search.model.replay(policy).peak_bytes <= search.limit:
+            return
+
+
+@method("rotor")
+def propose(search: Search) -> Iterator[Policy]:
+    """Propose the persistent schedules of least time for chains."""
+    return over_chains(search, "Rotor", whole_tapes)

@@ -1,0 +1,216 @@
+"""TW-Remat: recompute along a balanced tree of separators, from a tree decomposition of the graph.
+
+Source: Kumar, Purohit, Svitkina, Vee, Wang, "Efficient Rematerialization for Deep Networks", NeurIPS 2019. A tree
+decomposition of width k covers a graph by bags: each edge is in a bag, and the bags with a value are connected. A bag
+whose removal leaves trees of at most half of the bags is the separator at the top; so on below. With X a separator,
+chi its subtrees and W what is wanted, memory is O(k log n) at a polynomial number of runs:
+
+    REMAT(X, W):  for each v in X needed for W, in order:  for each chi: REMAT(chi, sources of v in chi);  compute v
+                  for each chi: REMAT(chi, W in chi);  free what is in X and not in W
+
+Changed: the order of the backward is given, so REMAT is asked for what one node of the backward reads after the other,
+and the separators on the way to that stay: they are what is held there. One stays for a while where the backward turns
+to another and comes back. The paper knows no budget. Here a separator whose values, with those of all below it, take
+few bytes is a leaf, which is computed as a whole: leaf sizes from nothing to everything give schedules from the least
+memory to plain training. What a node of the backward reads is made a clique, so that one bag has it. The decomposition
+eliminates the value of the least degree; the optimal width is NP-hard. Values are storages that can be recomputed; the
+others are kept.
+
+It knows no times: it recomputes what lies in another subtree, however long that takes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+
+from ..chain import Span, policy_of
+from ..incumbent import Search
+from ..model import Policy, StepModel
+from ..proposals import method
+
+LEAF_STEPS = 16  # leaf sizes that are tried
+LEAF_FACTOR = 0.7  # from one to the next
+GAPS = (0.1, 0.0)  # parts of the backward without a read below a separator after which it is freed
+
+
+@dataclass(frozen=True, slots=True)
+class Separator:
+    """A separator, as part of a balanced tree.
+
+    Attributes:
+        above: Number of the one above it, -1 at the top.
+        values: Values of its bag that no separator above it has.
+        below: These, and all of those below it.
+    """
+
+    above: int
+    values: frozenset[int]
+    below: frozenset[int]
+
+
+@method("twremat")
+def propose(search: Search) -> Iterator[Policy]:
+    """Propose the schedules of some sizes of leaves, by bisection between those that fit and those that don't."""
+    model = search.model
+    separators = balanced(*tree_decomposition(neighbours_of(model)))
+    total = sum(model.sizes[s] for s in model.choices)
+    sizes = [total * LEAF_FACTOR**step for step in range(LEAF_STEPS)] + [0.0]
+    for part in GAPS:
+        first, last = 0, len(sizes) - 1
+        while first <= last:
+            middle = (first + last) // 2
+            policy = policy_of(model, spans(model, separators, sizes[middle], int(part * len(model.reads))))
+            yield policy
+            if model.replay(policy).peak_bytes <= search.limit:
+                last = middle - 1
+            else:
+                first = middle + 1
+
+
+# ---------------------------------------------------------------- the tree
+
+
+def neighbours_of(model: StepModel) -> dict[int, set[int]]:
+    """Return the undirected graph of what is computed from what, and of what is read together."""
+    near: dict[int, set[int]] = {s: set() for s in model.choices if s in model.producer}
+    groups = [(s, source) for s in near for source in model.needs[model.producer[s]]]
+    for pair in (*groups, *(p for reads in model.reads for p in combinations(reads, 2))):
+        a, b = pair
+        if a in near and b in near and a != b:
+            near[a].add(b)
+            near[b].add(a)
+    return near
+
+
+def tree_decomposition(near: Mapping[int, set[int]]) -> tuple[list[frozenset[int]], list[int]]:
+    """Decompose a graph by eliminating the value of the least degree, again and again.
+
+    Args:
+        near: The neighbours of each value.
+
+    Returns:
+        The bags, and for each the one above it, which comes later; -1 for the last of each component.
+    """
+    left = {value: set(others) for value, others in near.items()}
+    heap = [(len(others), value) for value, others in left.items()]
+    heapq.heapify(heap)
+    bags, number_of = list[frozenset[int]](), dict[int, int]()
+    while heap:
+        degree, value = heapq.heappop(heap)
+        if value not in left or degree != len(left[value]):
+            continue
+        others = left.pop(value)
+        number_of[value] = len(bags)
+        bags.append(frozenset({value, *others}))
+        for other in sorted(others):
+            left[other] |= others
+            left[other] -= {other, value}
+            heapq.heappush(heap, (len(left[other]), other))
+    above = [min((number_of[v] for v in bag if number_of[v] > i), default=-1) for i, bag in enumerate(bags)]
+    return bags, above
+
+
+def balanced(bags: list[frozenset[int]], above: list[int]) -> list[Separator]:
+    """Balance a tree of bags: below each separator, no tree has more than half of the bags.
+
+    Args:
+        bags: The bags.
+        above: For each bag the one above it, or -1.
+
+    Returns:
+        The separators, each after the one above it.
+    """
+    near: list[list[int]] = [[] for _ in bags]
+    for bag, other in enumerate(above):
+        if other >= 0:
+            near[bag].append(other)
+            near[other].append(bag)
+    found, taken = list[tuple[int, frozenset[int]]](), set[int]()
+    stack = [(root, -1, frozenset[int]()) for root, other in enumerate(above) if other < 0]
+    while stack:
+        first, parent, owned = stack.pop()
+        middle = _middle(near, taken, first)
+        taken.add(middle)
+        values = bags[middle] - owned
+        found.append((parent, values))
+        number, owned = len(found) - 1, owned | values
+        stack.extend((other, number, owned) for other in near[middle] if other not in taken)
+    below = [set(values) for _, values in found]
+    for number in reversed(range(len(found))):
+        if found[number][0] >= 0:
+            below[found[number][0]] |= below[number]
+    return [Separator(parent, values, frozenset(under)) for (parent, values), under in zip(found, below, strict=True)]
+
+
+def _middle(near: list[list[int]], taken: set[int], first: int) -> int:
+    """Return the bag of a tree whose removal leaves no tree of more than half of it."""
+    order, parent = [first], {first: -1}
+    for bag in order:
+        fresh = [other for other in near[bag] if other not in taken and other not in parent]
+        parent.update((other, bag) for other in fresh)
+        order.extend(fresh)
+    size = dict.fromkeys(order, 1)
+    for bag in reversed(order[1:]):
+        size[parent[bag]] += size[bag]
+    middle = first
+    while heavy := [o for o in near[middle] if parent.get(o) == middle and 2 * size[o] > len(order)]:
+        middle = heavy[0]
+    return middle
+
+
+# ---------------------------------------------------------------- the schedule
+
+
+def spans(model: StepModel, separators: list[Separator], leaf_bytes: float, gap: int = 0) -> dict[int, Span]:
+    """Return what is held in each part of the backward: the separators on the way to what it reads, and its leaf.
+
+    Args:
+        model: The step.
+        separators: Each after the one above it.
+        leaf_bytes: A separator whose values, and those below it, take no more is a leaf.
+        gap: Backward positions without a read below a separator after which it is freed.
+    """
+    own = _own_values(model, separators, leaf_bytes)
+    owner = {s: number for number, separator in enumerate(separators) for s in separator.values}
+    begins: dict[int, list[int]] = {}
+    ends: dict[int, list[int]] = {}
+    last = dict[int, int]()
+    for position, reads in enumerate([*model.reads, model.returned]):
+        for number in _on_the_way(separators, {owner[s] for s in reads if s in owner}):
+            if position - last.get(number, -gap - 2) > gap + 1:
+                if number in last:
+                    ends.setdefault(last[number] + 1, []).append(number)
+                begins.setdefault(position, []).append(number)
+            last[number] = position
+    for number, position in last.items():
+        ends.setdefault(position + 1, []).append(number)
+    found, now = {0: Span(frozenset(), frozenset())}, set[int]()
+    for position in sorted({*begins, *ends}):
+        now = now.difference(ends.get(position, ())).union(begins.get(position, ()))
+        if now:
+            found[position] = Span(frozenset().union(*(own[number] for number in now)), frozenset())
+    return found
+
+
+def _own_values(model: StepModel, separators: list[Separator], leaf_bytes: float) -> list[frozenset[int]]:
+    """Return what is held for each separator: its values, and for a leaf all below; nothing below a leaf."""
+    own, is_in_leaf = list[frozenset[int]](), list[bool]()
+    for separator in separators:
+        is_below = separator.above >= 0 and is_in_leaf[separator.above]
+        is_leaf = not is_below and sum(model.sizes[s] for s in separator.below) <= leaf_bytes
+        is_in_leaf.append(is_below or is_leaf)
+        own.append(frozenset() if is_below else separator.below if is_leaf else separator.values)
+    return own
+
+
+def _on_the_way(separators: list[Separator], numbers: set[int]) -> set[int]:
+    """Add to separators all of those above them."""
+    found = set[int]()
+    for number in numbers:
+        while number >= 0 and number not in found:
+            found.add(number)
+            number = separators[number].above
+    return found
