@@ -6,24 +6,16 @@ step takes about a second on one core while activations, not weights, fill the m
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
-from stand_in import torchvision_or_stand_in
+from stand_in import mend_torchvision, torchvision_or_stand_in
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# A torchvision built for CUDA refuses to import beside a CPU torch unless the operators that it describes exist.
-try:
-    with suppress(ImportError):
-        importlib.import_module("torchvision")
-except RuntimeError:
-    for _name in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+mend_torchvision()
 
 Built = tuple[nn.Module, tuple[Any, ...]]
 MODELS: dict[str, Callable[[], Built]] = {}

@@ -1,19 +1,33 @@
-"""Import timm where torchvision is not installed."""
+"""Import torchvision as it is, and timm where torchvision is not installed."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from unittest import mock
+
+import torch
+
+
+def mend_torchvision() -> None:
+    """Let torchvision be imported where it was built for CUDA and torch was not: define the operators it describes."""
+    try:
+        with suppress(ImportError):
+            importlib.import_module("torchvision")
+    except RuntimeError:
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 @contextmanager
 def torchvision_or_stand_in() -> Iterator[None]:
     """Let timm be imported where torchvision is not: its data pipeline needs it, the models that we build don't."""
     if importlib.util.find_spec("torchvision") is not None:
+        mend_torchvision()
         yield
         return
     names = ("", ".datasets", ".ops", ".ops.misc", ".transforms", ".transforms.functional")

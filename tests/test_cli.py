@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hiremate_lightning import torch_private
-from hiremate_lightning.command_line import doctor
+from hiremate_lightning.command_line import commands, doctor
 from hiremate_lightning.command_line.cli import main
 from hiremate_lightning.command_line.doctor import Verdict
 from hiremate_lightning.command_line.factory import Workload, find_factory, parse_inputs
@@ -242,7 +242,11 @@ def test_a_command_line_that_makes_no_sense_is_a_mistake(capsys, arguments):
             "hiremate [-h]",
             "options come after the command, such as plan, found '",
         ),
-        (["bake"], "hiremate [-h]", "there is no command 'bake'. Choose one of: plan, curve, fit, show, doctor"),
+        (
+            ["bake"],
+            "hiremate [-h]",
+            "there is no command 'bake'. Choose one of: plan, curve, compare, fit, show, doctor",
+        ),
         (
             ["plan", "x:y", "--devise", "cuda"],
             "hiremate plan",
@@ -259,7 +263,7 @@ def test_a_misspelt_name_is_answered_with_the_nearest(capsys, arguments, usage, 
     assert words in error
 
 
-@pytest.mark.parametrize("command", ["plan", "curve", "fit", "show", "doctor"])
+@pytest.mark.parametrize("command", ["plan", "curve", "compare", "fit", "show", "doctor"])
 def test_help_has_examples(capsys, command):
     assert main([command, "--help"]) == 0
     output = capsys.readouterr().out
@@ -302,6 +306,82 @@ class TestCurve:
             assert plan(models, "--json", "-", budget=peak, name="with_inputs") == 0
             numbers = json.loads(capsys.readouterr().out)
         assert format_bytes(numbers["unplanned_peak_bytes"], up=True) == peaks[-1]
+
+
+class TestCompare:
+    def compare(self, models, *more, budget="80%,60%", methods="segments,portfolio"):
+        arguments = ["compare", f"{models}:with_inputs", "--budget", budget, "--methods", methods]
+        return main([*arguments, "--time-limit", "2", *more])
+
+    def test_each_method_has_a_row_under_each_budget(self, models, capsys):
+        assert self.compare(models) == 0
+        output = capsys.readouterr().out
+        assert re.findall(r"^(?:segments|portfolio|budget \S+)", output, flags=re.MULTILINE).count("budget 60%") == 1
+        assert len(re.findall(r"^(?:segments|portfolio) .*\+\d+\.\d%", output, flags=re.MULTILINE)) == 4
+        assert "Net: plain training takes " in output
+        assert max(map(len, output.splitlines())) <= 80
+
+    def test_peaks_are_within_budgets_and_times_above_bounds(self, models, capsys):
+        assert self.compare(models, "--json", "-") == 0
+        numbers = json.loads(capsys.readouterr().out)
+        budgets = [budget["budget_bytes"] for budget in numbers["budgets"]]
+        assert [budget["budget"] for budget in numbers["budgets"]] == ["80%", "60%"]
+        assert budgets == sorted(budgets, reverse=True)
+        for budget in numbers["budgets"]:
+            assert {found["method"] for found in budget["methods"]} == {"segments", "portfolio"}
+            for found in budget["methods"]:
+                assert numbers["resident_bytes"] < found["peak_bytes"] <= budget["budget_bytes"]
+                assert found["overhead"] == pytest.approx(found["distance"] + budget["bound_overhead"])
+
+    def test_a_plan_by_the_same_method_is_the_same(self, models, capsys):
+        assert self.compare(models, "--json", "-", budget="60%", methods="segments") == 0
+        (found,) = json.loads(capsys.readouterr().out)["budgets"][0]["methods"]
+        assert plan(models, "--solver", "segments", "--json", "-", name="with_inputs", budget="60%") == 0
+        numbers = json.loads(capsys.readouterr().out)
+        assert numbers["planned_peak_bytes"] == found["peak_bytes"]
+        assert numbers["predicted_overhead"] == pytest.approx(found["overhead"])
+
+    def test_a_picture_has_more_budgets_than_the_one_asked_for(self, models, capsys, tmp_path):
+        picture = tmp_path / "methods.svg"
+        assert self.compare(models, "--svg", str(picture), "--json", "-", budget="60%", methods="segments") == 0
+        budgets = json.loads(capsys.readouterr().out)["budgets"]
+        assert len(budgets) == 5
+        assert budgets[-1]["budget"] == "60%"
+        assert picture.read_text().count("<title>segments: +") == 5
+
+    def test_what_is_done_is_kept_where_it_is_interrupted(self, models, capsys, monkeypatch, tmp_path):
+        solve, solved = commands.solve_by_each, []
+
+        def interrupted(problem, methods):
+            if len(solved) == 1:
+                raise KeyboardInterrupt
+            solved.append(methods)
+            return solve(problem, methods)
+
+        monkeypatch.setattr(commands, "solve_by_each", interrupted)
+        target = tmp_path / "methods.json"
+        assert self.compare(models, "--json", str(target)) == 0
+        assert "Interrupted: 1 of 4 solves are done. The rest is left out." in capsys.readouterr().out
+        (budget,) = json.loads(target.read_text())["budgets"]
+        assert [found["method"] for found in budget["methods"]] == ["segments"]
+
+    def test_nothing_is_kept_where_nothing_was_done(self, models, capsys, monkeypatch):
+        def interrupted(problem, methods):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(commands, "solve_by_each", interrupted)
+        assert self.compare(models) == 1
+        assert capsys.readouterr().err == "hiremate: KeyboardInterrupt\n"
+
+    def test_a_budget_that_no_method_meets_is_a_problem(self, models, capsys):
+        assert self.compare(models, "--optimizer", "none", budget="1%", methods="segments") == 1
+        output = capsys.readouterr().out
+        assert re.search(r"budget 1% \(.*\), proven: nothing fits", output)
+        assert re.search(r"^segments +\| +no plan ", output, flags=re.MULTILINE)
+
+    def test_a_method_that_does_not_exist_is_named(self, models, capsys):
+        assert self.compare(models, methods="segmants") == 2
+        assert "Unknown solver 'segmants'. Did you mean 'segments'?" in capsys.readouterr().err
 
 
 class TestFit:

@@ -51,6 +51,11 @@ _EXAMPLES = {
   hiremate curve models.py:gpt2 --device cuda
   hiremate curve models.py:Net --input 256x128 --points 20 --json curve.json
 """,
+    "compare": """\
+  hiremate compare models.py:gpt2 --budget 60% --device cuda
+  hiremate compare models.py:Net --input 256x128 --budget 70%,50%,30% \\
+      --methods portfolio,hilp,segments --json methods.json --svg methods.svg
+""",
     "fit": """\
   hiremate fit models.py:gpt2 --budget 24GiB --device cuda
   hiremate fit models.py:Net --input 8x128 --budget 2GiB --max-overhead 10%
@@ -159,6 +164,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_workload(curve)
     _add_several(curve)
     curve.add_argument("--points", type=int, default=10, help="budgets to solve (default: %(default)s)")
+    compare = _command(commands, "compare", _heavy("compare"), "compare methods of solving under the same budgets")
+    _add_workload(compare, names_a_solver=False)
+    compare.set_defaults(time_limit=10.0, solver="none")
+    _add_several(compare)
+    _add_budget(compare, '"8 GiB", "60%%" of what the step adds, or several such as 70%%,50%%,30%%')
+    compare.add_argument("--methods", help="names of strategies, such as portfolio,hilp (default: all)")
+    compare.add_argument("--svg", metavar="FILE", type=Path, help="draw time over budget, a line for each method")
     fit = _command(commands, "fit", _heavy("fit"), "find the largest batch within a budget")
     _add_workload(fit)
     fit.set_defaults(fsdp=None, tp=1, units=None, param_dtype=None, link=None)  # gathers don't grow along a line
@@ -187,7 +199,7 @@ def _heavy(name: str) -> Callable[[argparse.Namespace], int]:
 
 
 def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], words: str) -> argparse.ArgumentParser:
-    takes_model = name in ("plan", "curve", "fit")
+    takes_model = name in ("plan", "curve", "compare", "fit")
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=words,
@@ -209,8 +221,8 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def _add_workload(parser: argparse.ArgumentParser) -> None:
-    """Add what `plan`, `curve` and `fit` share: the model, its step, costs, solver, output."""
+def _add_workload(parser: argparse.ArgumentParser, names_a_solver: bool = True) -> None:
+    """Add what `plan`, `curve`, `compare` and `fit` share: the model, its step, costs, solver, output."""
     parser.add_argument("factory", metavar="FACTORY", help="what gives the model, see above")
     step = parser.add_argument_group("the step")
     step.add_argument("--input", action=_Once, metavar="SHAPES", help="[NAME=]SHAPE[:DTYPE],..., such as 64x3x224x224")
@@ -223,7 +235,8 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     costs.add_argument("--bandwidth", type=float, help="memory traffic of the device, GB a second")
     costs.add_argument("--measure", action="store_true", help="measure each operation; the device must be there")
     solving = parser.add_argument_group("solving and output")
-    solving.add_argument("--solver", default="portfolio", help=f"{SOLVERS} (default: %(default)s)")
+    if names_a_solver:
+        solving.add_argument("--solver", default="portfolio", help=f"{SOLVERS} (default: %(default)s)")
     solving.add_argument("--time-limit", type=float, default=20.0, help="seconds to solve (default: %(default)s)")
     _add_json(solving)
 

@@ -22,14 +22,17 @@ from ..measuring.profiling import CostCache
 from ..memory.allocator import allocated_bytes
 from ..memory.free_memory import free_host_bytes
 from ..out_of_memory import InfeasibleBudgetError
+from ..planning.comparing import Comparison, Outcome, proven_ms
+from ..planning.comparing import compare as solve_by_each
 from ..planning.plan import Plan, PlanningTime
-from ..planning.planner import PlanOptions, make_plan, resolve
+from ..planning.planner import PlanOptions, guard_bytes, make_plan, resolve
 from ..planning.solvers import Curve, Problem, SolveOptions, smallest_budget
 from ..planning.solvers.curve import curve as solve_curve
 from ..planning.solvers.worker import check_strategy
 from ..records.costs import step_time_ms
 from ..records.scaling import Line, Scaling
 from ..records.step import Step
+from ..reporting.comparison_svg import comparison_svg, panel_of
 from ..reporting.html_report import write_html
 from ..reporting.report import Reporter
 from ..reporting.svg_report import writable, write_svg
@@ -37,6 +40,16 @@ from ..reporting.terminal import plain_table, plan_table
 from ..sizes.size_result import BatchSizeResult, result_table
 from ..sizes.size_search import Forecast, Objective, search
 from ..units import Budget, format_bytes, format_ratio, format_time, parse_budget
+from .comparisons import (
+    budget_line,
+    comparison_numbers,
+    comparison_table,
+    finished_words,
+    method_notes,
+    parse_budgets,
+    parse_methods,
+    spread,
+)
 from .counts import Count, answer, count_of, counts_table, look_at, parse_counts
 from .doctor import Verdict, examine
 from .factory import Workload, find_factory, parse_inputs
@@ -325,6 +338,81 @@ def _curve_table(points: Sequence[_Point]) -> Table:
             point.strategy,
         )
     return table
+
+
+# ---------------------------------------------------------------- compare
+
+
+def compare(asked: argparse.Namespace) -> int:
+    """Solve by several methods under the same budgets; 1 where none of them fits any. Ctrl-C keeps what is done."""
+    budgets, methods = parse_budgets(asked.budget), parse_methods(asked.methods)
+    work = _Work(asked)
+    work.need_one_count()
+    captured, step = work.capture()
+    named = _budgets_in_words(work, budgets, captured.resident_bytes, step.plain_bytes)
+    problem = Problem(step.graph, step.profile, step.plain_bytes, SolveOptions(asked.time_limit))
+    found = _solved_by_each(work, problem, named, methods)
+    if asked.svg is not None:
+        panel = panel_of(found, methods, captured.name, captured.resident_bytes, step.plain_bytes)
+        asked.svg.write_text(comparison_svg(panel), encoding="utf-8")
+    notes = [
+        *finished_words(len(found.outcomes), len(named) * len(methods)),
+        f"Each method had at most {asked.time_limit:g} s for each budget. Seconds are of this machine as it is now; "
+        "where it was busy, plans may be slower, never above the budget.",
+        *work.notes(captured),
+    ]
+    numbers = comparison_numbers(found, named, captured.resident_bytes, step.plain_bytes)
+    if not _write_json(asked.json, {"target": captured.name, **numbers, "notes": notes}):
+        _show_comparison(found, named, captured, step.plain_bytes)
+        _say_notes(Console(), notes)
+    return 0 if any(outcome.fits for outcome in found.outcomes) else 1
+
+
+def _show_comparison(found: Comparison, named: dict[int, str], captured: OfflineStep, plain_bytes: int) -> None:
+    console, resident = Console(), captured.resident_bytes
+    plain = f"{format_bytes(resident + plain_bytes, up=True)}, {format_time(found.step_ms)}"
+    _say(console, [f"{captured.name}: plain training takes {plain}"])
+    for budget_bytes in found.budgets:
+        _say(console, ["", budget_line(found, budget_bytes, named[budget_bytes], resident)])
+        console.print(comparison_table(found, budget_bytes, resident))
+        _say_notes(console, method_notes(found, budget_bytes))
+    _say(console, [""])
+
+
+def _budgets_in_words(work: _Work, budgets: Sequence[Budget], resident_bytes: int, plain_bytes: int) -> dict[int, str]:
+    """Return the bytes that the step may add under each budget, largest first; a picture has more than one budget."""
+    named = {}
+    for budget in budgets:
+        room = max(0, work.budget_bytes(budget, resident_bytes, plain_bytes) - resident_bytes)
+        named[room - guard_bytes(room) if room < plain_bytes else room] = str(budget)  # as `plan` solves it
+    if work.asked.svg is not None and len(named) == 1 and min(named) < plain_bytes:
+        more = spread(min(named), plain_bytes)
+        named |= {budget: format_bytes(resident_bytes + budget) for budget in more if budget not in named}
+    return named
+
+
+def _solved_by_each(work: _Work, problem: Problem, named: dict[int, str], methods: Sequence[str]) -> Comparison:
+    """Solve until all is done or Ctrl-C is pressed, the budgets that were asked for first.
+
+    Raises:
+        KeyboardInterrupt: If nothing was done until then.
+    """
+    outcomes: list[Outcome] = []
+    bounds: list[tuple[int, float | None]] = []
+    told = work.reporter.solving(problem.step_ms)
+    options = replace(problem.options, progress=told)
+    try:
+        for budget_bytes, words in named.items():
+            asked = replace(problem, budget_bytes=budget_bytes, options=options)
+            with work.reporter.stage(f"proving a bound for {words}"):
+                bounds.append((budget_bytes, proven_ms(asked)))
+            for method in methods:
+                with work.reporter.stage(f"solving {words} by {method}"):
+                    outcomes += solve_by_each(asked, [method])
+    except KeyboardInterrupt:
+        if not outcomes:
+            raise
+    return Comparison(problem.step_ms, tuple(outcomes), tuple(bounds))
 
 
 # ---------------------------------------------------------------- fit

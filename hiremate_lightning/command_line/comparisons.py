@@ -1,0 +1,130 @@
+"""What `hiremate compare` takes and shows: budgets, methods, a table for each budget, and all of it as numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from ..errors import ConfigurationError
+from ..planning.comparing import Comparison, Outcome, methods_to_compare
+from ..planning.solvers.worker import check_strategy
+from ..reporting.terminal import plain_table
+from ..units import Budget, format_bytes, format_ratio, format_time, parse_budget
+
+BETWEEN = re.compile(r"(?<=[A-Za-z%])\s*,\s*")  # after a unit, or "auto"; other commas group digits
+DRAWN = 4  # budgets that a picture adds to a single one, up to plain training
+
+
+def parse_budgets(text: str) -> tuple[Budget, ...]:
+    """Read one budget or several, such as "70%,50%,30%".
+
+    Raises:
+        BudgetError: If one can't be read.
+    """
+    return tuple(dict.fromkeys(parse_budget(part) for part in BETWEEN.split(text)))
+
+
+def parse_methods(text: str | None) -> tuple[str, ...]:
+    """Read names of methods, such as "portfolio,rotor"; all of them where none are named.
+
+    Raises:
+        ConfigurationError: If there is no method of a name, or it needs a MIP solver and none works.
+    """
+    if text is None:
+        return methods_to_compare()
+    names = tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
+    if not names:
+        raise ConfigurationError(f"--methods names none, found {text!r}. Name some, such as portfolio,hilp.")
+    for name in names:
+        check_strategy(name)
+    return names
+
+
+def spread(least: int, most: int) -> list[int]:
+    """Return budgets between one that is known and that of plain training, the largest first."""
+    return [least + (most - least) * i // (DRAWN + 1) for i in reversed(range(1, DRAWN + 1))]
+
+
+def comparison_table(comparison: Comparison, budget_bytes: int, resident_bytes: int) -> Table:
+    """Draw a row for each method: the fastest first, those that found nothing last."""
+    table = plain_table()
+    for header in ("method", "extra time", "above bound", "peak", "solved in", "ended by"):
+        table.add_column(header, justify="left" if header in ("method", "ended by") else "right")
+    for outcome in comparison.under(budget_bytes):
+        table.add_row(outcome.method, *_cells(comparison, outcome, resident_bytes))
+    return table
+
+
+def _cells(comparison: Comparison, outcome: Outcome, resident_bytes: int) -> tuple[str, ...]:
+    extra = format_ratio(comparison.overhead(outcome)) if outcome.fits else "no plan"
+    distance = format_ratio(comparison.distance(outcome)) if outcome.fits else ""
+    peak = format_bytes(resident_bytes + outcome.peak_bytes) if outcome.peak_bytes else ""
+    ended = "itself" if outcome.stopped_by == "end of the search" else outcome.stopped_by
+    return extra, distance, peak, format_time(1000 * outcome.solve_s), ended
+
+
+def budget_line(comparison: Comparison, budget_bytes: int, words: str, resident_bytes: int) -> str:
+    """Describe a budget, and what is proven of it."""
+    if comparison.is_impossible(budget_bytes):
+        proven = "proven: nothing fits"
+    else:
+        proven = f"proven: no plan is below {format_ratio(comparison.bound_overhead(budget_bytes))}"
+    size = format_bytes(resident_bytes + budget_bytes)
+    return f"budget {words}, {proven}" if words == size else f"budget {words} ({size}), {proven}"
+
+
+def comparison_numbers(
+    comparison: Comparison, budgets: dict[int, str], resident_bytes: int, plain_bytes: int
+) -> dict[str, Any]:
+    """Write what is done as plain data; bytes are with what is resident.
+
+    Args:
+        comparison: What is done.
+        budgets: Budgets in words, by the bytes that the step may add.
+        resident_bytes: Bytes that exist before the step.
+        plain_bytes: Peak of plain training above these.
+    """
+    return {
+        "resident_bytes": resident_bytes,
+        "unplanned_peak_bytes": resident_bytes + plain_bytes,
+        "step_ms": comparison.step_ms,
+        "budgets": [
+            {
+                "budget": budgets[budget],
+                "budget_bytes": resident_bytes + budget,
+                "bound_overhead": comparison.bound_overhead(budget),
+                "is_impossible": comparison.is_impossible(budget),
+                "methods": [_numbers(comparison, o, resident_bytes) for o in comparison.under(budget)],
+            }
+            for budget in comparison.budgets
+        ],
+    }
+
+
+def _numbers(comparison: Comparison, outcome: Outcome, resident_bytes: int) -> dict[str, Any]:
+    return {
+        "method": outcome.method,
+        "fits": outcome.fits,
+        "overhead": comparison.overhead(outcome) if outcome.fits else None,
+        "distance": comparison.distance(outcome) if outcome.fits else None,
+        "peak_bytes": resident_bytes + outcome.peak_bytes if outcome.peak_bytes else None,
+        "own_overhead": outcome.proposed_ms / comparison.step_ms if outcome.proposed_bytes else None,
+        "own_peak_bytes": resident_bytes + outcome.proposed_bytes if outcome.proposed_bytes else None,
+        "note": outcome.note,
+        "solve_s": outcome.solve_s,
+        "status": outcome.status.value,
+        "stopped_by": outcome.stopped_by,
+    }
+
+
+def method_notes(comparison: Comparison, budget_bytes: int) -> list[str]:
+    """Say of each method what it could not serve under a budget, and what it took instead."""
+    return [f"{o.method}: {o.note}" for o in comparison.under(budget_bytes) if o.note]
+
+
+def finished_words(done: int, asked: int) -> Sequence[str]:
+    """Say where a comparison was interrupted; nothing where all is done."""
+    return () if done >= asked else (f"Interrupted: {done} of {asked} solves are done. The rest is left out.",)

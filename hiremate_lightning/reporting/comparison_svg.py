@@ -1,0 +1,211 @@
+"""Extra time over budget as an SVG picture, a line for each method; a panel of it can stand beside others.
+
+Extra time goes up by its square root: one method's 2 % and another's 200 % are both to be read. Methods are told apart
+by colour and by the shape of their marks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+
+from ..planning.comparing import Comparison
+from .figures import FAINT, INK, Point, binary_unit
+from .svg_report import LETTER, LINE, open_svg, ticks
+
+LEFT, RIGHT, TOP, BELOW = 52, 16, 40, 44  # pixels around the drawing
+HEIGHT = 300  # pixels of the drawing
+SPARE = 1.06  # room around the outermost values, as a factor
+RATIOS = (0.0, 0.01, 0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # extra times that the axis names
+APART = 11  # pixels at least between two extra times that the axis names
+COLOURS = (
+    *("#4477aa", "#ee7733", "#228833", "#cc3377", "#009988", "#8c6bb1"),
+    *("#b8860b", "#33bbee", "#882255", "#7f7f7f", "#66a61e", "#332288"),
+)
+MARKS: tuple[Callable[[float, float], str], ...] = (
+    lambda x, y: f"M{x - 4} {y}a4 4 0 1 0 8 0a4 4 0 1 0 -8 0Z",
+    lambda x, y: f"M{x - 3.5} {y - 3.5}h7v7h-7Z",
+    lambda x, y: f"M{x} {y - 5}l4.5 8h-9Z",
+    lambda x, y: f"M{x} {y - 5}l5 5l-5 5l-5 -5Z",
+    lambda x, y: f"M{x} {y + 5}l4.5 -8h-9Z",
+)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One step: what each method found, and what is proven.
+
+    Attributes:
+        title: What is written above it.
+        lines: For each method, budgets and extra times, a ratio; in the order of the legend.
+        bounds: Budgets, and the extra time below which nothing exists within them.
+        plain: Plain training.
+    """
+
+    title: str
+    lines: tuple[tuple[str, tuple[Point, ...]], ...]
+    bounds: tuple[Point, ...]
+    plain: Point
+
+    @cached_property
+    def _points(self) -> list[Point]:
+        return [self.plain, *self.bounds, *(point for _, points in self.lines for point in points)]
+
+    @cached_property
+    def span(self) -> tuple[float, float]:
+        """Budgets at the left and at the right edge."""
+        budgets = [size_bytes for size_bytes, _ in self._points]
+        spare = (SPARE - 1) * (max(budgets) - min(budgets)) or 1
+        return min(budgets) - spare, max(budgets) + spare
+
+    @cached_property
+    def most(self) -> float:
+        """Extra time at the upper edge."""
+        return SPARE * max(0.03, *(extra for _, extra in self._points))
+
+    def draw(self, left: float, top: float, width: int, height: int) -> Iterator[str]:
+        """Draw it.
+
+        Args:
+            left: Pixels to the left of the panel.
+            top: Pixels above it.
+            width: Its width with axes, in pixels.
+            height: The same of its height.
+        """
+        frame = _Frame(self.span, self.most, left + LEFT, left + width - RIGHT, top + TOP, top + height - BELOW)
+        yield f'<text x="{frame.left}" y="{top + 16}" font-weight="600">{escape(self.title)}</text>'
+        yield from frame.axes()
+        if self.bounds:
+            yield f'<path d="{frame.path(self.bounds)}" class="turn" stroke="{FAINT}" fill="none" stroke-width="2"/>'
+        for index, (name, points) in enumerate(self.lines):
+            yield from _line(index, name, points, self.plain, frame)
+        x, y = frame.place(self.plain)
+        yield f'<circle cx="{x}" cy="{y}" r="6" class="peak" fill="none" stroke="{INK}" stroke-width="2"/>'
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The axes of a panel, and where a point lies on them."""
+
+    span: tuple[float, float]
+    most: float
+    left: float
+    right: float
+    top: float
+    bottom: float
+
+    def place(self, point: Point) -> Point:
+        size_bytes, extra = point
+        low, high = self.span
+        across = (size_bytes - low) / (high - low)
+        up = math.sqrt(max(0.0, extra) / self.most)
+        return (
+            round(self.left + across * (self.right - self.left), 1),
+            round(self.bottom - up * (self.bottom - self.top), 1),
+        )
+
+    def path(self, points: Sequence[Point]) -> str:
+        places = (self.place(point) for point in points)
+        return "M" + "L".join(f"{x} {y}" for x, y in places)
+
+    def axes(self) -> Iterator[str]:
+        below = math.inf
+        for extra in (ratio for ratio in RATIOS if ratio <= self.most):
+            _, y = self.place((self.span[0], extra))
+            if below - y < APART:
+                continue
+            below = y
+            yield f'<path d="M{self.left} {y}H{self.right}" class="grid" stroke="#eceef1"/>'
+            yield f'<text x="{self.left - 6}" y="{y + 4:.1f}" text-anchor="end">{100 * extra:g}</text>'
+        scale, unit = binary_unit(int(self.span[1]))
+        for tick in ticks(self.span[1] / scale, about=8):
+            if tick * scale >= self.span[0]:
+                x, _ = self.place((tick * scale, 0.0))
+                yield f'<text x="{x}" y="{self.bottom + 16}" text-anchor="middle">{tick:g}</text>'
+        yield f'<text x="{self.left}" y="{self.top - 8}" class="faint" fill="{FAINT}">extra time, %</text>'
+        middle = (self.left + self.right) / 2
+        words = f"budget, {unit}"
+        place = f'x="{middle:.1f}" y="{self.bottom + 16 + LINE}" text-anchor="middle"'
+        yield f'<text {place} class="faint" fill="{FAINT}">{words}</text>'
+
+
+def _look(index: int) -> tuple[str, Callable[[float, float], str]]:
+    return COLOURS[index % len(COLOURS)], MARKS[index % len(MARKS)]
+
+
+def _line(index: int, name: str, points: Sequence[Point], plain: Point, frame: _Frame) -> Iterator[str]:
+    """Draw what a method found, from the smallest budget to plain training."""
+    if not points:
+        return
+    colour, mark = _look(index)
+    found = sorted(points)
+    yield f'<path d="{frame.path([*found, plain])}" stroke="{colour}" fill="none" stroke-width="1.5" opacity="0.8"/>'
+    for size_bytes, extra in found:
+        words = escape(f"{name}: +{100 * extra:.1f} %")
+        shape = mark(*frame.place((size_bytes, extra)))
+        yield f'<path d="{shape}" fill="{colour}"><title>{words}</title></path>'
+
+
+def legend(names: Sequence[str], top: float, width: int) -> tuple[list[str], float]:
+    """Name the marks, in rows.
+
+    Args:
+        names: The methods.
+        top: Pixels above it.
+        width: Pixels that it may take.
+
+    Returns:
+        The drawing, and the pixels above what comes below it.
+    """
+    parts, x, y = [], float(LEFT), top + LINE
+    for index, name in enumerate([*names, "plain training", "proven: nothing is faster"]):
+        needed = 38 + LETTER * len(name)
+        if x > LEFT and x + needed > width:
+            x, y = float(LEFT), y + LINE
+        parts.append(_key(index, len(names), x + 5, y - 4))
+        parts.append(f'<text x="{x + 16:.1f}" y="{y:.1f}">{escape(name)}</text>')
+        x += needed
+    return parts, y + LINE / 2
+
+
+def _key(index: int, count: int, x: float, y: float) -> str:
+    """Draw what stands before a name in the legend."""
+    if index < count:
+        colour, mark = _look(index)
+        return f'<path d="{mark(x, y)}" fill="{colour}"/>'
+    if index == count:
+        return f'<circle cx="{x}" cy="{y}" r="5" class="peak" fill="none" stroke="{INK}" stroke-width="2"/>'
+    return f'<path d="M{x - 6} {y}h12" class="turn" stroke="{FAINT}" stroke-width="2"/>'
+
+
+def panel_of(comparison: Comparison, methods: Sequence[str], title: str, resident_bytes: int, plain: int) -> Panel:
+    """Put a comparison into a panel; budgets are drawn with what is resident.
+
+    Args:
+        comparison: What is done.
+        methods: The methods, in the order of the legend.
+        title: What to write above it.
+        resident_bytes: Bytes that exist before the step.
+        plain: Peak of plain training above these.
+    """
+
+    def found(method: str) -> tuple[Point, ...]:
+        mine = (o for o in comparison.outcomes if o.method == method and o.fits)
+        return tuple((resident_bytes + o.budget_bytes, comparison.overhead(o)) for o in mine)
+
+    budgets = [budget for budget in reversed(comparison.budgets) if not comparison.is_impossible(budget)]
+    bounds = [(resident_bytes + budget, comparison.bound_overhead(budget)) for budget in budgets]
+    at_plain = (resident_bytes + plain, 0.0)
+    lines = tuple((method, found(method)) for method in methods)
+    return Panel(title, lines, (*bounds, at_plain) if bounds else (), at_plain)
+
+
+def comparison_svg(panel: Panel, width: int = 760) -> str:
+    """Draw one panel and its legend."""
+    height = TOP + HEIGHT + BELOW
+    names, bottom = legend([name for name, _ in panel.lines], height, width)
+    picture = open_svg(width, int(bottom), f"{panel.title}: extra time over budget")
+    return "\n".join([*picture, *panel.draw(0, 0, width, height), *names, "</svg>\n"])
