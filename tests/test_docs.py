@@ -121,6 +121,16 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(listed) == sorted([*(page.name for page in PAGES), NOTEBOOK.with_suffix(".md").name])
 
 
+def test_each_limit_takes_one_or_two_sentences() -> None:
+    """What happens, and what to do; numbers that were measured are in benchmarks/results/."""
+    limits = re.findall(r"^- (.*(?:\n  .*)*)", read(DOCS / "limits.md"), flags=re.MULTILINE)
+
+    long = [limit for limit in limits if len(re.findall(r"[.?](?=\s|$)", limit)) > 2]
+
+    assert len(limits) > 50
+    assert not long
+
+
 def _links(page: Path) -> list[str]:
     """List what a page refers to in this repository; code may hold brackets of its own, and formulas too."""
     prose = re.sub(r"```.*?```|`[^`\n]*`", "", read(page), flags=re.DOTALL)
