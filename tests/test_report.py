@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from hiremate_lightning.planning.plan import measured_line, planned_lines
 from hiremate_lightning.reporting import report
-from hiremate_lightning.reporting.report import CALLS, Reporter, is_rank_zero
+from hiremate_lightning.reporting.report import Reporter, calls_for, is_rank_zero
 
 from .tiny import blocks_plan, mixed_plan
 
@@ -200,7 +200,7 @@ def test_a_console_that_is_no_terminal_gets_ascii_and_no_progress():
     console = Console(file=io.StringIO(), width=40)
     show_all(Reporter("full", console=console))
     plan = mixed_plan().with_measured(peak_bytes=4_000_000)
-    more = f"HiRemate plan of GPT, more: {CALLS}"
+    more = f"HiRemate plan of GPT, more: {calls_for()}"
     *table, measured, page, note = written(console).splitlines()
     assert_is_table(table)
     assert [measured, page, note] == [measured_line(plan), more, "a note"]

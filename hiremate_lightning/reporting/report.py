@@ -34,7 +34,12 @@ LOGGER = logging.getLogger("hiremate_lightning")
 LONG_S = 5.0  # a stage that takes longer is named where no progress can be drawn
 LOG_WIDTH = 100  # columns of a table in a log
 PAGE = "hiremate_plan.html"
-CALLS = 'verbose="full" shows a table, hiremate_lightning.write_html(get_plan(model), "plan.html") writes a page'
+
+
+def calls_for(full: str = 'verbose="full"') -> str:
+    """Return what to write to see more of a plan, where the table is asked for by such an argument."""
+    page = 'from hiremate_lightning import get_plan, write_html; write_html(get_plan(model), "plan.html")'
+    return f"{full} shows a table; {page} writes a page"
 
 
 class Reporter:
@@ -51,11 +56,13 @@ class Reporter:
     Attributes:
         verbose: As above.
         folder: Where to write the page of the plan, once it was measured; None to name the call that writes it.
+        calls: What to write to see more, where there is no folder.
     """
 
     def __init__(self, verbose: bool | str = True, console: Console | None = None) -> None:
         self.verbose = verbose
         self.folder: Path | None = None
+        self.calls = calls_for()
         self._console = console
         self._progress: Progress | None = None
         self._tasks: list[TaskID] = []
@@ -186,13 +193,13 @@ class Reporter:
     def _page_of(self, plan: Plan) -> str:
         """Write the page of a plan, and return its path; or the calls that show more."""
         if self.folder is None:
-            return CALLS
+            return self.calls
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             return str(write_html(plan, self.folder / PAGE, curve_limit_s=0))
         except OSError as error:  # a full disk is no reason to stop training
             LOGGER.debug("no page was written: %s", error)
-            return CALLS
+            return self.calls
 
     def note(self, *lines: str) -> None:
         """Show plain lines."""
