@@ -121,6 +121,7 @@ def _session_of(options: dict[str, Any], module: fx.GraphModule) -> tuple[Sessio
 def _begin(options: dict[str, Any], key: compiled.Key, module: fx.GraphModule) -> tuple[Session, CompiledSession]:
     root = type(_name_of(module), (_CompiledRoot,), {})()
     session = Session(root, make_options(**options))
+    session.expect_wait(0, operations=sum(node.op.startswith("call") for node in module.graph.nodes))
     session.stages.reporter.calls = calls_for('options={..., "verbose": "full"}')
     return session, compiled.begin(session, key)
 
@@ -211,9 +212,7 @@ class _CompiledRoot(nn.Module):
 class _Graph:
     """One graph that Dynamo captured, and its place in the steps of a session."""
 
-    def __init__(
-        self, session: Session, known: CompiledSession, module: fx.GraphModule, inputs: Sequence[Any]
-    ) -> None:
+    def __init__(self, session: Session, known: CompiledSession, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self._session, self._known, self._plain = session, known, module.forward
         self._name = type(session.root).__name__
         self._buffers = [i for i, name in enumerate(_placeholders(module)) if "_buffers_" in name]

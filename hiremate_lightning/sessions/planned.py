@@ -29,6 +29,7 @@ from .kinds import CERTAIN, Kind, Kinds
 from .known import Known
 from .largest import LargestSizes
 from .plan_maker import PlanMaker
+from .plan_reports import PlanReports
 from .shortage import HELD_STEPS, Shortage
 from .waiting import LAST
 from .watching import WatchPolicy
@@ -73,7 +74,8 @@ class PlannedKinds:
         largest: LargestSizes,
     ) -> None:
         self.name, self.maker, self.kinds, self._first_steps = name, maker, kinds, first_steps
-        self._memory, self._reporter, self._watching, self._announcements = memory, reporter, watching, announcements
+        self._memory, self._watching, self._announcements = memory, watching, announcements
+        self._reports = PlanReports(reporter)
         self._largest, self._ahead = largest, set[Kind]()  # kinds that are planned ahead
         self.listeners: list[Callable[[Plan], None]] = []
         self.shortage = Shortage()
@@ -324,7 +326,8 @@ class PlannedKinds:
     def _announce(self, kind: Kind, plan: Plan) -> None:
         """Report a plan, and warn of what it brings."""
         ahead = f"ahead: {self._largest}" if kind in self._ahead else ""
-        self._reporter.planned(plan, "until a better plan is solved in the background" if plan.is_meanwhile else ahead)
+        remark = "until a better plan is solved in the background" if plan.is_meanwhile else ahead
+        self._reports.planned(kind, plan, remark)
         if self.kinds[kind].is_searching:
             self._announcements.algorithms()
         if plan.planned_peak_bytes > plan.budget_bytes:
@@ -383,6 +386,7 @@ class PlannedKinds:
             self._replan(kind)
             return
         self.kinds.change(kind, plan=adapted)
+        self._reports.kept(kind, adapted)
         self._tell(adapted)
         if adapted.planned_peak_bytes > adapted.budget_bytes:
             self._say_least(kind, adapted.planned_peak_bytes)
@@ -449,7 +453,7 @@ class PlannedKinds:
         plan = self.plans[kind].with_measured(**measured)
         self.kinds.change(kind, plan=plan)
         if plan.measured.step_ms is not None and not plan.is_meanwhile:
-            self._reporter.measured(plan)
+            self._reports.measured(kind, plan)
         self._tell(plan)
 
     def confused(self, expected: Kind, kind: Kind) -> None:
