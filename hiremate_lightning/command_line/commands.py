@@ -31,6 +31,7 @@ from ..records.costs import step_time_ms
 from ..records.scaling import Line, Scaling
 from ..records.step import Step
 from ..reporting.html_report import write_html
+from ..reporting.plan_summary import all_numbers
 from ..reporting.report import Reporter
 from ..reporting.svg_report import writable, write_svg
 from ..reporting.terminal import plain_table, plan_table
@@ -250,7 +251,7 @@ def _plan_numbers(work: _Work, made: Plan, captured: OfflineStep, notes: list[st
     numbers = asdict(count_of(made, captured, work.rates))
     return {
         **{name: numbers[name] for name in ("gpus", "fsdp", "tp", "fits", "peak_parts", "sent_bytes", "sending_ms")},
-        **made.to_dict(),
+        **all_numbers(made),
         "device": str(captured.options.device),
         "batch_size": captured.size,
         "resident": dict(captured.resident),
