@@ -175,7 +175,7 @@ def test_sizes_that_can_not_be_told_apart_are_announced():
     model = reader("1 GiB")
     with recorded() as said:
         train(model, ROWS, ROWS)
-    assert any("is 2 in a batch, and so is another dimension" in text for text in said)
+    assert any("Two dimensions of a batch have the size 2" in text for text in said)
     assert len(session_of(model).plans) == 1
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,3 +101,26 @@ def test_ten_steps_say_three_lines(capsys: pytest.CaptureFixture[str]):
         optimizer.step()
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("HiRemate plan")]
     assert [line.split(" ")[3] for line in lines] == ["Sequential:", "Sequential,", "Sequential,"]
+
+
+def test_the_advice_runs_as_it_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Both what shows the table and what writes the page; for torch.compile see `test_compile_backend`."""
+    monkeypatch.chdir(tmp_path)
+
+    def train(full: str = "") -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+        exec(f"hiremate(model, '100%', {full})", {"hiremate": hiremate, "model": model})
+        for _ in range(5):
+            model.zero_grad()
+            model(torch.randn(64, 8)).square().mean().backward()
+        return model
+
+    model = train()
+    said = re.search(r"more: (.*) shows a table; (.*) writes a page", capsys.readouterr().err)
+    assert said is not None
+    exec(said[2], {"model": model})
+    assert (tmp_path / "plan.html").stat().st_size
+    train(said[1])
+    assert "| module " in capsys.readouterr().err

@@ -243,7 +243,7 @@ def _plan_on_several(work: _Work, budget: Budget) -> int:
         console = Console()
         _say(console, [f"{last.name}, budget {budget} on each GPU, batch size {last.size} on each: {answer(found)}"])
         console.print(counts_table(found))
-        _say_notes(console, ["What follows is of the last column.", *notes])
+        _say_notes(console, ["The notes below are about the largest number of GPUs.", *notes])
     return 0 if any(count.fits for count in found) else 1
 
 

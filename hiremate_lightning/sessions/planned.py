@@ -144,7 +144,7 @@ class PlannedKinds:
     def meet(
         self, finished: StepRecord | None, resident: Resident, before: Resident | None, step: CurrentStep
     ) -> list[Kind]:
-        """Plan the step that has ended, if any, and let plans meet what exists before the one that begins.
+        """Plan the step that has ended, if any, and check each likely plan against the memory before the next.
 
         Args:
             finished: The record of the step that has ended, None where it is not to be planned.
@@ -153,7 +153,7 @@ class PlannedKinds:
             step: The step that begins.
 
         Returns:
-            The kinds whose plans have met that.
+            The kinds whose plans were checked.
 
         Raises:
             InfeasibleBudgetError: If nothing fits the budget and all was seen that may need more; it names what is
@@ -179,7 +179,7 @@ class PlannedKinds:
         return likely
 
     def meet_all(self, kinds: Sequence[Kind], resident: Resident) -> None:
-        """Let the plans of kinds of steps meet what exists; where one can't, training goes on for a while."""
+        """Check the plans of kinds of steps against the memory that exists; where none fits, train on for a while."""
         with self._holding():
             if self.maker.waiting.is_to_settle(resident, kinds):
                 self._replan(*self.maker.settle(resident))
@@ -344,10 +344,10 @@ class PlannedKinds:
         for listener in self.listeners:
             listener(plan)
 
-    # ---------------------------------------------------------------- plans meet what happens
+    # ---------------------------------------------------------------- plans are checked, and made anew
 
     def adapt(self, kind: Kind, resident: Resident) -> None:
-        """Meet what exists before this step: the plan stays where it still fits, else the step is planned anew."""
+        """Check a plan against the memory that exists before this step; plan anew where it no longer fits."""
         record, plan, known = self.kinds[kind], self.plans[kind], self.kinds.described(kind)
         found, resident = resident, self.maker.waiting.resident_at(resident)
         if resident == known.resident and not record.is_unfit:

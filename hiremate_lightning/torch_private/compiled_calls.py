@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 _WRAPPERS = "torch._dynamo.eval_frame"  # the module whose functions run in the place of what is compiled
@@ -25,12 +26,12 @@ def under_way() -> list[Any]:
     Only the frames of these calls know: a backend is given a graph, and not what the graph is of.
     """
     found: list[Any] = []
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         names = frame.f_locals if frame.f_globals.get("__name__") == _WRAPPERS else {}
         if callable(names.get("fn")) and callable(names.get("callback")):  # torch.compiler.disable has no callback
             found += _owners(names["fn"])
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return found
 
 
