@@ -122,7 +122,7 @@ def _begin(options: dict[str, Any], key: compiled.Key, module: fx.GraphModule) -
     root = type(_name_of(module), (_CompiledRoot,), {})()
     session = Session(root, make_options(**options))
     session.expect_wait(0, operations=sum(node.op.startswith("call") for node in module.graph.nodes))
-    session.stages.reporter.calls = calls_for('options={..., "verbose": "full"}')
+    session.stages.reporter.more = calls_for('options={..., "verbose": "full"}')
     return session, compiled.begin(session, key)
 
 

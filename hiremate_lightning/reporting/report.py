@@ -43,6 +43,9 @@ def calls_for(full: str = 'verbose="full"') -> str:
     return f"{full} shows a table; {page} writes a page"
 
 
+CALLS = calls_for()
+
+
 class Reporter:
     """Shows the stages of planning, then the plan, then what was measured of it, then where to read more.
 
@@ -56,14 +59,14 @@ class Reporter:
 
     Attributes:
         verbose: As above.
-        folder: Where to write the page of the plan, once it was measured; None to name the call that writes it.
-        calls: What to write to see more, where there is no folder.
+        folder: Where to write the page of the plan, once it was measured; None to say what writes it.
+        more: What shows more of a plan.
     """
 
     def __init__(self, verbose: bool | str = True, console: Console | None = None) -> None:
         self.verbose = verbose
         self.folder: Path | None = None
-        self.calls = calls_for()
+        self.more = CALLS
         self._console = console
         self._progress: Progress | None = None
         self._tasks: list[TaskID] = []
@@ -220,13 +223,13 @@ class Reporter:
     def _page_of(self, plan: Plan) -> str:
         """Write the page of a plan, and return its path; or the calls that show more."""
         if self.folder is None:
-            return self.calls
+            return self.more
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             return str(write_html(plan, self.folder / PAGE, curve_limit_s=0))
         except OSError as error:  # a full disk is no reason to stop training
             LOGGER.debug("no page was written: %s", error)
-            return self.calls
+            return self.more
 
     def note(self, *lines: str) -> None:
         """Show plain lines."""
