@@ -90,6 +90,20 @@ def test_another_budget_that_was_asked_for_needs_no_reason(capsys: pytest.Captur
     assert "since" not in capsys.readouterr().err
 
 
+def test_a_share_that_grows_by_the_optimizers_state_says_so(capsys: pytest.CaptureFixture[str]):
+    """The optimizer steps for the first time after the plan was made, as where gradients are accumulated."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    hiremate(model, "60%")
+    for index in range(6):
+        model(torch.randn(512, 64)).square().mean().backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    said = re.findall(r"budget \S+ MiB -> \S+ MiB, since 260 KiB of optimizer state came", capsys.readouterr().err)
+    assert len(said) == 1
+
+
 def test_ten_steps_say_three_lines(capsys: pytest.CaptureFixture[str]):
     """The peak is measured again now and then, and differs by some bytes: that is no news."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
