@@ -187,7 +187,7 @@ def test_texts_are_found_where_they_are_raised_warned_returned_and_kept_in_const
         "bytes is too small for",  # built by a function
         "There are two HiRemateCallbacks in this Trainer Keep",  # raised, of Lightning
         "was called with gradients but in eval mode",  # warned
-        "plans already max plans other steps run as",  # said
+        "plans already max plans steps of other input",  # said
         "it is planned already Call remove hiremate model",  # returned as a reason
         "DeepSpeed lays all weights into one flat tensor",  # kept in a dictionary
         "Trying to backward through the graph a second",  # kept in a constant

@@ -150,9 +150,9 @@ class Announcements:
     def full(self, count: int) -> None:
         """Warn that there are as many plans as allowed."""
         self.say(
-            f"There are {count} plans already (max_plans): other steps run as was planned for another input "
-            "shape, where that fits, or else at the least memory. Each new shape takes seconds as it first appears: "
-            "pad to a few shapes, or raise max_plans."
+            f"There are {count} plans already (max_plans): steps of other input shapes run by one of these "
+            "where it fits, or else at the least memory, which is slower. Each new shape takes seconds as it first "
+            "appears: pad to a few shapes, or raise max_plans."
         )
 
     def not_made(self, error: BaseException | None) -> None:
