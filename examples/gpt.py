@@ -13,6 +13,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+print("Loading PyTorch and Lightning: 5 to 20 seconds, the first time after an installation up to a minute", flush=True)
+
 import lightning.pytorch as L
 import torch
 from torch import Tensor, nn

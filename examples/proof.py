@@ -192,6 +192,7 @@ def train_twice(
         console.print(losses_table(plain, planned))
     holds = show(plain, planned, times, hiremate.plan, console)
     page = Path("hiremate_plan.html").resolve()
+    console.print("Writing the page: other budgets are solved for it, for up to 10 seconds")
     write_html(hiremate.plan, page)
     console.print(NEXT.format(budget=budget, page=page), soft_wrap=True, markup=False, highlight=False)
     return holds

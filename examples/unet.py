@@ -12,6 +12,8 @@ import argparse
 import sys
 from itertools import pairwise
 
+print("Loading PyTorch and Lightning: 5 to 20 seconds, the first time after an installation up to a minute", flush=True)
+
 import lightning.pytorch as L
 import torch
 from skimage import data

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -12,10 +13,13 @@ from .errors import ConfigurationError
 from .options import Sizes, make_options, refuse_changes
 from .planning.plan import Plan
 from .planning.planner import DEFAULT_SOLVER
+from .sessions import compiled
 from .sessions.refusals import refuse
 from .sessions.session import Session
 from .sessions.targets import Target, Targets, targets_of
+from .torch_private import compiled_calls
 
+Planned = TypeVar("Planned", bound=nn.Module | Callable[..., Any])
 FABRIC_WRAPPER = "_FabricModule"  # by its name: this module loads without Lightning
 
 
@@ -140,29 +144,45 @@ def _inside(model: nn.Module) -> nn.Module:
     return model
 
 
-def remove_hiremate(model: nn.Module) -> nn.Module:
+def remove_hiremate(model: Planned) -> Planned:
     """Stop planning a model; it runs as it did before. A model that is not planned is left alone.
 
+    Of what was compiled with `torch.compile(backend="hiremate")`, all that shares its options stops with it.
+
+    Args:
+        model: The model that `hiremate()` planned, or a model or function that was compiled.
+
     Raises:
-        ConfigurationError: If it is no module.
+        ConfigurationError: If it is no module, and was not compiled.
     """
-    known = _targets_of(model, "remove_hiremate")
+    known, session = _found(model, "remove_hiremate")
     if known is not None:
         known.detach()
+    elif session is not None:
+        compiled.remove(session)
     return model
 
 
-def get_plan(model: nn.Module) -> Plan | None:
+def get_plan(model: nn.Module | Callable[..., Any]) -> Plan | None:
     """Return the plan of a model's latest kind of step. There is none before the second training step.
 
+    Args:
+        model: The model that `hiremate()` planned; or the model or function that was compiled with
+            `torch.compile(backend="hiremate")`, as it was before or as it is after that.
+
     Raises:
-        ConfigurationError: If it is no module.
+        ConfigurationError: If it is no module, and was not compiled.
     """
-    known = _targets_of(model, "get_plan")
-    return None if known is None else known.session.plan
+    _, session = _found(model, "get_plan")
+    return None if session is None else session.plan
 
 
-def _targets_of(model: nn.Module, function: str) -> Targets | None:
-    if not isinstance(model, nn.Module):
+def _found(model: Any, function: str) -> tuple[Targets | None, Session | None]:
+    """Find who plans a model, by its slots or by what was compiled of it, and the session of its plan."""
+    inside = compiled_calls.original(model)
+    if isinstance(inside, nn.Module) and (known := targets_of(inside)) is not None:
+        return known, known.session
+    session = compiled.session_of(inside)
+    if session is None and inside is model and not isinstance(model, nn.Module):
         raise ConfigurationError(f"{function} takes the model that hiremate() planned, found {_named(model)}.")
-    return targets_of(model)
+    return None, session

@@ -36,7 +36,7 @@ LONG_ITERATIONS = 1010  # of one loop in so many: the first looks at each kind a
 LONG_EVERY = 50
 ACCOUNTED = 500  # last iterations of a long loop of whose time watching may take a share
 SLACK_BYTES = 4096  # numbers and states of random generators, which nobody counts
-ANNOUNCED = ("Nothing fits", "no plan leaves", "with a margin", "went another way", "first step of another kind")
+ANNOUNCED = ("Nothing fits", "no plan leaves", "with a margin", "began by the wrong plan", "first step of another kind")
 
 Action = tuple[Any, ...]
 

@@ -19,6 +19,7 @@ from hiremate_lightning.command_line.doctor import Verdict
 from hiremate_lightning.command_line.factory import Workload, find_factory, parse_inputs
 from hiremate_lightning.errors import ConfigurationError
 from hiremate_lightning.planning.solvers import Solution, Status, worker
+from hiremate_lightning.reporting.html_report import write_html
 from hiremate_lightning.units import format_bytes
 
 from .tiny import blocks_plan
@@ -436,6 +437,22 @@ class TestShow:
         assert output.startswith("model       Net\npeak ")
         assert " planned\n" in output
         assert "note        Times are estimates" in output
+        assert re.search(r"^at {10}\S", output, flags=re.MULTILINE)
+        assert re.search(r"^module +kept +not kept +recomputed +extra", output, flags=re.MULTILINE)
+        assert re.search(r"^all +\d", output, flags=re.MULTILINE)
+
+    def test_advice_that_plan_gave_is_shown_again(self, tmp_path, capsys):
+        plan = blocks_plan(2)
+        heavy = plan.changed(resident_bytes=plan.resident_bytes + 2**30, budget_bytes=plan.budget_bytes + 2**30)
+        assert main(["show", str(write_html(heavy, tmp_path / "plan.html", curve_limit_s=0))]) == 0
+        assert "\nadvice      1.00 GiB of the budget exist before the step" in capsys.readouterr().out
+
+    def test_the_numbers_of_a_plan_alone_are_shown(self, tmp_path, capsys):
+        """Plan.to_json() has no table of modules, as files of earlier versions have none."""
+        path = tmp_path / "plan.json"
+        path.write_text(blocks_plan(2).to_json())
+        assert main(["show", str(path)]) == 0
+        assert capsys.readouterr().out.startswith("model       GPT\npeak ")
 
     def test_a_report_is_shown(self, models, tmp_path, capsys):
         page, picture = tmp_path / "plan.html", tmp_path / "plan.svg"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
+import re
 import subprocess
 import sys
 import weakref
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+import hiremate_lightning
 from hiremate_lightning import (
     BudgetError,
     ConfigurationError,
@@ -22,8 +25,8 @@ from hiremate_lightning import (
     hiremate,
     remove_hiremate,
 )
-from hiremate_lightning.integrations import compile_backend
 from hiremate_lightning.integrations.compile_backend import get_plan
+from hiremate_lightning.sessions.compiled import _sessions
 
 WIDTH, ROWS = 48, 384
 
@@ -218,7 +221,7 @@ def test_a_function_without_parameters_is_planned():
     def layer(x: torch.Tensor) -> torch.Tensor:
         return (x.sin().exp() * x.cos()).sum()
 
-    before, gradients = set(compile_backend._sessions), []
+    before, gradients = set(_sessions), []
     call, x = compiled(layer, budget="7 GiB"), torch.randn(ROWS, WIDTH)
     for function in (layer, call, call, call):
         leaf = x.clone().requires_grad_()
@@ -226,7 +229,7 @@ def test_a_function_without_parameters_is_planned():
         gradients.append(leaf.grad)
 
     assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
-    (session,) = set(compile_backend._sessions) - before
+    (session,) = set(_sessions) - before
     assert session.plan is not None
 
 
@@ -255,7 +258,7 @@ def test_a_model_of_another_kind_does_not_inherit_the_session_of_one_that_is_gon
 
 def session_of(model: nn.Module):
     own = {id(p) for p in model.parameters()}
-    return next(s for s in compile_backend._sessions if any(id(p) in own for p in s.root.parameters()))
+    return next(s for s in _sessions if any(id(p) in own for p in s.root.parameters()))
 
 
 def calls_of_each_plan(model: nn.Module) -> list[int]:
@@ -323,6 +326,88 @@ def test_a_plan_that_compiling_passes_by_is_announced():
 
     with pytest.warns(HiRemateWarning, match=r"Sequential trains without its plan.*backend='hiremate'"):
         train(call, model, rows=(ROWS,) * 4)
+
+
+def test_the_plan_is_found_by_what_was_compiled():
+    """By the model as it was and as it is now, by a function around it, and by the function as torch returned it."""
+    model, inner = chain(1), chain(1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return inner(x).square().mean()
+
+    whole, around = compiled(model), compiled(step, budget="85%")
+    train(whole, model, rows=(ROWS,) * 2)
+    train(lambda x: _Already(around(x)), inner, rows=(ROWS,) * 2)
+
+    found = hiremate_lightning.get_plan(whole), hiremate_lightning.get_plan(around)
+    assert [str(plan.budget) for plan in found] == ["80%", "85%"]
+    assert found[0] is hiremate_lightning.get_plan(model)
+    assert found[1] is hiremate_lightning.get_plan(step) is hiremate_lightning.get_plan(inner)
+
+
+def test_the_plan_of_a_function_without_parameters_is_found():
+    call = compiled(lambda x: x.sin().exp().sum(), budget="7.5 GiB")
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+
+    assert hiremate_lightning.get_plan(call) is None
+    for _ in range(2):
+        call(x * 2).backward()
+
+    assert str(hiremate_lightning.get_plan(call).budget) == "7.50 GiB"
+
+
+def test_a_function_that_was_not_compiled_is_refused_by_get_plan():
+    with pytest.raises(ConfigurationError, match=r"get_plan takes the model that hiremate\(\) planned, found"):
+        hiremate_lightning.get_plan(chain)
+
+
+def test_a_removed_compiled_model_trains_on_without_plan():
+    """At sizes that were captured before, and at new ones; another model with equal options is still planned."""
+    torch.manual_seed(5)
+    plain, other = chain(), chain(1)
+    model = copy.deepcopy(plain)
+    call = compiled(model, budget="81%")
+    train(call, model)
+    train(plain, plain)
+
+    assert remove_hiremate(call) is call
+
+    assert hiremate_lightning.get_plan(model) is None
+    for rows in ((ROWS,) * 2, (400,) * 3):
+        found, expected = train(call, model, rows), train(plain, plain, rows)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        train(compiled(other, budget="81%"), other, rows)
+        assert hiremate_lightning.get_plan(other) is not None
+    assert hiremate_lightning.get_plan(call) is None
+
+
+def test_a_removed_compiled_model_may_be_planned():
+    model = chain(1)
+    train(compiled(model, budget="82%"), model, rows=(ROWS,) * 2)
+    remove_hiremate(model)
+
+    hiremate(model, "90%", verbose=False)
+    train(model, model, rows=(ROWS,) * 2)
+
+    assert str(hiremate_lightning.get_plan(model).budget) == "90%"
+
+
+def test_the_advice_on_a_compiled_model_runs_as_printed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.getLogger("hiremate_lightning"), "propagate", False)
+    model = chain(1)
+    call = compiled(model, verbose=True)
+    train(call, model)
+
+    said = capsys.readouterr().err
+    full, code = re.search(r"more: (options=.*) shows a table; (.*) writes a page", said).groups()
+    exec(code, {"model": call})
+    assert (tmp_path / "plan.html").stat().st_size
+    options: dict = {}
+    exec(full.replace("...", "'budget': '83%'"), options)
+    model = chain(1)
+    train(torch.compile(model, backend="hiremate", options=options["options"]), model, rows=(ROWS,) * 2)
+    assert "| module " in capsys.readouterr().err
 
 
 def test_planning_time_has_the_time_of_capture():

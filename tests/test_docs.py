@@ -121,6 +121,16 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(listed) == sorted([*(page.name for page in PAGES), NOTEBOOK.with_suffix(".md").name])
 
 
+def test_each_limit_takes_one_or_two_sentences() -> None:
+    """What happens, and what to do; numbers that were measured are in benchmarks/results/."""
+    limits = re.findall(r"^- (.*(?:\n  .*)*)", read(DOCS / "limits.md"), flags=re.MULTILINE)
+
+    long = [limit for limit in limits if len(re.findall(r"[.?](?=\s|$)", limit)) > 2]
+
+    assert len(limits) > 50
+    assert not long
+
+
 def _links(page: Path) -> list[str]:
     """List what a page refers to in this repository; code may hold brackets of its own, and formulas too."""
     prose = re.sub(r"```.*?```|`[^`\n]*`", "", read(page), flags=re.DOTALL)
@@ -177,7 +187,7 @@ def test_texts_are_found_where_they_are_raised_warned_returned_and_kept_in_const
         "bytes is too small for",  # built by a function
         "There are two HiRemateCallbacks in this Trainer Keep",  # raised, of Lightning
         "was called with gradients but in eval mode",  # warned
-        "plans already max plans other steps run as",  # said
+        "plans already max plans steps of other input",  # said
         "it is planned already Call remove hiremate model",  # returned as a reason
         "DeepSpeed lays all weights into one flat tensor",  # kept in a dictionary
         "Trying to backward through the graph a second",  # kept in a constant

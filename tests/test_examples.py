@@ -66,6 +66,7 @@ def test_an_example_proves_that_both_runs_are_the_same(name: str, tmp_path: Path
     assert "8 of 8 losses equal" in printed
     assert "5 of 5 measured steps" in printed
     assert "The proof holds." in printed
+    assert printed.startswith("Loading PyTorch and Lightning"), "what takes seconds is said before"
     assert "bits, plain" not in printed, "the losses are shown on request"
     assert 'hiremate(model, budget="60%", optimizer=optimizer)' in printed or name == "unet"
     assert (tmp_path / "hiremate_plan.html").exists()

@@ -123,9 +123,9 @@ def test_a_mark_names_sizes_for_the_backend():
         torch._dynamo.mark_dynamic(batch["mask"], 1, min=2, max=LONG)
         call(**batch).square().mean().backward()
         model.zero_grad()
-    from hiremate_lightning.integrations import compile_backend
+    from hiremate_lightning.sessions.compiled import _sessions
 
-    plans = [session.plans for session in list(compile_backend._sessions) if session.options.plan.time_limit_s == 7]
+    plans = [session.plans for session in list(_sessions) if session.options.plan.time_limit_s == 7]
     assert [len(own) for own in plans] == [2]
 
 
@@ -175,7 +175,7 @@ def test_sizes_that_can_not_be_told_apart_are_announced():
     model = reader("1 GiB")
     with recorded() as said:
         train(model, ROWS, ROWS)
-    assert any("is 2 in a batch, and so is another dimension" in text for text in said)
+    assert any("Two dimensions of a batch have the size 2" in text for text in said)
     assert len(session_of(model).plans) == 1
 
 

@@ -123,7 +123,7 @@ def test_an_infeasible_budget_may_be_due_to_code_outside():
     step = step_of(*chain(3), held=MANY)
     with pytest.raises(InfeasibleBudgetError) as caught:
         plan_of(step, 10**6)
-    assert "the code outside the planned modules" in str(caught.value)
+    assert "in the code outside of the planned modules" in str(caught.value)
     assert caught.value.module == ""
 
 

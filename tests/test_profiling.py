@@ -315,7 +315,8 @@ def test_an_estimate_is_the_same_each_time(captured):
 
 
 def test_a_device_is_described_by_its_threads_and_torch():
-    assert describe_device(CPU) == f"cpu, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    threads = torch.get_num_threads()
+    assert describe_device(CPU) == f"cpu, {threads} thread{'s' * (threads > 1)}, torch {torch.__version__}"
 
 
 def test_a_measurement_under_way_does_not_see_the_profiling(captured):

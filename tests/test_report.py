@@ -17,9 +17,9 @@ import torch.distributed
 from rich.console import Console
 from tqdm import tqdm
 
-from hiremate_lightning.planning.plan import measured_line, planned_lines
+from hiremate_lightning.planning.plan import PlanningTime, measured_line, planned_lines
 from hiremate_lightning.reporting import report
-from hiremate_lightning.reporting.report import CALLS, Reporter, is_rank_zero
+from hiremate_lightning.reporting.report import Reporter, calls_for, is_rank_zero
 
 from .tiny import blocks_plan, mixed_plan
 
@@ -83,8 +83,8 @@ def test_three_lines_by_default():
     assert written(console).splitlines() == [
         planned_lines(large)[0],
         measured_line(large.with_measured(peak_bytes=4_000_000)),
-        'HiRemate plan of GPT, more: verbose="full" shows a table, '
-        'hiremate_lightning.write_html(get_plan(model), "plan.html") writes a page',
+        'HiRemate plan of GPT, more: verbose="full" shows a table; '
+        'from hiremate_lightning import get_plan, write_html; write_html(get_plan(model), "plan.html") writes a page',
         planned_lines(small)[0],
         measured_line(small.with_measured(peak_bytes=4_000_000)),
     ]
@@ -172,7 +172,25 @@ def test_a_long_stage_is_named_where_no_progress_is_drawn(monkeypatch: pytest.Mo
     console = Console(file=io.StringIO(), width=80)
     with Reporter(console=console).stage("solving"):
         time.sleep(0.2)
-    assert written(console) == "HiRemate: still solving, after 0.01 s\n"
+    first, second = written(console).splitlines()[:2]
+    assert first == "HiRemate: still solving, after 0.01 s"
+    assert second == "HiRemate: still solving, after 0.02 s"
+
+
+def test_a_long_wait_is_said_before_it_and_explained_after_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(report, "LONG_S", 5.0)
+    console = terminal()
+    reporter = Reporter(console=console)
+    reporter.expect("GPT", 4.0)
+    assert written(console) == ""
+    reporter.expect("GPT", 37.0)
+    long = blocks_plan(2).changed(planning=PlanningTime(capture_s=30.0, prove_s=3.0, solve_s=4.0))
+    for _ in range(2):
+        reporter.planned(long)
+    said = written(console).splitlines()
+    assert said[0].startswith("HiRemate: the first two steps of GPT take about 35 s longer than later ones")
+    assert said[2] == "  planned in 37 s: tracing 30 s, proving 3 s, solving 4 s"
+    assert len(said) == 4
 
 
 def test_a_terminal_gets_progress_then_the_table_then_lines():
@@ -200,7 +218,7 @@ def test_a_console_that_is_no_terminal_gets_ascii_and_no_progress():
     console = Console(file=io.StringIO(), width=40)
     show_all(Reporter("full", console=console))
     plan = mixed_plan().with_measured(peak_bytes=4_000_000)
-    more = f"HiRemate plan of GPT, more: {CALLS}"
+    more = f"HiRemate plan of GPT, more: {calls_for()}"
     *table, measured, page, note = written(console).splitlines()
     assert_is_table(table)
     assert [measured, page, note] == [measured_line(plan), more, "a note"]

@@ -74,7 +74,7 @@ def test_a_growing_list_that_ends_each_capture_is_named(append, is_told):
         for index in range(announcements.CAPTURES + 1):
             step(model, index)
     told = [
-        str(w.message).partition("is for this alone: ")[2] for w in caught if "captured code again" in str(w.message)
+        str(w.message).partition("torch.compile names: ")[2] for w in caught if "captured code again" in str(w.message)
     ]
     assert len(told) == is_told
     assert all(f"== {announcements.CAPTURES - 2}" in text and "seen.append" in text for text in told)

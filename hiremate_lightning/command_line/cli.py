@@ -22,7 +22,8 @@ from rich.text import Text
 
 from .. import __version__
 from ..errors import BudgetError, ConfigurationError, HiRemateError, did_you_mean
-from ..reporting.plan_summary import read_summary, summary_rows
+from ..reporting.plan_summary import read_summary, rows_of, summary_rows
+from ..reporting.terminal import ModuleTable
 
 OK, PROBLEM, USAGE = 0, 1, 2
 SOLVERS = (
@@ -264,8 +265,12 @@ def _add_json(parser: Any) -> None:
 
 def _show(asked: argparse.Namespace) -> int:
     console = Console()
-    for name, words in summary_rows(read_summary(asked.file)):
+    numbers = read_summary(asked.file)
+    for name, words in summary_rows(numbers):
         lines = textwrap.wrap(words, max(40, console.width - LABEL_WIDTH))
         for label, line in zip([name, *[""] * len(lines)], lines, strict=False):
             console.print(Text(f"{label:<{LABEL_WIDTH}}{line}"), soft_wrap=True)
+    if (found := rows_of(numbers)) is not None:
+        console.print()
+        console.print(ModuleTable(*found))
     return OK

@@ -34,6 +34,7 @@ from ..records.scaling import Line, Scaling
 from ..records.step import Step
 from ..reporting.comparison_svg import comparison_svg, panel_of
 from ..reporting.html_report import write_html
+from ..reporting.plan_summary import all_numbers
 from ..reporting.report import Reporter
 from ..reporting.svg_report import writable, write_svg
 from ..reporting.terminal import plain_table, plan_table
@@ -255,7 +256,7 @@ def _plan_on_several(work: _Work, budget: Budget) -> int:
         console = Console()
         _say(console, [f"{last.name}, budget {budget} on each GPU, batch size {last.size} on each: {answer(found)}"])
         console.print(counts_table(found))
-        _say_notes(console, ["What follows is of the last column.", *notes])
+        _say_notes(console, ["The notes below are about the largest number of GPUs.", *notes])
     return 0 if any(count.fits for count in found) else 1
 
 
@@ -263,7 +264,7 @@ def _plan_numbers(work: _Work, made: Plan, captured: OfflineStep, notes: list[st
     numbers = asdict(count_of(made, captured, work.rates))
     return {
         **{name: numbers[name] for name in ("gpus", "fsdp", "tp", "fits", "peak_parts", "sent_bytes", "sending_ms")},
-        **made.to_dict(),
+        **all_numbers(made),
         "device": str(captured.options.device),
         "batch_size": captured.size,
         "resident": dict(captured.resident),

@@ -158,8 +158,8 @@ def _solvers() -> Iterator[Finding]:
 
 
 def _devices() -> Iterator[Finding]:
-    free = format_bytes(free_host_bytes())
-    yield Finding("cpu", Verdict.GOOD, f"{torch.get_num_threads()} threads, {free} free")
+    free, threads = format_bytes(free_host_bytes()), torch.get_num_threads()
+    yield Finding("cpu", Verdict.GOOD, f"{threads} thread{'s' * (threads > 1)}, {free} free")
     if not torch.backends.cuda.is_built():
         yield Finding("cuda", Verdict.KNOW, "this torch is built without it; `hiremate plan --device cuda` still works")
     elif not torch.cuda.is_available():

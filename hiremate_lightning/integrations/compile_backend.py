@@ -14,6 +14,7 @@ Here there is no module to take over, only the graphs that Dynamo captured, so a
 * Of the seconds that torch takes to capture, those that Dynamo takes are not part of the plan's planning time.
 * torch.compile's own limit of recompilations holds for the frames that Dynamo captures.
 * Compile the module, then wrap it in DistributedDataParallel: around that, torch may capture nothing, without a word.
+* `remove_hiremate` stops the planning of all that shares a session. Compile with other options to plan once more.
 * Errors at capture come inside of torch's BackendCompilerFailed. Those at run, such as a budget that nothing fits, come
   as they are.
 """
@@ -29,22 +30,25 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ..api import get_plan
 from ..capturing.backend import has_gradients, planning_backend
 from ..capturing.capture import Captured
 from ..errors import ConfigurationError, did_you_mean
 from ..options import make_options
-from ..planning.plan import Plan
+from ..reporting.report import calls_for
 from ..running.execution import Part
-from ..sessions.overseeing import listen_to_optimizers
+from ..sessions import compiled
+from ..sessions.compiled import CompiledSession
 from ..sessions.proving import Proof
 from ..sessions.session import Session
 from ..sessions.slots import WITH_COMPILE
 from ..sessions.targets import planned_module_with
+from ..torch_private import compiled_calls
 from ..torch_private.tensor_state import tensors_among
 
+__all__ = ["get_plan", "hiremate"]
+
 _Weak = dict[int, weakref.ref[torch.Tensor]]  # by identity: tensors compare by their values
-_Key = tuple[tuple[str, str], ...]
-_sessions: weakref.WeakKeyDictionary[Session, _Key] = weakref.WeakKeyDictionary()
 
 
 def hiremate(
@@ -78,19 +82,8 @@ def hiremate(
     if mode is not None:
         raise ConfigurationError(f"The backend 'hiremate' has no modes, found mode={mode!r}. Pass options= instead.")
     known = _check_names(options or {})
-    session = _session_of(known, module)
-    return _Graph(session, module, inputs).run
-
-
-def get_plan(model: nn.Module) -> Plan | None:
-    """Return the plan of what was compiled with this backend, None before its second training step.
-
-    Args:
-        model: A module that was compiled, or in which something was, or the module before it was compiled.
-    """
-    own = {id(p) for p in model.parameters()}
-    found = (s.plan for s in list(_sessions) if any(id(p) in own for p in s.root.parameters()))
-    return next(found, None)
+    session, kept = _session_of(known, module)
+    return module.forward if kept.is_removed else _Graph(session, kept, module, inputs).run
 
 
 def _check_names(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,17 +103,27 @@ def _check_names(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"budget": "auto", **options}
 
 
-def _session_of(options: dict[str, Any], module: fx.GraphModule) -> Session:
-    """Find the session of all that was compiled with equal options, or begin one."""
+def _session_of(options: dict[str, Any], module: fx.GraphModule) -> tuple[Session, CompiledSession]:
+    """Find the session of all that was compiled with equal options, or begin one.
+
+    What was captured for one that was removed belongs to that one, and stays unplanned.
+    """
     key = tuple(sorted((name, repr(value)) for name, value in options.items()))
-    for known, its_key in list(_sessions.items()):
-        if its_key == key and not _root_of(known).is_gone:
-            return known
+    callers = compiled_calls.under_way()
+    equal = [(session, known) for session, known in compiled.sessions() if known.key == key]
+    removed = [(session, known) for session, known in equal if known.is_removed and known.has(callers)]
+    alive = [(s, known) for s, known in equal if not known.is_removed and not _root_of(s).is_gone]
+    session, known = next(iter(removed + alive), None) or _begin(options, key, module)
+    known.add(callers)
+    return session, known
+
+
+def _begin(options: dict[str, Any], key: compiled.Key, module: fx.GraphModule) -> tuple[Session, CompiledSession]:
     root = type(_name_of(module), (_CompiledRoot,), {})()
     session = Session(root, make_options(**options))
-    listen_to_optimizers(session)
-    _sessions[session] = key
-    return session
+    session.expect_wait(0, operations=sum(node.op.startswith("call") for node in module.graph.nodes))
+    session.stages.reporter.more = calls_for('options={..., "verbose": "full"}')
+    return session, compiled.begin(session, key)
 
 
 def _root_of(session: Session) -> _CompiledRoot:
@@ -209,8 +212,8 @@ class _CompiledRoot(nn.Module):
 class _Graph:
     """One graph that Dynamo captured, and its place in the steps of a session."""
 
-    def __init__(self, session: Session, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        self._session = session
+    def __init__(self, session: Session, known: CompiledSession, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        self._session, self._known, self._plain = session, known, module.forward
         self._name = type(session.root).__name__
         self._buffers = [i for i, name in enumerate(_placeholders(module)) if "_buffers_" in name]
         # Where sizes are symbols, it is traced when it runs.
@@ -227,6 +230,8 @@ class _Graph:
 
     def run(self, *arguments: Any) -> Any:
         """Run the graph, as a part of a step where it trains."""
+        if self._known.is_removed:
+            return self._plain(*arguments)
         if not self._trains:
             return self._run(*arguments)
         self._see(arguments)

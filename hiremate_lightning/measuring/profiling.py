@@ -117,7 +117,8 @@ def describe_device(device: torch.device) -> str:
     """Name what the costs depend on besides the operation: device, threads, torch version."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {_cuda_settings()}"
-    return f"{device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    threads = torch.get_num_threads()
+    return f"{device.type}, {threads} thread{'s' * (threads > 1)}, torch {torch.__version__}"
 
 
 def _cuda_settings() -> str:

@@ -48,7 +48,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class PlanningTime:
-    """Seconds that each stage of planning took."""
+    """Seconds that each stage of planning took, for all plans of a model so far."""
 
     capture_s: float = 0.0
     profile_s: float = 0.0
@@ -69,7 +69,7 @@ class Plan:
         budget: The budget as it was asked for.
         budget_bytes: The budget in bytes, resident bytes included.
         resident_bytes: Bytes that exist before the step and throughout: parameters, buffers, optimizer state, batch.
-        planning: How long planning took.
+        planning: How long planning took, with what was planned before for the same model.
         measured: What was measured while running it.
         proved: How many of the captured graphs are proved against eager PyTorch, in words; "" where that is not known.
         rounded: The values in which captured code differs from eager PyTorch by rounding, in words.

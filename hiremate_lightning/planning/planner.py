@@ -317,8 +317,8 @@ def _place_of(simulation: Simulation, graph: Graph) -> str:
     outside = {n for n, other in enumerate(graph.nodes) if other.op == OUTSIDE}
     held = {graph.tensors[t].storage for t in graph.held if graph.tensors[t].producer in outside}
     if node.op == OUTSIDE or 2 * sum(graph.sizes[s] for s in held if s is not None) > simulation.peak_bytes:
-        return "the code outside the planned modules"
-    return f"{node.op} in {f'module {node.module!r}' if node.module else 'the code of the planned module itself'}"
+        return "in the code outside of the planned modules"
+    return f"at {node.op} in {f'module {node.module!r}' if node.module else 'the code of the planned module itself'}"
 
 
 def _whose(less_bytes: int) -> str:
@@ -404,7 +404,7 @@ def infeasible(
         f"of which {format_bytes(need.resident_bytes)} are resident (parameters, gradients, optimizer state, batch). "
         f"{_whose(need.less_bytes)}"
         f"Such a plan takes at most {simulation.overhead:.0%} more time. "
-        f"The peak is at {_place_of(simulation, need.problem.graph)}. {advice}"
+        f"The peak is {_place_of(simulation, need.problem.graph)}. {advice}"
         f"{words_for_finders(need.problem.profile.device)}",
         budget_bytes=budget_bytes,
         smallest_bytes=needed,

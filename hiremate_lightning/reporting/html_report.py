@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from functools import cached_property
 from html import escape
 from pathlib import Path
+from platform import python_version
 from typing import Any
 
 from ..planning.plan import Plan, plan_title
@@ -22,7 +24,7 @@ from .breakdown import ModuleRow, advice_lines, module_rows, node_words, place_w
 from .figures import COLOURS, DrawnStep, frontier_of, frontier_words, planned_run, resident_bands, short_source
 from .frontier_svg import frontier_svg
 from .lifetimes import Band, Lifetime
-from .plan_summary import summary_rows
+from .plan_summary import all_numbers, summary_rows, verdict
 from .svg_report import LEFT, PANEL, Timeline, check_plan, writable
 
 MAX_MODULE_ROWS = 40
@@ -30,6 +32,7 @@ MAX_BLOCKS = 12  # listed of those that are live at the peak
 CURVE_LIMIT_S = 10.0
 WIDTH = 1120  # pixels of a picture
 NONE = "\u2013"
+BETWEEN = " \u00b7 "  # facts in a line
 ROUNDED_WORDS = (
     "Captured code ran beside eager PyTorch on the same inputs. These values were not the same bits, but no further "
     "apart than rounding takes them; the code runs as planned."
@@ -72,10 +75,14 @@ class _Page:
     def timeline(self) -> Timeline:
         return Timeline(self.plan, WIDTH)
 
+    @cached_property
+    def numbers(self) -> dict[str, Any]:
+        return all_numbers(self.plan)
+
     def text(self) -> str:
         title = escape(plan_title(self.plan))
         parts = [
-            f"<header><h1>{title}</h1>{self._cards()}</header>",
+            f"<header><h1>{title}</h1>{self._verdict()}{self._cards()}</header>",
             _section("Memory over the step", self._timeline(), " ".join(advice_lines(self.plan))),
             _section("Predicted and measured", self._comparison()),
             _section("What each module keeps", self._modules(), self._modules_words()),
@@ -92,7 +99,7 @@ class _Page:
             f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
             f"<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n" + "\n".join(parts) + f"\n{self._footer()}\n</main>\n"
-            f'<script type="application/json" id="plan">{_safe(self.plan.to_json())}</script>\n'
+            f'<script type="application/json" id="plan">{_safe(json.dumps(self.numbers, indent=2))}</script>\n'
             f'<script type="application/json" id="steps">{_safe(json.dumps(self._steps()))}</script>\n'
             f"<script>{_SCRIPT}</script>\n</body>\n</html>\n"
         )
@@ -123,6 +130,23 @@ class _Page:
         return {"top": top, "starts": starts, "bands": [band.value for band in run.bands], "steps": steps}
 
     # ------------------------------------------------------------ words and tables
+
+    def _verdict(self) -> str:
+        """Say in one sentence what the plan does, and what it was made for, with what, and when."""
+        words = verdict(self.numbers)
+        batch = f"batch {self.numbers['batch']}" if self.numbers["batch"] else ""
+        made = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"
+        facts = (batch, self._device, f"hiremate-lightning {package_version()}", f"Python {python_version()}", made)
+        is_over = "MORE than its budget" in words
+        return (
+            f'<p id="verdict"{" class=over" * is_over}>{escape(words)}</p>'
+            f'<p id="facts">{escape(BETWEEN.join(filter(None, facts)))}</p>'
+        )
+
+    @property
+    def _device(self) -> str:
+        device = self.plan.profile.device
+        return "estimated from operation counts" if device == "estimate" else device
 
     def _cards(self) -> str:
         cards = []
@@ -186,10 +210,7 @@ class _Page:
         return swatch, size, *(escape(text) for text in (node_words(node), node.module, short_source(node.source)))
 
     def _footer(self) -> str:
-        device = (
-            "estimated from operation counts" if self.plan.profile.device == "estimate" else self.plan.profile.device
-        )
-        made_by = f"Made by hiremate-lightning {package_version()}. Costs: {device}. "
+        made_by = f"Made by hiremate-lightning {package_version()}. Costs: {self._device}. "
         words = "1 GiB is 2<sup>30</sup> bytes. The numbers are in this file as JSON, in the element with id plan."
         return f"<footer>{escape(made_by)}{words}</footer>"
 
@@ -256,6 +277,10 @@ _STYLE = """
 body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 main { max-width: 1180px; margin: 0 auto; padding: 24px 16px; }
 h1 { font-size: 24px; margin: 0; flex: 1 0 100%; overflow-wrap: anywhere; }
+#verdict, #facts { margin: 0; flex: 1 0 100%; overflow-wrap: anywhere; }
+#verdict { font-size: 17px; }
+#verdict.over { color: var(--over); font-weight: 600; }
+#facts { color: var(--faint); font-size: 13px; }
 h2 { font-size: 17px; margin: 0 0 4px; }
 header { display: flex; flex-wrap: wrap; gap: 12px; margin-bottom: 16px; }
 .card, section { background: var(--paper); border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; }
@@ -267,8 +292,8 @@ header { display: flex; flex-wrap: wrap; gap: 12px; margin-bottom: 16px; }
 section { padding: 14px; margin-bottom: 16px; }
 section > p { margin: 0 0 8px; color: var(--faint); }
 .wide { overflow-x: auto; }
-.wide svg { display: block; width: 100%; min-width: 640px; height: auto; }
-pre { min-height: 12em; margin: 8px 0 0; font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; }
+.wide svg { display: block; width: 100%; min-width: 560px; height: auto; }
+pre { margin: 8px 0 0; font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th { text-align: left; font-weight: 500; color: var(--faint); }
 th, td { padding: 3px 18px 3px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
@@ -281,6 +306,16 @@ tfoot td { font-weight: 600; border-bottom: none; }
 .bar:not(:only-child) { width: 14px; margin-right: 2px; }
 .bar i { display: block; height: 100%; background: #4477aa; }
 .swatch { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 8px; }
+@media (max-width: 640px) {
+  main { padding: 12px 8px; }
+  .card, section { padding: 8px 10px; }
+  .card { flex-basis: 140px; }
+  table { font-size: 13px; }
+  th, td { padding-right: 10px; }
+  .depth0, .depth1 { white-space: normal; overflow-wrap: anywhere; display: inline-block; min-width: 6em; }
+  .bar { width: 60px; }
+  pre { font-size: 12px; }
+}
 footer { color: var(--faint); font-size: 13px; }
 """
 
@@ -305,6 +340,7 @@ function show() {
   const rows = held.map(([band, bytes]) => `${words(bytes)} ${band}`);
   note.textContent = [`${name}, ${again ? "recomputed" : direction}, ${time}`, module, source,
     `${words(known.resident + total)} in all`, ...rows].filter(Boolean).join("\\n");
+  note.style.minHeight = `${Math.max(parseFloat(note.style.minHeight) || 0, note.offsetHeight)}px`;
   const x = known.left + (run.starts[at] + run.starts[at + 1]) / 2 / known.end * known.width;
   line.setAttribute("d", `M${x} ${run.top}v${known.height}`);
 }

@@ -1,17 +1,77 @@
-"""Read the numbers of a plan back from files: JSON, or an HTML report."""
+"""A plan in numbers and words: written to files as JSON or in an HTML report, and read back from these."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
-from ..planning.plan import Numbers, budget_words, peak_words, planning_words, solver_words
+from ..planning.plan import Numbers, Plan, budget_words, peak_words, planning_words, solver_words
+from ..records.graph import StorageKind
 from ..units import format_bytes, format_ratio, format_time
+from .breakdown import ModuleRow, ModuleUse, advice_lines, module_rows, place_words, total_row
 
+_MOST_INPUTS = 3  # of a step that are described
 _IN_PAGE = re.compile(r'<script type="application/json" id="plan">(.*?)</script>', re.DOTALL)
+
+
+def all_numbers(plan: Plan) -> dict[str, Any]:
+    """Return the numbers of a plan with what a reader of the file sees: peak, batch, advice, and what modules keep."""
+    rows = module_rows(plan)
+    return {
+        **plan.to_dict(),
+        "at": place_words(plan),
+        "batch": batch_words(plan),
+        "advice": advice_lines(plan),
+        "modules": [asdict(row) for row in (*rows, total_row(rows))],
+    }
+
+
+def rows_of(numbers: Numbers) -> tuple[list[ModuleRow], ModuleRow] | None:
+    """Read the table of modules, and its sum, back from numbers; None where they have none."""
+    found = [
+        ModuleRow(**{**row, "use": ModuleUse(**row["use"]), "shares": tuple(row["shares"])})
+        for row in numbers.get("modules", ())
+    ]
+    return (found[:-1], found[-1]) if found else None
+
+
+def batch_words(plan: Plan) -> str:
+    """Describe what a step is given, as sizes and type; "" where the graph has no such input."""
+    graph = plan.graph
+    inputs = (graph.tensors[tensor] for tensor in graph.inputs)
+    given = [
+        f"{_sizes(tensor.shape)} {tensor.dtype}"
+        for tensor in inputs
+        if tensor.storage is not None and tensor.shape and graph.storages[tensor.storage].kind is StorageKind.INPUT
+    ]
+    return ", ".join(dict.fromkeys(given[:_MOST_INPUTS])) + (", ..." if len(given) > _MOST_INPUTS else "")
+
+
+def _sizes(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def verdict(numbers: Numbers) -> str:
+    """Say in one sentence whether a plan keeps its budget, what it saves, and what that costs."""
+    name, budget = numbers["target"] or "The model", budget_words(numbers)
+    measured_bytes, measured_time = numbers["measured_peak_bytes"], numbers["measured_overhead"]
+    peak_bytes = numbers["planned_peak_bytes"] if measured_bytes is None else measured_bytes
+    peak = f"{format_bytes(peak_bytes)} ({'predicted' if measured_bytes is None else 'measured'})"
+    plain = format_bytes(numbers["unplanned_peak_bytes"])
+    if peak_bytes > numbers["budget_bytes"]:
+        over = format_bytes(peak_bytes - numbers["budget_bytes"])
+        return f"{name} takes {peak}, {over} MORE than its budget of {budget}."
+    if not numbers["predicted_overhead"]:
+        return f"{name} takes {peak} and needs no plan: that is within its budget of {budget}, at no extra time."
+    time = f"{format_ratio(numbers['predicted_overhead'])} time predicted"
+    if measured_time is not None:
+        time = f"{format_ratio(measured_time)} time measured, {format_ratio(numbers['predicted_overhead'])} predicted"
+    return f"{name} trains in {peak} instead of {plain}, within its budget of {budget}, for {time}."
 
 
 def read_summary(path: Path) -> dict[str, Any]:
@@ -49,6 +109,7 @@ def summary_rows(numbers: Numbers, most_rounded: int | None = None) -> list[tupl
     rows = [
         ("model", numbers["target"] or "the root module"),
         ("peak", _peak(numbers)),
+        ("at", numbers.get("at", "")),
         ("budget", f"{budget_words(numbers)}, {resident} of it resident before the step"),
         ("time", _time(numbers)),
         ("solver", solver_words(numbers)),
@@ -57,6 +118,7 @@ def summary_rows(numbers: Numbers, most_rounded: int | None = None) -> list[tupl
         *(("rounding", words) for words in rounded[:most_rounded]),
         ("", f"and {hidden} more, which the page lists" if hidden else ""),
         ("kept compiled", ", ".join(numbers["kept_compiled"])),
+        *(("advice", line) for line in numbers.get("advice", ())),
         *(("note", note) for note in numbers.get("notes", ())),
     ]
     return [row for row in rows if row[1]]

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from ..planning.plan import Plan, PlanningTime, measured_line, plan_title, planned_lines
+from ..planning.plan import Plan, PlanningTime, measured_line, plan_title, planned_lines, planning_words
 from ..units import format_ratio
 from .breakdown import advice_lines
 from .html_report import write_html
@@ -32,9 +32,18 @@ from .terminal import FAINT, plan_table
 
 LOGGER = logging.getLogger("hiremate_lightning")
 LONG_S = 5.0  # a stage that takes longer is named where no progress can be drawn
+CLEARLY_LONGER = 1.1  # than the seconds of planning that were said: they are said again
 LOG_WIDTH = 100  # columns of a table in a log
 PAGE = "hiremate_plan.html"
-CALLS = 'verbose="full" shows a table, hiremate_lightning.write_html(get_plan(model), "plan.html") writes a page'
+
+
+def calls_for(full: str = 'verbose="full"') -> str:
+    """Return what to write to see more of a plan, where the table is asked for by such an argument."""
+    page = 'from hiremate_lightning import get_plan, write_html; write_html(get_plan(model), "plan.html")'
+    return f"{full} shows a table; {page} writes a page"
+
+
+CALLS = calls_for()
 
 
 class Reporter:
@@ -50,15 +59,18 @@ class Reporter:
 
     Attributes:
         verbose: As above.
-        folder: Where to write the page of the plan, once it was measured; None to name the call that writes it.
+        folder: Where to write the page of the plan, once it was measured; None to say what writes it.
+        more: What shows more of a plan.
     """
 
     def __init__(self, verbose: bool | str = True, console: Console | None = None) -> None:
         self.verbose = verbose
         self.folder: Path | None = None
+        self.more = CALLS
         self._console = console
         self._progress: Progress | None = None
         self._tasks: list[TaskID] = []
+        self._planning_s = 0.0  # that were said
         self._largest_bytes = 0  # peak of the largest step whose plan was shown, without it
 
     @property
@@ -104,14 +116,21 @@ class Reporter:
 
     @contextmanager
     def _named_if_long(self, name: str) -> Iterator[None]:
-        """Write a line once a stage has taken some seconds."""
-        timer = threading.Timer(LONG_S, self._write, [[f"HiRemate: still {name}, after {LONG_S:g} s"]])
-        timer.daemon = True
-        timer.start()
+        """Write a line once a stage has taken some seconds, and after twice as many each time."""
+        is_done = threading.Event()
+
+        def tell() -> None:
+            passed_s = LONG_S
+            while not is_done.wait(passed_s if passed_s == LONG_S else passed_s / 2):
+                self._write([f"HiRemate: still {name}, after {passed_s:g} s"])
+                passed_s *= 2
+
+        teller = threading.Thread(target=tell, daemon=True)
+        teller.start()
         try:
             yield
         finally:
-            timer.cancel()
+            is_done.set()
 
     def progress(self, description: str, completed: float, total: float | None = None) -> None:
         """Show how far the stage under way is; outside of a stage, nothing.
@@ -148,6 +167,15 @@ class Reporter:
 
         return tell
 
+    def expect(self, name: str, seconds: float) -> None:
+        """Say, before the first step of a model, about how long it takes until there is a plan, where that is long."""
+        if seconds >= LONG_S:
+            rounded = round(seconds) if seconds < 10 else 5 * round(seconds / 5)
+            self.note(
+                f"HiRemate: the first two steps of {name} take about {rounded} s longer than later ones: "
+                "the model is captured, checked, measured and planned"
+            )
+
     def planned(self, plan: Plan, remark: str = "") -> None:
         """Show a new plan, and what would save more memory.
 
@@ -162,7 +190,16 @@ class Reporter:
         if is_largest and self.verbose == "full":
             self.show(plan_table(plan))
         else:
-            self.note(planned_lines(plan)[0], *(f"  {line}" for line in advice_lines(plan) if is_largest))
+            advice = advice_lines(plan) if is_largest else []
+            self.note(planned_lines(plan)[0], *(f"  {line}" for line in (*self._time_lines(plan), *advice)))
+
+    def _time_lines(self, plan: Plan) -> list[str]:
+        """Return where the time of planning went, where that is long and more than was said."""
+        seconds = sum(asdict(plan.planning).values())
+        if seconds < max(LONG_S, CLEARLY_LONGER * self._planning_s):
+            return []
+        self._planning_s = seconds
+        return [f"planned in {planning_words(plan.to_dict())}"]
 
     def show(self, table: RenderableType) -> None:
         """Show a table: drawn on a terminal, elsewhere written in lines of ASCII."""
@@ -186,13 +223,13 @@ class Reporter:
     def _page_of(self, plan: Plan) -> str:
         """Write the page of a plan, and return its path; or the calls that show more."""
         if self.folder is None:
-            return CALLS
+            return self.more
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             return str(write_html(plan, self.folder / PAGE, curve_limit_s=0))
         except OSError as error:  # a full disk is no reason to stop training
             LOGGER.debug("no page was written: %s", error)
-            return CALLS
+            return self.more
 
     def note(self, *lines: str) -> None:
         """Show plain lines."""
@@ -239,13 +276,16 @@ class Stages:
         start = time.perf_counter()
         with self.reporter.stage(name):
             yield
-        seconds = getattr(self._seconds, field) + time.perf_counter() - start
-        self._seconds = replace(self._seconds, **{field: seconds})
+        self.add(field, time.perf_counter() - start)
 
-    def take(self) -> PlanningTime:
-        """Return what was added up, and begin anew."""
-        taken, self._seconds = self._seconds, PlanningTime()
-        return taken
+    def add(self, field: str, seconds: float) -> None:
+        """Count seconds of a stage."""
+        self._seconds = replace(self._seconds, **{field: getattr(self._seconds, field) + seconds})
+
+    @property
+    def total(self) -> PlanningTime:
+        """The seconds of all stages so far."""
+        return self._seconds
 
 
 def _in_ascii(table: RenderableType) -> list[str]:

@@ -91,11 +91,12 @@ class _PlanTable:
         glyphs = ASCII if options.ascii_only else UNICODE
         width = min(options.max_width, MAX_WIDTH)
         inside = width - 4  # the panel's border and padding
+        rows = module_rows(self.plan)
         yield Panel(
             Group(
                 _facts(self.plan, glyphs),
                 "",
-                _module_table(self.plan, inside, glyphs),
+                _module_table(rows, total_row(rows), inside, glyphs),
                 "",
                 timeline_text(self.plan, inside, glyphs),
             ),
@@ -111,16 +112,32 @@ def _facts(plan: Plan, glyphs: Glyphs) -> Table:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style=FAINT, no_wrap=True)
     grid.add_column()
-    _, peak, *rows = summary_rows(plan.to_dict(), ROUNDED)
-    for name, words in (peak, ("at", place_words(plan)), *rows, *(("advice", line) for line in advice_lines(plan))):
+    said = {**plan.to_dict(), "at": place_words(plan), "advice": advice_lines(plan)}
+    for name, words in summary_rows(said, ROUNDED)[1:]:
         style = _OVER if name == "peak" and "OVER" in words else "bold" if name in ("peak", "time") else ""
         arrowed = words.replace("->", glyphs.arrow) if name in ("peak", "time") else words
         grid.add_row(name, Text(arrowed, style))
     return grid
 
 
-def _module_table(plan: Plan, width: int, glyphs: Glyphs) -> Table:
-    rows = module_rows(plan)
+@dataclass(frozen=True)
+class ModuleTable:
+    """What each module keeps, as a table; in ASCII where the console's encoding asks for it.
+
+    Attributes:
+        rows: The rows.
+        total: Their sum.
+    """
+
+    rows: Sequence[ModuleRow]
+    total: ModuleRow
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        glyphs = ASCII if options.ascii_only else UNICODE
+        yield _module_table(self.rows, self.total, min(options.max_width, MAX_WIDTH), glyphs)
+
+
+def _module_table(rows: Sequence[ModuleRow], total: ModuleRow, width: int, glyphs: Glyphs) -> Table:
     bar_width = 20 if width >= 90 else 10 if width >= 70 else 0
     table = Table(
         box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), show_footer=True, width=width
@@ -128,7 +145,7 @@ def _module_table(plan: Plan, width: int, glyphs: Glyphs) -> Table:
     table.header_style = table.border_style = FAINT
     headers = ("module", "kept", "not kept", "recomputed", "extra", *(["share kept"] if bar_width else []))
     overflow: OverflowMethod = "crop" if glyphs is ASCII else "ellipsis"
-    for header, footer in zip(headers, _cells(total_row(rows), bar_width, glyphs), strict=True):
+    for header, footer in zip(headers, _cells(total, bar_width, glyphs), strict=True):
         is_words = header in ("module", "share kept")
         table.add_column(header, footer, justify="left" if is_words else "right", no_wrap=True, overflow=overflow)
     table.columns[0].ratio = 1

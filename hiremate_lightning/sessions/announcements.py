@@ -69,7 +69,7 @@ class Announcements:
             self._failed_guards = dynamo.failed_guards()
         if self._capturing_steps == CAPTURES:
             failed = [*(dynamo.failed_guards() - self._failed_guards)]
-            found = f" What had been captured is for this alone: {failed[-1]}" if failed else ""
+            found = f" The latest cause that torch.compile names: {failed[-1]}" if failed else ""
             self.say(
                 f"torch.compile captured code again in each of {CAPTURES} consecutive steps, which takes time. Usual "
                 "causes: changing input shapes, numbers that code computes with, a list that code appends to. Pad "
@@ -95,9 +95,9 @@ class Announcements:
     def settings_changed(self) -> None:
         """Warn of a backward in other settings than its forward."""
         self.say(
-            "Settings of PyTorch (torch.backends, precision, deterministic algorithms) were others in the backward of "
-            f"{self._name} than in its forward. What a plan computes again follows those of the backward, and may "
-            "differ from plain PyTorch in the last bits. Put both into one `with` block."
+            "Settings of PyTorch (torch.backends, precision, deterministic algorithms) changed between the forward of "
+            f"{self._name} and its backward. What a plan computes again follows the new ones, and may differ from "
+            "plain PyTorch in the last bits. Put forward and backward into one `with` block."
         )
 
     def updates_under_checkpoint(self) -> None:
@@ -132,8 +132,9 @@ class Announcements:
     def sizes_look_alike(self, size: int) -> None:
         """Warn that a named size can't be told from another one in a batch."""
         self.say(
-            f"A size that sizes= names is {size} in a batch, and so is another dimension, which does not become the "
-            "same: the largest is not planned ahead from this batch. Let the first batch have different sizes."
+            f"Two dimensions of a batch have the size {size}, and sizes= names only one of them: which is which can't "
+            "be told, so the largest size is not planned ahead from this batch. Let the first batch have different "
+            "sizes."
         )
 
     def size_is_fixed(self, where: str) -> None:
@@ -149,9 +150,9 @@ class Announcements:
     def full(self, count: int) -> None:
         """Warn that there are as many plans as allowed."""
         self.say(
-            f"There are {count} plans already (max_plans): other steps run as was planned for another input "
-            "shape, where that fits, or else at the least memory. Each new shape takes seconds as it first appears: "
-            "pad to a few shapes, or raise max_plans."
+            f"There are {count} plans already (max_plans): steps of other input shapes run by one of these "
+            "where it fits, or else at the least memory, which is slower. Each new shape takes seconds as it first "
+            "appears: pad to a few shapes, or raise max_plans."
         )
 
     def not_made(self, error: BaseException | None) -> None:
@@ -202,14 +203,14 @@ class Announcements:
     def returned(self) -> None:
         """Warn that two sets of gradients are planned for."""
         self.say(
-            "Gradients can't be added where they appear any more, since a hook sees them, another term of the "
-            "loss has some too, or autograd.grad asks for them: two sets of them are planned for from now on."
+            "Gradients can't be accumulated in place any more: a hook sees them, another term of the loss has some "
+            "too, or autograd.grad asks for them. From now on plans count two sets of gradients."
         )
 
     def confused(self, budget_bytes: int, certain: int) -> None:
         """Warn that a step began by the plan of another kind of step."""
         self.say(
-            "A step began by the plan of another kind of step, and went another way: it may have taken more than "
-            f"its budget of {format_bytes(budget_bytes)}. From now on such steps begin by the plan of the "
-            f"kind that needs most, until {certain} steps in a row have come as foreseen."
+            "A step called other code than expected, so it began by the wrong plan: it may have taken more than its "
+            f"budget of {format_bytes(budget_bytes)}. From now on such steps begin by the plan that needs most, until "
+            f"{certain} steps in a row have come as expected."
         )

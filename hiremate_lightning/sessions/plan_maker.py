@@ -15,7 +15,7 @@ from ..measuring.resident_memory import ResidentMemory
 from ..memory.free_memory import free_bytes
 from ..options import SessionOptions
 from ..planning.background import BackgroundPlan
-from ..planning.plan import MEANWHILE, Plan
+from ..planning.plan import MEANWHILE, Plan, PlanningTime
 from ..planning.planner import DECIDED, fastest_that_fits, make_plan, resolve
 from ..planning.shared_solving import announce, shared
 from ..planning.solvers import worker
@@ -49,6 +49,7 @@ class PlanMaker:
         memory: What exists before a step.
         parts: The captured graphs.
         stages: Shows the stages of planning, and counts their time.
+        took: Told how long planning took so far.
 
     Attributes:
         options: What was asked for; the budget may change.
@@ -61,7 +62,14 @@ class PlanMaker:
     """
 
     def __init__(
-        self, options: SessionOptions, name: str, kinds: Kinds, memory: ResidentMemory, parts: Parts, stages: Stages
+        self,
+        options: SessionOptions,
+        name: str,
+        kinds: Kinds,
+        memory: ResidentMemory,
+        parts: Parts,
+        stages: Stages,
+        took: Callable[[PlanningTime], None],
     ) -> None:
         self.options, self.left_bytes = options, 0
         self.waiting = WaitingGraphs(options, parts, stages)
@@ -70,6 +78,7 @@ class PlanMaker:
         self.least: Callable[[Part], Decisions | None] = lambda _: None
         self.failed: Callable[[BaseException | None], None] = log.info
         self._name, self._kinds, self._memory, self._parts, self._stages = name, kinds, memory, parts, stages
+        self._took = took
         self._auto_bytes: int | None = None  # what was free at first
         self._background: dict[Kind, BackgroundPlan] = {}
 
@@ -188,19 +197,24 @@ class PlanMaker:
             margin_bytes=known.margin_bytes,
         )
         decided = step.join(known.decided) if known.decided else self._meanwhile(kind, known, step, asked)
-        with self._stages.reporter.stage("solving"):
+        with self._stages.stage("solve_s", "solving"):
             plan = asked(
-                planning=self._stages.take(),
                 solve=known.solve,
                 progress=self._stages.reporter.solving(step_time_ms(step.graph, step.profile)),
                 decided=decided,
             )
         if kind in self._background:
             plan = plan.changed(solution=replace(plan.solution, strategy=MEANWHILE))
+        self._took(self._stages.total)
         return self._finish(known, step, plan)
 
     def _finish(self, known: Known, step: Step, plan: Plan) -> tuple[Plan, dict[int, Program]]:
-        plan = plan.changed(resident_parts=known.resident.kinds, proved=self.proved(), rounded=self.rounded())
+        plan = plan.changed(
+            resident_parts=known.resident.kinds,
+            proved=self.proved(),
+            rounded=self.rounded(),
+            planning=self._stages.total,
+        )
         pairs = zip(known.calls, step.split(plan.solution.recompute), strict=True)
         return plan, {own.place: build(own.captured, lower(own.captured.graph, rows)) for own, rows in pairs}
 
@@ -265,6 +279,7 @@ class PlanMaker:
             self.failed(error)
             return self._finish(known, step, now)
         asked, room_bytes = made.result(), self._room_bytes(kind, known)
+        self._stages.add("solve_s", asked.planning.solve_s)
         found = asked.changed(
             graph=step.graph,
             profile=step.profile,

@@ -29,6 +29,7 @@ from .kinds import CERTAIN, Kind, Kinds
 from .known import Known
 from .largest import LargestSizes
 from .plan_maker import PlanMaker
+from .plan_reports import PlanReports
 from .shortage import HELD_STEPS, Shortage
 from .waiting import LAST
 from .watching import WatchPolicy
@@ -73,7 +74,8 @@ class PlannedKinds:
         largest: LargestSizes,
     ) -> None:
         self.name, self.maker, self.kinds, self._first_steps = name, maker, kinds, first_steps
-        self._memory, self._reporter, self._watching, self._announcements = memory, reporter, watching, announcements
+        self._memory, self._watching, self._announcements = memory, watching, announcements
+        self._reports = PlanReports(reporter)
         self._largest, self._ahead = largest, set[Kind]()  # kinds that are planned ahead
         self.listeners: list[Callable[[Plan], None]] = []
         self.shortage = Shortage()
@@ -142,7 +144,7 @@ class PlannedKinds:
     def meet(
         self, finished: StepRecord | None, resident: Resident, before: Resident | None, step: CurrentStep
     ) -> list[Kind]:
-        """Plan the step that has ended, if any, and let plans meet what exists before the one that begins.
+        """Plan the step that has ended, if any, and check each likely plan against the memory before the next.
 
         Args:
             finished: The record of the step that has ended, None where it is not to be planned.
@@ -151,7 +153,7 @@ class PlannedKinds:
             step: The step that begins.
 
         Returns:
-            The kinds whose plans have met that.
+            The kinds whose plans were checked.
 
         Raises:
             InfeasibleBudgetError: If nothing fits the budget and all was seen that may need more; it names what is
@@ -177,7 +179,7 @@ class PlannedKinds:
         return likely
 
     def meet_all(self, kinds: Sequence[Kind], resident: Resident) -> None:
-        """Let the plans of kinds of steps meet what exists; where one can't, training goes on for a while."""
+        """Check the plans of kinds of steps against the memory that exists; where none fits, train on for a while."""
         with self._holding():
             if self.maker.waiting.is_to_settle(resident, kinds):
                 self._replan(*self.maker.settle(resident))
@@ -324,7 +326,8 @@ class PlannedKinds:
     def _announce(self, kind: Kind, plan: Plan) -> None:
         """Report a plan, and warn of what it brings."""
         ahead = f"ahead: {self._largest}" if kind in self._ahead else ""
-        self._reporter.planned(plan, "until a better plan is solved in the background" if plan.is_meanwhile else ahead)
+        remark = "until a better plan is solved in the background" if plan.is_meanwhile else ahead
+        self._reports.planned(kind, plan, remark)
         if self.kinds[kind].is_searching:
             self._announcements.algorithms()
         if plan.planned_peak_bytes > plan.budget_bytes:
@@ -341,10 +344,10 @@ class PlannedKinds:
         for listener in self.listeners:
             listener(plan)
 
-    # ---------------------------------------------------------------- plans meet what happens
+    # ---------------------------------------------------------------- plans are checked, and made anew
 
     def adapt(self, kind: Kind, resident: Resident) -> None:
-        """Meet what exists before this step: the plan stays where it still fits, else the step is planned anew."""
+        """Check a plan against the memory that exists before this step; plan anew where it no longer fits."""
         record, plan, known = self.kinds[kind], self.plans[kind], self.kinds.described(kind)
         found, resident = resident, self.maker.waiting.resident_at(resident)
         if resident == known.resident and not record.is_unfit:
@@ -383,6 +386,7 @@ class PlannedKinds:
             self._replan(kind)
             return
         self.kinds.change(kind, plan=adapted)
+        self._reports.kept(kind, adapted)
         self._tell(adapted)
         if adapted.planned_peak_bytes > adapted.budget_bytes:
             self._say_least(kind, adapted.planned_peak_bytes)
@@ -449,7 +453,7 @@ class PlannedKinds:
         plan = self.plans[kind].with_measured(**measured)
         self.kinds.change(kind, plan=plan)
         if plan.measured.step_ms is not None and not plan.is_meanwhile:
-            self._reporter.measured(plan)
+            self._reports.measured(kind, plan)
         self._tell(plan)
 
     def confused(self, expected: Kind, kind: Kind) -> None:

@@ -230,7 +230,7 @@ class _ModuleTwice:
         if tensor_state.settings() != self._settings:
             raise HiRemateError(
                 f"Module {self._path!r} can't be computed again: settings of PyTorch (sdpa_kernel, torch.backends, a "
-                "mode of torch.overrides) are others in the backward than in the call, which they were not in earlier "
+                "mode of torch.overrides) changed between the call and its backward, which they did not in earlier "
                 "steps. Put the call and the backward into one `with` block."
             )
         args, kwargs = _apart(self._again)

@@ -44,6 +44,7 @@ from .announcements import Announcements
 from .current_step import CurrentStep
 from .eager_paths import eager_paths
 from .first_steps import FirstSteps
+from .first_wait import FirstWait, modules_without_parts
 from .given import tensors_inside
 from .kinds import Kind, Kinds
 from .largest import Arguments, LargestSizes
@@ -75,6 +76,7 @@ class Session:
         planned: The plans, by kind of step.
         unplanned: The steps that run as the user wrote them.
         steps: The step under way, and the one before it.
+        first_wait: Foresees how long it takes until the first plan.
     """
 
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:
@@ -95,7 +97,8 @@ class Session:
         kinds, watching = Kinds(), WatchPolicy()
         self.largest = largest = LargestSizes(options.sizes, parts, said)
         self._varying = VaryingSizes(lambda: (tuple(weight.shape) for weight in root.parameters()))
-        maker = PlanMaker(options, self._name, kinds, memory, parts, stages)
+        self.first_wait = FirstWait(options.cache_dir, memory.describe_model)
+        maker = PlanMaker(options, self._name, kinds, memory, parts, stages, self.first_wait.took)
         self._first_steps = FirstSteps(self._name, maker, kinds, parts, stages, resident, self._spare_bytes)
         self.planned = PlannedKinds(
             self._name, maker, kinds, self._first_steps, memory, stages.reporter, watching, said, largest
@@ -162,6 +165,11 @@ class Session:
     def _current(self) -> CurrentStep:
         """The step under way; an empty one where there is none."""
         return self.steps.current or CurrentStep()
+
+    def expect_wait(self, modules: int, operations: int = 0) -> None:
+        """Say about how long the first plan takes of so many modules without modules in them, or of operations."""
+        if not self.stages.reporter.is_silent:
+            self.stages.reporter.expect(self._name, self.first_wait.expected_s(modules, operations))
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Count an optimizer's state as resident."""
@@ -244,6 +252,7 @@ class Session:
             self._announcements.called_inside_backward(name)
         if not self.parts.count:
             worker.warm_up()
+            self.expect_wait(modules_without_parts(self.root))
             self._tracing.enter_context(self.stages.stage("capture_s", "tracing"))
 
         def tell(reason: str) -> None:

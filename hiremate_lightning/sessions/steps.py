@@ -179,7 +179,7 @@ class Steps:
         return growths == self._memory.growths and retained_bytes >= self._memory.retained_bytes()
 
     def first_forward(self, number: int, arguments: Sequence[Any]) -> None:
-        """Let the plan of a kind that was not foreseen meet what exists, before a step begins by it.
+        """Check the plan of a kind that was not foreseen against the memory that exists, before a step begins by it.
 
         Args:
             number: Of the captured graph that is about to run.
@@ -196,7 +196,7 @@ class Steps:
         self._met |= dict.fromkeys(kinds, (self._memory.growths, self._memory.retained_bytes()))
 
     def _meet(self, finished: CurrentStep | None, step: CurrentStep, resident: Resident) -> None:
-        """Plan the step that has ended, and let plans meet what exists now.
+        """Plan the step that has ended, and check plans against the memory that exists now.
 
         Raises:
             InfeasibleBudgetError: If nothing fits the budget; it says what could not be captured.

@@ -1,0 +1,96 @@
+"""The sessions of what `torch.compile(backend="hiremate")` compiles, found again by the model or the function.
+
+All that is compiled with equal options shares one session. A session that was removed stays here: what its functions
+and modules have captured, and capture later, runs as it was written.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ..torch_private import compiled_calls
+from .overseeing import listen_to_optimizers
+from .session import Session
+
+Key = tuple[tuple[str, str], ...]  # options by name, as text
+
+
+@dataclass(eq=False)
+class CompiledSession:
+    """What is known of a session that began with a captured graph.
+
+    Attributes:
+        key: The options.
+        callables: The functions and modules whose calls were captured, not kept alive.
+        is_removed: Whether all of it runs as it was written.
+    """
+
+    key: Key
+    callables: list[weakref.ref[Any]] = field(default_factory=list)
+    is_removed: bool = False
+
+    def add(self, callables: Iterable[Any]) -> None:
+        """Learn of functions and modules whose calls are captured."""
+        known = {id(found) for found in self.alive()}
+        self.callables += [_weak(found) for found in callables if id(found) not in known and _has_weak(found)]
+
+    def alive(self) -> list[Any]:
+        """List the functions and modules that still exist."""
+        return [found for reference in self.callables if (found := reference()) is not None]
+
+    def has(self, callables: Iterable[Any]) -> bool:
+        """Whether one of these was captured for it."""
+        own = {id(found) for found in self.alive()}
+        return any(id(found) in own for found in callables)
+
+
+_sessions: weakref.WeakKeyDictionary[Session, CompiledSession] = weakref.WeakKeyDictionary()
+_listeners: weakref.WeakKeyDictionary[Session, Any] = weakref.WeakKeyDictionary()
+
+
+def sessions() -> list[tuple[Session, CompiledSession]]:
+    """List the sessions that exist, latest first."""
+    return [*_sessions.items()][::-1]
+
+
+def begin(session: Session, key: Key) -> CompiledSession:
+    """Remember a session."""
+    _sessions[session] = CompiledSession(key)
+    _listeners[session] = listen_to_optimizers(session)
+    return _sessions[session]
+
+
+def session_of(found: Any) -> Session | None:
+    """Find the session of a function or a module that was compiled, or of what a module consists of."""
+    found = compiled_calls.original(found)
+    own = {id(p) for p in found.parameters()} if isinstance(found, nn.Module) else set()
+    for session, known in sessions():
+        is_its = known.has([found]) or any(id(p) in own for p in session.root.parameters())
+        if is_its and not known.is_removed:
+            return session
+    return None
+
+
+def remove(session: Session) -> None:
+    """Stop planning all that shares a session; what is captured of it runs as it was written."""
+    _sessions[session].is_removed = True
+    _listeners.pop(session).remove()
+    session.close()
+
+
+def _weak(found: Any) -> weakref.ref[Any]:
+    return weakref.ref(found)
+
+
+def _has_weak(found: Any) -> bool:
+    """Whether an object can be referred to without keeping it alive."""
+    try:
+        weakref.ref(found)
+    except TypeError:
+        return False
+    return type(found).__name__ != "method"  # made anew each time it is looked up; its object stays

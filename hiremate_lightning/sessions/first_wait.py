@@ -1,0 +1,89 @@
+"""About how long it takes until the first plan of a model, said before its first step.
+
+What takes the time is mostly Python: torch.compile's capture, and the proof that what it captured is right. That grows
+with the modules that are called, and with how slow this machine's Python is now. In a folder for plans, the seconds of
+the run before are known instead.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+
+from ..planning.plan import PlanningTime
+
+log = logging.getLogger("hiremate_lightning")
+
+BASE_S = 1.0  # the first capture of a process
+MODULE_S = 0.1  # of a module without modules in it: a BERT of 6 layers has 81, and took 9 s of an idle core
+OPERATION_S = 0.03  # of an operation as torch.compile reads it
+USUAL_LOOP_MS = 2.3  # of the loop below, on that core
+MOST_SLOWER = 4.0
+_TURNS = 50_000
+
+
+class FirstWait:
+    """Foresees the seconds until the first plan of a model, and remembers them for the next run.
+
+    Args:
+        folder: Where plans are kept between runs, None for nowhere.
+        describe: Returns a name of the model, the same in each run.
+    """
+
+    def __init__(self, folder: Path | None, describe: Callable[[], str]) -> None:
+        self._folder, self._describe = folder, describe
+        self._is_noted = False
+
+    def expected_s(self, modules: int, operations: int = 0) -> float:
+        """Return about how many seconds it will take.
+
+        Args:
+            modules: Number of the modules without modules in them.
+            operations: Number of captured operations, where these are known.
+        """
+        before = self._read()
+        if before is not None:
+            return before
+        slower = min(max(0.5, _loop_ms() / USUAL_LOOP_MS), MOST_SLOWER)
+        return slower * (BASE_S + MODULE_S * modules + OPERATION_S * operations)
+
+    def took(self, planning: PlanningTime) -> None:
+        """Keep, when the first plan was made, the seconds of what the next run does again: costs and plans are kept."""
+        if self._folder is None or self._is_noted:
+            return
+        self._is_noted = True
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._path(self._folder).write_text(json.dumps({"seconds": planning.capture_s + planning.prove_s}))
+        except OSError as error:
+            log.debug("The seconds of planning were not kept: %s", error)
+
+    def _read(self) -> float | None:
+        if self._folder is None:
+            return None
+        try:
+            return float(json.loads(self._path(self._folder).read_text())["seconds"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _path(self, folder: Path) -> Path:
+        return folder / f"wait-{self._describe()}.json"
+
+
+def modules_without_parts(root: nn.Module) -> int:
+    """Count the modules that have no modules in them."""
+    return sum(next(module.children(), None) is None for module in root.modules())
+
+
+def _loop_ms() -> float:
+    """Time a short loop of Python, some times, with what other processes take of the core."""
+    start = time.perf_counter()
+    for _ in range(5):
+        for number in range(_TURNS):
+            number * number % 7
+    return 1000 * (time.perf_counter() - start) / 5

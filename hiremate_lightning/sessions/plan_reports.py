@@ -1,0 +1,79 @@
+"""What a user is told of the plans of one model: each once, and why a budget or a plan is another one now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..planning.plan import Plan, plan_title
+from ..planning.solvers.base import Solution
+from ..reporting.report import Reporter
+from ..units import format_bytes
+from .kinds import Kind
+
+CLEARLY = 0.002  # of a budget: smaller changes are not said
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What was said last of a kind of step."""
+
+    budget_bytes: int
+    asked: str
+    parts: tuple[tuple[str, int], ...]
+    measured: Solution | None = None
+    is_over: bool = False
+
+
+class PlanReports:
+    """Tells of plans by kind of step.
+
+    Args:
+        reporter: Shows what is said.
+    """
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+        self._told: dict[Kind, _Told] = {}
+
+    def planned(self, kind: Kind, plan: Plan, remark: str = "") -> None:
+        """Show a new plan; before it, what came since the one before."""
+        self._say_why(kind, plan, is_new=True)
+        self._reporter.planned(plan, remark)
+
+    def kept(self, kind: Kind, plan: Plan) -> None:
+        """Say why a budget has changed under a plan that stays."""
+        self._say_why(kind, plan, is_new=False)
+
+    def measured(self, kind: Kind, plan: Plan) -> None:
+        """Show what was measured of a plan, once; again where it takes more than the budget, and did not before."""
+        told = self._told.get(kind) or _told(plan)
+        is_over = (plan.measured.peak_bytes or 0) > plan.budget_bytes
+        if told.measured is not plan.solution or (is_over and not told.is_over):
+            self._reporter.measured(plan)
+        self._told[kind] = replace(told, measured=plan.solution, is_over=is_over)
+
+    def _say_why(self, kind: Kind, plan: Plan, is_new: bool) -> None:
+        before, now = self._told.get(kind), _told(plan)
+        self._told[kind] = now if before is None else replace(now, measured=before.measured, is_over=before.is_over)
+        if before is None or before.asked != now.asked:
+            return
+        is_moved = abs(now.budget_bytes - before.budget_bytes) > CLEARLY * before.budget_bytes
+        came = _came(before, now)
+        if is_moved:
+            why = f"{came}, and a share is of what a step adds to that" if came else "a share is of the largest step"
+            budgets = f"{format_bytes(before.budget_bytes)} -> {format_bytes(now.budget_bytes)}"
+            self._reporter.note(f"{plan_title(plan)}: budget {budgets}, since {why}")
+        elif is_new and came:
+            self._reporter.note(f"{plan_title(plan)} is made again, since {came}")
+
+
+def _told(plan: Plan) -> _Told:
+    return _Told(plan.budget_bytes, str(plan.budget), plan.resident_parts)
+
+
+def _came(before: _Told, now: _Told) -> str:
+    """Return, in words or "", what exists before a step that did not exist before the one before."""
+    known = dict(before.parts)
+    more = [(size - known.get(name, 0), name) for name, size in now.parts]
+    size, name = max(more, default=(0, ""))
+    return f"{format_bytes(size)} of {name} came" if size > 0 else ""

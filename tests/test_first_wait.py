@@ -1,0 +1,87 @@
+"""How long the first plan takes is foreseen from the model, or known from the run before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning.planning.plan import PlanningTime
+from hiremate_lightning.reporting import report
+from hiremate_lightning.sessions import first_wait
+from hiremate_lightning.sessions.first_wait import FirstWait, modules_without_parts
+
+TOOK = PlanningTime(capture_s=20.0, profile_s=4.0, solve_s=7.0, prove_s=3.0)
+
+
+def test_more_modules_take_longer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(first_wait, "_loop_ms", lambda: first_wait.USUAL_LOOP_MS)
+    wait = FirstWait(None, lambda: "model")
+    assert wait.expected_s(10) == pytest.approx(2.0)
+    assert wait.expected_s(100) == pytest.approx(11.0)
+
+
+def test_a_slower_machine_takes_longer(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(first_wait, "_loop_ms", lambda: 2 * first_wait.USUAL_LOOP_MS)
+    assert FirstWait(None, lambda: "model").expected_s(10) == pytest.approx(4.0)
+
+
+def test_the_next_run_knows_what_is_done_again(tmp_path: Path):
+    """Costs and plans are in the folder then, so that neither measuring nor solving takes time."""
+    FirstWait(tmp_path / "plans", lambda: "model").took(TOOK)
+    assert FirstWait(tmp_path / "plans", lambda: "model").expected_s(1) == 23.0
+    assert FirstWait(tmp_path / "plans", lambda: "another").expected_s(1) != 23.0
+
+
+def test_later_plans_do_not_count_for_the_next_run(tmp_path: Path):
+    wait = FirstWait(tmp_path, lambda: "model")
+    wait.took(TOOK)
+    wait.took(PlanningTime(capture_s=100.0))
+    assert json.loads((tmp_path / "wait-model.json").read_text()) == {"seconds": 23.0}
+
+
+def test_an_unreadable_file_is_no_error(tmp_path: Path):
+    (tmp_path / "wait-model.json").write_text("[")
+    assert FirstWait(tmp_path, lambda: "model").expected_s(1) > 0
+
+
+def test_only_modules_without_modules_are_counted():
+    assert modules_without_parts(nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), nn.Linear(1, 1))) == 3
+
+
+def test_the_wait_is_said_before_the_first_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """And afterwards, with the line of the plan, where the time went."""
+    monkeypatch.setattr(first_wait, "_loop_ms", lambda: 4 * first_wait.USUAL_LOOP_MS)
+    monkeypatch.setattr(report, "LONG_S", 0.5)
+    model = hiremate(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), "100%")
+
+    def step() -> str:
+        model.zero_grad()
+        model(torch.randn(64, 8)).square().mean().backward()
+        return capsys.readouterr().err
+
+    first, second = step(), step()
+    assert first.startswith("HiRemate: the first two steps of Sequential take about 5 s longer than later ones")
+    assert "\n  planned in " in second
+    assert sum(vars_of(get_plan(model).planning)) > 0
+
+
+def vars_of(planning: PlanningTime) -> list[float]:
+    return [planning.capture_s, planning.profile_s, planning.solve_s, planning.compile_s, planning.prove_s]
+
+
+def test_planning_time_is_summed_over_all_plans_of_a_model():
+    model = hiremate(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), "100%", verbose=False)
+    for _ in range(2):
+        model(torch.randn(64, 8)).square().mean().backward()
+    first = get_plan(model).planning
+
+    hiremate(model, "1 GiB")
+    again = get_plan(model).planning
+
+    assert again.capture_s == first.capture_s > 0
+    assert again.solve_s > first.solve_s
