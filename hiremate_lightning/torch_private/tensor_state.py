@@ -165,6 +165,15 @@ def storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage | None]:
+    """Return the storage of each tensor, the very object as long as one is kept; None where it is not a plain one."""
+    found = list[torch.UntypedStorage | None]()
+    for tensor in tensors:
+        is_plain = tensor.layout is torch.strided and not has_own_code(type(tensor))
+        found.append(tensor.untyped_storage() if is_plain else None)
+    return found
+
+
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """View all memory that a tensor lies on as bytes."""
     with torch.no_grad():
