@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -57,7 +57,7 @@ class _Place(Protocol):
 
 
 class _Dict:
-    """A dictionary: of attributes, for the most part."""
+    """A dictionary: of attributes, for the most part. What classes of users make of it is passed by."""
 
     __slots__ = ("_holder", "kept")
 
@@ -77,8 +77,9 @@ class _Dict:
         return _Dict(self._holder)
 
     def put(self) -> None:
-        self._holder.clear()
-        self._holder.update(self.kept)
+        own = OrderedDict if isinstance(self._holder, OrderedDict) else dict
+        own.clear(self._holder)
+        own.update(self._holder, self.kept)
 
 
 class _Items:
@@ -99,8 +100,9 @@ class _Items:
         return _Items(self._holder)
 
     def put(self) -> None:
-        self._holder.clear()
-        self._holder.extend(self.kept)
+        own: Any = deque if isinstance(self._holder, deque) else list
+        own.clear(self._holder)
+        own.extend(self._holder, self.kept)
 
 
 class _Set:
@@ -121,8 +123,8 @@ class _Set:
         return _Set(self._holder)
 
     def put(self) -> None:
-        self._holder.clear()
-        self._holder.update(self.kept)
+        set.clear(self._holder)
+        set.update(self._holder, self.kept)
 
 
 class _Names:
@@ -475,7 +477,7 @@ class ModuleState:
 
     def _visit_container(self, value: Any) -> None:
         kind = type(value)
-        if kind in (dict, OrderedDict, defaultdict):
+        if isinstance(value, dict):
             self._add(_Dict(value))
         elif isinstance(value, list | deque):
             self._add(_Items(value))
