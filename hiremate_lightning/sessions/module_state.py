@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from ..errors import HiRemateError
+from ..measuring.outside import Outside, attributes_of, contents_of, is_code, is_of_library
 from ..torch_private import hooks, tensor_state
 from .given import PLAIN_DATA
-from .outside import Outside, attributes_of, contents_of, is_code, is_of_library
 from .slots import is_ours
 
 MOST_THINGS, THINGS_PER_MODULE = 16384, 64  # to look at, of which most are plain data

@@ -24,13 +24,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import HiRemateError
+from ..measuring.outside import Outside
 from ..records.graph import Node
 from ..records.step import Step
 from ..records.ways import Calls
 from ..torch_private import hooks, saved_hooks, sharding, tensor_state
 from .given import PLAIN_DATA, things_in
 from .module_state import ModuleState, Numbers, keeps_statistics
-from .outside import Outside
 from .slots import Slot, StandIn
 
 log = logging.getLogger("hiremate_lightning")
