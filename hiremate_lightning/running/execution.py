@@ -271,7 +271,7 @@ class Saved:
         self.terms = captured.terms
         self.has_run = False
         self.values: list[Any] | None = values
-        self.watched = [
+        self.watched: list[torch.Tensor] = [
             values[i] if output is None else outputs[output].detach() for i, output in program.saved.watched
         ]
         self.versions = tensor_state.versions_of(self.watched)
