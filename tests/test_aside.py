@@ -126,9 +126,9 @@ def test_each_storage_is_copied_once_and_no_given_or_small_one(monkeypatch):
     copied = list[int]()
     found = SavedAside._copy
 
-    def copy(self: SavedAside, storage: int, tensor: Tensor) -> object:
+    def copy(self: SavedAside, storage: int, tensor: Tensor, version: int) -> object:
         before = len(self._copies)
-        made = found(self, storage, tensor)
+        made = found(self, storage, tensor, version)
         copied.extend([storage] * (len(self._copies) - before))
         return made
 
@@ -155,6 +155,17 @@ def test_values_changed_after_they_were_saved_are_as_saved():
     (found,) = torch.autograd.grad(loss, x)
     plain = x.detach()
     assert torch.equal(found, plain.cos() - (plain + 1).sin())
+
+
+def test_a_change_in_place_of_what_stays_is_the_error_of_pytorch():
+    weight, small = torch.randn(LEAST_ASIDE, requires_grad=True), torch.randn(8, requires_grad=True)
+    for changed, given in ((weight, {weight.untyped_storage()._cdata}), (small, set())):
+        with SavedAside(given):
+            loss = (changed * changed).sum()
+        with torch.no_grad():
+            changed.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation: a tensor of shape"):
+            loss.backward()
 
 
 class WithStep(Net):

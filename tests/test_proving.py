@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from hiremate_lightning import ConfigurationError, HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.capturing import backend
 from hiremate_lightning.measuring import aside, trials
+from hiremate_lightning.measuring.differences import differences
 from hiremate_lightning.measuring.trials import Outcome, Trial
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.options import make_options
@@ -358,6 +359,76 @@ def test_changes_that_a_graph_still_makes_are_not_missed():
             break
     graphs[0].recompile()
     assert changes.lost_changes(graphs[0]) == ["L_mean_"]
+
+
+def dirty(number: float) -> None:
+    """Leave a number in memory that the next tensors of this size may get."""
+    [torch.full((3, 16, WIDTH), number) for _ in range(8)]
+
+
+def partly_written(self: Any, x: Tensor) -> Tensor:
+    """Fill a tensor step by step, as solvers of differential equations do, and leave a part of it."""
+    steps = torch.empty(3, *x.shape)
+    steps[0] = x.sin()
+    torch._dynamo.graph_break()
+    steps[1] = x.cos()
+    self.latest.copy_(x.detach())
+    torch._dynamo.graph_break()
+    return steps[:2].sum(0)
+
+
+def test_memory_that_nobody_has_written_to_is_no_difference(monkeypatch):
+    found, numbers = Trial.run, iter(range(10**6))
+
+    def run(self: Trial, *given: Any, **options: Any) -> Any:
+        dirty(float(next(numbers)))
+        return found(self, *given, **options)
+
+    monkeypatch.setattr(Trial, "run", run)
+
+    def make() -> nn.Module:
+        return Written(partly_written, latest=torch.zeros(16, WIDTH))
+
+    log, words, said = train(make, True)
+    assert re.match(r"forward (\d+) of \1 graphs", words), words
+    assert not said
+    assert not differing(log, train(make, False)[0])
+
+
+def test_only_what_depends_on_unwritten_memory_is_left_out():
+    def partly(number: float) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            dirty(number)
+            made = torch.empty(3, 16, WIDTH)
+            made[0] = x
+            return made
+
+        return run
+
+    trial = Trial([torch.ones(16, WIDTH)], ["x"])
+    expected, refilled = trial.run(partly(3)), replace(trial, fill=0).run(partly(3))
+    zeros = trial.run(lambda x: torch.cat([x[None], torch.zeros(2, 16, WIDTH)]))
+    wrong = trial.run(lambda x: torch.cat([x[None] * 2, torch.zeros(2, 16, WIDTH)]))
+    assert differences(expected, trial.run(partly(4))) == ([], [])
+    assert differences(zeros, expected)[0], "what nobody has written is read in the place of numbers"
+    assert (expected.has_fills, zeros.has_fills) == (True, False)
+    assert differences(expected, zeros, refilled=refilled) == ([], [])
+    assert differences(expected, wrong, refilled=refilled)[0]
+
+
+def test_failures_that_a_proof_meets_are_not_printed(capfd):
+    """What other code has computed is changed in place: in a proof it is a leaf at first."""
+
+    def change(self: Any, x: Tensor) -> Tensor:
+        y = x.sin()
+        torch._dynamo.graph_break()
+        return y.mul_(2) * 3
+
+    log, words, said = train(lambda: Written(change), True)
+    assert re.match(r"forward (\d+) of \1 graphs", words), words
+    assert not said
+    assert "Traceback" not in capfd.readouterr().err
+    assert not differing(log, train(lambda: Written(change), False)[0])
 
 
 # ---------------------------------------------------------------- faults planted in our own passes

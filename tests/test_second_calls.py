@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -220,8 +222,162 @@ def test_a_weight_changed_after_observation_is_an_error():
     with calls.twice(BLOCKS):
         loss = model(batch(8)).square().mean()
     model.blocks[1].first.weight.data = model.blocks[1].first.weight.data * 2
-    with pytest.raises(HiRemateError, match=r"parameter or buffer of module 'blocks\.1' was changed"):
+    with pytest.raises(HiRemateError, match=r"Parameter 'first.weight' of module 'blocks\.1' was changed"):
         loss.backward()
+
+
+FACTOR, FACTORS = 2.0, {"now": 2.0}  # of a block that reads these
+
+
+def factor_of(x: Tensor) -> Tensor:
+    """Compute what a block multiplies by."""
+    return x.sigmoid()
+
+
+class _Slotted:
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        self.factor = 2.0
+
+
+class _Reading(Block):
+    """Reads all that a second call may find changed."""
+
+    of_class = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.norm_of_batch, self.register = nn.Dropout(0.2), nn.BatchNorm1d(WIDTH), None
+        self.scale, self.mode, self.chosen = 2.0, "one", ["a"]
+        self.inner = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in "ab"})
+        self.scaling, self.state, self.slotted = {"a": 2.0, "b": 3.0}, SimpleNamespace(deep={"x": [2.0]}), _Slotted()
+        self.generator, self.draws, self.counts, self.count, self.seen = random.Random(3), False, False, 0, []
+        count = 2.0
+
+        def around() -> float:
+            return count
+
+        self.around = around
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm_of_batch(self.drop(self.norm(x)).transpose(1, 2)).transpose(1, 2)
+        for name in self.chosen:
+            y = y + torch.tanh(self.inner[name](y) * self.scaling[name])
+        y = y * self.scale * self.of_class * FACTOR * FACTORS["now"] * self.around() * factor_of(y)
+        y = torch.tanh(y * self.state.deep["x"][0] * self.slotted.factor)
+        if self.draws:
+            y = y * self.generator.random() * random.random() * np.random.random()  # noqa: NPY002
+        if self.counts:
+            self.count, _Reading.of_class = self.count + 1, _Reading.of_class + 1
+            self.seen.append(self.count)
+            y = y * self.count * len(self.seen)
+        y = torch.sin(self.first(y)) if self.mode == "one" else self.first(y)
+        return x + self.second(y.square())
+
+
+class _Otherwise(_Reading):
+    """A class that a module may get in place of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.sin())
+
+
+def _set(name: str, value: Any):
+    return lambda block, patch: setattr(block, name, value)
+
+
+def _around(block: _Reading, _: pytest.MonkeyPatch) -> None:
+    block.around.__closure__[0].cell_contents = 3.0
+
+
+def _hook(block: _Reading, _: pytest.MonkeyPatch) -> None:
+    block.first.register_forward_hook(lambda module, given, result: result * 2)
+
+
+def _hook_all(block: _Reading, patch: pytest.MonkeyPatch) -> None:
+    shared = nn.modules.module._global_forward_hooks
+    patch.setitem(shared, 2**31, lambda module, given, result: result * 2)
+
+
+CHANGES = {
+    "a float": _set("scale", 3.0),
+    "a text": _set("mode", "other"),
+    "a list in place": lambda block, _: block.chosen.append("b"),
+    "another list": _set("chosen", ["b"]),
+    "a dictionary": lambda block, _: block.scaling.update(a=5.0),
+    "an object deep inside": lambda block, _: block.state.deep["x"].__setitem__(0, 5.0),
+    "an object with slots": lambda block, _: setattr(block.slotted, "factor", 5.0),
+    "evaluation mode": lambda block, _: block.eval(),
+    "a dropout's probability": lambda block, _: setattr(block.drop, "p", 0.7),
+    "its class": _set("__class__", _Otherwise),
+    "an attribute of its class": lambda block, patch: patch.setattr(_Reading, "of_class", 3.0),
+    "a new attribute of an outer class": lambda block, patch: patch.setattr(Block, "draws", True, raising=False),
+    "a method of its class": lambda block, patch: patch.setattr(_Reading, "forward", Block.forward),
+    "its own forward": lambda block, _: setattr(block, "forward", lambda x: x.sin()),
+    "a global name": lambda block, patch: patch.setattr(sys.modules[__name__], "FACTOR", 3.0),
+    "a global dictionary": lambda block, patch: patch.setitem(FACTORS, "now", 3.0),
+    "a global function": lambda block, patch: patch.setattr(sys.modules[__name__], "factor_of", torch.tanh),
+    "a variable around a function": _around,
+    "a hook": _hook,
+    "a hook of all modules": _hook_all,
+    "a module in it": lambda block, _: setattr(block, "first", nn.Linear(WIDTH, 128)),
+    "a module taken away": lambda block, _: delattr(block, "first"),
+    "a parameter": lambda block, _: setattr(block.first, "weight", nn.Parameter(torch.ones(128, WIDTH))),
+    "no gradients": lambda block, _: block.requires_grad_(False),
+    "a buffer": lambda block, _: setattr(block.norm_of_batch, "running_mean", torch.ones(WIDTH)),
+    "Python's random numbers": lambda block, _: (random.seed(9), np.random.seed(9)),  # noqa: NPY002
+}
+
+
+def step_with(change, model: nn.Module, calls: SecondCalls, twice: frozenset[str]) -> list[Tensor | None]:
+    """Run a forward that calls some modules twice, change something in each block, and run the backward."""
+    torch.manual_seed(1)
+    with calls.twice(twice):
+        loss = model(batch(16)).square().mean()
+    before = [*model.parameters()]
+    with pytest.MonkeyPatch.context() as patch:
+        for block in model.blocks:
+            change(block, patch)
+        changed = [dict(vars(module)) for module in model.modules()]
+        loss.backward()
+    assert changed == [vars(module) for module in model.modules()], "the second call has left something behind"
+    return [loss, *(parameter.grad for parameter in before)]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_before_the_backward_does_not_change_it(name):
+    """The first calls' values are those of plain training; what they did not find stays where it was put."""
+    found = []
+    for twice in (BLOCKS, frozenset()):
+        torch.manual_seed(0)
+        model = Net(_Reading)
+        calls = SecondCalls(model)
+        observe(calls, model)
+        assert calls.fit >= BLOCKS
+        found.append(step_with(CHANGES[name], model, calls, twice))
+    assert all((a is b is None) or torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["draws", "counts"])
+def test_what_modules_begin_to_do_later_is_done_once(name, monkeypatch):
+    found = []
+    for twice in (BLOCKS, frozenset()):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        monkeypatch.setattr(_Reading, "of_class", 2.0)
+        model = Net(_Reading)
+        calls = SecondCalls(model)
+        observe(calls, model)
+        for block in model.blocks:
+            setattr(block, name, True)
+        left = [step_with(lambda block, patch: None, model, calls, twice) for _ in range(2)]
+        done = [random.random(), np.random.random(), _Reading.of_class, [block.seen for block in model.blocks]]  # noqa: NPY002
+        found.append(([t for step in left for t in step if t is not None], done))
+    (ours, ours_done), (plain, plain_done) = found
+    assert all(map(torch.equal, ours, plain))
+    assert ours_done == plain_done
 
 
 def test_settings_that_end_before_the_backward_later_are_an_error():

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
-from hiremate_lightning.errors import CaptureError
+from hiremate_lightning.errors import CaptureError, HiRemateError
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.sessions.targets import targets_of
 
@@ -50,6 +50,22 @@ def test_a_step_whose_backward_failed_is_not_planned():
         assert found.unplanned_peak_bytes == expected.unplanned_peak_bytes
         assert found.planned_peak_bytes <= found.budget_bytes == expected.budget_bytes
         assert found.measured.peak_bytes == found.planned_peak_bytes
+
+
+def test_other_memory_of_a_weight_before_the_backward_is_an_error():
+    """PyTorch counts no such change, and plain training reads the old or the new memory, as operators please."""
+    model = warm_up(planned("50%"))
+    name, weight = [(name, own) for name, own in model.named_parameters() if own.dim() == 2][-1]
+    before = weight.data
+    for is_put_back in (True, False):
+        loss = model(batch(0)).square().mean()
+        weight.data = before * 2
+        if is_put_back:
+            weight.data = before
+            loss.backward()
+        else:
+            with pytest.raises(HiRemateError, match=f"Parameter '{name}' got other memory between a forward and its"):
+                loss.backward()
 
 
 @pytest.mark.parametrize("around_both", [False, True])

@@ -136,10 +136,13 @@ def double(x: Tensor) -> Tensor:
     return x * 2
 
 
-OWN = torch.Generator()
-CUSTOM = {
-    f.__name__: custom(f.__name__, f) for f in (add_noise, scale_by_python, scale_by_numpy, scale_by_another, double)
-}
+def scale_by_variable(x: Tensor) -> Tensor:
+    return x.sin() * SCALE
+
+
+OWN, SCALE = torch.Generator(), 2.0
+FUNCTIONS = add_noise, scale_by_python, scale_by_numpy, scale_by_another, scale_by_variable, double
+CUSTOM = {f.__name__: custom(f.__name__, f) for f in FUNCTIONS}
 
 
 def wide(index: int) -> Tensor:
@@ -171,6 +174,7 @@ def test_a_custom_operator_that_gives_other_numbers_runs_once_and_any_other_may_
 
     assert repeatable("double")
     assert not repeatable("scale_by_another")
+    assert not repeatable("scale_by_variable"), "it may have changed in the backward"
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.2])

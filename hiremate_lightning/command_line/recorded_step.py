@@ -103,6 +103,10 @@ class RecordedStep:
         """Note the end of a backward."""
         self.record.backward_done(run)
 
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """Describe a tensor."""
+        return f"A tensor of shape {tuple(tensor.shape)}"
+
     def ran_out(self, error: torch.OutOfMemoryError) -> None:
         """Leave it as it is: without memory nothing runs out of it."""
 

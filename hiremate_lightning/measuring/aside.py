@@ -14,6 +14,10 @@ import torch
 from ..torch_private import tensor_state
 
 LEAST_ASIDE = 2**14  # bytes
+CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
+    "{shape} is at version {found}; expected version {expected} instead"
+)
 HAS_FILES = hasattr(os, "posix_fallocate")  # without it a write to a full disk ends the process
 
 
@@ -54,6 +58,30 @@ class _Aside:
         return torch.empty(0, dtype=dtype, device=device).set_(self.copy.on(device), offset, shape, strides)
 
 
+@dataclass(frozen=True, slots=True)
+class _AsItIs:
+    """A tensor that stays where it is.
+
+    Attributes:
+        tensor: The tensor.
+        version: Number of its changes in place, which autograd does not look at where there are hooks.
+    """
+
+    tensor: torch.Tensor
+    version: int
+
+    def get(self) -> torch.Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: If it was changed in place, as PyTorch raises it without hooks.
+        """
+        (version,) = tensor_state.versions_of([self.tensor])
+        if version != self.version:
+            raise RuntimeError(CHANGED.format(shape=tuple(self.tensor.shape), found=version, expected=self.version))
+        return self.tensor
+
+
 class SavedAside(torch.autograd.graph.saved_tensors_hooks):
     """Puts aside what autograd saves for a backward: each storage once, none that was there before, and no small one.
 
@@ -63,7 +91,7 @@ class SavedAside(torch.autograd.graph.saved_tensors_hooks):
     """
 
     def __init__(self, given: Collection[int], on_full: Callable[[OSError], None] | None = None) -> None:
-        super().__init__(self._put, lambda value: value.get() if isinstance(value, _Aside) else value)
+        super().__init__(self._put, lambda value: value.get())
         self._given, self._on_full = given, on_full
         self._copies: dict[int, tuple[int | None, Callable[[], bool], _Copy]] = {}  # by storage: of a version
 
@@ -72,25 +100,29 @@ class SavedAside(torch.autograd.graph.saved_tensors_hooks):
         super().__exit__(*raised)
         self._copies.clear()
 
-    def _put(self, tensor: torch.Tensor) -> torch.Tensor | _Aside:
+    def _put(self, tensor: torch.Tensor) -> _AsItIs | _Aside:
+        (version,) = tensor_state.versions_of([tensor])
+        return self._put_aside(tensor, version) or _AsItIs(tensor, version)
+
+    def _put_aside(self, tensor: torch.Tensor, version: int) -> _Aside | None:
+        """Put a tensor aside, where that is worth it."""
         is_plain = tensor_state.is_dense(tensor) and not tensor_state.has_parts(tensor)
         if not is_plain or tensor_state.is_transforming() or tensor.is_conj() or tensor.is_neg():
-            return tensor
+            return None
         storage = tensor_state.storage_id(tensor)
         if storage in self._given or tensor.untyped_storage().nbytes() < LEAST_ASIDE:
-            return tensor
+            return None
         try:
-            copy = self._copy(storage, tensor)
+            copy = self._copy(storage, tensor, version)
         except OSError as error:
             if self._on_full is None:
                 raise
             self._on_full(error)
-            return tensor
+            return None
         offset = int(tensor.storage_offset())
         return _Aside(copy, (tensor.dtype, tensor.device, offset, tensor.shape, tensor.stride()))
 
-    def _copy(self, storage: int, tensor: torch.Tensor) -> _Copy:
-        (version,) = tensor_state.versions_of([tensor])
+    def _copy(self, storage: int, tensor: torch.Tensor, version: int) -> _Copy:
         if storage in self._copies:
             copied, lives, copy = self._copies[storage]
             if version == copied and lives():

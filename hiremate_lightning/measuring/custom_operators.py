@@ -2,14 +2,16 @@
 
 PyTorch tags those of its own operators that draw random numbers. Operators of others (of `torch.library`, of compiled
 extensions) may lack the tag, or add up in any order. So each is run twice, on made-up inputs, before a plan or a proof
-may do so.
+may do so. One that reads a variable of Python may find another value in the backward: it runs once.
 """
 
 from __future__ import annotations
 
 import logging
 import random
+from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,13 +20,16 @@ from torch import fx
 
 from ..capturing.capture import Captured
 from ..rewriting.joint import CALLS_AN_OPERATOR, TRITON, name_of
-from ..torch_private import aot, tensor_state
+from ..torch_private import aot, custom_code, tensor_state
 from .apart import undisturbed
+from .outside import Outside, contents_of, is_code, is_of_library
 from .stand_ins import runner
 
 log = logging.getLogger("hiremate_lightning")
 
 _TORCHS_OWN = ("aten", "prims", "prim")
+_CONSTANT = (bool, int, float, complex, str, bytes)
+_DATA = (*_CONSTANT, list, tuple, dict, set, deque, torch.Tensor, torch.Generator, SimpleNamespace, np.ndarray)
 
 
 def without_unsteady(captured: Captured) -> Captured:
@@ -37,7 +42,11 @@ def without_unsteady(captured: Captured) -> Captured:
         unsteady = {key for key, index in by_key.items() if not _is_steady(captured, index)}
     once = [i for i in custom if captured.graph.nodes[i].key in unsteady]
     for op in sorted({captured.graph.nodes[i].op for i in once}):
-        log.info("%s gives other numbers when it runs again, or can't run alone: no plan runs it twice", op)
+        log.info(
+            "%s gives other numbers when it runs again, can't run alone, or reads variables of Python that may change: "
+            "no plan runs it twice",
+            op,
+        )
     return captured.running_once(once) if once else captured
 
 
@@ -51,14 +60,40 @@ def has_unsteady(captured: Captured) -> bool:
     return any(not record.is_pure and _is_custom(node) for record, node in pairs)
 
 
+def _operator_of(node: fx.Node) -> Any:
+    return node.args[0] if name_of(node.target) in CALLS_AN_OPERATOR else node.target
+
+
+def _reads_variables(node: fx.Node) -> bool:
+    """Whether the code of an operator reads data beside its arguments."""
+    code = custom_code.code_of(_operator_of(node))
+    if not code:
+        return False
+    outside = Outside(code)
+    values = [space.get(name) for space, names in outside.names for name in names]
+    values += map(contents_of, outside.cells)
+    values += [value for kind in outside.classes for name, value in vars(kind).items() if not name.startswith("__")]
+    values += [value for value in outside.values if not isinstance(value, _CONSTANT)]
+    return not outside.is_whole or any(_is_data(value) for value in values)
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a value is other than code, and than what libraries need for themselves: a log, another operator."""
+    if value is None or is_code(value):
+        return False
+    return isinstance(value, _DATA) or not is_of_library(type(value))
+
+
 def _is_custom(node: fx.Node) -> bool:
-    target: Any = node.args[0] if name_of(node.target) in CALLS_AN_OPERATOR else node.target
+    target = _operator_of(node)
     if name_of(target) == TRITON:
         return True
     return isinstance(target, aot.OpOverload) and target.namespace not in _TORCHS_OWN
 
 
 def _is_steady(captured: Captured, index: int) -> bool:
+    if _reads_variables(captured.fx_nodes[index]):
+        return False
     try:
         run = runner(captured, index)
         before = _random_states(captured.device)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..torch_private import autocasting, hooks, tensor_state
-from ..torch_private.restoring import Restoring, Writes
+from ..torch_private.restoring import Filling, Restoring, Writes
 from .aside import in_file
 
 SEED = 0  # of the gradients that a trial begins its backward with
@@ -29,10 +29,12 @@ class Outcome:
     Attributes:
         values: Outputs, changed inputs and states of generators, by what they are.
         gradients: Gradients of the inputs, by what they are; None for one that does not come.
+        has_fills: Whether the code got memory that nobody had written to, and that the trial filled.
     """
 
     values: dict[str, Any]
     gradients: dict[str, Any]
+    has_fills: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Trial:
         with_gradients: Whether to compute gradients of the inputs that require them.
         copies: Whether inputs that other code has computed are copies: autograd refuses to change a leaf in place.
         in_files: Whether what lies on the host is kept in temporary files.
+        fill: The byte in memory that nobody has written to.
     """
 
     arguments: Sequence[Any]
@@ -54,6 +57,7 @@ class Trial:
     with_gradients: bool = False
     copies: bool = False
     in_files: bool = False
+    fill: int = 255
 
     def run(self, function: Callable[..., Any], keeps_nothing: bool = False) -> Outcome:
         """Run code on the inputs, and leave them and the generators as they were found.
@@ -69,12 +73,12 @@ class Trial:
         given = [self._given(i, leaves.get(i, a)) for i, a in enumerate(self.arguments)]
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
         devices = sorted({t.device for t in tensors if t.device.type == "cuda"}, key=str)
-        restoring = Restoring([*tensors, *self.constants])
+        restoring, filling = Restoring([*tensors, *self.constants]), Filling(self.fill)
         clearing = _cleared_casts({t.device.type for t in tensors})
         with torch.random.fork_rng(devices=devices), clearing, autocasting.as_found_on_error():
             try:
                 keeping = _dropping() if keeps_nothing else nullcontext()
-                with Writes(restoring.copy), torch.enable_grad(), hooks.no_saved_tensor_hooks(), keeping:
+                with Writes(restoring.copy), filling, torch.enable_grad(), hooks.no_saved_tensor_hooks(), keeping:
                     results = function(*given)
                     outputs = list(results) if isinstance(results, (tuple, list)) else [results]
                     roots = _Roots([*outputs, *tensors]) if self.with_gradients else None
@@ -88,7 +92,7 @@ class Trial:
                     values |= _states(devices)
             finally:
                 restoring.restore()
-        return Outcome(values, gradients)
+        return Outcome(values, gradients, filling.has_filled)
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor_state.apart(tensor).requires_grad_(tensor.requires_grad)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ..capturing.capture import Captured
-from ..errors import CaptureError
+from ..errors import CaptureError, HiRemateError
 from ..torch_private import aot, backward_pass, tensor_state
 from . import carrying
 from .accumulation import Leaves, addable, existing, find_leaves
@@ -27,6 +27,11 @@ FREED = (
 CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: "
     "{name} is at version {found}; expected version {expected} instead"
+)
+REPLACED = (
+    "{name} got other memory between a forward and its backward, as by `.data = ...`, which a plan may compute from "
+    "again: gradients would be wrong. Do so after the backward, put the old memory back before it, or call "
+    "remove_hiremate(model)."
 )
 
 
@@ -59,6 +64,9 @@ class Conductor(Protocol):
 
     def backward_done(self, run: Any) -> None:
         """Hear that the backward has run."""
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """Return the name of a parameter or a buffer, or else describe a tensor, to begin a sentence with."""
 
     def ran_out(self, error: torch.OutOfMemoryError) -> None:
         """Hear that memory has run out, and add what is known to the error."""
@@ -129,6 +137,11 @@ class Part:
         missing = missing_gradients(tangents)
         changes = missing, frozenset(totals), frozenset(sums)
         program = saved.program.variant(*changes) if any(changes) else saved.program
+        replaced = saved.find_replaced(program.unread)
+        if replaced is not None:
+            shape = tuple(replaced.shape)
+            name = f"A tensor of shape {shape}" if conductor is None else conductor.name_of(replaced)
+            raise HiRemateError(REPLACED.format(name=name))
         values, overwritten = saved.take(program.unread, keep=keep)
         if overwritten and conductor is not None:
             found = (self.captured.graph.tensors[saved.program.schedule.saved[i]].storage for i in overwritten)
@@ -234,6 +247,7 @@ class Saved:
         "program",
         "run",
         "settings",
+        "storages",
         "terms",
         "values",
         "versions",
@@ -257,10 +271,12 @@ class Saved:
         self.terms = captured.terms
         self.has_run = False
         self.values: list[Any] | None = values
-        self.watched = [
+        self.watched: list[torch.Tensor] = [
             values[i] if output is None else outputs[output].detach() for i, output in program.saved.watched
         ]
         self.versions = tensor_state.versions_of(self.watched)
+        given = [None if output is not None else values[i] for i, output in program.saved.watched]
+        self.storages = tensor_state.storages_of(given)  # kept, so that no other one gets the identity of one
         self.copies = {i: values[i].clone() for i in program.saved.borrowed} if program.protects else {}
 
     @property
@@ -292,8 +308,20 @@ class Saved:
             values = [self.copies[i] if i in overwritten else value for i, value in enumerate(values)]
         if keep:  # a second tensor on a storage keeps the backward from computing into it
             return [v.detach() if isinstance(v, torch.Tensor) else v for v in values], overwritten
-        self.values, self.copies, self.watched = None, {}, []
+        self.values, self.copies, self.watched, self.storages = None, {}, [], []
         return values, overwritten
+
+    def find_replaced(self, unread: Collection[int]) -> torch.Tensor | None:
+        """Return a parameter or another tensor from outside that has other memory than in the forward, if any.
+
+        Args:
+            unread: Positions of the values that the backward does not read.
+        """
+        pairs = zip(self.program.saved.watched, self.watched, self.storages, strict=True) if self.storages else ()
+        for (index, _), tensor, storage in pairs:
+            if storage is not None and tensor.untyped_storage() is not storage and index not in unread:
+                return tensor
+        return None
 
     def _find_overwritten(self, unread: Collection[int]) -> list[int]:
         """List the positions of the values that were overwritten and have copies; the others are an error."""

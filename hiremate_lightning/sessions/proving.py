@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from ..reporting.report import Stages
 from ..rewriting.joint import is_collective
 from ..running.execution import Part
 from ..running.program import Program
-from ..torch_private import backward_pass, checkpoints, saved_hooks, tensor_state
+from ..torch_private import backward_pass, checkpoints, failures, saved_hooks, tensor_state
 from .parts import Parts
 from .planned import PlannedKinds
 from .proof_memory import ProofMemory, proof_memory
@@ -172,7 +173,7 @@ class Prover:
         with self._stages.stage("prove_s", "proving"), unmeasured(device):
             memory = self._memory_of(proof.part, program, device)
             if memory is None or memory.has_plain or memory.has_forward:
-                with trying(proof.part, program):
+                with trying(proof.part, program), failures.not_printed():
                     self._try(proof, arguments, memory)
         self._conclude(proof)
 
@@ -191,14 +192,9 @@ class Prover:
         in_files = memory is not None and memory.needs_files
         constants = [*written.parameters(), *written.buffers()]
         trial = Trial(arguments, _names_of(written), constants, is_plain, in_files=in_files)
+        run_written = partial(self._run_written, proof, written, memory)
         try:
-            if not is_plain and _takes_gradients(written):  # by itself: it needs what it saves
-                trial = replace(trial, with_gradients=proof.part is not None)
-                trial, expected = _first_outcome(trial, saving_aside(written), keeps_all=True)
-            elif memory is None or is_plain or proof.backward != _UNKNOWN:
-                trial, expected = _first_outcome(trial, written)
-            else:
-                trial, expected = _outcome_in_segments(trial, written, memory)
+            trial, expected = run_written(trial)
         except Exception as error:  # whatever the user's code may raise: it will raise it when it runs
             log.info("Code could not be proved, since it fails as it was written: %s", error)
             return
@@ -212,10 +208,28 @@ class Prover:
         except Exception as error:  # of PyTorch's own machinery: the code runs as it was written, and that is said
             self._refuse(proof, f"torch.compile's capture of it fails when it runs: {type(error).__name__}: {error}")
             return
-        self._judge(proof, expected, found, trial.with_gradients)
+        half = self._half_of(proof.part)
+        of_values, of_gradients = differences(expected, found, half)
+        if expected.has_fills and (of_values or of_gradients):
+            _, refilled = run_written(replace(trial, with_gradients=is_plain, fill=0))
+            of_values, of_gradients = differences(expected, found, half, refilled)
+        self._judge(proof, of_values, of_gradients, trial.with_gradients)
 
-    def _judge(self, proof: Proof, expected: Outcome, found: Outcome, with_gradients: bool) -> None:
-        of_values, of_gradients = differences(expected, found, self._half_of(proof.part))
+    def _run_written(
+        self, proof: Proof, written: fx.GraphModule, memory: ProofMemory | None, trial: Trial
+    ) -> tuple[Trial, Outcome]:
+        """Run code as written, with gradients where they fit; return the trial that did so."""
+        is_plain = memory is not None and memory.has_plain
+        if not is_plain and _takes_gradients(written):  # by itself: it needs what it saves
+            trial = replace(trial, with_gradients=proof.part is not None)
+            return _first_outcome(trial, saving_aside(written), keeps_all=True)
+        if memory is None or is_plain or proof.backward != _UNKNOWN:
+            return _first_outcome(trial, written)
+        return _outcome_in_segments(trial, written, memory)
+
+    def _judge(
+        self, proof: Proof, of_values: list[Difference], of_gradients: list[Difference], with_gradients: bool
+    ) -> None:
         wrong = [difference for difference in (*of_values, *of_gradients) if not difference.is_rounding]
         if wrong:
             self._refuse(proof, f"as captured it gives other numbers: {wrong[0].words}")

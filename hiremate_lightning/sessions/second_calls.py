@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import copy
 import logging
-import pickle
 import random
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -26,13 +24,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import HiRemateError
+from ..measuring.outside import Outside
 from ..records.graph import Node
 from ..records.step import Step
 from ..records.ways import Calls
 from ..torch_private import hooks, saved_hooks, sharding, tensor_state
-from .given import PLAIN_DATA, parts_of, things_in
-from .outside import Place, data_read_by
-from .slots import Slot
+from .given import PLAIN_DATA, things_in
+from .module_state import ModuleState, Numbers, keeps_statistics
+from .slots import Slot, StandIn
+
+log = logging.getLogger("hiremate_lightning")
 
 OBSERVED_STEPS = 2  # plain ones, before modules are called twice
 _WITH_STATE = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.ndarray, Iterator)
@@ -57,8 +58,8 @@ class SecondCalls:
         self._called = Counter[str]()  # in the call under way
         self._seen = Counter[str]()
         self._unfit = set[str]()
-        self._observed = list[tuple[str, _State, list[weakref.ref[torch.Tensor]], list[int]]]()
-        self._outside = cache(data_read_by)
+        self._observed = list[tuple[str, ModuleState, list[weakref.ref[torch.Tensor]], list[int]]]()
+        self._outside = cache(Outside)
 
     def step_begins(self) -> None:
         """Forget what was observed in a step that has failed."""
@@ -70,7 +71,6 @@ class SecondCalls:
         if self.fit is None and max(self._seen.values(), default=0) >= OBSERVED_STEPS:
             self.fit = frozenset(path for path, count in self._seen.items() if count >= OBSERVED_STEPS) - self._unfit
             self._seen.clear()
-            self._outside.cache_clear()
 
     def calls_in(self, step: Step, parameters: Mapping[int, int]) -> Calls:
         """List the forward nodes of each call of the modules that may be called twice, by path.
@@ -106,7 +106,7 @@ class SecondCalls:
         found = {module: hooks.get_call(module) for module in modules.values()}
         for path, module in modules.items():
             if found[module] is None or isinstance(found[module], Slot):
-                hooks.set_call(module, _standing_in(call, path, module))
+                hooks.set_call(module, StandIn(call, path, module))
             else:  # compiled by the user
                 self._unfit.add(path)
         try:
@@ -121,9 +121,9 @@ class SecondCalls:
             self._unfit.add(path)
             return hooks.plain_call(module, *args, **kwargs)
         given = _tensors_in((args, kwargs))
-        versions, drawn, state = tensor_state.versions_of(given), _generators(), _State(module, self._outside)
+        versions, state = tensor_state.versions_of(given), self._state_of(path, module)
         result = hooks.plain_call(module, *args, **kwargs)
-        if drawn != _generators() or state.has_changed():
+        if state is None or state.has_changed():
             self._unfit.add(path)
         else:
             self._observed.append((path, state, [weakref.ref(tensor) for tensor in given], versions))
@@ -142,8 +142,19 @@ class SecondCalls:
     def _call_twice(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled() or hooks.has_hooks(module):  # which may have come since
             return hooks.plain_call(module, *args, **kwargs)
-        call = _ModuleTwice(path, module, args, kwargs)
+        state = self._state_of(path, module)
+        if state is None or not _may_be_given_again((args, kwargs)):
+            return hooks.plain_call(module, *args, **kwargs)
+        call = _ModuleTwice(path, module, state, args, kwargs)
         return checkpoint(call, *call.tensors, use_reentrant=False)
+
+    def _state_of(self, path: str, module: nn.Module) -> ModuleState | None:
+        """Note what a module reads beside its arguments; None where that can't be known."""
+        try:
+            return ModuleState(module, self._outside)
+        except Exception as error:  # whatever objects raise when they are looked into
+            log.debug("%s is called once: %s: %s", path, type(error).__name__, error)
+            return None
 
 
 class _PathsInGraphs:
@@ -192,56 +203,49 @@ def _paths_around(path: str) -> Iterator[str]:
         path = path.rpartition(".")[0]
 
 
-def _standing_in(call: Callable[..., Any], path: str, module: nn.Module) -> Callable[..., Any]:
-    """Return what stands in for the call of a module during one call of its model."""
-    return lambda *args, **kwargs: call(path, module, args, kwargs)
-
-
 class _ModuleTwice:
     """Calls a module with what it was given, again with copies of the objects that the first call may have changed.
+
+    Args:
+        path: Of the module.
+        module: The module.
+        state: What it reads beside its arguments, for both calls.
+        args: What it is given.
+        kwargs: What it is given by name.
 
     Attributes:
         tensors: The tensors that it was given.
     """
 
-    def __init__(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._path, self._module = path, module
+    def __init__(
+        self, path: str, module: nn.Module, state: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._path, self._module, self._state = path, module, state
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._again = _apart((args, kwargs))
         self.tensors = _tensors_in((args, kwargs))
-        self._versions, self._settings = tensor_state.versions_of(self.tensors), tensor_state.settings()
-        self._weights = _weights_of(module)
+        self._numbers = Numbers(self.tensors)
 
     @saved_hooks.giving_way_to_transforms()
     def __call__(self, *_: torch.Tensor) -> Any:
         if self._given is not None:
             (args, kwargs), self._given = self._given, None
             return hooks.plain_call(self._module, *args, **kwargs)
-        if tensor_state.versions_of(self.tensors) != self._versions:
+        if self._numbers.changed() is not None:
             raise HiRemateError(
                 f"An input of module {self._path!r} was changed in place after the call, which it was not in earlier "
                 "steps, so that the module can't be computed again. Change a copy of that tensor."
             )
-        if _weights_of(self._module) != self._weights:
-            raise HiRemateError(
-                f"A parameter or buffer of module {self._path!r} was changed between the call and its backward, which "
-                "it was not in earlier steps, so that the module can't be computed again. Change it after the backward."
-            )
-        if tensor_state.settings() != self._settings:
-            raise HiRemateError(
-                f"Module {self._path!r} can't be computed again: settings of PyTorch (sdpa_kernel, torch.backends, a "
-                "mode of torch.overrides) changed between the call and its backward, which they did not in earlier "
-                "steps. Put the call and the backward into one `with` block."
-            )
+        self._state.check(self._path)
         args, kwargs = _apart(self._again)
-        with _statistics_apart(self._module):
+        with self._state.put_back(), _statistics_apart(self._module):
             return hooks.plain_call(self._module, *args, **kwargs)
 
 
 @contextmanager
 def _statistics_apart(module: nn.Module) -> Iterator[None]:
     """Let batch norms update copies of their running statistics, on which nothing that they return depends."""
-    norms = [norm for norm in module.modules() if _keeps_statistics(norm)]
+    norms = [norm for norm in module.modules() if keeps_statistics(norm)]
     found = [dict(norm.named_buffers(recurse=False)) for norm in norms]
     for norm, own in zip(norms, found, strict=True):
         for name, buffer in own.items():
@@ -252,68 +256,6 @@ def _statistics_apart(module: nn.Module) -> Iterator[None]:
         for norm, own in zip(norms, found, strict=True):
             for name, buffer in own.items():
                 setattr(norm, name, buffer)
-
-
-def _weights_of(module: nn.Module) -> list[int]:
-    """Describe where parameters and buffers lie, and how often they changed; statistics of batch norms left out."""
-    own = [inner.buffers(recurse=False) for inner in module.modules() if not _keeps_statistics(inner)]
-    tensors = [*module.parameters(), *chain.from_iterable(own)]
-    dense = (t for t in tensors if tensor_state.is_dense(t) and not tensor_state.has_own_code(type(t)))
-    return [*tensor_state.versions_of(tensors), *map(tensor_state.storage_id, dense)]
-
-
-def _keeps_statistics(module: nn.Module) -> bool:
-    """Whether a module is a batch norm of PyTorch's own in training."""
-    return type(module) in _BATCH_NORMS and module.training
-
-
-def _generators() -> list[Any]:
-    """Describe the generators of random numbers that torch.utils.checkpoint does not put back."""
-    return [random.getstate(), pickle.dumps(np.random.get_state())]  # noqa: NPY002  what users may draw from
-
-
-class _State:
-    """All that a call of a module may leave behind or read: in it, its parts, what their code names, and settings."""
-
-    def __init__(self, module: nn.Module, outside: Callable[[type], list[Place]]) -> None:
-        self._module, self._outside = module, outside
-        self._found, self._held = self._describe()
-
-    def has_changed(self) -> bool:
-        """Whether anything is other than it was."""
-        return self._describe()[0] != self._found
-
-    def _describe(self) -> tuple[list[Any], list[Any]]:
-        """Describe it; return also the objects whose identity is part of that."""
-        found, seen, stack, held = [*tensor_state.settings()], set[int](), list[Any](), list[Any]()
-        for inner in self._module.modules():
-            seen.update((id(inner), id(hooks.buffers_of(inner))) if _keeps_statistics(inner) else (id(inner),))
-            own = {name: value for name, value in vars(inner).items() if name != hooks.CALL_SLOT}
-            stack += [own, dict(vars(type(inner)))]
-        found += _weights_of(self._module)
-        for kind in {type(inner) for inner in self._module.modules()}:
-            stack += [place() for place in self._outside(kind)]
-        while stack:
-            value = stack.pop()
-            if isinstance(value, PLAIN_DATA):
-                found.append(value)
-            elif isinstance(value, _WITH_STATE):
-                found.append(_state_of(value))
-            elif id(value) not in seen and not isinstance(value, logging.Logger):
-                seen.add(id(value))
-                held.append(value)
-                found.append(len(value) if isinstance(value, dict) else id(value))
-                stack.extend(parts_of(value))
-        return found, held
-
-
-def _state_of(value: Any) -> Any:
-    """Describe an object that changes where it is used, and does not show that in its attributes."""
-    if isinstance(value, torch.Generator):
-        return value.get_state().tolist()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    return object() if isinstance(value, Iterator) else pickle.dumps(value)  # no other one is equal to an object
 
 
 def _may_be_given_again(values: Any) -> bool:

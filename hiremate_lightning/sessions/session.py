@@ -323,6 +323,12 @@ class Session:
         if self._current.record is not None:
             self._current.record.backward_done(run)
 
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """Return the name of a parameter or a buffer, or else describe a tensor, to begin a sentence with."""
+        named = (("Parameter", self.root.named_parameters()), ("Buffer", self.root.named_buffers()))
+        names = (f"{kind} {name!r}" for kind, own in named for name, value in own if value is tensor)
+        return next(names, f"A tensor of shape {tuple(tensor.shape)}")
+
     def ran_out(self, error: torch.OutOfMemoryError) -> None:
         """Note on an error what was planned and what is allocated."""
         explain(error, f"hiremate: {describe_peak(self._name, self.plan)}{self._memory.describe()}")

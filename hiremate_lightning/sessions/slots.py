@@ -82,6 +82,28 @@ def slot_for(targets: Caller, name: str, module: nn.Module) -> Slot:
     return kind(targets, name, module)
 
 
+class StandIn:
+    """Stands in for the call of a module during one call of its model.
+
+    Args:
+        call: Called with the path of the module, the module, and what it is given.
+        path: Of the module.
+        module: The module.
+    """
+
+    def __init__(self, call: Callable[..., Any], path: str, module: nn.Module) -> None:
+        self._call, self._path, self._module = call, path, module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module in the way of this call of its model."""
+        return self._call(self._path, self._module, args, kwargs)
+
+
+def is_ours(call: Any) -> bool:
+    """Whether what stands in for the call of a module is ours, and not of a user who has compiled it."""
+    return isinstance(call, Slot | StandIn)
+
+
 class WaitingSlots(dict[nn.Module, Slot]):
     """Slots of what is inside of planned modules, by module, in place between calls: they see what is called alone.
 

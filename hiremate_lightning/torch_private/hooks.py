@@ -14,6 +14,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 CALL_SLOT = "_compiled_call_impl"
+_CALLED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# What a module of PyTorch has by itself, beside its parameters, its buffers and the modules in it.
+OWN_ATTRIBUTES = frozenset(torch.nn.Module().__dict__) - {"_parameters", "_buffers", "_modules"}
 
 
 def get_call(module: torch.nn.Module) -> Callable[..., Any] | None:
@@ -42,9 +45,20 @@ def has_backward_hooks(module: torch.nn.Module) -> bool:
 
 def has_hooks(module: torch.nn.Module) -> bool:
     """Whether functions of others are called with a module or its parts, or with all modules."""
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    of_all = any(vars(torch.nn.modules.module)[f"_global{name}"] for name in names)
-    return of_all or any(inner.__dict__.get(name) for inner in module.modules() for name in names)
+    return any(hooks_of_all_modules()) or any(
+        inner.__dict__.get(name) for inner in module.modules() for name in _CALLED
+    )
+
+
+def hooks_of_all_modules() -> list[dict[int, Any]]:
+    """Return the very dictionaries of the functions that are called with all modules."""
+    return [vars(torch.nn.modules.module)[f"_global{name}"] for name in _CALLED]
+
+
+def hooks_of(module: torch.nn.Module) -> list[dict[int, Any]]:
+    """Return the very dictionaries of the functions that are called with a module."""
+    own = module.__dict__
+    return [own[name] for name in _CALLED if name in own]
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:

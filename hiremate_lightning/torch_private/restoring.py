@@ -13,6 +13,11 @@ from . import tensor_state
 
 _WRITTEN_UNDECLARED = ("running_mean", "running_var")  # by kernels of batch norms, whose schemas don't tell
 
+_UNWRITTEN = tuple(
+    getattr(torch.ops.aten, name)
+    for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+)
+
 
 class Writes(TorchDispatchMode):
     """Calls a function with each dense tensor that an operator may be about to write to.
@@ -35,6 +40,37 @@ class Writes(TorchDispatchMode):
             if tensor.layout is torch.strided:
                 self._tell(tensor)
         return operator(*args, **kwargs)
+
+
+class Filling(TorchDispatchMode):
+    """Fills memory that operators hand out without writing to it, so that two runs of code find the same there.
+
+    Args:
+        byte: What to fill it with; 255 makes NaN of floating-point numbers.
+
+    Attributes:
+        has_filled: Whether there was any.
+    """
+
+    def __init__(self, byte: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.supports_higher_order_operators = True
+        self.has_filled = False
+        self._byte = byte
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, and fill what it hands out where it has not written to it."""
+        result = operator(*args, **(kwargs or {}))
+        if getattr(operator, "overloadpacket", None) in _UNWRITTEN and tensor_state.is_dense(result):
+            self.has_filled |= result.numel() > 0
+            is_plain = type(result) is torch.Tensor and result.dtype is not torch.bool
+            if is_plain and not result.is_quantized:
+                tensor_state.memory_of(result).fill_(self._byte)
+            elif result.dtype is torch.bool:
+                result.fill_(bool(self._byte))
+        return result
 
 
 class Restoring:

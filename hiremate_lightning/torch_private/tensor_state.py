@@ -165,6 +165,17 @@ def storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def storages_of(tensors: Iterable[torch.Tensor | None]) -> list[torch.UntypedStorage | None]:
+    """Return the storage of each tensor, the very object as long as one is kept; None where it is not a plain one."""
+    return [tensor.untyped_storage() if tensor is not None and _has_storage(tensor) else None for tensor in tensors]
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    kind = type(tensor)
+    is_plain = kind is torch.nn.Parameter or kind is torch.Tensor or not has_own_code(kind)
+    return is_plain and tensor.layout is torch.strided and not has_parts(tensor)
+
+
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """View all memory that a tensor lies on as bytes."""
     with torch.no_grad():

@@ -1,0 +1,189 @@
+"""What code reads beside its arguments: global names, variables of functions around it, and attributes of classes.
+
+A call of a module runs its `forward` and what that names, wherever it is: functions, and of all classes at hand the
+methods of that name. Other methods are left out: those of large libraries read almost anything.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache, partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+# Libraries whose own data no result depends on, and this one, whose data is about the step.
+_LIBRARIES = frozenset({"torch", "numpy", "lightning", "pytorch_lightning", "lightning_fabric", "hiremate_lightning"})
+_LIBRARIES |= sys.stdlib_module_names
+_MOST_CODE = 4096  # functions to look through
+_MAKING = ("__init__", "__new__", "__post_init__")
+_CALLED_BY_PYTHON = frozenset(  # beside operators, which seldom read anything outside
+    f"__{name}__" for name in ("call", "getattr", "getitem", "iter", "len", "contains", "bool", "enter", "exit")
+)
+
+
+class Outside:
+    """What a call reads outside.
+
+    Args:
+        code: Functions that it calls, and classes of the modules and objects that it uses.
+
+    Attributes:
+        names: The global names, by the namespace that they are in.
+        classes: The classes whose attributes it reads.
+        cells: Variables of the functions around it.
+        values: Default values of arguments, and objects whose methods it calls.
+        is_whole: Whether all code was looked through.
+    """
+
+    def __init__(self, code: Iterable[Any]) -> None:
+        self.classes, self.cells, self.values = dict[type, None](), list[CellType](), list[Any]()
+        self._names, self._spaces = {"forward"}, dict[int, tuple[dict[str, Any], dict[str, None]]]()
+        self._made, self._functions = set[type](), dict[FunctionType, None]()
+        self._seen, self._stack = set[int](), list(code)
+        self.is_whole = self._follow()
+
+    @property
+    def names(self) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
+        """The global names, by the namespace that they are in."""
+        return [(space, tuple(names)) for space, names in self._spaces.values()]
+
+    def _follow(self) -> bool:
+        while self._stack:
+            while self._stack:
+                self._take(self._stack.pop())
+                if len(self._functions) > _MOST_CODE:
+                    return False
+            for kind in self.classes:
+                self._stack += [code for code in self._methods_of(kind) if id(code) not in self._seen]
+        return True
+
+    def _methods_of(self, kind: type) -> Iterator[Any]:
+        """Yield the methods of a class that code names, or Python calls by itself."""
+        for name, value in list(vars(kind).items()):
+            if name in _MAKING:
+                is_called = kind in self._made
+            elif name.startswith("__") and name.endswith("__"):
+                is_called = name in _CALLED_BY_PYTHON
+            else:
+                is_called = name in self._names
+            if is_called and is_code(value) and not isinstance(value, type):
+                yield value
+
+    def _take(self, code: Any) -> None:
+        """Look at code, once."""
+        if id(code) in self._seen:
+            return
+        self._seen.add(id(code))
+        if not is_code(code) or is_of_library(code):
+            return
+        if isinstance(code, type):
+            self.classes |= dict.fromkeys(base for base in code.__mro__ if not is_of_library(base))
+        elif isinstance(code, FunctionType):
+            self._take_function(code)
+        elif isinstance(code, property):
+            self._stack += [code.fget, code.fset]
+        elif isinstance(code, partial):
+            self.values += [*code.args, *code.keywords.values()]
+            self._stack += [code.func, *code.args]
+        elif isinstance(code, MethodType):
+            self.values.append(code.__self__)
+            self._stack += [code.__func__, type(code.__self__)]
+        else:
+            self._stack += [getattr(code, "__func__", None), attributes_of(code).get("__wrapped__")]
+
+    def _take_function(self, function: FunctionType) -> None:
+        self._functions[function] = None
+        space = function.__globals__
+        names, attributes = _names_in(function.__code__)
+        self._names |= attributes
+        modules = _imported_by(function, attributes)
+        for name in names:
+            value = space.get(name)
+            if isinstance(value, ModuleType):
+                modules.append(value)
+            else:
+                self._note(space, name)
+        self._take_from_modules(modules, attributes)
+        self.cells += function.__closure__ or ()
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        self.values += defaults
+        for value in (*map(contents_of, function.__closure__ or ()), *defaults):
+            self._read(value)
+
+    def _take_from_modules(self, modules: list[ModuleType], attributes: set[str]) -> None:
+        seen = set[int]()
+        while modules:
+            module = modules.pop()
+            if id(module) in seen or is_of_library(module):
+                continue
+            seen.add(id(module))
+            for name in attributes & vars(module).keys():
+                value = vars(module)[name]
+                if isinstance(value, ModuleType):
+                    modules.append(value)
+                else:
+                    self._note(vars(module), name)
+
+    def _note(self, space: dict[str, Any], name: str) -> None:
+        """Note a global name, and look at the code that it stands for now."""
+        self._spaces.setdefault(id(space), (space, {}))[1][name] = None
+        self._read(space.get(name))
+
+    def _read(self, value: Any) -> None:
+        if isinstance(value, type):
+            self._made.add(value)
+            self._made.update(value.__mro__)
+        self._stack.append(value)
+
+
+def is_code(value: Any) -> bool:
+    """Whether a value is a function, a class, or what is made of these for a class."""
+    kinds = type, FunctionType, MethodType, staticmethod, classmethod, property, partial
+    return isinstance(value, kinds) or "__wrapped__" in attributes_of(value)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return the very dictionary of an object's attributes, whatever its class makes of a look at them."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return {}
+    return found if type(found) is dict else {}
+
+
+def is_of_library(value: Any) -> bool:
+    """Whether a class, a function or a module belongs to a library whose own data no result depends on."""
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return str(name).partition(".")[0] in _LIBRARIES
+
+
+def contents_of(cell: CellType) -> Any:
+    """Return the value of a variable of a function around another one, None where it has none yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+@cache
+def _names_in(code: CodeType) -> tuple[set[str], set[str]]:
+    """Return the global names, and all names, that code has, with the code inside of it."""
+    names = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    names, attributes = names - vars(builtins).keys(), set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            inner, others = _names_in(constant)
+            names, attributes = names | inner, attributes | others
+    return names, attributes
+
+
+def _imported_by(function: FunctionType, names: set[str]) -> list[ModuleType]:
+    """List the modules that a function imports when it runs, as far as names tell."""
+    if not any(step.opname == "IMPORT_NAME" for step in dis.get_instructions(function.__code__)):
+        return []
+    package = function.__globals__.get("__package__")
+    paths = [*names, *(f"{package}.{name}" for name in names)] if package else names
+    return [module for path in paths if isinstance(module := sys.modules.get(path), ModuleType)]

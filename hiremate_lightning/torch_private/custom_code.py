@@ -1,0 +1,18 @@
+"""The Python code of operators that users define with `torch.library.custom_op`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch._library.custom_ops import OPDEFS
+
+from .aot import OpOverload
+
+
+def code_of(operator: Any) -> list[Callable[..., Any]]:
+    """List the functions that compute an operator; nothing for one of PyTorch's, or of a compiled extension."""
+    definition = OPDEFS.get(operator._schema.name) if isinstance(operator, OpOverload) else None
+    if definition is None:
+        return []
+    return [definition._init_fn, *definition._backend_fns.values()]
