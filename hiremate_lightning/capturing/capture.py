@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..memory.allocator import allocated_bytes
 from ..records.graph import Direction, Graph, Node, Storage, StorageKind, Tensor
+from ..rewriting import kernels
 from ..rewriting.finishing import Finish, find_finishes
 from ..rewriting.joint import (
     COPIES_STORAGE,
@@ -414,7 +415,10 @@ def _flops(node: fx.Node) -> int:
 def _plain_times(value: fx.Node) -> int:
     """Return how many times as large plain PyTorch holds a value."""
     maker: Any = value.args[0] if is_part(value) else None
-    return 1 if maker is None else operation_named(maker.target).plain_times(maker, value.args[1])
+    if maker is None:
+        return 1
+    position: Any = value.args[1]
+    return max(operation_named(maker.target).plain_times(maker, position), kernels.plain_times(maker, position))
 
 
 def _module_path(node: fx.Node) -> str:

@@ -325,6 +325,8 @@ class PlannedKinds:
         """Report a plan, and warn of what it brings."""
         ahead = f"ahead: {self._largest}" if kind in self._ahead else ""
         self._reporter.planned(plan, "until a better plan is solved in the background" if plan.is_meanwhile else ahead)
+        if split := self._announcements.split():
+            self._reporter.note(f"  {split}")
         if self.kinds[kind].is_searching:
             self._announcements.algorithms()
         if plan.planned_peak_bytes > plan.budget_bytes:
