@@ -3,6 +3,7 @@
 The photographs come with scikit-image. The same seed is trained twice, plain and with `HiRemateCallback`, and both are
 compared bit for bit:
 
+    pip install scikit-image
     python examples/unet.py
 """
 
@@ -12,9 +13,12 @@ import argparse
 import sys
 from itertools import pairwise
 
+try:
+    from skimage import data
+except ModuleNotFoundError:
+    sys.exit(f"The photographs come with scikit-image. Install it first: {sys.executable} -m pip install scikit-image")
 import lightning.pytorch as L
 import torch
-from skimage import data
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from hiremate_lightning.command_line.arguments import HALF_TYPES, OPTIMIZERS, TY
 from hiremate_lightning.command_line.cli import main
 from hiremate_lightning.command_line.doctor import Verdict
 from hiremate_lightning.command_line.factory import Workload, find_factory, parse_inputs
+from hiremate_lightning.command_line.importing import import_failures
 from hiremate_lightning.errors import ConfigurationError
 from hiremate_lightning.planning.solvers import Solution, Status, worker
 from hiremate_lightning.units import format_bytes
@@ -74,8 +76,9 @@ def picks():
 
 class Split(Net):
     def forward(self, x):
+        x = self[0](x)
         torch._dynamo.graph_break()
-        return super().forward(x)
+        return self[2](self[1](x))
 
 def fails():
     raise RuntimeError("no weights\\nat all")
@@ -351,11 +354,7 @@ def test_what_ends_graphs_is_one_sentence_with_its_line(models, capfd, monkeypat
     monkeypatch.setenv("COLUMNS", "1000")
     assert plan(models, name="Split") == 0
     output, error = capfd.readouterr()
-    said = " ".join(output.split())
-    assert "Captured as one graph" in said
-    assert re.search(
-        r"torch\.compile ends graphs, and what runs between them .* zoo_of_models\.py:\d+, in forward", said
-    )
+    assert re.search(r"without memory\. torch\.compile ends graphs, and .*zoo_of_models\.py:\d+, in forward", output)
     assert not error
 
 
@@ -527,7 +526,9 @@ class TestDoctor:
     @pytest.fixture
     def _no_small_plan(self, monkeypatch):
         monkeypatch.setattr(doctor, "small_plan", lambda device: "left out")
+        monkeypatch.setattr(doctor, "import_failures", lambda names: {})
 
+    @pytest.mark.usefixtures("_no_small_plan")
     def test_what_does_not_work_is_a_problem(self, monkeypatch, capsys):
         def fails(device):
             raise RuntimeError("gradients differ")
@@ -562,6 +563,55 @@ class TestDoctor:
         assert "2.4.1, but " in found["lightning"].words
         assert found["timm"].verdict is Verdict.KNOW
         assert "lightning 2.4.1 and torch 99.0" in found  # they fail together
+
+    @pytest.mark.usefixtures("_no_small_plan")
+    def test_what_can_not_be_imported_is_a_problem_with_its_mending(self, monkeypatch, capsys):
+        reason = "RuntimeError: operator torchvision::nms does not exist"
+        failures = dict.fromkeys(("torchvision", "accelerate", "hiremate_lightning.callbacks"), reason)
+        failures["timm"] = "ModuleNotFoundError: No module named 'other'"
+        monkeypatch.setattr(doctor, "version", lambda name: "99.0")
+        monkeypatch.setattr(doctor, "import_failures", lambda names: {n: failures[n] for n in names if n in failures})
+        assert main(["doctor"]) == 1
+        output = capsys.readouterr().out
+        fitting = f"0.{int(torch.__version__.split('.')[1]) + 15}.*"
+        mending = f'mend it with: pip install --force-reinstall --no-deps "torchvision=={fitting}" from where'
+        assert f"BAD  torchvision: 99.0, but can't be imported: {reason}; {mending}" in output
+        assert "; mend it with: pip install --force-reinstall --no-deps accelerate\n" in output
+        assert f"BAD  hiremate_lightning.callbacks: can't be imported: {reason}; mend what is BAD above\n" in output
+        assert "note timm: 99.0, but can't be imported: ModuleNotFoundError: No module named 'other'\n" in output
+        assert "ok   rich: 99.0\n" in output
+
+    def test_all_that_is_called_ok_has_been_imported(self, monkeypatch):
+        asked = []
+        monkeypatch.setattr(doctor, "small_plan", lambda device: "left out")
+        monkeypatch.setattr(doctor, "import_failures", lambda names: asked.extend(names) or {})
+        found = [f.name for f in doctor.examine() if f.verdict is Verdict.GOOD and re.fullmatch(r"[a-z-]+", f.name)]
+        assert {doctor.MODULES.get(name, name) for name in found} - {"python", "torch", "cpu"} <= {*asked}
+        assert {"lightning", "accelerate", "mip", "rich", "hiremate_lightning.callbacks"} <= {*asked}
+
+    def test_a_broken_package_is_found_even_where_it_ends_the_process(self, tmp_path, monkeypatch):
+        (tmp_path / "raising.py").write_text("print('hello')\nraise RuntimeError('operator nms\\ndoes not exist')")
+        (tmp_path / "crashing.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
+        (tmp_path / "leaving.py").write_text("import os\nos._exit(3)")
+        monkeypatch.syspath_prepend(tmp_path)
+        assert import_failures(["json", "raising", "crashing", "leaving", "nowhere", "csv"]) == {
+            "raising": "RuntimeError: operator nms",
+            "crashing": "importing it ends the process (SIGSEGV)",
+            "leaving": "importing it ends the process (exit code 3)",
+            "nowhere": "ModuleNotFoundError: No module named 'nowhere'",
+        }
+
+    def test_a_torch_that_can_not_be_imported_is_told(self, tmp_path):
+        (tmp_path / "torch.py").write_text("raise OSError('libcudart.so: cannot open shared object file')")
+        path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+        result = subprocess.run(
+            [sys.executable, "-m", "hiremate_lightning", "doctor"], env={**os.environ, "PYTHONPATH": path},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert result.returncode == 1
+        expected = "hiremate: torch can't be imported (OSError: libcudart.so: cannot open shared object file). Mend it"
+        assert result.stderr.startswith(expected)
+        assert result.stderr.count("\n") == 1
 
     @pytest.mark.usefixtures("_no_small_plan")
     def test_a_torch_that_was_not_checked_is_told(self, monkeypatch):

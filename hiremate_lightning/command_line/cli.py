@@ -195,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_argument("--max-overhead", default="30%", help="most extra time to accept (default: 30%%)")
     show = _command(commands, "show", _show, "show a plan that was written to a file")
     show.add_argument("file", metavar="FILE", type=Path, help="JSON or HTML, as `hiremate plan` and a Plan write it")
-    doctor = _command(commands, "doctor", _heavy("doctor"), "check versions, solvers, devices and a small plan")
+    doctor = _command(commands, "doctor", _doctor, "check versions, solvers, devices and a small plan")
     doctor.add_argument("factory", metavar="FACTORY", nargs="?", help="a model: say whether it would be refused")
     _add_json(doctor)
     return parser
@@ -285,6 +285,21 @@ def _add_json(parser: Any) -> None:
 
 
 # ---------------------------------------------------------------- what needs no torch
+
+
+def _doctor(asked: argparse.Namespace) -> int:
+    """Look whether torch can be imported, before that is done here to look at everything else."""
+    from .importing import import_failures
+
+    with Console(stderr=True).status("HiRemate: importing what is installed"):
+        failures = import_failures(["torch"])
+    if not failures:
+        return _heavy("doctor")(asked)
+    sys.stderr.write(
+        f"hiremate: torch can't be imported ({failures['torch']}). Mend it with: pip install --force-reinstall torch, "
+        "with the index of the build that fits your device\n"
+    )
+    return PROBLEM
 
 
 def _show(asked: argparse.Namespace) -> int:
