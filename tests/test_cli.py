@@ -589,7 +589,7 @@ class TestDoctor:
         assert {doctor.MODULES.get(name, name) for name in found} - {"python", "torch", "cpu"} <= {*asked}
         assert {"lightning", "accelerate", "mip", "rich", "hiremate_lightning.callbacks"} <= {*asked}
 
-    def test_a_broken_package_is_found_even_where_it_ends_the_process(self, tmp_path, monkeypatch):
+    def test_a_package_is_found_broken_where_it_ends_the_process(self, tmp_path, monkeypatch):
         (tmp_path / "raising.py").write_text("print('hello')\nraise RuntimeError('operator nms\\ndoes not exist')")
         (tmp_path / "crashing.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
         (tmp_path / "leaving.py").write_text("import os\nos._exit(3)")

@@ -131,7 +131,7 @@ def test_an_example_says_at_once_what_to_install(name: str, tmp_path: Path) -> N
     assert result.stderr.count("\n") == 1
 
 
-def test_what_an_example_imports_is_there_or_its_text_installs_it() -> None:
+def test_what_an_example_imports_is_there_or_it_installs_it() -> None:
     """There is what `make demo` installs: the package and what it asks for, without any extra."""
     for path in (ROOT / "examples").glob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))

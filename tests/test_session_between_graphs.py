@@ -227,7 +227,7 @@ class Looks(Net):
         return super().forward(picked) * picked.max().item()
 
 
-def test_what_ends_graphs_is_one_sentence_and_not_logged_by_torch(capfd):
+def test_what_ends_graphs_is_one_sentence_and_is_not_logged(capfd):
     model = warm_up(hiremate(Looks(), "80%"), steps=3)
 
     error = capfd.readouterr().err
