@@ -1,5 +1,6 @@
 """Train a transformers model on the source of Python's standard library with Accelerate, inside a budget.
 
+pip install transformers
 accelerate launch examples/accelerate_lm.py --budget 60%
 ACCELERATE_USE_CPU=true HIREMATE_BUDGET=60% torchrun --nproc_per_node 2 examples/accelerate_lm.py
 """
@@ -7,14 +8,18 @@ ACCELERATE_USE_CPU=true HIREMATE_BUDGET=60% torchrun --nproc_per_node 2 examples
 from __future__ import annotations
 
 import argparse
+import sys
 import sysconfig
 from pathlib import Path
 
+try:
+    from transformers import GPT2Config, GPT2LMHeadModel
+except ModuleNotFoundError:
+    sys.exit(f"The model comes with transformers. Install it first: {sys.executable} -m pip install transformers")
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from hiremate_lightning import get_plan
 from hiremate_lightning.integrations.accelerate import prepare_hiremate

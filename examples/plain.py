@@ -60,8 +60,8 @@ def main() -> None:
     hiremate(model, budget=args.budget, optimizer=optimizer)  # the one line
 
     for step in range(args.steps):
-        loss = F.cross_entropy(model(inputs), targets)
         optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
         loss.backward()
         optimizer.step()
         print(f"step {step}  loss {loss.item():.4f}")

@@ -1,5 +1,6 @@
 """Train a transformers model on the source of Python's standard library with transformers' Trainer, inside a budget.
 
+pip install transformers
 python examples/transformers_trainer.py --budget 60%
 torchrun --nproc_per_node 2 examples/transformers_trainer.py --budget 60% --bf16
 """
@@ -7,13 +8,17 @@ torchrun --nproc_per_node 2 examples/transformers_trainer.py --budget 60% --bf16
 from __future__ import annotations
 
 import argparse
+import sys
 import sysconfig
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+try:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+except ModuleNotFoundError:
+    sys.exit(f"The model comes with transformers. Install it first: {sys.executable} -m pip install transformers")
 import torch
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
 from hiremate_lightning.integrations.transformers_trainer import HiRemateTrainerCallback
 

@@ -3,6 +3,7 @@
 The photographs come with scikit-image. The same seed is trained twice, plain and with `HiRemateCallback`, and both are
 compared bit for bit:
 
+    pip install scikit-image
     python examples/unet.py
 """
 
@@ -12,11 +13,15 @@ import argparse
 import sys
 from itertools import pairwise
 
+try:
+    from skimage import data
+except ModuleNotFoundError:
+    sys.exit(f"The photographs come with scikit-image. Install it first: {sys.executable} -m pip install scikit-image")
+
 print("Loading PyTorch and Lightning: 5 to 20 seconds, the first time after an installation up to a minute", flush=True)
 
 import lightning.pytorch as L
 import torch
-from skimage import data
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset

@@ -33,6 +33,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hiremate_lightning import HiRemateWarning, InfeasibleBudgetError
 from hiremate_lightning.callbacks import HiRemateCallback
+from hiremate_lightning.reporting.breakdown import advice_lines
+from hiremate_lightning.units import format_bytes
 
 WIDTH, ROWS = 24, 512
 SLOT = "_compiled_call_impl"
@@ -666,3 +668,34 @@ def test_a_fit_says_three_lines_and_writes_a_page(bar, tmp_path, monkeypatch):
     assert str(page) in said[2]
     assert page.is_file()
     assert text.count("HiRemate plan of") == 3
+
+
+def test_the_advice_on_gradients_saves_in_lightning_what_it_says():
+    class Wide(pl.LightningModule):
+        """Gradients take more than activations."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4)))
+
+        def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+    class Early(Wide):
+        def on_train_batch_start(self, batch: list[torch.Tensor], index: int) -> None:
+            self.zero_grad()
+
+    plans = []
+    for kind in (Wide, Early):
+        callback = planned("100%")
+        trainer(callback).fit(kind(), batches(rows=128, width=128))
+        plans.append(callback.plan)
+    late, early = plans
+    (line,) = (line for line in advice_lines(late) if "zero_grad" in line)
+    saved = format_bytes(late.planned_peak_bytes - early.planned_peak_bytes)
+    assert line.startswith(f"Gradients of the step before live through the forward. {saved} less are needed where")
+    assert "in Lightning, self.zero_grad() in on_train_batch_start does, unless gradients are accumulated" in line
+    assert not any("zero_grad" in line for line in advice_lines(early))

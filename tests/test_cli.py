@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -14,9 +16,11 @@ import torch
 
 from hiremate_lightning import torch_private
 from hiremate_lightning.command_line import commands, doctor
+from hiremate_lightning.command_line.arguments import HALF_TYPES, OPTIMIZERS, TYPES, check_factory
 from hiremate_lightning.command_line.cli import main
 from hiremate_lightning.command_line.doctor import Verdict
 from hiremate_lightning.command_line.factory import Workload, find_factory, parse_inputs
+from hiremate_lightning.command_line.importing import import_failures
 from hiremate_lightning.errors import ConfigurationError
 from hiremate_lightning.planning.solvers import Solution, Status, worker
 from hiremate_lightning.reporting.html_report import write_html
@@ -63,6 +67,19 @@ class Images(nn.Module):
 
 def needs_more(width):
     return Net()
+
+class Picking(Net):
+    def forward(self, x):
+        return super().forward(x[x.sum(1) > 0])
+
+def picks():
+    return Picking(), torch.zeros(8, 32)
+
+class Split(Net):
+    def forward(self, x):
+        x = self[0](x)
+        torch._dynamo.graph_break()
+        return self[2](self[1](x))
 
 def fails():
     raise RuntimeError("no weights\\nat all")
@@ -154,7 +171,7 @@ def test_inputs_that_are_listed_twice_are_an_error(models, capsys):
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["{}:fails", "--budget", "50%"], 1, "RuntimeError: no weights"),
+        (["{}:fails", "--budget", "50%"], 1, "RuntimeError: no weights ({}:"),
         (["{}:Net", "--budget", "50%"], 2, "gives a module without inputs. Name them, such as --input 64x3x224x224"),
         (["{}:Net", "--input", "5x", "--budget", "50%"], 2, "Can't read the input '5x'. Expected SHAPE, SHAPE:DTYPE"),
         (["{}:Net", "--input", "5x5:tiny", "--budget", "50%"], 2, "torch has no type 'tiny', in '5x5:tiny'"),
@@ -205,14 +222,37 @@ def test_inputs_that_are_listed_twice_are_an_error(models, capsys):
         (
             ["{}:with_inputs", "--budget", "50%", "--device", "abacus"],
             2,
-            "Unknown device 'abacus'. Choose cpu or cuda.",
+            "Can't plan for device 'abacus'. Choose cpu or cuda.",
         ),
+        (
+            ["{}:with_inputs", "--budget", "50%", "--device", "gpu"],
+            2,
+            "'gpu'. Did you mean 'cuda'? Choose cpu or cuda.",
+        ),
+        (
+            ["{}:with_inputs", "--budget", "50%", "--zero-grad", "befor"],
+            2,
+            "found 'befor'. Did you mean 'before'?",
+        ),
+        (
+            ["{}:Net", "--input", "4,8", "--budget", "50%"],
+            2,
+            "x joins the sizes of an input, a comma separates inputs.",
+        ),
+        (
+            ["{}:Net", "--input", "4x32,8x32", "--budget", "50%"],
+            2,
+            "Net can't be called with --input as it is (too many",
+        ),
+        (["{}:Net", "--input", "a=4x32", "--budget", "50%"], 2, "A comma separates inputs, and NAME=SHAPE passes one"),
+        (["{}:picks", "--budget", "50%"], 1, "The step of {}:picks depends on values of its tensors ({}:"),
+        (["./nowhere:Net", "--budget", "50%"], 2, "Can't read './nowhere:Net'. Expected PACKAGE.MODULE:NAME or path"),
     ],
 )
 def test_mistakes_are_answered_in_one_line(models, capsys, arguments, code, words):
     assert main(["plan", *(a.replace("{}", models) for a in arguments)]) == code
     output, error = capsys.readouterr()
-    assert words in error
+    assert words.replace("{}", models) in error
     assert error.startswith("hiremate: ")
     assert error.count("\n") == 1
     assert not output
@@ -224,34 +264,126 @@ def test_what_needs_the_device_is_refused_without_it(models, capsys):
     assert '"auto" needs the device, and there is no CUDA device here' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["plan"], ["bake"], ["plan", "x:y"], ["show"]])
+@pytest.mark.parametrize("arguments", [["plan"], ["bake"], ["plan", "x:y"], ["show"], ["-x"]], ids=" ".join)
 def test_a_command_line_that_makes_no_sense_is_a_mistake(capsys, arguments):
     assert main(arguments) == 2
-    assert "usage: hiremate" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert re.fullmatch(r"(hiremate[ a-z]*): .*\. See: \1 --help\n", error)
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 2), (["help"], 0), (["--help"], 0)], ids=str)
+def test_without_a_command_help_is_shown(capsys, arguments, code):
+    assert main(arguments) == code
+    output, error = capsys.readouterr()
+    assert "doctor    check versions" in output
+    assert not error
+
+
+EARLY = [
+    ["plan", "{}:Nett", "--input", "4x8", "--budget", "50%"],
+    ["plan", "zoo_of_models:Nett", "--input", "4x8", "--budget", "50%"],
+    ["plan", "broken.py:Net", "--input", "4x8", "--budget", "50%"],
+    ["plan", "nowhere.py:Net", "--input", "4x8", "--budget", "50%"],
+    ["plan", "no_such_package:Net", "--input", "4x8", "--budget", "50%"],
+    ["plan", "{}:Net", "--input", "4x8", "--budget", "12"],
+    ["plan", "{}:Net", "--input", "4,8", "--budget", "50%"],
+    ["plan", "{}:Net", "--input", "4x8:flaot32", "--budget", "50%"],
+    ["plan", "{}:Net", "--input", "4x8", "--budget", "50%", "--device", "gpu"],
+    ["plan", "{}:Net", "--input", "4x8", "--budget", "50%", "--optimizer", "adamw"],
+    ["plan", "{}:Net", "--input", "4x8", "--budget", "50%", "--solver", "luck"],
+    ["plan", "{}:Net", "--input", "4x8", "--budget", "50%", "--loss", "modle"],
+    ["plan", "{}:Net", "--input", "4x8", "--budget", "50%", "--autocast", "bf16"],
+    ["plan", "{}:Net", "--input", "4x8", "--budget", "50%", "--zero-grad", "after"],
+    ["plan", "{}:Net", "--input", "4x8", "--budget", "50%", "--html", "no/plan.html"],
+    ["plan", "{}:Net", "--input", "4x8", "--budget", "50%", "--time-limit", "0"],
+    ["plan", "{}:Net", "--input", "4x8", "--budget", "50%", "--fsdp", "auto"],
+    ["curve", "{}:Net", "--input", "4x8", "--points", "0"],
+    ["curve", "{}:Net", "--input", "4x8", "--fsdp", "2,4"],
+    ["fit", "{}:Net", "--input", "4x8", "--budget", "50%"],
+    ["fit", "{}:Net", "--input", "4x8", "--budget", "1GiB", "--max-overhead", "3"],
+    ["doctor", "{}:Nett"],
+]
+
+
+def test_mistakes_are_found_before_torch_is_loaded(models):
+    folder = Path(models).parent
+    (folder / "broken.py").write_text("def Net(:\n")
+    lines = [[argument.replace("{}", models) for argument in line] for line in EARLY]
+    code = (
+        "import sys; from hiremate_lightning.command_line.cli import main\n"
+        f"print([main(line) for line in {lines}], 'torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=folder)
+    assert result.stdout == f"{[2] * len(EARLY)} False\n"
+    assert result.stderr.count("\n") == len(EARLY)
+    assert "Can't read broken.py, line 1: invalid syntax." in result.stderr
+
+
+def test_names_that_are_made_as_the_file_runs_are_left_to_it(tmp_path):
+    path = tmp_path / "made.py"
+    for text, is_refused in [
+        ("globals()['Net'] = int", False),
+        ("from collections import *", False),
+        ("if True:\n    Net = int", False),
+        ("try:\n    import Net\nexcept ImportError:\n    pass", False),
+        ("for Net in (int,):\n    pass", False),
+        ("def make():\n    Net = int", True),
+        ("print(Net)", True),
+    ]:
+        path.write_text(text)
+        refusal = pytest.raises(ConfigurationError, match="has no 'Net'") if is_refused else nullcontext()
+        with refusal:
+            check_factory(f"{path}:Net")
+
+
+def test_the_names_that_are_checked_early_are_those_of_torch():
+    classes = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name != "Optimizer"}
+    assert set(OPTIMIZERS) == classes
+    assert all(isinstance(getattr(torch, name), torch.dtype) for name in (*TYPES, *HALF_TYPES))
+
+
+def test_ctrl_c_stops_a_command_and_is_told(models, capsys, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "capture_offline", stop)
+    assert plan(models) == 130
+    assert capsys.readouterr().err == "hiremate: stopped by Ctrl-C, before there was an answer\n"
+
+
+def test_what_ends_graphs_is_one_sentence_with_its_line(models, capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert plan(models, name="Split") == 0
+    output, error = capfd.readouterr()
+    assert re.search(r"without memory\. torch\.compile ends graphs, and .*zoo_of_models\.py:\d+, in forward", output)
+    assert not error
 
 
 @pytest.mark.parametrize(
     ("arguments", "usage", "words"),
     [
+        (["plna", "x:y"], "hiremate", "there is no command 'plna'. Did you mean 'plan'? Choose one of: plan, curve"),
         (
-            ["plna", "x:y"],
-            "hiremate [-h]",
-            "there is no command 'plna'. Did you mean 'plan'? Choose one of: plan, curve",
+            ["--budget", "1GiB", "plan"],
+            "hiremate",
+            "options come after the command, such as plan, ",
         ),
+        (["bake"], "hiremate", "there is no command 'bake'. Choose one of: plan, curve, compare, fit, show, doctor"),
+        (["plan", "x:y", "--devise", "cuda"], "hiremate plan", "no option '--devise'. Did you mean '--device'?"),
         (
-            ["--budget", "1GiB", "plan", "x:y"],
-            "hiremate [-h]",
-            "options come after the command, such as plan, found '",
-        ),
-        (
-            ["bake"],
-            "hiremate [-h]",
-            "there is no command 'bake'. Choose one of: plan, curve, compare, fit, show, doctor",
-        ),
-        (
-            ["plan", "x:y", "--devise", "cuda"],
+            ["plan", "x:y", "--batch", "3"],
             "hiremate plan",
-            "there is no option '--devise'. Did you mean '--device'?",
+            "no option '--batch'. The batch size is the first size of",
+        ),
+        (
+            ["plan", "x:y", "--memory", "3"],
+            "hiremate plan",
+            "no option '--memory'. The memory to stay within is --bu",
+        ),
+        (
+            ["curve", "x:y", "--budget", "3"],
+            "hiremate curve",
+            "This command looks at many budgets; plan, fit",
         ),
         (["fit", "x:y", "--bugdet=1GiB"], "hiremate fit", "there is no option '--bugdet'. Did you mean '--budget'"),
         (["doctor", "--jsno", "-"], "hiremate doctor", "there is no option '--jsno'. Did you mean '--json'?"),
@@ -260,8 +392,9 @@ def test_a_command_line_that_makes_no_sense_is_a_mistake(capsys, arguments):
 def test_a_misspelt_name_is_answered_with_the_nearest(capsys, arguments, usage, words):
     assert main(arguments) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"usage: {usage}")
+    assert error.startswith(f"{usage}: ")
     assert words in error
+    assert error.endswith(f" See: {usage} --help\n")
 
 
 @pytest.mark.parametrize("command", ["plan", "curve", "compare", "fit", "show", "doctor"])
@@ -486,7 +619,9 @@ class TestDoctor:
     @pytest.fixture
     def _no_small_plan(self, monkeypatch):
         monkeypatch.setattr(doctor, "small_plan", lambda device: "left out")
+        monkeypatch.setattr(doctor, "import_failures", lambda names: {})
 
+    @pytest.mark.usefixtures("_no_small_plan")
     def test_what_does_not_work_is_a_problem(self, monkeypatch, capsys):
         def fails(device):
             raise RuntimeError("gradients differ")
@@ -521,6 +656,55 @@ class TestDoctor:
         assert "2.4.1, but " in found["lightning"].words
         assert found["timm"].verdict is Verdict.KNOW
         assert "lightning 2.4.1 and torch 99.0" in found  # they fail together
+
+    @pytest.mark.usefixtures("_no_small_plan")
+    def test_what_can_not_be_imported_is_a_problem_with_its_mending(self, monkeypatch, capsys):
+        reason = "RuntimeError: operator torchvision::nms does not exist"
+        failures = dict.fromkeys(("torchvision", "accelerate", "hiremate_lightning.callbacks"), reason)
+        failures["timm"] = "ModuleNotFoundError: No module named 'other'"
+        monkeypatch.setattr(doctor, "version", lambda name: "99.0")
+        monkeypatch.setattr(doctor, "import_failures", lambda names: {n: failures[n] for n in names if n in failures})
+        assert main(["doctor"]) == 1
+        output = capsys.readouterr().out
+        fitting = f"0.{int(torch.__version__.split('.')[1]) + 15}.*"
+        mending = f'mend it with: pip install --force-reinstall --no-deps "torchvision=={fitting}" from where'
+        assert f"BAD  torchvision: 99.0, but can't be imported: {reason}; {mending}" in output
+        assert "; mend it with: pip install --force-reinstall --no-deps accelerate\n" in output
+        assert f"BAD  hiremate_lightning.callbacks: can't be imported: {reason}; mend what is BAD above\n" in output
+        assert "note timm: 99.0, but can't be imported: ModuleNotFoundError: No module named 'other'\n" in output
+        assert "ok   rich: 99.0\n" in output
+
+    def test_all_that_is_called_ok_has_been_imported(self, monkeypatch):
+        asked = []
+        monkeypatch.setattr(doctor, "small_plan", lambda device: "left out")
+        monkeypatch.setattr(doctor, "import_failures", lambda names: asked.extend(names) or {})
+        found = [f.name for f in doctor.examine() if f.verdict is Verdict.GOOD and re.fullmatch(r"[a-z-]+", f.name)]
+        assert {doctor.MODULES.get(name, name) for name in found} - {"python", "torch", "cpu"} <= {*asked}
+        assert {"lightning", "accelerate", "mip", "rich", "hiremate_lightning.callbacks"} <= {*asked}
+
+    def test_a_package_is_found_broken_where_it_ends_the_process(self, tmp_path, monkeypatch):
+        (tmp_path / "raising.py").write_text("print('hello')\nraise RuntimeError('operator nms\\ndoes not exist')")
+        (tmp_path / "crashing.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
+        (tmp_path / "leaving.py").write_text("import os\nos._exit(3)")
+        monkeypatch.syspath_prepend(tmp_path)
+        assert import_failures(["json", "raising", "crashing", "leaving", "nowhere", "csv"]) == {
+            "raising": "RuntimeError: operator nms",
+            "crashing": "importing it ends the process (SIGSEGV)",
+            "leaving": "importing it ends the process (exit code 3)",
+            "nowhere": "ModuleNotFoundError: No module named 'nowhere'",
+        }
+
+    def test_a_torch_that_can_not_be_imported_is_told(self, tmp_path):
+        (tmp_path / "torch.py").write_text("raise OSError('libcudart.so: cannot open shared object file')")
+        path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+        result = subprocess.run(
+            [sys.executable, "-m", "hiremate_lightning", "doctor"], env={**os.environ, "PYTHONPATH": path},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert result.returncode == 1
+        expected = "hiremate: torch can't be imported (OSError: libcudart.so: cannot open shared object file). Mend it"
+        assert result.stderr.startswith(expected)
+        assert result.stderr.count("\n") == 1
 
     @pytest.mark.usefixtures("_no_small_plan")
     def test_a_torch_that_was_not_checked_is_told(self, monkeypatch):

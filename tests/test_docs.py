@@ -6,12 +6,19 @@ import ast
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from hiremate_lightning import write_html
+from hiremate_lightning.command_line import cli
+from hiremate_lightning.command_line.arguments import check
+
+from .tiny import blocks_plan
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -288,3 +295,55 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert 'href="../rematerialization/"' in read(tmp_path / "site" / "concepts" / "index.html")
     pages = {page.stem for page in PAGES} - {"index"}
     assert pages <= {path.name for path in (tmp_path / "site").iterdir()}
+
+
+# ---------------------------------------------------------------- commands
+
+COMMAND = re.compile(r"(?:^\$? ?|`)(hiremate (?:\\\n|[^`\n])+)", flags=re.MULTILINE)
+PLACEHOLDERS = ("FACTORY", "FILE", "...")
+PYTHON = re.compile(r"```python\n(.*?)```", flags=re.DOTALL)
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
+
+
+def commands() -> dict[str, str]:
+    """Return each `hiremate` command that a text shows, without its placeholders, and the text."""
+    found = {command.strip(): text.name for text in TEXTS for command in COMMAND.findall(read(text))}
+    found |= dict.fromkeys("".join(cli._EXAMPLES.values()).replace("\\\n", "").splitlines(), "help")
+    return {command: place for command, place in found.items() if not any(word in command for word in PLACEHOLDERS)}
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files that the texts name, as far as these show them, and a plan."""
+    shown = {"layers.py": "class Net(", "models.py": "def gpt2(", "llama.py": "def llama("}
+    blocks = [block for text in TEXTS for block in PYTHON.findall(read(text))]
+    for name, first in shown.items():
+        (tmp_path / name).write_text(next(block for block in blocks if first in block), encoding="utf-8")
+    with (tmp_path / "models.py").open("a", encoding="utf-8") as file:
+        file.write(read(tmp_path / "llama.py") + "\nfrom layers import Net, Tagger as bert\n")
+    (tmp_path / "torchvision").mkdir()  # stands for an installed package
+    (tmp_path / "plan.json").write_text(blocks_plan().to_json())
+    write_html(blocks_plan(), tmp_path / "plan.html")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    return tmp_path
+
+
+@pytest.mark.usefixtures("models")
+def test_every_command_of_a_text_is_understood() -> None:
+    parser, shown = cli._parser(), commands()
+    assert len(shown) > 15
+    for command in shown:
+        words = shlex.split(command, comments=True)[1:]
+        if words and words[0] in cli._EXAMPLES and len(words) > 1:
+            check(parser.parse_args([*words, *(["--budget", "1GiB"] if words == ["plan"] else [])]))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("models")
+def test_the_commands_on_models_without_packages_run(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in commands():
+        words = shlex.split(command, comments=True)[1:]
+        if "layers.py" in command or (words and words[0] == "show" and len(words) > 1):
+            assert cli.main(words) == 0, command
+            assert capsys.readouterr().out

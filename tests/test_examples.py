@@ -112,6 +112,47 @@ def test_a_language_model_trains_inside_its_budget(name: str, number: int, tmp_p
     assert re.search(r"measured: peak [0-9.]+ MiB, predicted [0-9.]+ MiB", printed)
 
 
+BASE = {"torch", "lightning", "accelerate", "mip", "highsbox", "numpy", "packaging", "psutil", "rich"}
+INSTALLS = {"scikit-image": "skimage", "transformers": "transformers"}  # what texts say to install, and its module
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_an_example_says_at_once_what_to_install(name: str, tmp_path: Path) -> None:
+    (tmp_path / f"{NEEDS[name]}.py").write_text(f"raise ModuleNotFoundError('No module named {NEEDS[name]}')")
+    (tmp_path / "torch.py").write_text("raise AssertionError('torch is loaded first, which takes seconds')")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+
+    result = subprocess.run(
+        [sys.executable, ROOT / "examples" / f"{name}.py"], env=environment, capture_output=True, text=True, check=False
+    )
+
+    package = next(package for package, module in INSTALLS.items() if module == NEEDS[name])
+    assert result.returncode == 1
+    assert result.stderr.endswith(f" Install it first: {sys.executable} -m pip install {package}\n")
+    assert result.stderr.count("\n") == 1
+
+
+def test_what_an_example_imports_is_there_or_it_installs_it() -> None:
+    """There is what `make demo` installs: the package and what it asks for, without any extra."""
+    for path in (ROOT / "examples").glob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        roots = {name.split(".")[0] for name in imported} - sys.stdlib_module_names - BASE - {"hiremate_lightning"}
+        lacking = roots - {other.stem for other in path.parent.glob("*.py")}
+        installed = {INSTALLS[word] for word in re.findall(r"pip install ([\w-]+)", ast.get_docstring(tree) or "")}
+        assert lacking == installed, path.name
+
+
+def test_the_readme_installs_what_its_commands_need() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for place in re.finditer(r"^\.venv/bin/python examples/(\w+)\.py", readme, flags=re.MULTILINE):
+        name = place[1]
+        before = re.findall(r"^\.venv/bin/python -m pip install ([\w-]+)$", readme[: place.start()], flags=re.MULTILINE)
+        assert NEEDS.get(name) in {None, *(INSTALLS[package] for package in before)}
+    assert "make demo" in readme
+
+
 def test_every_example_is_run_here() -> None:
     here = Path(__file__).read_text(encoding="utf-8")
 

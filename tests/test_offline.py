@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -16,8 +17,7 @@ from hiremate_lightning.errors import CaptureError, ConfigurationError
 from hiremate_lightning.measuring.profiling import CostCache
 from hiremate_lightning.records.costs import estimate, step_time_ms
 from hiremate_lightning.records.scaling import Scaling
-from hiremate_lightning.records.schedule import keep_all, lower
-from hiremate_lightning.records.simulation import simulate
+from hiremate_lightning.records.simulation import simulate_plain
 from hiremate_lightning.rewriting.replays import DRAW_MASK
 from hiremate_lightning.torch_private import tensor_state
 
@@ -99,7 +99,8 @@ def test_the_graph_is_that_of_training():
     assert {n.module for n in offline.nodes} >= {"mix.0", "mix.4"}
 
 
-def test_peaks_are_those_that_training_plans_with():
+@pytest.mark.parametrize("zero_grad", ["before", "after-forward", "accumulate"])
+def test_peaks_are_those_that_training_plans_with(zero_grad):
     class Scored(nn.Sequential):
         def forward(self, x):
             return super().forward(x).square().mean()
@@ -111,18 +112,20 @@ def test_peaks_are_those_that_training_plans_with():
     optimizer = torch.optim.AdamW(model.parameters())
     hiremate(model, budget="60%", optimizer=optimizer, verbose=False, time_limit_s=2)
     for _ in range(4):
+        if zero_grad == "before":
+            optimizer.zero_grad()
         loss = model(batch)
-        optimizer.zero_grad()
+        if zero_grad == "after-forward":
+            optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     plan = get_plan(model)
     remove_hiremate(model)
-    step = capture(make, "512x64")
+    step = capture(make, "512x64", zero_grad=zero_grad)
 
     assert plan is not None
     assert step.resident_bytes == plan.resident_bytes
-    without_workspace = simulate(plan.graph, estimate(plan.graph), lower(plan.graph, keep_all(plan.graph)))
-    assert estimated(step).plain_bytes == without_workspace.peak_bytes
+    assert estimated(step).plain_bytes == simulate_plain(plan.graph, estimate(plan.graph)).peak_bytes
 
 
 def test_what_fits_no_machine_is_captured():
@@ -133,7 +136,7 @@ def test_what_fits_no_machine_is_captured():
 
 
 def test_all_that_exists_before_the_step_is_resident():
-    step = capture(Mixed)
+    step = capture(Mixed, zero_grad="after-forward")
 
     sizes = dict(step.resident)
     weights = sum(4 * p.numel() for p in Mixed().parameters())
@@ -151,6 +154,29 @@ def test_the_state_of_the_named_optimizer_counts(optimizer, share):
     step = capture(lambda: nn.Linear(16, 16, bias=False), optimizer=optimizer)
 
     assert dict(step.resident)["optimizer state"] // (4 * 16 * 16) == share
+
+
+def test_gradients_are_freed_as_the_loop_of_the_module_does():
+    class Lightning(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.mix = Mixed()
+
+        def forward(self, x):
+            return self.mix(x)
+
+    assert [capture(kind).zero_grad for kind in (Mixed, Lightning)] == ["before", "after-forward"]
+    assert capture(Mixed).stale_bytes == 0
+
+
+def test_the_masks_of_a_gpu_are_booleans_in_plain_training_too():
+    peaks = {}
+    for device in (CPU, CUDA):
+        step = estimated(capture(lambda: nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1)), "512x16", device=device))
+        (mask,) = (n.outputs[1] for n in step.graph.nodes if n.op == "aten.native_dropout.default")
+        peaks[device.type] = step.graph.storages[step.graph.tensors[mask].storage].plain_times
+
+    assert peaks == {"cpu": 4, "cuda": 1}
 
 
 def test_a_module_that_exists_stays_as_it_is():
@@ -337,6 +363,7 @@ def test_a_step_that_depends_on_values_is_refused():
     ("options", "words"),
     [
         ({"device": torch.device("meta")}, "Can't plan for device 'meta'. Choose cpu or cuda."),
+        ({"zero_grad": "never"}, "zero_grad must be one of before, after-forward, accumulate, found 'never'"),
         ({"loss": "least"}, "Unknown loss 'least'. Choose one of: auto, model, sum"),
         ({"optimizer": "Optimist"}, "torch.optim has no optimizer 'Optimist'"),
         ({"optimizer": "lr_scheduler"}, "torch.optim has no optimizer 'lr_scheduler'"),

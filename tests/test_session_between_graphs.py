@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable
 
 import pytest
@@ -214,3 +215,37 @@ def test_a_gradient_around_a_captured_graph_is_counted():
     model = hiremate(GoesAround(), "30%", verbose=False, on_infeasible="warn")
     check_prediction(model)
     assert targets_of(model).session.captured_count > 1
+
+
+class Looks(Net):
+    """Code that ends graphs in ways of which torch logs many lines: a value that is read, and one of unknown shape."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        picked = torch.zeros_like(x)
+        picked[x > 0] = x[x > 0]
+        return super().forward(picked) * picked.max().item()
+
+
+def test_what_ends_graphs_is_one_sentence_and_is_not_logged(capfd):
+    model = warm_up(hiremate(Looks(), "80%"), steps=3)
+
+    error = capfd.readouterr().err
+    assert get_plan(model) is not None
+    assert re.search(r"What ends its graphs: .*: .* \(at .*between_graphs\.py:\d+, in forward\)", error)
+    assert not re.search(r"Graph break|Backend compiler|Error detected in|Traceback", error)
+    assert all(line.startswith(("HiRemate", "  ")) for line in error.splitlines())
+
+
+def test_a_plan_of_several_graphs_says_once_what_ended_them(capfd):
+    class Breaks(Net):
+        def forward(self, x):
+            x = super().forward(x)
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    warm_up(hiremate(Breaks(), "80%"), steps=4)
+
+    said = re.findall(r"The step is planned in parts; code between them has no plan\. What .*", capfd.readouterr().err)
+    assert len(said) == 1
+    assert re.search(r"between_graphs\.py:\d+, in forward\)\.$", said[0])

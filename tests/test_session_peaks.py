@@ -48,7 +48,7 @@ def test_listeners_hear_of_the_plan_and_of_its_measurement():
 
 
 def test_a_peak_is_measured_again_with_fewer_resident_bytes():
-    model = planned("75%")
+    model = planned("65%")
     optimizer = torch.optim.AdamW(model.parameters())
     for seed in range(5):
         step(model, seed)
@@ -222,3 +222,17 @@ def test_a_margin_that_no_plan_leaves_stops_nothing():
         life.planned.peak_measured(kind, 2 * plan.budget_bytes, resident)
     life.planned.adapt(kind, replace(resident, size_bytes=resident.size_bytes - 1024))
     assert life.plans[kind].solution == plan.solution
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_plain_peak_counts_masks_as_eager_saves_them(dtype):
+    """Eager's dropout on the CPU saves its mask in the type of what it drops from; captured code saves booleans."""
+    layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(4))
+    model, x = nn.Sequential(*layers).to(dtype), batch().to(dtype)
+    model(x).square().mean().backward()
+    plain_bytes = measure_peak(lambda: model(x).square().mean().backward())
+    hiremate(model, "100%", verbose=False)
+    for _ in range(3):
+        model(x).square().mean().backward()
+    plan = get_plan(model)
+    assert plan.unplanned_peak_bytes - plan.resident_bytes == pytest.approx(plain_bytes, abs=64)

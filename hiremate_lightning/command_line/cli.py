@@ -1,8 +1,8 @@
 """The command line, `hiremate`: plan a model without training it, and look at plans.
 
 Exit codes: 0 where all went well, 1 where nothing fits the budget or a problem was found, 2 where the command line
-could not be understood. Errors take one line; `--debug` shows where they come from. What loads torch is imported by the
-commands that need it, so that help and mistakes answer at once.
+could not be understood, 130 after Ctrl-C. Errors take one line; `--debug` shows where they come from. What loads torch
+is imported by the commands that need it, so that help and mistakes answer at once.
 """
 
 from __future__ import annotations
@@ -21,17 +21,32 @@ from rich.console import Console
 from rich.text import Text
 
 from .. import __version__
-from ..errors import BudgetError, ConfigurationError, HiRemateError, did_you_mean
+from ..errors import BudgetError, ConfigurationError, HiRemateError, did_you_mean, place_of
 from ..reporting.plan_summary import read_summary, rows_of, summary_rows
 from ..reporting.terminal import ModuleTable
 
-OK, PROBLEM, USAGE = 0, 1, 2
+OK, PROBLEM, USAGE, STOPPED = 0, 1, 2, 130
 SOLVERS = (
     "strategy: portfolio, segments, none, or a method of a paper: hilp, rockmate, rotor, min_memory, twremat, "
     "checkmate, checkmate_lp, chen, dtr"
 )
 LABEL_WIDTH = 12
 
+# Options that other tools have, with what does it here.
+_MEANT = {
+    **dict.fromkeys(
+        ("--batch", "--batch-size", "--bs"), "The batch size is the first size of --input, such as --input 64x3x224x224"
+    ),
+    **dict.fromkeys(("--shape", "--shapes", "--inputs", "--input-shape"), "Shapes are named with --input"),
+    **dict.fromkeys(("--memory", "--mem", "--limit", "--max-memory"), "The memory to stay within is --budget"),
+    **dict.fromkeys(("--gpus", "--gpu", "--num-gpus", "--world-size"), "The number of GPUs is --fsdp or --tp"),
+    **dict.fromkeys(("--cuda",), "The device is --device cuda"),
+    **dict.fromkeys(("--dtype", "--amp", "--precision", "--bf16", "--fp16"), "Mixed precision is --autocast bfloat16"),
+    **dict.fromkeys(("--output", "--out", "--save"), "Files to write are --json FILE, --html FILE and --svg FILE"),
+    **dict.fromkeys(("--timeout", "--seconds"), "The seconds to solve are --time-limit"),
+    "--budget": "This command looks at many budgets; plan, fit and compare take --budget",
+    **dict.fromkeys(("--verbose", "--traceback"), "All that was seen is shown by --debug"),
+}
 _FACTORY = """\
 FACTORY is PACKAGE.MODULE:NAME or path/to/file.py:NAME. It names a module, or a
 class or function that gives, without arguments, a module, (module, inputs) or
@@ -81,15 +96,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    parser = _parser()
+    if not (sys.argv[1:] if arguments is None else arguments):
+        parser.print_help()
+        return USAGE
     try:
-        asked = _parser().parse_args(arguments)
+        asked = parser.parse_args(arguments)
     except SystemExit as stop:  # of argparse, which has said why: help is no error
         return int(stop.code or OK)
     with _quiet(asked.debug):
         try:
             run: Callable[[argparse.Namespace], int] = asked.run
             return run(asked)
-        except (Exception, KeyboardInterrupt) as error:  # the model's own code may raise anything
+        except KeyboardInterrupt:
+            sys.stderr.write("hiremate: stopped by Ctrl-C, before there was an answer\n")
+            return STOPPED
+        except Exception as error:  # the model's own code may raise anything
             if asked.debug:
                 raise
             sys.stderr.write(f"hiremate: {_one_line(error)}\n")
@@ -97,9 +119,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _one_line(error: BaseException) -> str:
-    """Describe in one line what went wrong; what others raise needs its name."""
+    """Describe in one line what went wrong; what others raise needs its name, and its place in the user's code."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return line if isinstance(error, HiRemateError) and line else f"{type(error).__name__}: {line}".removesuffix(": ")
+    if isinstance(error, HiRemateError) and line:
+        return line
+    return f"{type(error).__name__}: {line}".removesuffix(": ") + place_of(error)
 
 
 @contextmanager
@@ -134,7 +158,14 @@ class _Parser(argparse.ArgumentParser):
             self._check_command(next((text for text in given if not text.startswith("-")), None))
         return super().parse_known_args(given, namespace)
 
+    def error(self, message: str) -> Any:
+        """Say in one line what is wrong, and where all options are shown."""
+        self.exit(USAGE, f"{self.prog}: {message.rstrip('.')}. See: {self.prog} --help\n")
+
     def _check_command(self, name: str | None) -> None:
+        if name == "help":
+            self.print_help()
+            self.exit(OK)
         if name is not None and name not in _EXAMPLES:
             hint = did_you_mean(name, _EXAMPLES)
             self.error(f"there is no command {name!r}.{hint} Choose one of: {', '.join(_EXAMPLES)}")
@@ -143,7 +174,8 @@ class _Parser(argparse.ArgumentParser):
         known = [name for action in self._actions for name in action.option_strings]
         for name in (text.partition("=")[0] for text in given if text.startswith("--")):
             if not any(option.startswith(name) for option in known):
-                self.error(f"there is no option {name!r}.{did_you_mean(name, known)}")
+                meant = f" {_MEANT[name]}" if name in _MEANT else did_you_mean(name, known)
+                self.error(f"there is no option {name!r}.{meant}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -180,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_argument("--max-overhead", default="30%", help="most extra time to accept (default: 30%%)")
     show = _command(commands, "show", _show, "show a plan that was written to a file")
     show.add_argument("file", metavar="FILE", type=Path, help="JSON or HTML, as `hiremate plan` and a Plan write it")
-    doctor = _command(commands, "doctor", _heavy("doctor"), "check versions, solvers, devices and a small plan")
+    doctor = _command(commands, "doctor", _doctor, "check versions, solvers, devices and a small plan")
     doctor.add_argument("factory", metavar="FACTORY", nargs="?", help="a model: say whether it would be refused")
     _add_json(doctor)
     return parser
@@ -190,6 +222,9 @@ def _heavy(name: str) -> Callable[[argparse.Namespace], int]:
     """Return a command that loads torch once it runs."""
 
     def run(asked: argparse.Namespace) -> int:
+        from .arguments import check
+
+        check(asked)
         with Console(stderr=True).status("HiRemate: loading PyTorch"):
             from . import commands
 
@@ -230,6 +265,13 @@ def _add_workload(parser: argparse.ArgumentParser, names_a_solver: bool = True) 
     step.add_argument("--device", default="cpu", help="cpu or cuda; it need not be there (default: %(default)s)")
     step.add_argument("--loss", default="auto", help="auto, model (what it returns) or sum (of its outputs)")
     step.add_argument("--optimizer", default="AdamW", help="class of torch.optim, or none (default: %(default)s)")
+    step.add_argument(
+        "--zero-grad",
+        metavar="WHEN",
+        default="auto",
+        help="when gradients are freed: before the forward, after-forward, or accumulate for a step that adds to them "
+        "(default: after-forward for a LightningModule, as Lightning does, else before)",
+    )
     step.add_argument("--autocast", metavar="DTYPE", help="bfloat16 or float16, for mixed precision")
     costs = parser.add_argument_group("times, estimated from operation counts unless measured")
     costs.add_argument("--tflops", type=float, help="arithmetic of the device, 10^12 operations a second")
@@ -261,6 +303,21 @@ def _add_json(parser: Any) -> None:
 
 
 # ---------------------------------------------------------------- what needs no torch
+
+
+def _doctor(asked: argparse.Namespace) -> int:
+    """Look whether torch can be imported, before that is done here to look at everything else."""
+    from .importing import import_failures
+
+    with Console(stderr=True).status("HiRemate: importing what is installed"):
+        failures = import_failures(["torch"])
+    if not failures:
+        return _heavy("doctor")(asked)
+    sys.stderr.write(
+        f"hiremate: torch can't be imported ({failures['torch']}). Mend it with: pip install --force-reinstall torch, "
+        "with the index of the build that fits your device\n"
+    )
+    return PROBLEM
 
 
 def _show(asked: argparse.Namespace) -> int:

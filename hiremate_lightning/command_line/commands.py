@@ -17,7 +17,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import ConfigurationError, did_you_mean
+from ..errors import ConfigurationError
 from ..measuring.profiling import CostCache
 from ..memory.allocator import allocated_bytes
 from ..memory.free_memory import free_host_bytes
@@ -36,11 +36,12 @@ from ..reporting.comparison_svg import comparison_svg, panel_of
 from ..reporting.html_report import write_html
 from ..reporting.plan_summary import all_numbers
 from ..reporting.report import Reporter
-from ..reporting.svg_report import writable, write_svg
+from ..reporting.svg_report import write_svg
 from ..reporting.terminal import plain_table, plan_table
 from ..sizes.size_result import BatchSizeResult, result_table
 from ..sizes.size_search import Forecast, Objective, search
 from ..units import Budget, format_bytes, format_ratio, format_time, parse_budget
+from .arguments import read_counts, read_overhead
 from .comparisons import (
     budget_line,
     comparison_numbers,
@@ -51,63 +52,51 @@ from .comparisons import (
     parse_methods,
     spread,
 )
-from .counts import Count, answer, count_of, counts_table, look_at, parse_counts
+from .counts import Count, answer, count_line, count_of, counts_table, look_at
 from .doctor import Verdict, examine
 from .factory import Workload, find_factory, parse_inputs
 from .offline import OfflineOptions, OfflineStep, capture_offline
 from .rates import Rates, rates_of
 from .sharded import Layout
 
+LOOPS = {
+    "before": (
+        "Gradients, {}, are freed before the forward; Lightning frees them after it: --zero-grad after-forward plans "
+        "that, --zero-grad accumulate a step that adds to them."
+    ),
+    "after-forward": (
+        "Gradients of the step before, {}, live until the backward, as in Lightning; most other loops free them before "
+        "the forward: --zero-grad before plans that."
+    ),
+    "accumulate": "Gradients, {}, exist before the step, which adds to them (--zero-grad accumulate).",
+}
 FIT_SIZES = (4, 8)  # batch sizes that `fit` captures: 1 and 2 are special to many operators
 FIT_PLANS = 12  # most sizes that `fit` plans
-AUTOCAST_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def _half_type(option: str, name: str | None) -> torch.dtype | None:
-    """Look up the type of mixed precision that an option names.
-
-    Raises:
-        ConfigurationError: If there is no such type.
-    """
-    if name is not None and name not in AUTOCAST_TYPES:
-        hint = did_you_mean(name, AUTOCAST_TYPES)
-        raise ConfigurationError(f"{option} must be {' or '.join(AUTOCAST_TYPES)}, found {name!r}.{hint}")
-    return None if name is None else AUTOCAST_TYPES[name]
+def _type_of(name: str | None) -> torch.dtype | None:
+    """Return the type of mixed precision that was named and checked."""
+    return None if name is None else getattr(torch, name)
 
 
 class _Work:
     """The step that a command asked for, captured and costed on demand.
 
+    Args:
+        asked: The arguments, which `arguments.check` has checked.
+
     Raises:
-        ConfigurationError: If an option is out of its range.
+        ConfigurationError: If the model's code can't be used.
     """
 
     def __init__(self, asked: argparse.Namespace) -> None:
         check_strategy(asked.solver)
-        for name in ("time_limit", "tflops", "bandwidth", "points", "max_batch", "tp", "link"):
-            value = getattr(asked, name, None)
-            if value is not None and not value > 0:
-                raise ConfigurationError(f"--{name.replace('_', '-')} must be above 0, found {value}")
-        autocast, dtype = _half_type("--autocast", asked.autocast), _half_type("--param-dtype", asked.param_dtype)
-        for target in (getattr(asked, "html", None), getattr(asked, "svg", None), asked.json):
-            if target not in (None, "-"):
-                writable(target)  # before minutes go into solving
-        try:
-            device = torch.device(asked.device)
-        except RuntimeError:
-            raise ConfigurationError(f"Unknown device {asked.device!r}. Choose cpu or cuda.") from None
         self.asked = asked
-        self.counts = parse_counts(asked.fsdp)
-        is_one = self.counts == (1,) and asked.tp == 1
-        if not is_one and getattr(asked, "measure", False):
-            raise ConfigurationError("--measure is of a step on one GPU. Leave it out with --fsdp and --tp.")
-        if self.counts == (1,) and (asked.units or asked.param_dtype):
-            raise ConfigurationError(
-                "--units and --param-dtype say how --fsdp shards: add --fsdp 8, or leave them out."
-            )
+        self.counts = read_counts(asked.fsdp)
         units = tuple(name.strip() for name in (asked.units or "").split(",") if name.strip())
-        layout = Layout(self.counts[0] if self.counts else 1, asked.tp, units, dtype)
-        self.options = OfflineOptions(device, asked.loss, asked.optimizer, autocast, layout)
+        layout = Layout(self.counts[0] if self.counts else 1, asked.tp, units, _type_of(asked.param_dtype))
+        device, autocast = torch.device(asked.device), _type_of(asked.autocast)
+        self.options = OfflineOptions(device, asked.loss, asked.optimizer, autocast, layout, asked.zero_grad)
         self.reporter = Reporter(console=Console(stderr=True))
         inputs = parse_inputs(asked.input) if asked.input else ()
         with self.reporter.stage("loading the model's code"):
@@ -117,17 +106,6 @@ class _Work:
     def rates(self) -> Rates:
         """The rates that times are estimated from."""
         return rates_of(self.options.device, self.asked.tflops, self.asked.bandwidth, self.asked.link)
-
-    def need_one_count(self) -> None:
-        """Refuse several numbers of GPUs.
-
-        Raises:
-            ConfigurationError: If there are.
-        """
-        if len(self.counts) != 1:
-            raise ConfigurationError(
-                f"Only plan takes several numbers of GPUs: expected one, found --fsdp {self.asked.fsdp}"
-            )
 
     def capture(self, size: int | None = None, shards: int | None = None) -> tuple[OfflineStep, Step]:
         """Capture the step, at a batch size and sharded over a number of GPUs where these are given, and cost it."""
@@ -167,11 +145,16 @@ class _Work:
         parts = len(captured.captured)
         graphs = "one graph" if parts == 1 else f"{parts} graphs"
         resident = ", ".join(f"{name} {format_bytes(size)}" for name, size in captured.resident if size)
+        ends = ""
+        if captured.breaks:
+            ends = (
+                f" torch.compile ends graphs, and what runs between them is not planned: {'; '.join(captured.breaks)}."
+            )
         notes = [
             costs,
-            f"Captured as {graphs} at batch size {captured.size}, without memory.",
-            f"Resident: {resident} (optimizer: {self.options.optimizer}). Gradients of the step before, "
-            f"{format_bytes(captured.stale_bytes)}, count until the backward.",
+            f"Captured as {graphs} at batch size {captured.size}, without memory.{ends}",
+            f"Resident: {resident} (optimizer: {self.options.optimizer}). "
+            f"{LOOPS[captured.zero_grad].format(format_bytes(captured.gradients_bytes))}",
         ]
         layout = captured.options.layout
         if layout.count > 1:
@@ -232,21 +215,15 @@ def _plan_on(work: _Work, budget: Budget, shards: int, on_infeasible: str = "rai
 
 
 def _plan_on_several(work: _Work, budget: Budget) -> int:
-    """Plan on several numbers of GPUs; 1 where the budget is met on none of them.
-
-    Raises:
-        ConfigurationError: If what was asked for is not the same on each of them, or of one plan.
-    """
-    if budget.share is not None:
-        raise ConfigurationError("A share is of what a step adds, which --fsdp changes: give --budget as bytes.")
-    if work.asked.html is not None or work.asked.svg is not None:
-        raise ConfigurationError("A page or a picture is of one plan: name one number, such as --fsdp 8.")
+    """Plan on several numbers of GPUs; 1 where the budget is met on none of them."""
     captured: list[OfflineStep] = []
 
     def look(shards: int) -> Count:
         made, found = _plan_on(work, budget, shards, on_infeasible="warn")
         captured.append(found)
-        return count_of(made, found, work.rates)
+        count = count_of(made, found, work.rates)
+        work.reporter.note(f"HiRemate: {count_line(count)}")
+        return count
 
     found = list(look_at(work.counts, look))
     last = captured[-1]
@@ -289,7 +266,6 @@ class _Point:
 def curve(asked: argparse.Namespace) -> int:
     """Show the extra time of many budgets."""
     work = _Work(asked)
-    work.need_one_count()
     captured, step = work.capture()
     problem = Problem(step.graph, step.profile, step.plain_bytes, SolveOptions(asked.time_limit))
     with work.reporter.stage("solving"):
@@ -422,11 +398,7 @@ def _solved_by_each(work: _Work, problem: Problem, named: dict[int, str], method
 def fit(asked: argparse.Namespace) -> int:
     """Find the largest batch within a budget, from the step at two sizes."""
     start = time.perf_counter()
-    budget, accepted = parse_budget(asked.budget), parse_budget(asked.max_overhead).share
-    if budget.share is not None:
-        raise ConfigurationError("A share is of what grows with the batch: give --budget as bytes, or auto.")
-    if accepted is None:
-        raise ConfigurationError(f'--max-overhead must be a percentage such as "30%", found {asked.max_overhead!r}')
+    budget, accepted = parse_budget(asked.budget), read_overhead(asked.max_overhead)
     work = _Work(asked)
     seen = [work.capture(size) for size in FIT_SIZES]
     limit_bytes = work.budget_bytes(budget, 0, 0)

@@ -8,13 +8,12 @@ from functools import partial
 
 from rich.table import Table
 
-from ..errors import ConfigurationError
 from ..planning.plan import Plan
 from ..records.costs import step_time_ms
 from ..reporting.lifetimes import Band, band_bytes, lifetimes
 from ..reporting.terminal import plain_table
 from ..units import format_bytes, format_ratio, format_time
-from .offline import OfflineStep
+from .offline import ACCUMULATED, OfflineStep
 from .rates import Rates
 
 MOST = 1024  # GPUs that "auto" looks at
@@ -24,7 +23,7 @@ FALLS = 0.98  # where the peak of plain training is more than this part of that 
 PARTS = {
     "parameters": ("parameters",),
     "optimizer state": ("optimizer state",),
-    "gradients": (Band.GRADIENT,),
+    "gradients": (Band.GRADIENT, ACCUMULATED),
     "outside": (Band.OUTSIDE,),
     "activations": (Band.SAVED, Band.PASSING, Band.RECOMPUTED),
 }
@@ -67,22 +66,6 @@ class Count:
         return self.fits and not self.overhead
 
 
-def parse_counts(text: str | None) -> tuple[int, ...]:
-    """Read the numbers of GPUs to shard over: "8", "2,4,8" or "auto", for which there are none.
-
-    Raises:
-        ConfigurationError: If it is none of these.
-    """
-    if text == "auto":
-        return ()
-    parts = [part.strip() for part in (text or "1").split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ConfigurationError(
-            f"--fsdp takes a number of GPUs such as 8, several such as 2,4,8, or auto, found {text!r}"
-        )
-    return tuple(dict.fromkeys(map(int, parts)))
-
-
 def peak_parts(plan: Plan, gradients_bytes: int) -> dict[str, int]:
     """Split the peak of a plan by what is in memory at that moment.
 
@@ -110,7 +93,7 @@ def look_at(counts: Sequence[int], look: Callable[[int], Count]) -> Iterator[Cou
     """Plan on several numbers of GPUs.
 
     Args:
-        counts: Numbers to shard over; none for 1, 2, 4, 8, ... until nothing is recomputed, or more don't help.
+        counts: Numbers to shard over; none for 1, 2, 4, 8, ... until a plan fits, or more don't help.
         look: Plans on one of them.
     """
     if counts:
@@ -122,7 +105,7 @@ def look_at(counts: Sequence[int], look: Callable[[int], Count]) -> Iterator[Cou
         found = look(shards)
         yield found
         least_bytes = 0.0 if before is None else FALLS * before.unplanned_peak_bytes
-        if found.is_plain or (shards > ENOUGH and found.unplanned_peak_bytes > least_bytes):
+        if found.fits or (shards > ENOUGH and found.unplanned_peak_bytes > least_bytes):
             return
         before, shards = found, 2 * shards
 
@@ -141,8 +124,18 @@ def answer(found: Sequence[Count]) -> str:
     if least.is_plain:
         return f"{_gpus(least.gpus)} enough; nothing is recomputed."
     text = f"{_gpus(least.gpus)} enough, with {format_ratio(least.overhead)} time for recomputation."
-    plain = [count for count in fitting if count.is_plain]
-    return text + (f" With {min(c.gpus for c in plain)} nothing is recomputed." if plain else "")
+    if plain := [count for count in fitting if count.is_plain]:
+        return f"{text} With {min(count.gpus for count in plain)} nothing is recomputed."
+    return text
+
+
+def count_line(count: Count) -> str:
+    """Describe a number of GPUs in a line, as soon as it has been looked at."""
+    gpus = "1 GPU" if count.gpus == 1 else f"{count.gpus} GPUs"
+    if not count.fits:
+        return f"{gpus}: does not fit, the smallest peak found is {format_bytes(count.peak_bytes, up=True)}"
+    extra = f"extra time {format_ratio(count.overhead)}" if count.overhead else "nothing recomputed"
+    return f"{gpus}: fits, peak {format_bytes(count.peak_bytes, up=True)}, {extra}"
 
 
 def _gpus(count: int) -> str:
@@ -184,7 +177,7 @@ def count_of(plan: Plan, captured: OfflineStep, rates: Rates) -> Count:
         fits=plan.planned_peak_bytes <= plan.budget_bytes,
         unplanned_peak_bytes=plan.unplanned_peak_bytes,
         peak_bytes=plan.planned_peak_bytes,
-        peak_parts=peak_parts(plan, captured.stale_bytes),
+        peak_parts=peak_parts(plan, captured.gradients_bytes),
         step_ms=step_time_ms(plan.graph, plan.profile),
         overhead=plan.predicted_overhead,
         sent_bytes=captured.sent_bytes,

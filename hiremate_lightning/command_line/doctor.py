@@ -1,4 +1,4 @@
-"""Look at an installation: versions, solvers, devices, and whether a small plan works."""
+"""Look at an installation: versions, whether what is there can be imported, solvers, devices, and a small plan."""
 
 from __future__ import annotations
 
@@ -29,8 +29,12 @@ from ..sessions.refusals import refuse
 from ..torch_private import tensor_state
 from ..units import format_bytes, format_ratio
 from .factory import Workload, find_factory
+from .importing import import_failures
 
 PACKAGE = "hiremate-lightning"
+CALLBACKS = "hiremate_lightning.callbacks"
+MODULES = {"scikit-image": "skimage"}  # of distributions that have another name
+WITHOUT = ("dev", "docs")  # extras that only this repository needs
 STEPS = 4  # the first is recorded, the second planned; two more run the plan
 
 
@@ -63,7 +67,7 @@ def examine(factory: str | None = None) -> list[Finding]:
     Args:
         factory: A model as the command line names it, to say whether it would be refused; None for none.
     """
-    findings = [_python(), _torch(), *_requirements(), *_known_bad_pairs(), *_solvers(), *_devices()]
+    findings = [_python(), _torch(), *_importable(list(_requirements())), *_known_bad_pairs(), *_solvers(), *_devices()]
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     findings += [_attempt(f"small plan on {device}", partial(small_plan, device)) for device in devices]
     if factory is not None:
@@ -100,14 +104,24 @@ def _torch() -> Finding:
 def _requirements() -> Iterator[Finding]:
     """Compare what is installed with what the package asks for."""
     try:
-        lines = requires(PACKAGE) or []
+        asked_for = _asked_for()
     except PackageNotFoundError:
         yield Finding(PACKAGE, Verdict.KNOW, "used from a checkout, not installed: requirements are not known")
         return
-    for requirement in map(Requirement, lines):
-        extra = re.search(r'extra == "(\w+)"', str(requirement.marker))
-        if requirement.name != "torch" and not (extra and extra[1] == "dev"):
-            yield _requirement(requirement, extra[1] if extra else "")
+    for requirement, extra in asked_for:
+        if requirement.name != "torch":
+            yield _requirement(requirement, extra)
+
+
+def _asked_for() -> list[tuple[Requirement, str]]:
+    """List what the package asks for, each with the extra that it is for, "" for none.
+
+    Raises:
+        PackageNotFoundError: If the package is not installed.
+    """
+    found = [(Requirement(line), re.search(r'extra == "(\w+)"', line)) for line in requires(PACKAGE) or []]
+    named = [(requirement, extra[1] if extra else "") for requirement, extra in found]
+    return [(requirement, extra) for requirement, extra in named if extra not in WITHOUT]
 
 
 def _requirement(requirement: Requirement, extra: str) -> Finding:
@@ -122,6 +136,54 @@ def _requirement(requirement: Requirement, extra: str) -> Finding:
     if not wanted.contains(found, prereleases=True):
         return Finding(name, lacking, f"{found}, but {wanted} is wanted{for_extra}{mending}")
     return Finding(name, Verdict.GOOD, found)
+
+
+def _importable(findings: list[Finding]) -> Iterator[Finding]:
+    """Import each package that is there, and what needs most of them: Lightning's callbacks."""
+    there = [finding.name for finding in findings if _is_installed(finding.name)]
+    failures = import_failures([*map(_module_of, there), CALLBACKS])
+    for finding in findings:
+        reason = failures.get(_module_of(finding.name)) if finding.name in there else None
+        yield finding if reason is None else _not_importable(finding, reason)
+    if CALLBACKS in failures:
+        is_alone = len(failures) == 1
+        mending = f"mend it with: {_mending(PACKAGE)}" if is_alone else "mend what is BAD above"
+        yield Finding(CALLBACKS, Verdict.BAD, f"can't be imported: {failures[CALLBACKS]}; {mending}")
+    else:
+        yield Finding(CALLBACKS, Verdict.GOOD, "can be imported")
+
+
+def _not_importable(finding: Finding, reason: str) -> Finding:
+    """Say of a package that it can't be imported; one for an extra may lack what nobody wanted with it."""
+    words = f"{finding.words}, but can't be imported: {reason}"
+    optional = {requirement.name for requirement, extra in _asked_for() if extra}
+    if finding.name in optional and reason.startswith(ModuleNotFoundError.__name__):
+        return Finding(finding.name, Verdict.KNOW, words)
+    return Finding(finding.name, Verdict.BAD, f"{words}; mend it with: {_mending(finding.name)}")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return name != PACKAGE
+
+
+def _module_of(name: str) -> str:
+    return MODULES.get(name, name.replace("-", "_"))
+
+
+def _mending(name: str) -> str:
+    """Return the command that mends a package which can't be imported."""
+    if name == "torchvision":
+        # Each has been built for one release of torch since torch 2.0, for which it was 0.15.
+        fitting = int(torch.__version__.split(".")[1]) + 15
+        return (
+            f'pip install --force-reinstall --no-deps "torchvision==0.{fitting}.*" from where torch came from, or, if '
+            "nothing of yours needs it: pip uninstall torchvision"
+        )
+    return f"pip install --force-reinstall --no-deps {name}"
 
 
 KNOWN_BAD = {

@@ -19,6 +19,7 @@ from torch import nn
 
 from ..errors import ConfigurationError, did_you_mean
 from ..torch_private import tensor_state
+from .arguments import no_such_module, no_such_name, no_such_type, read_inputs, split_factory
 
 FORMS = (
     "a torch.nn.Module, (module, inputs) with a tensor or a tuple of tensors, "
@@ -52,24 +53,15 @@ def parse_inputs(text: str) -> tuple[Input, ...]:
     Raises:
         ConfigurationError: If one can't be read.
     """
-    return tuple(_parse_input(part.strip()) for part in text.split(","))
+    return tuple(Input(name, shape, _type_of(dtype, text)) for name, shape, dtype in read_inputs(text))
 
 
-def _parse_input(text: str) -> Input:
-    name, equals, rest = text.rpartition("=")
-    shape_text, _, dtype_name = rest.partition(":")
-    sizes = shape_text.lower().split("x")
-    if (equals and not name.isidentifier()) or not all(size.isdecimal() and int(size) > 0 for size in sizes):
-        raise ConfigurationError(
-            f"Can't read the input {text!r}. Expected SHAPE, SHAPE:DTYPE or NAME=SHAPE:DTYPE, "
-            "such as 64x3x224x224, 8x128:int64 or input_ids=8x128:int64."
-        )
-    dtype = getattr(torch, dtype_name or "float32", None)
+def _type_of(name: str, text: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         types = (name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
-        hint = did_you_mean(dtype_name, types)
-        raise ConfigurationError(f"torch has no type {dtype_name!r}, in {text!r}.{hint} Name one such as int64.")
-    return Input(name, tuple(map(int, sizes)), dtype)
+        raise no_such_type(name, text, did_you_mean(name, types))
+    return dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +130,7 @@ class Workload:
         if self.inputs:
             args = tuple(i.make(size) for i in self.inputs if not i.name)
             kwargs = {i.name: i.make(size) for i in self.inputs if i.name}
+            _check_call(module, args, kwargs)
             return ModelCall(module, args, kwargs)
         if not args and not kwargs:
             raise ConfigurationError(
@@ -146,6 +139,25 @@ class Workload:
             )
         call = ModelCall(module, args, kwargs)
         return call if size is None or size == call.size else _resized(call, size)
+
+
+def _check_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check that a module takes as many inputs as were named, and those by keyword.
+
+    Raises:
+        ConfigurationError: If it does not.
+    """
+    try:
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError):  # written in C: it says what it takes when it is called
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"{type(module).__name__} can't be called with --input as it is ({error}): its forward takes {signature}. "
+            "A comma separates inputs, and NAME=SHAPE passes one by keyword."
+        ) from None
 
 
 def _resized(call: ModelCall, size: int) -> ModelCall:
@@ -194,16 +206,11 @@ def find_factory(text: str) -> Any:
     Raises:
         ConfigurationError: If there is no such file, module or name.
     """
-    place, colon, path = text.rpartition(":")
-    if not colon or not place or not path:
-        raise ConfigurationError(f"Can't read {text!r}. Expected PACKAGE.MODULE:NAME or path/to/file.py:NAME.")
+    place, path = split_factory(text)
     found: Any = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     for name in path.split("."):
         if not hasattr(found, name):
-            hint = did_you_mean(name, (known for known in vars(found) if not known.startswith("_")))
-            raise ConfigurationError(
-                f"{place} has no {path!r}.{hint} Name a function, a class or a module object in it."
-            )
+            raise no_such_name(place, path, name, vars(found))
         found = getattr(found, name)
     return found
 
@@ -214,16 +221,11 @@ def _import_module(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and name.startswith(error.name):
-            raise ConfigurationError(
-                f"There is no module {error.name!r}. Expected PACKAGE.MODULE:NAME, importable from here, "
-                "or path/to/file.py:NAME."
-            ) from None
+            raise no_such_module(error.name) from None
         raise
 
 
 def _import_file(path: Path) -> Any:
-    if not path.is_file():
-        raise ConfigurationError(f"There is no file {str(path)!r}. Expected path/to/file.py:NAME.")
     specification = importlib.util.spec_from_file_location(path.stem, path)
     assert specification is not None, "a name that ends in .py has a loader"
     assert specification.loader is not None, "a name that ends in .py has a loader"

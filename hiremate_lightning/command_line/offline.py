@@ -24,7 +24,7 @@ from torch import fx, nn
 
 from ..capturing.backend import planning_backend
 from ..capturing.capture import Captured
-from ..errors import CaptureError, ConfigurationError, did_you_mean
+from ..errors import CaptureError, ConfigurationError, did_you_mean, place_of
 from ..measuring.profiling import CostCache, measure
 from ..memory.allocator import storage_bytes
 from ..records.costs import Profile, estimate
@@ -32,15 +32,17 @@ from ..records.step import Step, merge
 from ..sessions.eager_paths import eager_paths
 from ..sessions.refusals import refuse
 from ..torch_private import dynamo, tensor_state
+from .arguments import DEVICES, LOSSES, ZERO_GRADS
 from .factory import ModelCall, Workload
 from .gpu_stand_in import on_gpu, with_gpu_attention
-from .rates import DEFAULT_RATES, Rates
+from .rates import Rates
 from .recorded_step import RecordedStep
 from .sharded import ONE, Layout, planned_paths
 from .without_memory import build, on_fakes
 
 _CPU = torch.device("cpu")
-LOSSES = ("auto", "model", "sum")
+LIGHTNING_MODULES = {"lightning.LightningModule", "pytorch_lightning.LightningModule"}
+ACCUMULATED = "accumulated gradients"  # a part of what is resident
 STEPS = 4  # the most to run until one captures nothing
 
 
@@ -55,6 +57,9 @@ class OfflineOptions:
         optimizer: Name of a class of torch.optim, whose state counts; "none" for none.
         autocast: Type for torch.autocast; None for none.
         layout: How the module is spread over processes.
+        zero_grad: When the loop frees gradients: "before" the forward, as most loops do; "after-forward", as Lightning
+            does; "accumulate" for a step that adds to those of the steps before; "auto" for "after-forward" where the
+            module is a LightningModule, "before" for all others.
     """
 
     device: torch.device = _CPU
@@ -62,14 +67,17 @@ class OfflineOptions:
     optimizer: str = "AdamW"
     autocast: torch.dtype | None = None
     layout: Layout = ONE
+    zero_grad: str = "auto"
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if self.device.type not in DEFAULT_RATES:
+        if self.device.type not in DEVICES:
             raise ConfigurationError(f"Can't plan for device {str(self.device)!r}. Choose cpu or cuda.")
         if self.loss not in LOSSES:
             hint = did_you_mean(self.loss, LOSSES)
             raise ConfigurationError(f"Unknown loss {self.loss!r}.{hint} Choose one of: {', '.join(LOSSES)}")
+        if self.zero_grad not in ("auto", *ZERO_GRADS):
+            raise ConfigurationError(f"zero_grad must be one of {', '.join(ZERO_GRADS)}, found {self.zero_grad!r}")
         known = [name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name != "Optimizer"]
         if self.optimizer not in ("none", *known):
             hint = did_you_mean(self.optimizer, known)
@@ -97,7 +105,9 @@ class OfflineStep:
         captured: The captured parts.
         recorded: Which of them ran, how they are linked, and what ran outside.
         resident: Bytes that exist before the step, by what they are.
-        stale_bytes: Gradients of the step before, freed between forward and backward.
+        gradients_bytes: Gradients of the parameters that this process keeps.
+        zero_grad: When the loop frees them: before, after-forward or accumulate.
+        breaks: What has ended graphs, with its place in the code.
         sent_bytes: Bytes that this process sends to others in a step.
         capture_s: Seconds taken.
     """
@@ -108,7 +118,9 @@ class OfflineStep:
     captured: tuple[Captured, ...]
     recorded: RecordedStep
     resident: tuple[tuple[str, int], ...]
-    stale_bytes: int
+    gradients_bytes: int
+    zero_grad: str
+    breaks: tuple[str, ...]
     sent_bytes: int
     capture_s: float
 
@@ -116,6 +128,11 @@ class OfflineStep:
     def resident_bytes(self) -> int:
         """Bytes that exist before the step."""
         return sum(size for _, size in self.resident)
+
+    @property
+    def stale_bytes(self) -> int:
+        """Gradients of the step before that are freed between forward and backward."""
+        return self.gradients_bytes if self.zero_grad == "after-forward" else 0
 
     def estimated(self, rates: Rates) -> Step:
         """Put it into one graph, with estimated times."""
@@ -132,7 +149,9 @@ class OfflineStep:
         return self._merge([measure(captured, cache, progress=progress) for captured in self.captured])
 
     def _merge(self, profiles: Sequence[Profile]) -> Step:
-        step = merge(*self.recorded.describe(profiles), self.stale_bytes)
+        # FSDP2 reduces whole gradients before it adds their shards: those stay in the graph.
+        are_added = self.zero_grad == "accumulate" and self.options.layout.shards == 1
+        step = merge(*self.recorded.describe(profiles, are_added), self.stale_bytes)
         return replace(step, graph=on_gpu(step.graph, self.options.device)) if self.options.is_stand_in else step
 
 
@@ -155,21 +174,22 @@ def capture_offline(workload: Workload, options: OfflineOptions, size: int | Non
         try:
             with eager_paths():
                 return _capture(workload, options, size)
-        except tensor_state.DataDependentError:
+        except tensor_state.DATA_DEPENDENT:
             return _capture(workload, options, size)
-    except tensor_state.DataDependentError as error:
+    except tensor_state.DATA_DEPENDENT as error:
         raise CaptureError(
-            f"The step of {workload.name} depends on values of its tensors ({error}), which are not there without its "
-            "memory. Plan it while it trains, or give it inputs and options that don't need them."
+            f"The step of {workload.name} depends on values of its tensors{place_of(error)}, which are not there "
+            "without its memory. Plan it while it trains, or give it inputs and options that don't need them."
         ) from error
 
 
 def _capture(workload: Workload, options: OfflineOptions, size: int | None) -> OfflineStep:
-    start = time.perf_counter()
+    start, breaks = time.perf_counter(), dynamo.graph_breaks()
     mode, layout, device = tensor_state.fake_mode(), options.layout, options.fake_device
     built = build(workload, device, size, mode)
     refuse(built.module)
     name = type(built.module).__name__  # fully_shard() gives it another class
+    zero_grad = _zero_grad(built.module, options)
     with layout.processes(device) as mesh, _Capturing(name, options) as capturing:
         with mode:
             call = on_fakes(built, device)
@@ -196,8 +216,10 @@ def _capture(workload: Workload, options: OfflineOptions, size: int | None) -> O
         options=options,
         captured=tuple(part.captured for part in capturing.recorded.parts),
         recorded=capturing.recorded,
-        resident=resident,
-        stale_bytes=gradients_bytes,
+        resident=(*resident, (ACCUMULATED, gradients_bytes)) if zero_grad == "accumulate" else resident,
+        gradients_bytes=gradients_bytes,
+        zero_grad=zero_grad,
+        breaks=tuple(reason for reason, _ in (dynamo.graph_breaks() - breaks).most_common()),
         sent_bytes=layout.sent_bytes(capturing.recorded.meter.events),
         capture_s=time.perf_counter() - start,
     )
@@ -309,6 +331,14 @@ def _loss(result: Any, kind: str) -> torch.Tensor:
     if not outputs:
         raise ConfigurationError("Nothing that the module returns requires a gradient: there is no step to plan.")
     return sum((t.sum() for t in outputs[1:]), outputs[0].sum())
+
+
+def _zero_grad(module: nn.Module, options: OfflineOptions) -> str:
+    """Find when the loop frees gradients: where that was not named, as the loops do that the module is made for."""
+    if options.zero_grad != "auto":
+        return options.zero_grad
+    names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(module).__mro__}
+    return "after-forward" if names & LIGHTNING_MODULES else "before"
 
 
 # ---------------------------------------------------------------- resident bytes

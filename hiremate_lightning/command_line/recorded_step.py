@@ -57,14 +57,18 @@ class RecordedStep:
         finally:
             self.record.close()
 
-    def describe(self, profiles: Sequence[Profile]) -> tuple[list[Call], list[int]]:
+    def describe(self, profiles: Sequence[Profile], are_added: bool = False) -> tuple[list[Call], list[int]]:
         """Return the calls of the latest step, with the modules by their paths in the model, and the backwards' order.
 
         Args:
             profiles: Costs of each part.
+            are_added: Whether gradients of parameters are added to those that exist, and die at once.
         """
         calls, order = describe(self.record, dict(enumerate(profiles)))
-        paths = [self._paths[run.index] for run in self.record.runs if run.index in self.record.backwards]
+        runs = [run for run in self.record.runs if run.index in self.record.backwards]
+        if are_added:
+            calls = [call.without_gradients(run.added) for call, run in zip(calls, runs, strict=True)]
+        paths = [self._paths[run.index] for run in runs]
         return [_below(call, path) if path else call for call, path in zip(calls, paths, strict=True)], order
 
     # ---------------------------------------------------------------- conductor of the parts

@@ -304,8 +304,9 @@ def advice_lines(plan: Plan) -> list[str]:
     lines = []
     if (saved := _saved_without_stale_gradients(plan)) > WORTH_SAYING * plan.planned_peak_bytes:
         lines.append(
-            "Gradients of the step before live through the forward: call zero_grad() before the forward, not after it, "
-            f"which saves {format_bytes(saved)}."
+            f"Gradients of the step before live through the forward. {format_bytes(saved)} less are needed where a "
+            "zero_grad() before the forward frees them; in Lightning, self.zero_grad() in on_train_batch_start does, "
+            "unless gradients are accumulated."
         )
     if plan.resident_bytes > MOSTLY * plan.budget_bytes:
         lines.append(

@@ -49,6 +49,16 @@ def as_eager(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     return node.target, ()
 
 
+def plain_times(node: fx.Node, position: int) -> int:
+    """Return how many times as large eager PyTorch holds the result of its operator at a position, of several.
+
+    That is the mask of a dropout on the CPU: eager draws it, and saves it, in the type of what it drops from.
+    """
+    is_mask = position == 1 and as_eager(node)[0] is dropout
+    source: Any = node.args[0] if is_mask else None
+    return 1 if source is None else int(source.meta["val"].itemsize)
+
+
 def run_as_eager(graph: fx.Graph) -> None:
     """Let a graph without a backward call what computes as eager PyTorch does."""
     for node, (target, changed) in [(n, as_eager(n)) for n in graph.nodes if n.op == "call_function"]:

@@ -27,6 +27,7 @@ class Announcements:
         self._name = name
         self._said: set[str] = set()  # texts, and what is warned of once whatever the text
         self._breaks = dynamo.graph_breaks()
+        self._named_breaks = False  # whether a text named what ends graphs
         self._captured = 0  # graphs when the latest step ended
         self._capturing_steps = 0  # consecutive steps in each of which something was captured
         self._failed_guards = Counter[str]()  # before the last of so many steps
@@ -45,7 +46,14 @@ class Announcements:
         """Return, as a sentence or "", what has ended torch.compile's graphs since this session began."""
         reasons = [reason for reason, _ in (dynamo.graph_breaks() - self._breaks).most_common()]
         others = f"; and {len(reasons) - REASONS} more" if len(reasons) > REASONS else ""
+        self._named_breaks = self._named_breaks or bool(reasons)
         return f" What ends its graphs: {'; '.join(reasons[:REASONS])}{others}." if reasons else ""
+
+    def split(self) -> str:
+        """Return, once and unless another text has named it, what has ended graphs, as a line for the plan; or ""."""
+        if self._named_breaks or not (why := self.why_uncaptured()):
+            return ""
+        return f"The step is planned in parts; code between them has no plan.{why}"
 
     def why_over(self) -> str:
         """Return, as sentences or "", why code that ends graphs may be what a budget is not met for."""

@@ -30,7 +30,8 @@ from ..records.ways import Calls, Way, may_lie_aside, ways_of
 from .kinds import Kind
 
 UNMEASURED_RATIO = 1.3  # of what grows with the sizes in eager PyTorch to the same in the captured graph
-RANDOM_RATIO = 1.5  # the same where the code draws, as dropout does, whose masks are floats in eager PyTorch on a CPU
+RANDOM_RATIO = 1.5  # the same where the code draws: eager PyTorch may keep what it draws in a larger type
+COUNTED_DRAW = "aten.native_dropout.default"  # its masks count as eager PyTorch keeps them
 UNMEASURED_WAY_RATIO = 1.1  # the same, at least, of a way that was not measured: or the most of those that were
 LEAST_RATIO = 1.03  # where it was measured
 TRIES = 4  # steps to measure in a row: on a CPU the first one does not see all that is freed
@@ -127,7 +128,7 @@ class _Code:
     @cached_property
     def unmeasured_ratio(self) -> float:
         """The ratio of what grows with the sizes in eager PyTorch to the same here, as long as none was measured."""
-        draws = any(node.is_random and node.op != OUTSIDE for node in self._base.graph.nodes)
+        draws = any(node.is_random and node.op not in (OUTSIDE, COUNTED_DRAW) for node in self._base.graph.nodes)
         return RANDOM_RATIO if draws else UNMEASURED_RATIO
 
     @cached_property

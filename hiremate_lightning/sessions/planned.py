@@ -328,6 +328,8 @@ class PlannedKinds:
         ahead = f"ahead: {self._largest}" if kind in self._ahead else ""
         remark = "until a better plan is solved in the background" if plan.is_meanwhile else ahead
         self._reports.planned(kind, plan, remark)
+        if split := self._announcements.split():
+            self._reports.note(f"  {split}")
         if self.kinds[kind].is_searching:
             self._announcements.algorithms()
         if plan.planned_peak_bytes > plan.budget_bytes:

@@ -70,6 +70,7 @@ def capturing_for_plans(
       `user_compiled`.
     * What is in `torch.compiler.nested_compile_region` is captured as any other code.
     * A log's message does not end a graph if it is said only once, or not at all.
+    * What ends a graph is not logged, nor warned of, unless a user has asked torch for its logs: see `graph_breaks`.
     * Code that Dynamo or AOTAutograd fail on runs as it is, and what it calls is captured on its own. The error is told
       or, where there is no one to tell, raised. Code that fails as it is traced may be wrong itself: then it raises
       its own error as it runs, nothing is told, and it is captured the next time.
@@ -131,14 +132,21 @@ def _capture_with(
     settings = dynamo_config.patch(specialize_float=not fractions_vary, **_SETTINGS)
     with (
         settings,
-        replaced(is_static, *_WHILE_CAPTURING),
+        replaced(is_static, *_WHILE_CAPTURING, *_logs_of_breaks()),
+        warnings.catch_warnings(),
         byte_targets.traced(),
         folding.shaped_at_once(),
         collecting_what_it_leaves(),
     ):
+        warnings.filterwarnings("ignore", "Error detected in")  # said of a backward that fails while it is traced
         result = _capture(code, *arguments, **options)
     _captured.add(code)
     return result
+
+
+def _logs_of_breaks() -> list[tuple[Any, str, Any]]:
+    """Return stand-ins that silence what logs a break of a graph over many lines, where nobody asked for that."""
+    return [(break_log, "disabled", True) for break_log in _BREAK_LOGS if not break_log.isEnabledFor(logging.INFO)]
 
 
 def _capture_with_numbers(code: types.CodeType, *arguments: Any, **options: Any) -> Any:
@@ -342,6 +350,7 @@ _WHY = "Explanation: "  # begins a line of a reason for a graph break
 _SITE = re.compile(r"^.*/site-packages/")
 _GOT, _LINE_END = ": got ", r"\n"  # in such a line, before an error as Python represents it, and in that
 _TOOLS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+_BREAK_LOGS = [logging.getLogger(f"torch._dynamo.{name}") for name in ("exc", "variables.tensor")]
 _GUARDS_LOG = logging.getLogger("torch._guards")
 _captured: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that it did not fail on, once at least
 _without_symbols: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code that Dynamo failed on with symbols

@@ -11,8 +11,12 @@ from typing import Any, TypeGuard
 
 import torch
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentError
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -21,7 +25,10 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils._pytree import tree_leaves as leaves
 from torch.utils._pytree import tree_map as map_leaves
 
-__all__ = ["DataDependentError", "leaves", "map_leaves"]
+__all__ = ["leaves", "map_leaves"]
+
+# What is raised where code asks a tensor without memory for its values, or for as many results as these tell.
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 _PLAIN = (type(None), bool, int, float, str)
 

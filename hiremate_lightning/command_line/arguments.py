@@ -1,0 +1,283 @@
+"""The arguments of a command, read and checked before torch is loaded, which takes seconds.
+
+What only torch or the model's own code can tell is checked by the commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import ConfigurationError, did_you_mean
+from ..planning.solvers import get_strategy
+from ..reporting.svg_report import writable
+from ..units import Budget, parse_budget
+from .comparisons import parse_budgets
+
+DEVICES = ("cpu", "cuda")
+LOSSES = ("auto", "model", "sum")
+HALF_TYPES = ("bfloat16", "float16")
+ZERO_GRADS = ("before", "after-forward", "accumulate")
+ABOVE_ZERO = ("time_limit", "tflops", "bandwidth", "points", "max_batch", "tp", "link")
+# The classes of torch.optim, for misspelt names; torch itself is asked for those that are not here.
+OPTIMIZERS = (
+    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam"),
+    *("RMSprop", "Rprop", "SGD", "SparseAdam"),
+)
+# The types of torch that inputs usually have, for misspelt names.
+TYPES = (
+    *("bfloat16", "bool", "complex64", "double", "float", "float16", "float32", "float64", "half", "int", "int16"),
+    *("int32", "int64", "int8", "long", "short", "uint8"),
+)
+_DYNAMIC = re.compile(r"\bimport \*|\b(?:exec|globals|locals|setattr|vars|__dict__|__getattr__)\b")
+
+
+def check(asked: argparse.Namespace) -> None:
+    """Check all that can be checked without torch.
+
+    Raises:
+        BudgetError: If a budget can't be read.
+        ConfigurationError: If another argument can't be used; the text says how to write it.
+    """
+    _check_budget(asked)
+    for name in ABOVE_ZERO:
+        value = getattr(asked, name, None)
+        if value is not None and not value > 0:
+            raise ConfigurationError(f"--{name.replace('_', '-')} must be above 0, found {value}")
+    for name in ("html", "svg", "json"):
+        target = getattr(asked, name, None)
+        if target not in (None, "-"):
+            writable(target)  # before minutes go into solving
+    if hasattr(asked, "fsdp"):
+        _check_step(asked)
+        _check_counts(asked)
+    if getattr(asked, "factory", None) is not None:
+        check_factory(asked.factory)
+
+
+# ---------------------------------------------------------------- budgets
+
+
+def _check_budget(asked: argparse.Namespace) -> None:
+    if hasattr(asked, "methods"):
+        parse_budgets(asked.budget)
+        return
+    budget = parse_budget(asked.budget) if hasattr(asked, "budget") else Budget()
+    if hasattr(asked, "max_overhead"):
+        if budget.share is not None:
+            raise ConfigurationError("A share is of what grows with the batch: give --budget as bytes, or auto.")
+        read_overhead(asked.max_overhead)
+
+
+def read_overhead(text: str) -> float:
+    """Read the most extra time to accept, such as "30%", as a ratio.
+
+    Raises:
+        ConfigurationError: If it is no percentage.
+    """
+    try:
+        share = parse_budget(text).share
+    except ValueError:
+        share = None
+    if share is None:
+        raise ConfigurationError(f'--max-overhead must be a percentage such as "30%", found {text!r}')
+    return share
+
+
+# ---------------------------------------------------------------- the step
+
+
+def _check_step(asked: argparse.Namespace) -> None:
+    get_strategy(asked.solver)
+    _check_name("--autocast", asked.autocast, HALF_TYPES)
+    _check_name("--param-dtype", asked.param_dtype, HALF_TYPES)
+    device, _, index = asked.device.partition(":")
+    if device not in DEVICES or not (index.isdecimal() or device == asked.device):
+        hint = did_you_mean("cuda" if device == "gpu" else device, DEVICES)
+        raise ConfigurationError(f"Can't plan for device {asked.device!r}.{hint} Choose cpu or cuda.")
+    if asked.loss not in LOSSES:
+        hint = did_you_mean(asked.loss, LOSSES)
+        raise ConfigurationError(f"Unknown loss {asked.loss!r}.{hint} Choose one of: {', '.join(LOSSES)}")
+    if asked.zero_grad not in ("auto", *ZERO_GRADS):
+        hint = did_you_mean(asked.zero_grad, ZERO_GRADS)
+        raise ConfigurationError(
+            f"--zero-grad must be one of {', '.join(ZERO_GRADS)}, found {asked.zero_grad!r}.{hint}"
+        )
+    if asked.optimizer not in ("none", *OPTIMIZERS) and (hint := did_you_mean(asked.optimizer, OPTIMIZERS)):
+        raise ConfigurationError(f"torch.optim has no optimizer {asked.optimizer!r}.{hint} Name one, or none.")
+    if asked.input is not None:
+        read_inputs(asked.input)
+
+
+def _check_name(option: str, name: str | None, known: tuple[str, ...]) -> None:
+    if name is not None and name not in known:
+        raise ConfigurationError(f"{option} must be {' or '.join(known)}, found {name!r}.{did_you_mean(name, known)}")
+
+
+class InputText(NamedTuple):
+    """One input as the command line names it: its keyword, "" for a positional one, its sizes, its type."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def read_inputs(text: str) -> tuple[InputText, ...]:
+    """Read inputs such as "64x3x224x224" or "ids=8x128:int64,mask=8x128:bool".
+
+    Raises:
+        ConfigurationError: If one can't be read.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) > 1 and all(part.isdecimal() for part in parts):
+        raise ConfigurationError(
+            f"Can't read the input {text!r}: x joins the sizes of an input, a comma separates inputs. Did you mean "
+            f"{'x'.join(parts)}? Several inputs of one dimension are named with their types: {':float32,'.join(parts)}"
+            ":float32."
+        )
+    return tuple(map(_read_input, parts))
+
+
+def _read_input(text: str) -> InputText:
+    name, equals, rest = text.rpartition("=")
+    shape_text, colon, dtype = rest.partition(":")
+    sizes = shape_text.lower().split("x")
+    is_read = all(size.isdecimal() and int(size) > 0 for size in sizes) and (bool(dtype) or not colon)
+    if (equals and not name.isidentifier()) or not is_read:
+        raise ConfigurationError(
+            f"Can't read the input {text!r}. Expected SHAPE, SHAPE:DTYPE or NAME=SHAPE:DTYPE, "
+            "such as 64x3x224x224, 8x128:int64 or input_ids=8x128:int64."
+        )
+    if dtype and dtype not in TYPES and (hint := did_you_mean(dtype, TYPES)):
+        raise no_such_type(dtype, text, hint)
+    return InputText(name, tuple(map(int, sizes)), dtype or "float32")
+
+
+def no_such_type(dtype: str, text: str, hint: str) -> ConfigurationError:
+    """Return the error for an input whose type torch does not have."""
+    return ConfigurationError(f"torch has no type {dtype!r}, in {text!r}.{hint} Name one such as int64.")
+
+
+# ---------------------------------------------------------------- several GPUs
+
+
+def _check_counts(asked: argparse.Namespace) -> None:
+    counts = read_counts(asked.fsdp)
+    if (counts != (1,) or asked.tp > 1) and asked.measure:
+        raise ConfigurationError("--measure is of a step on one GPU. Leave it out with --fsdp and --tp.")
+    if counts == (1,) and (asked.units or asked.param_dtype):
+        raise ConfigurationError("--units and --param-dtype say how --fsdp shards: add --fsdp 8, or leave them out.")
+    if len(counts) == 1:
+        return
+    if not hasattr(asked, "html"):
+        raise ConfigurationError(f"Only plan takes several numbers of GPUs: expected one, found --fsdp {asked.fsdp}")
+    if parse_budget(asked.budget).share is not None:
+        raise ConfigurationError("A share is of what a step adds, which --fsdp changes: give --budget as bytes.")
+    if asked.html is not None or asked.svg is not None:
+        raise ConfigurationError("A page or a picture is of one plan: name one number, such as --fsdp 8.")
+
+
+def read_counts(text: str | None) -> tuple[int, ...]:
+    """Read the numbers of GPUs to shard over: "8", "2,4,8" or "auto", for which there are none.
+
+    Raises:
+        ConfigurationError: If it is none of these.
+    """
+    if text == "auto":
+        return ()
+    parts = [part.strip() for part in (text or "1").split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigurationError(
+            f"--fsdp takes a number of GPUs such as 8, several such as 2,4,8, or auto, found {text!r}"
+        )
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+# ---------------------------------------------------------------- the model's code
+
+
+def split_factory(text: str) -> tuple[str, str]:
+    """Split "package.module:name" or "path/to/file.py:name" into place and name.
+
+    Raises:
+        ConfigurationError: If it is neither, or there is no such file.
+    """
+    place, colon, name = text.rpartition(":")
+    is_module = all(part.isidentifier() for part in place.split("."))
+    if not colon or not name or not (is_module or place.endswith(".py")):
+        hint = did_you_mean(text, [f"{place}.py:{name}"] if Path(f"{place}.py").is_file() else [])
+        raise ConfigurationError(f"Can't read {text!r}.{hint} Expected PACKAGE.MODULE:NAME or path/to/file.py:NAME.")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise ConfigurationError(f"There is no file {place!r}. Expected path/to/file.py:NAME.")
+    return place, name
+
+
+def check_factory(text: str) -> None:
+    """Check what can be seen of a factory without running its file.
+
+    Raises:
+        ConfigurationError: If there is no such file, module or name, or the file is no Python.
+    """
+    place, path = split_factory(text)
+    file = Path(place) if place.endswith(".py") else _file_of_module(place)
+    if file is None:
+        return
+    source = file.read_text(encoding="utf-8", errors="replace")
+    try:
+        tree = ast.parse(source)
+    except SyntaxError as error:
+        raise ConfigurationError(f"Can't read {file}, line {error.lineno}: {error.msg}.") from None
+    known = _names_at_the_top(tree)
+    name = path.partition(".")[0]
+    if name not in known and not _DYNAMIC.search(source):
+        raise no_such_name(place, path, name, known)
+
+
+def no_such_name(place: str, path: str, name: str, known: Iterable[str]) -> ConfigurationError:
+    """Return the error for a file or module that lacks a name on a path such as "zoo.Net"."""
+    hint = did_you_mean(name, sorted(each for each in known if not each.startswith("_")))
+    return ConfigurationError(f"{place} has no {path!r}.{hint} Name a function, a class or a module object in it.")
+
+
+def _names_at_the_top(tree: ast.Module) -> set[str]:
+    """List the names that a module may bind at its top level, within branches too."""
+    found, waiting = set[str](), list[ast.AST](tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        else:
+            waiting.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def _file_of_module(name: str) -> Path | None:
+    """Find the file of a module that lies in the working folder and in no package; None for any other module.
+
+    Raises:
+        ConfigurationError: If there is no package or module of that name.
+    """
+    root, _, rest = name.partition(".")
+    file = Path(f"{root}.py")
+    if file.is_file():
+        return None if rest else file
+    if not Path(root).is_dir() and root not in sys.modules and importlib.util.find_spec(root) is None:
+        raise no_such_module(root)
+    return None
+
+
+def no_such_module(name: str) -> ConfigurationError:
+    """Return the error for a module that can't be imported from here."""
+    return ConfigurationError(
+        f"There is no module {name!r}. Expected PACKAGE.MODULE:NAME, importable from here, or path/to/file.py:NAME."
+    )
