@@ -40,7 +40,7 @@ from ..sessions.proving import Proof
 from ..sessions.session import Session
 from ..sessions.slots import WITH_COMPILE
 from ..sessions.targets import planned_module_with
-from ..torch_private.tensor_state import tensors_among
+from ..torch_private.tensor_state import is_fake, tensors_among
 
 _Weak = dict[int, weakref.ref[torch.Tensor]]  # by identity: tensors compare by their values
 _Key = tuple[tuple[str, str], ...]
@@ -227,7 +227,7 @@ class _Graph:
 
     def run(self, *arguments: Any) -> Any:
         """Run the graph, as a part of a step where it trains."""
-        if not self._trains:
+        if not self._trains or any(map(is_fake, arguments)):  # Dynamo asks for shapes: DDP splits what it captured
             return self._run(*arguments)
         self._see(arguments)
         self._session.largest.called(None, (arguments, {}), tensors_among(arguments))

@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from ..objects import is_of
+
 _LIBRARIES = frozenset({"torch", "numpy", *sys.stdlib_module_names})  # whose own data no result depends on
+_CODE = (type, FunctionType, MethodType, staticmethod, classmethod, property)
 _MOST_CODE = 2048  # functions and classes to look through
 
 Place = Callable[[], Any]  # returns what is there now
@@ -23,27 +26,27 @@ def data_read_by(kind: type) -> list[Place]:
         seen.add(id(code))
         for place in _places_in(code):
             value = place()
-            if isinstance(value, type | FunctionType | MethodType | staticmethod | classmethod | property):
+            if is_of(value, _CODE):
                 stack.append(value)
-            elif not isinstance(value, ModuleType):
+            elif not is_of(value, ModuleType):
                 found.append(place)
     return found
 
 
 def _places_in(code: Any) -> Iterator[Place]:
     """List what code names itself."""
-    if isinstance(code, type):
+    if is_of(code, type):
         own = vars(code)
         yield from (_in(own, name) for name in own if not name.startswith("__"))
         yield from (_always(base) for base in code.__mro__[1:])
-    elif isinstance(code, FunctionType):
+    elif is_of(code, FunctionType):
         names = set(_names_in(code.__code__))
         spaces = [code.__globals__]
-        spaces += [vars(v) for n in names if isinstance(v := code.__globals__.get(n), ModuleType) and _is_own(v)]
+        spaces += [vars(v) for n in names if is_of(v := code.__globals__.get(n), ModuleType) and _is_own(v)]
         yield from (_in(space, name) for space in spaces for name in names & space.keys())
         yield from (_in_cell(cell) for cell in code.__closure__ or ())
         yield from map(_always, (*(code.__defaults__ or ()), *(code.__kwdefaults__ or {}).values()))
-    elif isinstance(code, property):
+    elif is_of(code, property):
         yield _always(code.fget)
     else:
         yield from (_always(code.__func__), _always(getattr(code, "__self__", None)))
@@ -57,7 +60,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def _is_own(module: ModuleType) -> bool:
-    return module.__name__.partition(".")[0] not in _LIBRARIES
+    return str(getattr(module, "__name__", "")).partition(".")[0] not in _LIBRARIES
 
 
 def _in(space: Any, name: str) -> Place:

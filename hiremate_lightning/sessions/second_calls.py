@@ -16,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import HiRemateError
+from ..objects import attempt, count_of, is_of, plain_data
 from ..records.graph import Node
 from ..records.step import Step
 from ..records.ways import Calls
@@ -295,14 +296,14 @@ class _State:
             stack += [place() for place in self._outside(kind)]
         while stack:
             value = stack.pop()
-            if isinstance(value, PLAIN_DATA):
-                found.append(value)
-            elif isinstance(value, _WITH_STATE):
-                found.append(_state_of(value))
-            elif id(value) not in seen and not isinstance(value, logging.Logger):
+            if is_of(value, PLAIN_DATA):
+                found.append(value if type(value) in PLAIN_DATA else plain_data(value))
+            elif is_of(value, _WITH_STATE):
+                found.append(attempt(partial(_state_of, value), object(), f"the state of {type(value).__name__}"))
+            elif id(value) not in seen and not is_of(value, logging.Logger):
                 seen.add(id(value))
                 held.append(value)
-                found.append(len(value) if isinstance(value, dict) else id(value))
+                found.append(count_of(value) if is_of(value, dict) else id(value))
                 stack.extend(parts_of(value))
         return found, held
 
@@ -327,7 +328,7 @@ def _may_be_given_again(values: Any) -> bool:
 
 def _apart(value: Any) -> Any:
     """Copy whatever a call may change of its arguments, except for the tensors among them."""
-    if isinstance(value, (torch.Tensor, *PLAIN_DATA)):
+    if is_of(value, (torch.Tensor, *PLAIN_DATA)):
         return value
     if type(value) in (tuple, list):
         return type(value)(_apart(item) for item in value)
@@ -344,6 +345,6 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
         TypeError: If a module is among them: a copy would have weights of its own.
     """
     found = list(things_in(value))
-    if any(isinstance(thing, nn.Module) for thing in found):
+    if any(is_of(thing, nn.Module) for thing in found):
         raise TypeError("a module is given as an argument")
-    return [thing for thing in found if isinstance(thing, torch.Tensor)]
+    return [thing for thing in found if is_of(thing, torch.Tensor)]

@@ -302,8 +302,9 @@ class Targets:
 
     def _has_others_than(self, module: nn.Module) -> bool:
         """Whether there are candidates that may still be called and planned, where one was called first."""
-        others = [m for m in self._candidates().values() if m not in (module, self.root)]
-        return any(_has_weights(m) and m not in module.modules() for m in others)
+        others = [m for m in self._candidates().values() if m is not module and m is not self.root]
+        inner = set(map(id, module.modules()))
+        return any(_has_weights(m) and id(m) not in inner for m in others)
 
     def _trains(self, name: str, module: nn.Module, arguments: Any) -> bool:
         if not torch.is_grad_enabled():
@@ -350,9 +351,10 @@ class Targets:
         refuse_each(self.root, reason_of_others)  # what came after this was attached
         self.adopted[name] = module
         self._waiting.pop(module, None)
+        adopted = set(map(id, self.adopted.values()))
         for inner in module.modules():
             slot = hooks.get_call(inner)
-            if inner not in self.adopted.values() and isinstance(slot, Slot):
+            if id(inner) not in adopted and isinstance(slot, Slot):
                 self._waiting[inner] = slot
                 hooks.set_call(inner, None)
 
