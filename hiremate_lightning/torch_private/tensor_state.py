@@ -132,6 +132,12 @@ def settings() -> tuple[Any, ...]:
     return (*map(id, modes), *kernel_settings())
 
 
+def watching_modes() -> list[str]:
+    """Name the modes around this call that see each operator (`FlopCounterMode`): Dynamo captures nothing in them."""
+    found = (mode for mode in _get_current_dispatch_mode_stack() if not isinstance(mode, FakeTensorMode))
+    return [type(m).__name__.lstrip("_") for m in found if not (m.is_infra_mode() or m.ignore_compile_internals())]
+
+
 def kernel_settings() -> tuple[Any, ...]:
     """Describe what decides which kernels PyTorch runs: backends, precision."""
     kernels = torch._C._get_flash_sdp_enabled(), torch._C._get_mem_efficient_sdp_enabled()
