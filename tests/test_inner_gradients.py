@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import grad
 
-from hiremate_lightning import CaptureError, get_plan, hiremate, remove_hiremate
+from hiremate_lightning import CaptureError, HiRemateWarning, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.sessions.targets import targets_of
 
 from .exact import leave_behind, simple_loop, train_both
@@ -210,3 +210,70 @@ def test_a_gradient_of_what_a_planned_model_returned_is_an_error(train):
         train(model, torch.randn(ROWS, 3, requires_grad=True))
     remove_hiremate(model)
     train(model, torch.randn(ROWS, 3, requires_grad=True))
+
+
+class Squash(torch.autograd.Function):
+    """A function with a derivative of its own, as potentials have for what they cut off."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return (1 - x.tanh().square()) * gradient
+
+
+class SwitchedSquash(Squash):
+    """The same, whose backward switches gradients on itself."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            slope = 1 - x.tanh().square()
+        return slope * gradient
+
+
+class Forces(nn.Module):
+    """Energies and forces of a potential that ends in an autograd function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network(3, 3, nn.SiLU)
+
+    def squash(self, x: Tensor) -> Tensor:
+        return Squash.apply(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_(True)
+        energy = self.squash(self.network(x) + x).sum(1, keepdim=True)
+        return torch.cat([energy, -grad(energy.sum(), x, create_graph=True)[0]], 1)
+
+
+class SwitchedForces(Forces):
+    def squash(self, x: Tensor) -> Tensor:
+        return SwitchedSquash.apply(x)
+
+
+def positions(index: int) -> Tensor:
+    return torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(index))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_function_s_backward_is_differentiated_once_more():
+    """Dynamo reads it without gradients, and would leave a part of the second derivative out in silence."""
+    train_both(Forces, simple_loop(positions), "70%")
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_backward_that_switches_gradients_is_refused():
+    model = hiremate(SwitchedForces(), "100%", verbose=False)
+
+    with (
+        pytest.warns(HiRemateWarning, match="whose backward switches gradients on or off"),
+        pytest.raises(CaptureError, match="with create_graph=True: they can't be differentiated once more"),
+    ):
+        model(positions(0)).square().mean().backward()

@@ -28,6 +28,7 @@ ORDER = (
     "units",
     "buckets",
     "garbage",
+    "objects",
     "records",
     "planning",
     "options",

@@ -22,11 +22,11 @@ from ..rewriting.contributions import Contributions, OtherTermsError, TermCounts
 from ..rewriting.fused_kernel import FusedKernels
 from ..rewriting.kernels import run_as_eager
 from ..rewriting.straight_line import compiled
-from ..torch_private import aot, autocasting, backward_pass, tensor_state, user_compiled
+from ..torch_private import aot, autocasting, backward_pass, double_backward, tensor_state, user_compiled
 from ..torch_private.changes import lost_changes
 from ..torch_private.each_size import EachSize, LetRunCaptured, Runner, TraceAhead, sizes_among
 from ..torch_private.eager_tracing import traced_as_eager
-from .capture import Captured, capture
+from .capture import Captured, capture, order_of_gradients
 from .passes import Traced, rewrite
 from .stubs import stub_modules
 
@@ -77,6 +77,11 @@ def planning_backend(
     """
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if not double_backward.keep_modes_of_backwards(module):
+            raise CaptureError(
+                "It takes gradients with torch.autograd.grad of a torch.autograd.Function whose backward switches "
+                "gradients on or off, of which torch.compile reads other second derivatives."
+            )
         for operation in user_compiled.cut_out(module):
             if operation.calls_modules:
                 say(user_compiled.opaque_words(operation.name))
@@ -198,10 +203,11 @@ class _Compilation:
         return run
 
     def _partition(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
-        given = self._contributions
+        given, finished = self._contributions, order_of_gradients(joint, num_fwd_outputs)
         rewrite(Traced(joint, num_fwd_outputs, self._parameters, self._blocks, given, self._kernels))
         captured = capture(joint, num_fwd_outputs, self._parameters)
-        self._captured = replace(captured, terms=sums_alone(captured.backward_outputs, given.of_leaves))
+        terms = sums_alone(captured.backward_outputs, given.of_leaves)
+        self._captured = replace(captured, terms=terms, finished=finished)
         return stub_modules(self._captured)
 
     def _forward(self, _: fx.GraphModule, __: Sequence[Any]) -> aot.Boxed:

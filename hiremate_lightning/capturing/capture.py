@@ -93,6 +93,7 @@ class Captured:
         overwritten: Storages that code outside overwrites between forward and backward.
         terms: Of how many terms the gradients of leaves are, by position among the inputs, where it is more than one
             and they are added up for that gradient alone.
+        finished: Positions of the inputs that get gradients, in the order in which eager PyTorch finishes these.
     """
 
     joint: fx.GraphModule
@@ -109,6 +110,7 @@ class Captured:
     mutated: frozenset[int]
     overwritten: frozenset[int] = frozenset()
     terms: Mapping[int, int] = field(default_factory=dict)
+    finished: tuple[int, ...] = ()
 
     def reading_once(self, storages: Collection[int]) -> Captured:
         """Return the same where what reads some storages of the graph is never run twice: others overwrite them."""
@@ -156,6 +158,21 @@ def capture(joint: fx.GraphModule, num_forward: int, parameters: frozenset[int] 
         The records with the FX nodes that they stand for.
     """
     return _Builder(joint, num_forward, parameters).build()
+
+
+def order_of_gradients(joint: fx.GraphModule, num_forward: int) -> tuple[int, ...]:
+    """List the positions of the inputs that get gradients, in the order in which eager PyTorch finishes these.
+
+    Args:
+        joint: The joint graph as it was traced: autograd runs its backward in the order of eager PyTorch.
+        num_forward: Number of its outputs that the forward returns.
+    """
+    _, gradients, *_ = aot.joint_outputs(joint, num_forward)
+    place = {node: index for index, node in enumerate(joint.graph.nodes)}
+    inputs = joint.graph.find_nodes(op="placeholder")
+    first_reads = [min((place[user] for user in node.users), default=0) for node in inputs]
+    found = [position for position, gradient in enumerate(gradients) if isinstance(gradient, fx.Node)]
+    return tuple(sorted(found, key=lambda position: (place[gradients[position]], -first_reads[position])))
 
 
 @dataclass

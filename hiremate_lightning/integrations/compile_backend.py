@@ -44,7 +44,7 @@ from ..sessions.session import Session
 from ..sessions.slots import WITH_COMPILE
 from ..sessions.targets import planned_module_with
 from ..torch_private import compiled_calls
-from ..torch_private.tensor_state import tensors_among
+from ..torch_private.tensor_state import is_fake, tensors_among
 
 __all__ = ["get_plan", "hiremate"]
 
@@ -232,7 +232,7 @@ class _Graph:
         """Run the graph, as a part of a step where it trains."""
         if self._known.is_removed:
             return self._plain(*arguments)
-        if not self._trains:
+        if not self._trains or any(map(is_fake, arguments)):  # Dynamo asks for shapes: DDP splits what it captured
             return self._run(*arguments)
         self._see(arguments)
         self._session.largest.called(None, (arguments, {}), tensors_among(arguments))

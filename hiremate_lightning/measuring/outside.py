@@ -14,6 +14,8 @@ from functools import cache, partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from ..objects import attempt, attributes_of, is_of
+
 # Libraries whose own data no result depends on, and this one, whose data is about the step.
 _LIBRARIES = frozenset({"torch", "numpy", "lightning", "pytorch_lightning", "lightning_fabric", "hiremate_lightning"})
 _LIBRARIES |= sys.stdlib_module_names
@@ -69,7 +71,7 @@ class Outside:
                 is_called = name in _CALLED_BY_PYTHON
             else:
                 is_called = name in self._names
-            if is_called and is_code(value) and not isinstance(value, type):
+            if is_called and is_code(value) and not is_of(value, type):
                 yield value
 
     def _take(self, code: Any) -> None:
@@ -79,16 +81,16 @@ class Outside:
         self._seen.add(id(code))
         if not is_code(code) or is_of_library(code):
             return
-        if isinstance(code, type):
+        if is_of(code, type):
             self.classes |= dict.fromkeys(base for base in code.__mro__ if not is_of_library(base))
-        elif isinstance(code, FunctionType):
+        elif is_of(code, FunctionType):
             self._take_function(code)
-        elif isinstance(code, property):
+        elif is_of(code, property):
             self._stack += [code.fget, code.fset]
-        elif isinstance(code, partial):
+        elif is_of(code, partial):
             self.values += [*code.args, *code.keywords.values()]
             self._stack += [code.func, *code.args]
-        elif isinstance(code, MethodType):
+        elif is_of(code, MethodType):
             self.values.append(code.__self__)
             self._stack += [code.__func__, type(code.__self__)]
         else:
@@ -102,7 +104,7 @@ class Outside:
         modules = _imported_by(function, attributes)
         for name in names:
             value = space.get(name)
-            if isinstance(value, ModuleType):
+            if is_of(value, ModuleType):
                 modules.append(value)
             else:
                 self._note(space, name)
@@ -122,7 +124,7 @@ class Outside:
             seen.add(id(module))
             for name in attributes & vars(module).keys():
                 value = vars(module)[name]
-                if isinstance(value, ModuleType):
+                if is_of(value, ModuleType):
                     modules.append(value)
                 else:
                     self._note(vars(module), name)
@@ -133,7 +135,7 @@ class Outside:
         self._read(space.get(name))
 
     def _read(self, value: Any) -> None:
-        if isinstance(value, type):
+        if is_of(value, type):
             self._made.add(value)
             self._made.update(value.__mro__)
         self._stack.append(value)
@@ -142,22 +144,14 @@ class Outside:
 def is_code(value: Any) -> bool:
     """Whether a value is a function, a class, or what is made of these for a class."""
     kinds = type, FunctionType, MethodType, staticmethod, classmethod, property, partial
-    return isinstance(value, kinds) or "__wrapped__" in attributes_of(value)
-
-
-def attributes_of(value: Any) -> dict[str, Any]:
-    """Return the very dictionary of an object's attributes, whatever its class makes of a look at them."""
-    try:
-        found = object.__getattribute__(value, "__dict__")
-    except (AttributeError, TypeError):
-        return {}
-    return found if type(found) is dict else {}
+    return is_of(value, kinds) or "__wrapped__" in attributes_of(value)
 
 
 def is_of_library(value: Any) -> bool:
     """Whether a class, a function or a module belongs to a library whose own data no result depends on."""
-    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-    return str(name).partition(".")[0] in _LIBRARIES
+    asked = "__name__" if is_of(value, ModuleType) else "__module__"
+    name = attempt(lambda: getattr(value, asked, None), None, f"the name of {type(value).__name__}")
+    return type(name) is str and name.partition(".")[0] in _LIBRARIES
 
 
 def contents_of(cell: CellType) -> Any:
@@ -186,4 +180,4 @@ def _imported_by(function: FunctionType, names: set[str]) -> list[ModuleType]:
         return []
     package = function.__globals__.get("__package__")
     paths = [*names, *(f"{package}.{name}" for name in names)] if package else names
-    return [module for path in paths if isinstance(module := sys.modules.get(path), ModuleType)]
+    return [module for path in paths if is_of(module := sys.modules.get(path), ModuleType)]

@@ -15,7 +15,7 @@ import torch
 
 from ..capturing.capture import Captured
 from ..errors import CaptureError, HiRemateError
-from ..torch_private import aot, backward_pass, tensor_state
+from ..torch_private import aot, backward_pass, data_parallel, tensor_state
 from . import carrying
 from .accumulation import Leaves, addable, existing, find_leaves
 from .program import Program
@@ -112,6 +112,7 @@ class Part:
         if self._takes_absent:
             aot.let_gradients_be_absent(token)
         if conductor is not None:
+            kept.fills_buckets = data_parallel.fills_buckets()
             conductor.forward_done(run, outputs)
         return [*outputs, token]
 
@@ -156,6 +157,8 @@ class Part:
             values[position] = None
         del tangents, totals, sums
         gradients = self._run(program.backward, values)
+        if saved.fills_buckets:
+            data_parallel.put_in_order([saved.leaves[p] for p in self.captured.finished if p in saved.leaves])
         if shared:
             gradients = carrying.hand_on(gradients, shared, () if missing else saved.terms)
         if conductor is not None:
@@ -242,6 +245,7 @@ class Saved:
         "__weakref__",
         "captured",
         "copies",
+        "fills_buckets",
         "has_run",
         "leaves",
         "program",
@@ -269,7 +273,7 @@ class Saved:
         self.captured = captured
         self.settings = tensor_state.kernel_settings()
         self.terms = captured.terms
-        self.has_run = False
+        self.has_run = self.fills_buckets = False
         self.values: list[Any] | None = values
         self.watched: list[torch.Tensor] = [
             values[i] if output is None else outputs[output].detach() for i, output in program.saved.watched

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType
@@ -11,16 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..objects import held_by, is_of
 from ..torch_private.tensor_state import tensors_among
 
 PLAIN_DATA = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+_WHOLE = (torch.Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
 MOST_THINGS = 4096  # in which to look for tensors
 
 
 def tensors_inside(values: Any) -> list[torch.Tensor]:
     """List the tensors in a tree of containers; where there are none, those that its objects hold, modules left out."""
     found = tensors_among(values)
-    return found or [thing for thing in islice(things_in(values), MOST_THINGS) if isinstance(thing, torch.Tensor)]
+    return found or [thing for thing in islice(things_in(values), MOST_THINGS) if is_of(thing, torch.Tensor)]
 
 
 def things_in(value: Any) -> Iterator[Any]:
@@ -28,7 +29,7 @@ def things_in(value: Any) -> Iterator[Any]:
     seen, stack = set[int](), [value]
     while stack:
         thing = stack.pop()
-        if id(thing) in seen or isinstance(thing, PLAIN_DATA):
+        if id(thing) in seen or is_of(thing, PLAIN_DATA):
             continue
         seen.add(id(thing))
         yield thing
@@ -37,10 +38,4 @@ def things_in(value: Any) -> Iterator[Any]:
 
 def parts_of(value: Any) -> list[Any]:
     """List what a container or an object holds; nothing for tensors, modules, classes and functions."""
-    if isinstance(value, torch.Tensor | nn.Module | type | FunctionType | MethodType | ModuleType):
-        return []
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        return list(value)
-    return list(getattr(value, "__dict__", {}).values())
+    return [] if is_of(value, _WHOLE) else held_by(value)

@@ -15,12 +15,14 @@ import weakref
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..errors import ConfigurationError, did_you_mean
 from ..measuring.resident import Resident
+from ..objects import attempt, is_of
 from ..options import NamedSize
 from ..records.graph import StorageKind
 from ..running.execution import Part
@@ -214,14 +216,20 @@ def _by_name(
 ) -> dict[str, torch.Tensor]:
     """List the tensors among some arguments by their names; those of a mapping by its keys, others by their numbers."""
     args, kwargs = arguments
-    named = {} if function is None else dict(inspect.signature(function).bind_partial(*args, **kwargs).arguments)
+    named = attempt(lambda: _arguments_of(function, args, kwargs), {}, "the signature of a forward")
     for value in list(named.values()):
-        if isinstance(value, Mapping):
-            named = {**value, **named}
+        if is_of(value, Mapping):
+            named = {**attempt(partial(dict, value), {}, f"the items of {type(value).__name__}"), **named}
     found = {str(name): value for name, value in named.items() if isinstance(value, torch.Tensor)}
     known = {id(tensor) for tensor in found.values()}
     others = [tensor for tensor in tensors if id(tensor) not in known]
     return found | {f"argument {number}": tensor for number, tensor in enumerate(others, start=1)}
+
+
+def _arguments_of(
+    function: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    return {} if function is None else dict(inspect.signature(function).bind_partial(*args, **kwargs).arguments)
 
 
 def _marked(given: Mapping[str, torch.Tensor]) -> list[NamedSize]:

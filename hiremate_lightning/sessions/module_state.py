@@ -24,7 +24,8 @@ import torch
 from torch import nn
 
 from ..errors import HiRemateError
-from ..measuring.outside import Outside, attributes_of, contents_of, is_code, is_of_library
+from ..measuring.outside import Outside, contents_of, is_code, is_of_library
+from ..objects import attempt, attributes_of, held_by, is_of
 from ..torch_private import hooks, tensor_state
 from .given import PLAIN_DATA
 from .slots import is_ours
@@ -62,7 +63,7 @@ class _Dict:
     __slots__ = ("_holder", "kept")
 
     def __init__(self, holder: dict[Any, Any], besides: str | None = None) -> None:
-        self._holder, self.kept = holder, dict(holder)
+        self._holder, self.kept = holder, dict(dict.items(holder))
         if besides is not None:
             self.kept.pop(besides, None)
 
@@ -70,14 +71,14 @@ class _Dict:
         return _are_same_dicts(self._holder, self.kept)
 
     def is_equal(self) -> bool:
-        kept, holder = self.kept, self._holder
-        return list(kept) == list(holder) and all(map(_are_equal, kept.values(), holder.values()))
+        kept, now = self.kept, self.now().kept
+        return list(kept) == list(now) and all(map(_are_equal, kept.values(), now.values()))
 
     def now(self) -> _Dict:
         return _Dict(self._holder)
 
     def put(self) -> None:
-        own = OrderedDict if isinstance(self._holder, OrderedDict) else dict
+        own = OrderedDict if is_of(self._holder, OrderedDict) else dict
         own.clear(self._holder)
         own.update(self._holder, self.kept)
 
@@ -88,19 +89,21 @@ class _Items:
     __slots__ = ("_holder", "kept")
 
     def __init__(self, holder: Any) -> None:
-        self._holder, self.kept = holder, tuple(holder)
+        self._holder, self.kept = holder, tuple(held_by(holder))
 
     def is_as_it_was(self) -> bool:
-        return len(self.kept) == len(self._holder) and all(map(is_, self.kept, self._holder))
+        now = held_by(self._holder)
+        return len(self.kept) == len(now) and all(map(is_, self.kept, now))
 
     def is_equal(self) -> bool:
-        return len(self.kept) == len(self._holder) and all(map(_are_equal, self.kept, self._holder))
+        now = held_by(self._holder)
+        return len(self.kept) == len(now) and all(map(_are_equal, self.kept, now))
 
     def now(self) -> _Items:
         return _Items(self._holder)
 
     def put(self) -> None:
-        own: Any = deque if isinstance(self._holder, deque) else list
+        own: Any = deque if is_of(self._holder, deque) else list
         own.clear(self._holder)
         own.extend(self._holder, self.kept)
 
@@ -111,13 +114,13 @@ class _Set:
     __slots__ = ("_holder", "kept")
 
     def __init__(self, holder: set[Any]) -> None:
-        self._holder, self.kept = holder, tuple(holder)
+        self._holder, self.kept = holder, tuple(held_by(holder))
 
     def is_as_it_was(self) -> bool:
-        return {*map(id, self.kept)} == {*map(id, self._holder)}
+        return {*map(id, self.kept)} == {*map(id, held_by(self._holder))}
 
     def is_equal(self) -> bool:
-        return self.is_as_it_was() or self._holder == set(self.kept)
+        return self.is_as_it_was() or set(held_by(self._holder)) == set(self.kept)
 
     def now(self) -> _Set:
         return _Set(self._holder)
@@ -435,23 +438,23 @@ class ModuleState:
         self._add(_Drawn(np.random.get_state, np.random.set_state))
 
     def _visit(self, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
+        if is_of(value, torch.Tensor):
             self._tensors.append(value)
-        elif isinstance(value, nn.Module):
+        elif is_of(value, nn.Module):
             self._visit_module(value)
-        elif isinstance(value, dict | list | deque | tuple | set | frozenset):
+        elif is_of(value, (dict, list, deque, tuple, set, frozenset)):
             self._visit_container(value)
         elif is_code(value):
             self._visit_code(value)
-        elif isinstance(value, Iterator):
+        elif is_of(value, Iterator):
             raise UnknownStateError("it reads an iterator")
-        elif isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState):
+        elif is_of(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
             self._add(_drawn(value))
-        elif isinstance(value, np.ndarray):
+        elif is_of(value, np.ndarray):
             self._visit_array(value)
-        elif isinstance(value, weakref.ref):
+        elif is_of(value, weakref.ref):
             self._stack.append(value())
-        elif isinstance(value, SimpleNamespace) or not (isinstance(value, ModuleType) or is_of_library(type(value))):
+        elif is_of(value, SimpleNamespace) or not (is_of(value, ModuleType) or is_of_library(type(value))):
             self._visit_object(value)
 
     def _visit_module(self, module: nn.Module) -> None:
@@ -468,22 +471,22 @@ class ModuleState:
 
     def _visit_code(self, code: Any) -> None:
         """Note code that an attribute holds, or whose methods an object has."""
-        if isinstance(code, MethodType):
+        if is_of(code, MethodType):
             self._stack += [code.__self__, code.__func__]
-        elif isinstance(code, partial):
+        elif is_of(code, partial):
             self._stack += [code.func, *code.args, *code.keywords.values()]
         elif not is_of_library(code):
             self._code[code] = None
 
     def _visit_container(self, value: Any) -> None:
         kind = type(value)
-        if isinstance(value, dict):
+        if is_of(value, dict):
             self._add(_Dict(value))
-        elif isinstance(value, list | deque):
+        elif is_of(value, (list, deque)):
             self._add(_Items(value))
-        elif isinstance(value, set):
+        elif is_of(value, set):
             self._add(_Set(value))
-        self._stack += value.values() if isinstance(value, dict) else value
+        self._stack += held_by(value)
         if kind.__module__ not in ("builtins", "collections"):
             self._visit_object(value)
 
@@ -532,9 +535,10 @@ class ModuleState:
 
 def _are_same_dicts(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
     """Whether two dictionaries have the very same things, in the same order."""
-    if len(one) != len(other):
+    if dict.__len__(one) != dict.__len__(other):
         return False
-    return not one or (list(one) == list(other) and all(map(is_, one.values(), other.values())))
+    pairs = zip(dict.items(one), dict.items(other), strict=True)
+    return all(value is other_value and name == other_name for (name, value), (other_name, other_value) in pairs)
 
 
 def keeps_statistics(module: nn.Module) -> bool:
@@ -548,7 +552,10 @@ def _slots_of(kind: type) -> tuple[str, ...]:
 
 
 def _in_slots(value: Any) -> dict[str, Any]:
-    found = ((name, getattr(value, name, _MISSING)) for name in _slots_of(type(value)) if not name.startswith("__"))
+    names = [name for name in _slots_of(type(value)) if not name.startswith("__")]
+    found = attempt(
+        lambda: [(name, getattr(value, name, _MISSING)) for name in names], [], f"the slots of {type(value).__name__}"
+    )
     return {name: own for name, own in found if own is not _MISSING}
 
 

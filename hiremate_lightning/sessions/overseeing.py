@@ -63,6 +63,19 @@ def leaving_no_trace() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def without_labels(session: Session, module: nn.Module) -> Iterator[None]:
+    """Take a profiler's labels away from inside of a planned module, where they would end captured graphs; say so."""
+    found = hooks.inner_labels(module)
+    if found:
+        session.say(
+            "Modules inside of planned ones have no names in the profile: the hooks of Lightning's PyTorchProfiler, "
+            "which would end captured graphs, are left out there. PyTorchProfiler(record_module_names=False) sets none."
+        )
+    with hooks.without(found):
+        yield
+
+
 def check_captured(session: Session, name: str, result: Any) -> None:
     """Refuse a call that trains but ran none of our graphs: it must not pass in silence.
 

@@ -37,7 +37,7 @@ from ..reporting.report import Stages
 from ..rewriting.joint import is_collective
 from ..running.execution import Part
 from ..running.program import Program
-from ..torch_private import backward_pass, checkpoints, failures, saved_hooks, tensor_state
+from ..torch_private import backward_pass, checkpoints, double_backward, failures, saved_hooks, tensor_state
 from .parts import Parts
 from .planned import PlannedKinds
 from .proof_memory import ProofMemory, proof_memory
@@ -81,7 +81,7 @@ class Proof:
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the code."""
-        if self.written is not None:
+        if self.written is not None and not any(map(tensor_state.is_fake, arguments)):  # DDPOptimizer asks for shapes
             self._prove(self, arguments)
             self.runs += 1
         return self._run(*arguments)
@@ -220,7 +220,7 @@ class Prover:
     ) -> tuple[Trial, Outcome]:
         """Run code as written, with gradients where they fit; return the trial that did so."""
         is_plain = memory is not None and memory.has_plain
-        if not is_plain and _takes_gradients(written):  # by itself: it needs what it saves
+        if not is_plain and double_backward.takes_gradients(written):  # by itself: it needs what it saves
             trial = replace(trial, with_gradients=proof.part is not None)
             return _first_outcome(trial, saving_aside(written), keeps_all=True)
         if memory is None or is_plain or proof.backward != _UNKNOWN:
@@ -295,11 +295,6 @@ def _outcome_in_segments(trial: Trial, written: fx.GraphModule, memory: ProofMem
         log.info("Gradients could not be proved, since code gives other numbers when it runs segment by segment")
         return trial, expected
     return replace(trial, with_gradients=True), outcome
-
-
-def _takes_gradients(written: fx.GraphModule) -> bool:
-    modules = (module for module in written.modules() if isinstance(module, fx.GraphModule))
-    return any(module.graph.find_nodes(op="call_function", target=torch.autograd.grad) for module in modules)
 
 
 def _first_outcome(trial: Trial, written: Callable[..., Any], keeps_all: bool = False) -> tuple[Trial, Outcome]:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigurationError
+from ..objects import attempt
 from ..torch_private import hooks, sharding
 from .slots import Slot
 
@@ -94,4 +95,4 @@ def _is_checkpointed(module: nn.Module) -> bool:
     """Read the flag of transformers and diffusers, under the first of its names that the module has."""
     names = ("is_activation_checkpointing", "is_gradient_checkpointing", "gradient_checkpointing")
     name = next((n for n in names if n in module.__dict__ or hasattr(type(module), n)), None)
-    return name is not None and getattr(module, name) is True
+    return name is not None and attempt(lambda: getattr(module, name), False, f"{type(module).__name__}.{name}") is True

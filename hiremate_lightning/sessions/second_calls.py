@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import HiRemateError
 from ..measuring.outside import Outside
+from ..objects import is_of
 from ..records.graph import Node
 from ..records.step import Step
 from ..records.ways import Calls
@@ -269,7 +270,7 @@ def _may_be_given_again(values: Any) -> bool:
 
 def _apart(value: Any) -> Any:
     """Copy whatever a call may change of its arguments, except for the tensors among them."""
-    if isinstance(value, (torch.Tensor, *PLAIN_DATA)):
+    if is_of(value, (torch.Tensor, *PLAIN_DATA)):
         return value
     if type(value) in (tuple, list):
         return type(value)(_apart(item) for item in value)
@@ -286,6 +287,6 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
         TypeError: If a module is among them: a copy would have weights of its own.
     """
     found = list(things_in(value))
-    if any(isinstance(thing, nn.Module) for thing in found):
+    if any(is_of(thing, nn.Module) for thing in found):
         raise TypeError("a module is given as an argument")
-    return [thing for thing in found if isinstance(thing, torch.Tensor)]
+    return [thing for thing in found if is_of(thing, torch.Tensor)]

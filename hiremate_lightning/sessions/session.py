@@ -37,7 +37,7 @@ from ..rewriting.joint import updates_under_checkpoint
 from ..running.accumulation import Leaves
 from ..running.execution import Part
 from ..running.program import Program
-from ..torch_private import backward_pass, dynamo
+from ..torch_private import backward_pass, dynamo, tensor_state
 from ..torch_private.tensor_state import tensors_among
 from ..units import Budget
 from .announcements import Announcements
@@ -356,6 +356,20 @@ class Session:
             self._varying.called(name, call.shapes)
             self.steps.called(arguments, call)
         return self.is_plain
+
+    def waits_for_modes(self) -> bool:
+        """Whether a call is to run as the user wrote it, and nothing learned of it, since a mode sees each operator."""
+        modes = [] if backward_pass.is_running() else tensor_state.watching_modes()
+        if not modes:
+            return False
+        self.runs += 1
+        self.steps.ran_unseen()
+        self.say(
+            f"A call of {self._name} ran without its plan, in the memory of plain PyTorch: {' and '.join(modes)} is "
+            "around it and sees each operator, so that torch.compile captures nothing. Calls without it are planned: "
+            "leave it out, or use it in a few steps only."
+        )
+        return True
 
     def begin_step(self, arguments: Any) -> None:
         """Begin a step where a backward has ended the one before, or none is under way.

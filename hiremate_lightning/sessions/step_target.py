@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import ConfigurationError
 from ..torch_private import sharding
 from .entry_points import Compiler, call_found, call_training_step
-from .overseeing import check_captured, leaving_no_trace, listen_to_optimizers
+from .overseeing import check_captured, leaving_no_trace, listen_to_optimizers, without_labels
 from .refusals import refuse
 from .session import Session
 from .slots import StepSlot
@@ -63,7 +63,7 @@ class StepTarget:
             self._hook = None
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self.session.waits_for_modes():
             return self._plain(*args, **kwargs)
         if self.session.begin_call(self.METHOD, (args, kwargs), self._plain):
             with self.session.calling_plain((args, kwargs)):
@@ -75,7 +75,8 @@ class StepTarget:
             )
         before = self.session.runs
         name = f"{type(self.root).__name__}.{self.METHOD}"
-        with leaving_no_trace(), self.session.calling(name), self._log_untraced():
+        labels = without_labels(self.session, self.root)
+        with leaving_no_trace(), self.session.calling(name), labels, self._log_untraced():
             result = self._compiled(*args, **kwargs)
         if self.session.runs == before:
             check_captured(self.session, name, result)

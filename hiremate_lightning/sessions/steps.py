@@ -94,6 +94,14 @@ class Steps:
         """Learn that a step ran without its plan: its gradients were made unseen, so are not seen freed in the next."""
         self._is_passed_by = True
 
+    def ran_unseen(self) -> None:
+        """Learn that a call ran of which nothing is to be learned: a step before it ends, one under way is unseen."""
+        self.was_passed_by()
+        if self.current is not None and self.current.is_over:
+            self.end(at_once=False)
+        elif self.current is not None:
+            self.current.is_unseen = True
+
     def time_next(self) -> None:
         """Time the operations of the next step, whatever else is watched in it."""
         self._next_is_timed = True

@@ -29,6 +29,7 @@ from .overseeing import (
     leaving_no_trace,
     listen_to_optimizers,
     requires_gradient,
+    without_labels,
 )
 from .refusals import reason_of_others, refuse, refuse_each
 from .session import Session
@@ -64,7 +65,7 @@ class Targets:
         self._captured: set[str] = set()  # modules of which something was captured
         self._passed_by: set[str] = set()  # modules of which nothing was
         self._uncaptured = 0  # calls in a row of which nothing was captured, though something was before
-        self.is_inside = False
+        self.is_inside = self._is_waiting = False
         self._given_up = 0  # number of functions that Dynamo gave up, when it was last looked for their modules
         self._latest_break = dynamo.latest_break()  # of what was captured before
         self._uncaptured_parts = set[nn.Module]()  # that were called inside of a planned call, and tried in vain
@@ -137,6 +138,8 @@ class Targets:
 
     def call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a candidate: planned where it trains and is outermost, or is called by what can't be captured."""
+        if self._is_waiting:
+            return hooks.plain_call(module, *args, **kwargs)
         if name in self._around:
             return self._call_around(module, args, kwargs)
         if not self._trains(name, module, (args, kwargs)):
@@ -146,6 +149,8 @@ class Targets:
             return result
         if self.is_inside:
             return self._call_inside(name, module, args, kwargs)
+        if self.session.waits_for_modes():
+            return self._call_unlearned(module, args, kwargs)
         if name not in self.adopted and sharding.has_units_below(module):
             self._passed_by.add(name)
         if name in self._passed_by:  # what it runs before the first planned part belongs to the step
@@ -161,6 +166,14 @@ class Targets:
                 return self._call_plain(module, args, kwargs)
             return self._call_outermost(name, module, args, kwargs)
 
+    def _call_unlearned(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module, and all that it calls, as if nothing stood in for them."""
+        self._is_waiting = True
+        try:
+            return hooks.plain_call(module, *args, **kwargs)
+        finally:
+            self._is_waiting = False
+
     def _call_plain(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module as the user wrote it, and all that it calls."""
         self.is_inside = True
@@ -172,7 +185,8 @@ class Targets:
 
     def _call_outermost(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = self.session.runs
-        with leaving_no_trace(), self.session.calling(name or type(self.root).__name__), self._in_place(module):
+        calling = self.session.calling(name or type(self.root).__name__)
+        with leaving_no_trace(), calling, without_labels(self.session, module), self._in_place(module):
             result = hooks.plain_call(module, *args, **kwargs)
         if self.session.runs != before:
             self._captured.add(name)
@@ -302,8 +316,9 @@ class Targets:
 
     def _has_others_than(self, module: nn.Module) -> bool:
         """Whether there are candidates that may still be called and planned, where one was called first."""
-        others = [m for m in self._candidates().values() if m not in (module, self.root)]
-        return any(_has_weights(m) and m not in module.modules() for m in others)
+        others = [m for m in self._candidates().values() if m is not module and m is not self.root]
+        inner = set(map(id, module.modules()))
+        return any(_has_weights(m) and id(m) not in inner for m in others)
 
     def _trains(self, name: str, module: nn.Module, arguments: Any) -> bool:
         if not torch.is_grad_enabled():
@@ -350,9 +365,10 @@ class Targets:
         refuse_each(self.root, reason_of_others)  # what came after this was attached
         self.adopted[name] = module
         self._waiting.pop(module, None)
+        adopted = set(map(id, self.adopted.values()))
         for inner in module.modules():
             slot = hooks.get_call(inner)
-            if inner not in self.adopted.values() and isinstance(slot, Slot):
+            if id(inner) not in adopted and isinstance(slot, Slot):
                 self._waiting[inner] = slot
                 hooks.set_call(inner, None)
 

@@ -40,7 +40,8 @@ from torch._guards import Guard
 from torch.nn.modules import module as nn_module
 
 from ..garbage import collecting_what_it_leaves
-from . import byte_targets, folding, user_compiled
+from ..objects import attempt, is_of
+from . import byte_targets, data_parallel, folding, user_compiled
 
 __all__ = ["CompileError"]
 
@@ -69,6 +70,7 @@ def capturing_for_plans(
     * What its author compiled within planned code is captured, or compiled, as its author asked for: see
       `user_compiled`.
     * What is in `torch.compiler.nested_compile_region` is captured as any other code.
+    * Under DistributedDataParallel graphs end where buckets of gradients do, but no bucket is too small for Dynamo.
     * A log's message does not end a graph if it is said only once, or not at all.
     * What ends a graph is not logged, nor warned of, unless a user has asked torch for its logs: see `graph_breaks`.
     * Code that Dynamo or AOTAutograd fail on runs as it is, and what it calls is captured on its own. The error is told
@@ -90,7 +92,7 @@ def capturing_for_plans(
     before = convert_frame._compile, _innermost.hear
     convert_frame._compile, _innermost.hear = capture_planned, hear
     try:
-        with ExitStack() as hearing:
+        with data_parallel.smallest_buckets(), ExitStack() as hearing:
             yield
     finally:
         convert_frame._compile, _innermost.hear = before
@@ -209,17 +211,25 @@ def gave_up(module: torch.nn.Module, since: Any = None) -> bool:
         module: The module.
         since: The `latest_break` before it was planned: all models run the forward of an `nn.Sequential`.
     """
-    function: Any = module.forward
-    while function is not None:
-        if getattr(function, "__code__", None) in _given_up:
-            return True
-        function = getattr(function, "__wrapped__", None)
+    functions = _wrapped_by(attempt(lambda: module.forward, None, f"the forward of {type(module).__name__}"))
+    if any(getattr(function, "__code__", None) in _given_up for function in functions):
+        return True
     return _is_of_torch(module) and _breaks_within(type(module).forward.__code__, since)
 
 
+def _wrapped_by(function: Any) -> Iterator[types.FunctionType | types.MethodType]:
+    """Go through a function and those that decorators say to be inside of it; other objects may say anything."""
+    seen = set[int]()
+    while is_of(function, (types.FunctionType, types.MethodType)) and id(function) not in seen:
+        seen.add(id(function))
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
 def _is_of_torch(module: torch.nn.Module) -> bool:
+    """Whether torch itself wrote a module's forward; that of code which was generated is of no module."""
     function = type(module).forward
-    return isinstance(function, types.FunctionType) and function.__module__.startswith("torch.nn.")
+    return type(function) is types.FunctionType and str(function.__module__).startswith("torch.nn.")
 
 
 def _breaks_within(code: types.CodeType, since: Any) -> bool:

@@ -61,6 +61,41 @@ def hooks_of(module: torch.nn.Module) -> list[dict[int, Any]]:
     return [own[name] for name in _CALLED if name in own]
 
 
+def inner_labels(module: torch.nn.Module) -> list[tuple[dict[int, Any], dict[int, Any]]]:
+    """List the hooks below a module that only name it in the records of a profiler: Lightning's PyTorchProfiler's.
+
+    Returns:
+        The very dictionaries in which modules keep hooks, each with those of them that are such.
+    """
+    first = next(module.children(), None)
+    if first is None or not _labels(first._forward_pre_hooks):
+        return []  # it puts them on all modules
+    inner = (part for part in module.modules() if part is not module)
+    kept = (own for part in inner for own in (part._forward_pre_hooks, part._forward_hooks))
+    return [(own, found) for own in kept if (found := _labels(own))]
+
+
+def _labels(own: dict[int, Any]) -> dict[int, Any]:
+    """Return those of a module's hooks that only label it."""
+    owners = {number: getattr(getattr(hook, "func", None), "__self__", None) for number, hook in own.items()}
+    return {number: own[number] for number, owner in owners.items() if type(owner).__name__ == "RegisterRecordFunction"}
+
+
+@contextmanager
+def without(found: list[tuple[dict[int, Any], dict[int, Any]]]) -> Iterator[None]:
+    """Take hooks away for a while: their labels would end captured graphs."""
+    before = [dict(own) for own, _ in found]
+    for own, labels in found:
+        for number in labels:
+            del own[number]
+    try:
+        yield
+    finally:
+        for (own, _), hooks in zip(found, before, strict=True):
+            own.clear()
+            own.update(hooks)
+
+
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """Return the very dictionary in which a module keeps its own buffers."""
     return module._buffers

@@ -25,6 +25,8 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils._pytree import tree_leaves as leaves
 from torch.utils._pytree import tree_map as map_leaves
 
+from ..objects import attempt, is_of
+
 __all__ = ["leaves", "map_leaves"]
 
 # What is raised where code asks a tensor without memory for its values, or for as many results as these tell.
@@ -34,15 +36,21 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 def tensors_among(values: Any) -> list[torch.Tensor]:
-    """List the tensors in a tree of containers; of Python's own ones without pytree, which takes ten times as long."""
+    """List the tensors in a tree of containers; of Python's own ones without pytree, which takes ten times as long.
+
+    Of a user's own containers, which pytree can't go through, there are none.
+    """
     kind = type(values)
     if kind is tuple or kind is list:
         return [tensor for value in values for tensor in tensors_among(value)]
     if kind is dict:
         return tensors_among(list(values.values()))
-    if isinstance(values, torch.Tensor):
+    if issubclass(kind, torch.Tensor):
         return [values]
-    return [] if kind in _PLAIN else [value for value in leaves(values) if isinstance(value, torch.Tensor)]
+    if kind in _PLAIN:
+        return []
+    found = attempt(lambda: leaves(values), [], f"the values in {kind.__name__}")
+    return [value for value in found if is_of(value, torch.Tensor)]
 
 
 def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
@@ -66,9 +74,9 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor was made in a fake mode."""
-    return isinstance(tensor, FakeTensor)
+def is_fake(value: Any) -> bool:
+    """Whether a value is a tensor that was made in a fake mode."""
+    return isinstance(value, FakeTensor)
 
 
 def unviewed(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,6 +137,12 @@ def settings() -> tuple[Any, ...]:
     """Describe what beside autocast decides how PyTorch computes: modes, backends, precision."""
     modes = *_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()
     return (*map(id, modes), *kernel_settings())
+
+
+def watching_modes() -> list[str]:
+    """Name the modes around this call that see each operator (`FlopCounterMode`): Dynamo captures nothing in them."""
+    found = (mode for mode in _get_current_dispatch_mode_stack() if not isinstance(mode, FakeTensorMode))
+    return [type(m).__name__.lstrip("_") for m in found if not (m.is_infra_mode() or m.ignore_compile_internals())]
 
 
 def kernel_settings() -> tuple[Any, ...]:

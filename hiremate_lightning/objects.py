@@ -1,0 +1,86 @@
+"""What objects of users hold, looked at without running their code.
+
+A user's class may do anything in `__len__`, `__iter__`, `__eq__`, `__getattribute__` or a property: raise, return an
+array, take long, change something. So an object is asked by the methods of Python's own classes only, and by its type,
+not by its `__class__`. Where no other way is left than to run a user's code, and that raises, the object is left alone:
+`attempt` says so once for each place, in the log at debug level.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+log = logging.getLogger("hiremate_lightning")
+
+_T = TypeVar("_T")
+_said = set[str]()
+_ITEMS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (dict, dict.values),
+    (list, list.__iter__),
+    (tuple, tuple.__iter__),
+    (set, set.__iter__),
+    (frozenset, frozenset.__iter__),
+    (deque, deque.__iter__),
+)
+_PLAIN: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (int, int.__int__),
+    (float, float.__float__),
+    (str, str.__str__),
+    (bytes, lambda value: bytes.__getitem__(value, slice(None))),
+    (complex, lambda value: (complex.real.__get__(value), complex.imag.__get__(value))),  # type: ignore[attr-defined]
+)
+
+
+def is_of(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    """Whether an object is of some classes by its type; `isinstance` would ask the object too."""
+    return issubclass(type(value), kinds)
+
+
+def held_by(value: Any) -> list[Any]:
+    """List the items of a container, and the attributes of any other object."""
+    items = next((items for kind, items in _ITEMS if is_of(value, kind)), None)
+    return list(dict.values(attributes_of(value))) if items is None else list(items(value))
+
+
+def count_of(value: Any) -> int:
+    """Count the items of a dict, whatever its class says."""
+    return dict.__len__(value)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return the very attributes of an object; none for one that keeps them elsewhere."""
+
+    def read() -> Any:
+        try:
+            return object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            return None
+
+    found = attempt(read, None, f"the attributes of {type(value).__name__}")
+    return found if is_of(found, dict) else {}
+
+
+def plain_data(value: Any) -> Any:
+    """Return what a number or a text of a user's own class is, in Python's own one, which compares as it should."""
+    convert = next((convert for kind, convert in _PLAIN if is_of(value, kind)), None)
+    return value if convert is None else convert(value)
+
+
+def attempt(look: Callable[[], _T], otherwise: _T, what: str) -> _T:
+    """Look at something of a user's; where that raises, say so once, and take something else.
+
+    Args:
+        look: May run a user's code.
+        otherwise: What to take then.
+        what: What is looked at, in words.
+    """
+    try:
+        return look()
+    except Exception as error:  # whatever a user's code raises where it is looked at
+        if what not in _said:
+            _said.add(what)
+            log.debug("%s is left alone, since a look at it fails: %s", what, type(error).__name__, exc_info=True)
+        return otherwise
