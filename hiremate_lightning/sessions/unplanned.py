@@ -2,8 +2,8 @@
 
 There are four kinds. Steps of sizes that were never seen, which to capture would take seconds (`plain_steps`); those
 of them that fit only where modules of the model are called twice, as in `torch.utils.checkpoint` (`second_calls`);
-those that fit only where what autograd saves is put aside (`aside`); and steps whose plan recomputes nothing and is
-slower than eager PyTorch (`releasing`).
+those that fit only where what autograd saves is put aside (`aside`); and steps whose plan gains nothing and is slower
+than eager PyTorch (`releasing`).
 """
 
 from __future__ import annotations
@@ -136,6 +136,9 @@ class UnplannedSteps:
 
     def is_to_be_measured(self, plain: PlainRun) -> bool:
         """Whether to measure a step that runs plain."""
+        released = plain.released
+        if released is not None and self._planned.saves_nothing(released):
+            return self.releases.is_to_be_measured(released)
         return self._plain.is_to_be_measured(plain.prediction, self._room_bytes())
 
     def ended(self, step: CurrentStep, plain: PlainRun) -> None:
@@ -151,6 +154,10 @@ class UnplannedSteps:
         self._plain.measured(step.calls, plain.likely, plain.prediction, added_bytes)
         if plain.released is not None and self._planned.options.budget.share == 1:
             return  # the budget is what plain training takes
+        if plain.released is not None and self._planned.saves_nothing(plain.released):
+            own = self._planned.plans[plain.released]
+            self.releases.measured(plain.released, peak_bytes, own.measured.peak_bytes or own.planned_peak_bytes)
+            return
         if peak_bytes is not None and plan is not None and peak_bytes > plan.budget_bytes:
             self._is_over(plain, peak_bytes, plan.budget_bytes)
 
@@ -198,9 +205,10 @@ class UnplannedSteps:
         """Learn that the step after one that was timed begins; announce where its kind runs without its plan now."""
         ratio = self.releases.next_begins(timing)
         if ratio is not None:
+            gains = "saves no memory" if self._planned.saves_nothing(timing.kind) else "recomputes nothing"
             text = (
-                f"A plan of {self._name} recomputes nothing and takes {ratio:.2f} times as long as the code "
-                "without it: such steps run without it from now on."
+                f"A plan of {self._name} {gains} and takes {ratio:.2f} times as long as the code without it: such "
+                "steps run without it from now on."
             )
             log.info(text)
             self._reporter.note(text)
