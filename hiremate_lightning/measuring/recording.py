@@ -146,7 +146,7 @@ class StepRecord:
         parameters: Which parameters they were given, by identity.
         timed: Times of its operations, None where they were not taken.
         alive_at: Which outputs of the runs lived, by mark.
-        ended_bytes: What existed as it was closed, resident bytes included; None where it was closed before the next step
+        ended_bytes: What existed as it was closed, resident bytes included; None where that was before the next step
             began, or not all was seen.
         spans: What was measured from each mark to the next, when that has ended; nothing where memory is not measured.
             What was there before, and counted nowhere, is not taken for memory that the step gave back.
@@ -271,7 +271,7 @@ class StepRecord:
             self._unwatch.append(self._mark_release(tensor, mark))
 
     def watch_given(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Mark when tensors of the batch are released, which count as there before: the allocator may not tell of it."""
+        """Mark when tensors of the batch are released, which were there before: the allocator may not tell of it."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             mark = Mark(Event.GIVEN, size_bytes=allocated_bytes(storage.nbytes(), tensor.device))

@@ -31,6 +31,7 @@ from .captured_steps import CapturedSteps
 from .current_step import CurrentStep, PlainRun
 from .given import tensors_inside
 from .kinds import Kind
+from .new_sizes import NewSizes, TimedStep
 from .plain_steps import ModuleCall, PlainSteps, Prediction
 from .planned import PlannedKinds
 from .releasing import Releases, Timing
@@ -66,6 +67,7 @@ class UnplannedSteps:
         self._second_calls = SecondCalls(root)
         self._captured, self._plain = CapturedSteps(self._second_calls), PlainSteps()
         self._found = dict[Kind, tuple[tuple[ModuleCall, ...], Kind]]()  # what planned kinds are given, and their code
+        self._new_sizes = NewSizes(self._name)
         self._may_put_aside = HAS_FILES and not sharding.has_units(root)
         self._sizes_vary = False  # whether any step ran plain since its sizes were not known
         self._extra_ms = defaultdict[tuple[ModuleCall, ...], float](float)  # spent on saving memory so far, by calls
@@ -212,6 +214,34 @@ class UnplannedSteps:
             )
             log.info(text)
             self._reporter.note(text)
+
+    def next_begins(self, before: CurrentStep, seconds: float) -> None:
+        """Learn what a step took that nothing was watched or captured in, and say what steps of new sizes cost.
+
+        Args:
+            before: The step.
+            seconds: From its beginning to that of the next one.
+        """
+        plans = self._planned.plans
+        likely = before.plain.likely if before.plain is not None else before.kind
+        if not before.calls or likely not in plans or not self._is_allowed:
+            return
+        found = self._plain.predict(before.calls, likely, sys.maxsize, (Way(),))
+        if found is None or not found.captured_bytes:
+            return
+        step = TimedStep(found.captured_bytes, seconds)
+        if before.plain is not None and before.plain.prediction.way.saves_memory:
+            most_bytes = max(plan.resident_bytes for plan in plans.values())
+            text = self._new_sizes.saved_memory(step, most_bytes + found.added_bytes)
+            if text is not None:
+                log.info(text)
+                self._reporter.note(text)
+        elif before.plain is not None:
+            self._new_sizes.ran_plain(step)
+        else:
+            plan = plans[likely]
+            recompute_ms = plan.measured.recompute_ms
+            self._new_sizes.ran_planned(step, (recompute_ms or plan.solution.recompute_ms) / 1000)
 
     def _released(self, step: CurrentStep, kind: Kind) -> PlainRun | None:
         """Return how a step of a kind runs whose plan gains nothing; None where its calls are another kind's."""
