@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import hiremate
+from hiremate_lightning.sessions import releasing
 from hiremate_lightning.sessions.releasing import SAMPLES, SETTLED_STEPS, Releases
 from hiremate_lightning.sessions.targets import targets_of
 
@@ -73,14 +74,29 @@ def make() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(16, 16))
 
 
-@pytest.mark.parametrize(("budget", "planned_s", "is_released"), [("100%", 2.0, True), ("1 GiB", 0.9, False)])
+def test_a_plan_that_does_not_fit_stays_where_a_plain_step_takes_more():
+    """Until a plain step has shown its peak, each is measured; of one that never shows it nothing is known."""
+    for peaks, is_kept in (([None, 101], False), ([None, 102], True), ([None] * 4, True)):
+        releases = Releases(Clock())
+        for peak_bytes in peaks:
+            assert releases.is_to_be_measured(KIND)
+            releases.measured(KIND, peak_bytes, 100)
+        assert releases.is_to_be_measured(KIND) == is_kept
+        assert (releases.runs_plain(KIND), run(releases, Clock(), 2.0, SETTLED_STEPS + 1)[-1]) == (False, not is_kept)
+
+
+@pytest.mark.parametrize(
+    ("budget", "planned_s", "is_released"),
+    [("100%", 2.0, True), ("1 GiB", 0.9, False), ("20%", 2.0, True), ("20%", 0.9, False)],
+)
 def test_a_step_whose_plan_is_slower_than_eager_runs_unplanned(budget, planned_s, is_released, caplog):
+    """So it does where nothing fits, 20 % here, and the plan takes as much memory as eager PyTorch."""
     caplog.set_level(logging.INFO, "hiremate_lightning")
     logs = []
     for is_planned in (False, True):
         model, log, clock = make(), [], Clock()
         if is_planned:
-            hiremate(model, budget, verbose=False)
+            hiremate(model, budget, verbose=False, on_infeasible="warn")
             session = targets_of(model).session
             session.unplanned.releases = Releases(clock)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -96,3 +112,21 @@ def test_a_step_whose_plan_is_slower_than_eager_runs_unplanned(budget, planned_s
     assert not differing(logs[1], logs[0])
     assert session.is_plain == is_released
     assert ("2.00 times as long as the code without it" in caplog.text) == is_released
+
+
+def test_a_step_that_takes_more_memory_without_its_plan_keeps_it(monkeypatch):
+    """Nothing fits; here what is measured of the first plain step counts as more than what its plan takes."""
+    monkeypatch.setattr(releasing, "NO_MORE", 0.5)
+    model, clock = make(), Clock()
+    hiremate(model, "20%", verbose=False, on_infeasible="warn")
+    session = targets_of(model).session
+    session.unplanned.releases = Releases(clock)
+    ran_plain = []
+    with quiet():
+        for index in range(DECIDED + 8):
+            model.zero_grad()
+            model(torch.randn(32, 16, generator=torch.Generator().manual_seed(index))).square().mean().backward()
+            ran_plain.append(session.is_plain)
+            clock.now_s += 1.0 if session.is_plain else 2.0
+    assert 1 <= sum(ran_plain) <= 2
+    assert not ran_plain[-1]

@@ -13,6 +13,7 @@ from ..torch_private import dynamo
 from ..units import Budget, format_bytes
 
 CAPTURES = 8  # consecutive steps in which something is captured before that is announced: it goes on like that
+RETAINING = 4  # consecutive steps in which more graphs are retained before that is announced: it goes on like that
 REASONS = 5  # why graphs end that a message lists, the most frequent first
 
 
@@ -31,6 +32,8 @@ class Announcements:
         self._captured = 0  # graphs when the latest step ended
         self._capturing_steps = 0  # consecutive steps in each of which something was captured
         self._failed_guards = Counter[str]()  # before the last of so many steps
+        self._retained = 0  # graphs that were retained for another backward when the latest step began
+        self._retaining_steps = 0  # consecutive steps before each of which there were more of them
 
     def say(self, text: str, found: str = "", topic: str = "") -> None:
         """Warn, once for each text, whatever was found; where a topic is given, once for that."""
@@ -86,6 +89,19 @@ class Announcements:
                 found,
             )
         return is_usual
+
+    def step_begins(self, retained: int) -> None:
+        """Learn how many graphs are retained for another backward before a step; warn where they become ever more."""
+        self._retaining_steps = self._retaining_steps + 1 if retained > self._retained else 0
+        self._retained = retained
+        if self._retaining_steps == RETAINING:
+            self.say(
+                f"Before each of {RETAINING} consecutive steps there were more graphs retained for another backward, "
+                "and more memory with them. Usual causes: losses that are kept with retain_graph=True, which plain "
+                "PyTorch keeps too; or a hook on a tensor that holds what was computed from another tensor of the same "
+                "captured graph, as the hook of a deep equilibrium model does, which is never freed. In that case "
+                "name submodules with target=, the layer that is iterated say."
+            )
 
     # ---------------------------------------------------------------- captured code
 

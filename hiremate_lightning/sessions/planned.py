@@ -12,6 +12,7 @@ from ..garbage import collecting_what_it_leaves
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..measuring.resident_memory import ResidentMemory
+from ..memory.free_memory import free_bytes
 from ..options import SessionOptions
 from ..out_of_memory import InfeasibleBudgetError
 from ..planning.plan import Plan
@@ -37,6 +38,7 @@ from .watching import WatchPolicy
 log = logging.getLogger("hiremate_lightning")
 
 CLEARLY_MORE = 1.1  # than was said of steps in which nothing fits: it is said again
+SAVES_NOTHING = 0.99  # of what a step adds without its plan: a plan that takes as much, or more, saves no memory
 
 
 class PlannedKinds:
@@ -468,14 +470,27 @@ class PlannedKinds:
     # ---------------------------------------------------------------- what others ask
 
     def gains_nothing(self, kind: Kind, plain_bytes: int) -> bool:
-        """Whether a plan that was measured and timed recomputes nothing, where its step fits without it.
+        """Whether a plan that was measured and timed is not what its step fits the budget by.
+
+        It recomputes nothing where the step fits without it, or nothing fits and it saves no memory either.
 
         Args:
             kind: The kind of step.
             plain_bytes: What it adds without its plan.
         """
         plan, known = self.plans[kind], self.kinds.described(kind)
-        if plan.solution.recompute_ms or plan.measured.step_ms is None or known.waits:
+        if plan.measured.step_ms is None or known.waits:
+            return False
+        if plan.planned_peak_bytes > plan.budget_bytes:
+            more_bytes = plain_bytes - plan.planned.peak_bytes
+            return self.saves_nothing(kind) and more_bytes < free_bytes(self._memory.device)
+        if plan.solution.recompute_ms:
             return False
         is_whole = self.options.budget.share == 1  # of what plain training adds
         return is_whole or plan.resident_bytes + plain_bytes + known.margin_bytes <= plan.budget_bytes
+
+    def saves_nothing(self, kind: Kind) -> bool:
+        """Whether nothing fits the budget of a kind, and its plan takes what the step takes without it, or nearly."""
+        plan = self.plans[kind]
+        is_over = plan.planned_peak_bytes > plan.budget_bytes
+        return is_over and plan.planned.peak_bytes >= SAVES_NOTHING * plan.unplanned.peak_bytes

@@ -1,6 +1,7 @@
-"""Kinds of steps whose plan recomputes nothing and that are faster without it: they are given back to eager PyTorch.
+"""Kinds of steps whose plan gains nothing and that are faster without it: they are given back to eager PyTorch.
 
-Such a plan saves nothing that the budget needs where the step fits as the user wrote it. Whether it costs time is
+Such a plan recomputes nothing, and the step fits the budget as the user wrote it. Or nothing fits the budget, and the
+plan takes the memory of the step as the user wrote it: that is measured before it counts. Whether a plan costs time is
 measured: steps run planned and plain in turns, some of each, and the medians decide, once for each plan. Both give the
 same numbers.
 """
@@ -17,6 +18,8 @@ from .kinds import Kind
 SETTLED_STEPS = 8  # of a kind that ran by its plan before plain steps are tried
 SAMPLES = 6  # steps of each way that are timed
 CLEARLY_SLOWER = 1.15  # a plan than eager PyTorch, or it stays
+TRIES = 4  # plain steps to measure in a row, until one shows its peak
+NO_MORE = 1.01  # of the peak of a plan that does not fit, beyond which a plain step takes more: an allocator's blocks
 
 
 @dataclass
@@ -27,11 +30,15 @@ class _Timings:
         settled: How many steps ran by its plan, unwatched.
         seconds: Of steps that ran plain, and of those that ran by the plan.
         is_released: Whether it runs plain from now on, None before that is decided.
+        tries: How many plain steps were measured that did not show their peak.
+        has_shown: Whether a plain step has shown that it takes no more than the plan.
     """
 
     settled: int = 0
     seconds: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
     is_released: bool | None = None
+    tries: int = 0
+    has_shown: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,24 @@ class Releases:
         ratio = median(trial.seconds[False]) / median(trial.seconds[True])
         trial.is_released = ratio > CLEARLY_SLOWER
         return ratio if trial.is_released else None
+
+    def is_to_be_measured(self, kind: Kind) -> bool:
+        """Whether to measure a plain step of a kind whose plan does not fit: it may take more than the plan."""
+        return not self._trials.get(kind, _Timings()).has_shown
+
+    def measured(self, kind: Kind, peak_bytes: int | None, plan_bytes: int) -> None:
+        """Learn what a plain step takes of a kind whose plan does not fit, and takes so much.
+
+        Args:
+            kind: The kind.
+            peak_bytes: The peak of the plain step, None where the measurement did not see all.
+            plan_bytes: The peak of its plan.
+        """
+        trial = self._trials.setdefault(kind, _Timings())
+        trial.tries += 1
+        trial.has_shown = trial.has_shown or (peak_bytes is not None and peak_bytes <= NO_MORE * plan_bytes)
+        if not trial.has_shown and (peak_bytes is not None or trial.tries == TRIES):
+            trial.is_released = False
 
     def keep(self, kind: Kind) -> None:
         """Learn that a kind takes more than its budget without its plan."""

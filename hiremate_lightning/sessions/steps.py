@@ -7,6 +7,7 @@ another input shape) have their own plans side by side.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -143,6 +144,7 @@ class Steps:
         self.current.is_unseen = True  # it can't be ended here: autograd would restore the profiler
 
     def _begin(self, arguments: list[torch.Tensor], calls: list[ModuleCall]) -> None:
+        began_at = time.perf_counter()
         before, self.ended = self.ended, None
         if self._is_passed_by:
             self._memory.step_ended(None)
@@ -157,10 +159,11 @@ class Steps:
         size_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in arguments)
         waiting = len(self._parts.waiting())
         foreseen = self._kinds.foresee((size_bytes, waiting))
-        step = self.current = CurrentStep(size_bytes, waiting, foreseen, calls)
+        step = self.current = CurrentStep(size_bytes, waiting, foreseen, calls, began_at=began_at)
         self._planned.take_better()
         self._watching.settle()
         self._memory.step_begins(arguments)
+        self._announcements.step_begins(len(self._parts.retained()))
         if finished is not None:
             self._memory.collect_garbage()
         if finished is not None or self._counts_resident(step):
@@ -169,6 +172,8 @@ class Steps:
             self._meet(finished, step, step.resident)
         if before is not None and before.timing is not None:
             self._unplanned.note_release(before.timing)
+        if before is not None and before.is_usual:
+            self._unplanned.next_begins(before, began_at - before.began_at)
         settled = self._unplanned.step_begins(step)
         self._watch(step, arguments)
         if settled is not None:
@@ -321,6 +326,7 @@ class Steps:
 
     def _end_captured(self, step: CurrentStep, at_once: bool) -> None:
         is_usual = self._announcements.step_ended(self._parts.count)
+        step.has_captured = not is_usual
         self.ended, kind, expected, record = step, step.kind, step.expected, step.record
         is_own = step.ran_by(self._kinds.taken_for(kind))
         self._kinds.ended(kind, step.start, step.is_by_plans)

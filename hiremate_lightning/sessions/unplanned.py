@@ -2,8 +2,8 @@
 
 There are four kinds. Steps of sizes that were never seen, which to capture would take seconds (`plain_steps`); those
 of them that fit only where modules of the model are called twice, as in `torch.utils.checkpoint` (`second_calls`);
-those that fit only where what autograd saves is put aside (`aside`); and steps whose plan recomputes nothing and is
-slower than eager PyTorch (`releasing`).
+those that fit only where what autograd saves is put aside (`aside`); and steps whose plan gains nothing and is slower
+than eager PyTorch (`releasing`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from .captured_steps import CapturedSteps
 from .current_step import CurrentStep, PlainRun
 from .given import tensors_inside
 from .kinds import Kind
+from .new_sizes import NewSizes, TimedStep
 from .plain_steps import ModuleCall, PlainSteps, Prediction
 from .planned import PlannedKinds
 from .releasing import Releases, Timing
@@ -66,6 +67,7 @@ class UnplannedSteps:
         self._second_calls = SecondCalls(root)
         self._captured, self._plain = CapturedSteps(self._second_calls), PlainSteps()
         self._found = dict[Kind, tuple[tuple[ModuleCall, ...], Kind]]()  # what planned kinds are given, and their code
+        self._new_sizes = NewSizes(self._name)
         self._may_put_aside = HAS_FILES and not sharding.has_units(root)
         self._sizes_vary = False  # whether any step ran plain since its sizes were not known
         self._extra_ms = defaultdict[tuple[ModuleCall, ...], float](float)  # spent on saving memory so far, by calls
@@ -136,6 +138,9 @@ class UnplannedSteps:
 
     def is_to_be_measured(self, plain: PlainRun) -> bool:
         """Whether to measure a step that runs plain."""
+        released = plain.released
+        if released is not None and self._planned.saves_nothing(released):
+            return self.releases.is_to_be_measured(released)
         return self._plain.is_to_be_measured(plain.prediction, self._room_bytes())
 
     def ended(self, step: CurrentStep, plain: PlainRun) -> None:
@@ -151,6 +156,10 @@ class UnplannedSteps:
         self._plain.measured(step.calls, plain.likely, plain.prediction, added_bytes)
         if plain.released is not None and self._planned.options.budget.share == 1:
             return  # the budget is what plain training takes
+        if plain.released is not None and self._planned.saves_nothing(plain.released):
+            own = self._planned.plans[plain.released]
+            self.releases.measured(plain.released, peak_bytes, own.measured.peak_bytes or own.planned_peak_bytes)
+            return
         if peak_bytes is not None and plan is not None and peak_bytes > plan.budget_bytes:
             self._is_over(plain, peak_bytes, plan.budget_bytes)
 
@@ -198,12 +207,41 @@ class UnplannedSteps:
         """Learn that the step after one that was timed begins; announce where its kind runs without its plan now."""
         ratio = self.releases.next_begins(timing)
         if ratio is not None:
+            gains = "saves no memory" if self._planned.saves_nothing(timing.kind) else "recomputes nothing"
             text = (
-                f"A plan of {self._name} recomputes nothing and takes {ratio:.2f} times as long as the code "
-                "without it: such steps run without it from now on."
+                f"A plan of {self._name} {gains} and takes {ratio:.2f} times as long as the code without it: such "
+                "steps run without it from now on."
             )
             log.info(text)
             self._reporter.note(text)
+
+    def next_begins(self, before: CurrentStep, seconds: float) -> None:
+        """Learn what a step took that nothing was watched or captured in, and say what steps of new sizes cost.
+
+        Args:
+            before: The step.
+            seconds: From its beginning to that of the next one.
+        """
+        plans = self._planned.plans
+        likely = before.plain.likely if before.plain is not None else before.kind
+        if not before.calls or likely not in plans or not self._is_allowed:
+            return
+        found = self._plain.predict(before.calls, likely, sys.maxsize, (Way(),))
+        if found is None or not found.captured_bytes:
+            return
+        step = TimedStep(found.captured_bytes, seconds)
+        if before.plain is not None and before.plain.prediction.way.saves_memory:
+            most_bytes = max(plan.resident_bytes for plan in plans.values())
+            text = self._new_sizes.saved_memory(step, most_bytes + found.added_bytes)
+            if text is not None:
+                log.info(text)
+                self._reporter.note(text)
+        elif before.plain is not None:
+            self._new_sizes.ran_plain(step)
+        else:
+            plan = plans[likely]
+            recompute_ms = plan.measured.recompute_ms
+            self._new_sizes.ran_planned(step, (recompute_ms or plan.solution.recompute_ms) / 1000)
 
     def _released(self, step: CurrentStep, kind: Kind) -> PlainRun | None:
         """Return how a step of a kind runs whose plan gains nothing; None where its calls are another kind's."""

@@ -1,0 +1,26 @@
+"""What a session warns of."""
+
+from __future__ import annotations
+
+import warnings
+
+from hiremate_lightning.sessions.announcements import RETAINING, Announcements
+
+
+def warn_at(counts: list[int]) -> list[int]:
+    """List the steps at whose beginning something is said, by how many graphs are retained then."""
+    said, found = Announcements("Net"), []
+    for step, count in enumerate(counts):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            said.step_begins(count)
+        found += [step] * ("more graphs retained" in "".join(str(one.message) for one in caught))
+    return found
+
+
+def test_graphs_that_are_retained_ever_more_are_announced_once():
+    assert warn_at([0, *range(1, 3 * RETAINING)]) == [RETAINING]
+
+
+def test_graphs_that_are_retained_from_step_to_step_are_not_announced():
+    assert not warn_at([1, 2, 3, 3, 4, 5, 6, 0, 1, 1, 1, 1, 1])
