@@ -324,7 +324,6 @@ def compare(asked: argparse.Namespace) -> int:
     """Solve by several methods under the same budgets; 1 where none of them fits any. Ctrl-C keeps what is done."""
     budgets, methods = parse_budgets(asked.budget), parse_methods(asked.methods)
     work = _Work(asked)
-    work.need_one_count()
     captured, step = work.capture()
     named = _budgets_in_words(work, budgets, captured.resident_bytes, step.plain_bytes)
     problem = Problem(step.graph, step.profile, step.plain_bytes, SolveOptions(asked.time_limit))

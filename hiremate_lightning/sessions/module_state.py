@@ -553,8 +553,11 @@ def _slots_of(kind: type) -> tuple[str, ...]:
 
 def _in_slots(value: Any) -> dict[str, Any]:
     names = [name for name in _slots_of(type(value)) if not name.startswith("__")]
+    nothing: list[tuple[str, Any]] = []
     found = attempt(
-        lambda: [(name, getattr(value, name, _MISSING)) for name in names], [], f"the slots of {type(value).__name__}"
+        lambda: [(name, getattr(value, name, _MISSING)) for name in names],
+        nothing,
+        f"the slots of {type(value).__name__}",
     )
     return {name: own for name, own in found if own is not _MISSING}
 

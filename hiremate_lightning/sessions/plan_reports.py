@@ -40,6 +40,10 @@ class PlanReports:
         self._say_why(kind, plan, is_new=True)
         self._reporter.planned(plan, remark)
 
+    def note(self, text: str) -> None:
+        """Say what belongs to the plan that was shown last."""
+        self._reporter.note(text)
+
     def kept(self, kind: Kind, plan: Plan) -> None:
         """Say why a budget has changed under a plan that stays."""
         self._say_why(kind, plan, is_new=False)
