@@ -30,7 +30,7 @@ _PLAIN: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (float, float.__float__),
     (str, str.__str__),
     (bytes, lambda value: bytes.__getitem__(value, slice(None))),
-    (complex, lambda value: (complex.real.__get__(value), complex.imag.__get__(value))),  # type: ignore[attr-defined]
+    (complex, lambda value: (complex.real.__get__(value), complex.imag.__get__(value))),
 )
 
 

@@ -8,8 +8,8 @@ from lightning.pytorch.profilers.pytorch import RegisterRecordFunction
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from hiremate_lightning import HiRemateWarning, hiremate
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning import HiRemateWarning, get_plan, hiremate
+from hiremate_lightning.testing import captured_count
 
 from .exact import Log, leave_behind, train_both
 
@@ -56,11 +56,8 @@ def test_a_counter_around_the_first_step_leaves_the_plan_whole():
     for index in (1, 2, 3):
         step(model, index)
 
-    targets = targets_of(model)
-    assert targets is not None
-    assert list(targets.adopted) == [""]
-    assert targets.session.captured_count == 1
-    assert targets.session.plan is not None
+    assert captured_count(model) == 1
+    assert get_plan(model) is not None
 
 
 def test_labels_of_a_profiler_do_not_end_graphs():
@@ -73,6 +70,4 @@ def test_labels_of_a_profiler_do_not_end_graphs():
         assert [list(module._forward_hooks) for module in model.modules()] == found
     step(model, 2)
 
-    targets = targets_of(model)
-    assert targets is not None
-    assert targets.session.captured_count == 1
+    assert captured_count(model) == 1

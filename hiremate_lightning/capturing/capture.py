@@ -167,12 +167,12 @@ def order_of_gradients(joint: fx.GraphModule, num_forward: int) -> tuple[int, ..
         joint: The joint graph as it was traced: autograd runs its backward in the order of eager PyTorch.
         num_forward: Number of its outputs that the forward returns.
     """
-    _, gradients, *_ = aot.joint_outputs(joint, num_forward)
-    place = {node: index for index, node in enumerate(joint.graph.nodes)}
+    gradients: list[Any] = aot.joint_outputs(joint, num_forward)[1]
+    place: dict[Any, int] = {node: index for index, node in enumerate(joint.graph.nodes)}
     inputs = joint.graph.find_nodes(op="placeholder")
     first_reads = [min((place[user] for user in node.users), default=0) for node in inputs]
     found = [position for position, gradient in enumerate(gradients) if isinstance(gradient, fx.Node)]
-    return tuple(sorted(found, key=lambda position: (place[gradients[position]], -first_reads[position])))
+    return tuple(sorted(found, key=lambda at: (place[gradients[at]], -first_reads[at])))
 
 
 @dataclass

@@ -216,14 +216,19 @@ def _by_name(
 ) -> dict[str, torch.Tensor]:
     """List the tensors among some arguments by their names; those of a mapping by its keys, others by their numbers."""
     args, kwargs = arguments
-    named = attempt(lambda: _arguments_of(function, args, kwargs), {}, "the signature of a forward")
+    named: dict[str, Any] = attempt(lambda: _arguments_of(function, args, kwargs), {}, "the signature of a forward")
     for value in list(named.values()):
         if is_of(value, Mapping):
-            named = {**attempt(partial(dict, value), {}, f"the items of {type(value).__name__}"), **named}
+            items: dict[str, Any] = attempt(partial(_items_of, value), {}, f"the items of {type(value).__name__}")
+            named = {**items, **named}
     found = {str(name): value for name, value in named.items() if isinstance(value, torch.Tensor)}
     known = {id(tensor) for tensor in found.values()}
     others = [tensor for tensor in tensors if id(tensor) not in known]
     return found | {f"argument {number}": tensor for number, tensor in enumerate(others, start=1)}
+
+
+def _items_of(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(mapping)
 
 
 def _arguments_of(

@@ -49,7 +49,7 @@ def tensors_among(values: Any) -> list[torch.Tensor]:
         return [values]
     if kind in _PLAIN:
         return []
-    found = attempt(lambda: leaves(values), [], f"the values in {kind.__name__}")
+    found: list[Any] = attempt(lambda: leaves(values), [], f"the values in {kind.__name__}")
     return [value for value in found if is_of(value, torch.Tensor)]
 
 
