@@ -103,7 +103,7 @@ class Outside:
         self._names |= attributes
         modules = _imported_by(function, attributes)
         for name in names:
-            value = space.get(name)
+            value: Any = space.get(name)
             if is_of(value, ModuleType):
                 modules.append(value)
             else:
@@ -180,4 +180,5 @@ def _imported_by(function: FunctionType, names: set[str]) -> list[ModuleType]:
         return []
     package = function.__globals__.get("__package__")
     paths = [*names, *(f"{package}.{name}" for name in names)] if package else names
-    return [module for path in paths if is_of(module := sys.modules.get(path), ModuleType)]
+    found: list[Any] = [sys.modules.get(path) for path in paths]
+    return [module for module in found if is_of(module, ModuleType)]
