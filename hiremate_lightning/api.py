@@ -14,7 +14,7 @@ from .planning.plan import Plan
 from .planning.planner import DEFAULT_SOLVER
 from .sessions.refusals import refuse
 from .sessions.session import Session
-from .sessions.targets import Target, Targets, targets_of
+from .sessions.targets import Target, Targets, give_way, targets_of
 
 FABRIC_WRAPPER = "_FabricModule"  # by its name: this module loads without Lightning
 
@@ -100,8 +100,11 @@ def hiremate(
         sizes=sizes,
         background=background,
     )
-    root = _inside(model)
-    known = targets_of(root) if isinstance(root, nn.Module) else None
+    root = inside_wrappers(model)
+    known = None
+    if isinstance(root, nn.Module):
+        give_way(root)
+        known = targets_of(root)
     if known is not None and any(root is module for module in known.root.modules()):
         refuse_changes(known.session.options, options)
         known.refuse_other_target(root, target)
@@ -129,7 +132,7 @@ def _named(value: object) -> str:
     return text if len(text) <= 60 else type(value).__name__
 
 
-def _inside(model: nn.Module) -> nn.Module:
+def inside_wrappers(model: nn.Module) -> nn.Module:
     """Find the module that the user wrote, inside what is wrapped around it for training."""
     while isinstance(model, nn.parallel.DistributedDataParallel) or type(model).__name__ == FABRIC_WRAPPER:
         inner = model.module

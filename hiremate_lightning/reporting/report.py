@@ -50,12 +50,14 @@ class Reporter:
 
     Attributes:
         verbose: As above.
-        folder: Where to write the page of the plan, once it was measured; None to name the call that writes it.
+        folder: Where to write the page of the plan, once it was measured; None to say what writes it.
+        more: What shows more of a plan.
     """
 
     def __init__(self, verbose: bool | str = True, console: Console | None = None) -> None:
         self.verbose = verbose
         self.folder: Path | None = None
+        self.more = CALLS
         self._console = console
         self._progress: Progress | None = None
         self._tasks: list[TaskID] = []
@@ -184,15 +186,15 @@ class Reporter:
         self.note(*lines)
 
     def _page_of(self, plan: Plan) -> str:
-        """Write the page of a plan, and return its path; or the calls that show more."""
+        """Write the page of a plan, and return its path; or what shows more."""
         if self.folder is None:
-            return CALLS
+            return self.more
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             return str(write_html(plan, self.folder / PAGE, curve_limit_s=0))
         except OSError as error:  # a full disk is no reason to stop training
             LOGGER.debug("no page was written: %s", error)
-            return CALLS
+            return self.more
 
     def note(self, *lines: str) -> None:
         """Show plain lines."""
