@@ -17,7 +17,7 @@ from hiremate_lightning.planning.planner import DEFAULT_SOLVER
 from hiremate_lightning.reporting.metrics import plan_metrics
 from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.sessions.step_target import StepTarget
-from hiremate_lightning.sessions.targets import Target, Targets
+from hiremate_lightning.sessions.targets import Target, Targets, give_way
 
 UNSUPPORTED_STRATEGIES = {
     "FSDPStrategy": "FSDP1 flattens the parameters of each unit. Use ModelParallelStrategy or strategy='ddp'.",
@@ -135,6 +135,7 @@ class HiRemateCallback(Callback):
         if stage != "fit":
             return
         self._refuse(trainer, pl_module)
+        give_way(pl_module)
         session = Session(pl_module, self.options)
         session.listeners.append(self._note)
         folders = [getattr(logger, "log_dir", None) for logger in trainer.loggers]

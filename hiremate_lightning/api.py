@@ -16,7 +16,7 @@ from .planning.planner import DEFAULT_SOLVER
 from .sessions import compiled
 from .sessions.refusals import refuse
 from .sessions.session import Session
-from .sessions.targets import Target, Targets, targets_of
+from .sessions.targets import Target, Targets, give_way, targets_of
 from .torch_private import compiled_calls
 
 Planned = TypeVar("Planned", bound=nn.Module | Callable[..., Any])
@@ -106,8 +106,11 @@ def hiremate(
         sizes=sizes,
         background=background,
     )
-    root = _inside(model)
-    known = targets_of(root) if isinstance(root, nn.Module) else None
+    root = inside_wrappers(model)
+    known = None
+    if isinstance(root, nn.Module):
+        give_way(root)
+        known = targets_of(root)
     if known is not None and any(root is module for module in known.root.modules()):
         refuse_changes(known.session.options, options)
         known.refuse_other_target(root, target)
@@ -135,7 +138,7 @@ def _named(value: object) -> str:
     return text if len(text) <= 60 else type(value).__name__
 
 
-def _inside(model: nn.Module) -> nn.Module:
+def inside_wrappers(model: nn.Module) -> nn.Module:
     """Find the module that the user wrote, inside what is wrapped around it for training."""
     while isinstance(model, nn.parallel.DistributedDataParallel) or type(model).__name__ == FABRIC_WRAPPER:
         inner = model.module

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
-from accelerate.utils import DistributedType, DynamoBackend, find_executable_batch_size
+from accelerate.utils import DistributedType, find_executable_batch_size
 from torch import nn
 
 from hiremate_lightning import BudgetError, ConfigurationError, InfeasibleBudgetError, get_plan, remove_hiremate
@@ -183,9 +184,8 @@ def test_an_infeasible_budget_is_an_error_that_names_one_that_works():
     train(f"{caught.value.smallest_bytes} B")
 
 
-def fake(kind: DistributedType, dynamo: DynamoBackend = DynamoBackend.NO) -> SimpleNamespace:
-    plugin = SimpleNamespace(backend=dynamo)
-    return SimpleNamespace(distributed_type=kind, state=SimpleNamespace(dynamo_plugin=plugin), is_main_process=True)
+def fake(kind: DistributedType) -> SimpleNamespace:
+    return SimpleNamespace(distributed_type=kind, is_main_process=True)
 
 
 @pytest.mark.parametrize(
@@ -205,16 +205,26 @@ def test_what_cannot_work_is_refused_by_name(kind, reason):
     assert model._compiled_call_impl is None
 
 
-def test_checkpointing_by_the_plugin_of_fsdp_is_refused():
-    sharding = fake(DistributedType.FSDP)
-    sharding.is_fsdp2, sharding.state.fsdp_plugin = True, SimpleNamespace(activation_checkpointing=True)
-    with pytest.raises(ConfigurationError, match="Set fsdp_activation_checkpointing: false"):
-        prepare_hiremate(sharding, make(), budget="70%")
+def test_what_accelerate_compiles_runs_by_its_plan(capsys):
+    """The numbers are those of uncompiled code; what was compiled comes back when the plan goes."""
+    plain = make()
+    train(Accelerator(cpu=True), plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, dynamo_backend="eager")
+    compiled, optimizer = prepared(accelerator, verbose=True)
+    model = accelerator.unwrap_model(compiled, keep_torch_compile=False)
 
+    train(accelerator, compiled, optimizer)
 
-def test_compiling_with_accelerate_is_refused():
-    with pytest.raises(ConfigurationError, match="dynamo_backend"):
-        prepare_hiremate(fake(DistributedType.NO, DynamoBackend.INDUCTOR), make(), budget="70%")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    plan = get_plan(model)
+    assert plan is not None
+    assert plan.measured.peak_bytes is not None
+    assert "in place of torch.compile" in capsys.readouterr().err
+    assert compiled.forward == model.__call__
+    remove_hiremate(model)
+    assert compiled.forward != model.__call__
 
 
 def test_not_exactly_one_module_is_refused():

@@ -47,6 +47,7 @@ ORDER = (
     "callbacks",
     "integrations",
     "command_line",
+    "run",
     "__main__",
 )
 TORCH_FREE = ("records", "planning", "reporting")

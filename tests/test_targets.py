@@ -16,7 +16,6 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from lightning.pytorch.utilities.memory import is_oom_error
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 from hiremate_lightning import (
@@ -94,12 +93,6 @@ def _compiled():
     return model
 
 
-def _checkpointed():
-    model = Net()
-    model.gradient_checkpointing = True
-    return model
-
-
 class DeepSpeedEngine(nn.Module):
     """Called as DeepSpeed's."""
 
@@ -142,14 +135,9 @@ def test_shards_kept_on_the_cpu_are_refused():
     [
         (_fsdp, r"FSDP1 flattens the parameters.*fully_shard\(\).*DistributedDataParallel"),
         (DeepSpeedEngine, r"no part of such a model could be captured.*fully_shard\(\).*DistributedDataParallel"),
-        (lambda: checkpoint_wrapper(Net()), r"checkpoint_wrapper\(\) is around it.*Leave the wrapper out"),
         (_on_xla, "XLA decides on memory itself.*on the CPU"),
         (_compiled, "submodule 'encoder'.*compiled already"),
         (lambda: torch.compile(Net()), "compiled already"),
-        (
-            _checkpointed,
-            "checkpointing is on.*gradient_checkpointing=False to the Trainer.*_checkpointing_disable",
-        ),
         (lambda: nn.DataParallel(Net()), "DataParallel copies modules at every step. Use DistributedDataParallel"),
         (lambda: torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), "TorchScript"),
         (lambda: "model", "Expected a torch.nn.Module"),
@@ -160,13 +148,6 @@ def test_shards_kept_on_the_cpu_are_refused():
 def test_what_cannot_be_planned_is_refused_by_name(make, words):
     with pytest.raises(ConfigurationError, match=words):
         hiremate(make(), "50%")
-
-
-def test_checkpointing_that_is_switched_on_later_is_refused_at_the_first_call():
-    model = hiremate(Net(), "50%", verbose=False)
-    model.gradient_checkpointing = True
-    with pytest.raises(ConfigurationError, match=r"Can't plan Net: its activation checkpointing is on"):
-        model(batch())
 
 
 @pytest.mark.parametrize(

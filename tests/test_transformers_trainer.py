@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 from hiremate_lightning import BudgetError, ConfigurationError
@@ -77,22 +78,25 @@ def test_training_is_the_same_within_the_budget(callback_of, tmp_path):
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
-        ("gradient_checkpointing", r"told to recompute by itself, found \w+_checkpointing=True. Pass"),
-        ("torch_compile", "told to compile the model, found torch_compile=True. Pass torch_compile=False"),
+        ("gradient_checkpointing", "in place of activation checkpointing (2 modules)"),
+        ("torch_compile", "in place of torch.compile"),
     ],
 )
-def test_arguments_that_do_what_a_plan_does_are_refused_by_name(callback_of, tmp_path, argument, words):
-    with pytest.raises(ConfigurationError, match=words):
-        trainer_of(tmp_path, callback_of("80%"), **{argument: True})
-
-
-def test_checkpointing_by_the_configuration_of_fsdp_is_refused_by_name(callback_of, tmp_path):
-    """A Trainer refuses it before that, but where it is one of several processes."""
-    from transformers import TrainingArguments
-
-    settings = {"use_cpu": True, "fsdp": True, "fsdp_config": {"version": 2, "activation_checkpointing": True}}
-    with pytest.raises(ConfigurationError, match=r"Pass fsdp_config\['activation_checkpointing'\]=False"):
-        callback_of("80%").on_init_end(TrainingArguments(str(tmp_path), **settings), None, None)
+def test_arguments_that_do_what_a_plan_does_are_replaced(callback_of, tmp_path, capsys, argument, words):
+    """For the time of the training; the numbers are those without them."""
+    callback = callback_of("80%", time_limit_s=2)
+    weights = []
+    for callbacks, arguments in (((), {}), ((callback,), {argument: True})):
+        trainer = trainer_of(tmp_path, *callbacks, **arguments)
+        trainer.train()
+        weights.append([p.detach().clone() for p in trainer.model.parameters()])
+    assert all(torch.equal(plain, planned) for plain, planned in zip(*weights, strict=True))
+    assert callback.plan is not None
+    assert callback.plan.measured.peak_bytes <= callback.plan.budget_bytes
+    assert words in capsys.readouterr().err
+    if argument == "gradient_checkpointing":
+        assert trainer.model.transformer.h[0]._gradient_checkpointing_func.func is checkpoint
+        assert trainer.model.is_gradient_checkpointing
 
 
 def test_the_callback_checks_its_own_arguments(callback_of):

@@ -24,8 +24,10 @@ from .. import __version__
 from ..errors import BudgetError, ConfigurationError, HiRemateError, did_you_mean, place_of
 from ..reporting.plan_summary import read_summary, rows_of, summary_rows
 from ..reporting.terminal import ModuleTable
+from .run import main as run_script
 
 OK, PROBLEM, USAGE, STOPPED = 0, 1, 2, 130
+RUN = "run"  # what follows is a script's, up to its last argument
 SOLVERS = (
     "strategy: portfolio, segments, none, or a method of a paper: hilp, rockmate, rotor, min_memory, twremat, "
     "checkmate, checkmate_lp, chen, dtr"
@@ -83,6 +85,10 @@ _EXAMPLES = {
     "doctor": """\
   hiremate doctor
   hiremate doctor models.py:Net --json -
+  hiremate doctor --json - train.py --epochs 3
+""",
+    RUN: """\
+  hiremate run --budget 10GiB train.py --epochs 3
 """,
 }
 
@@ -96,14 +102,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    given = [*(sys.argv[1:] if arguments is None else arguments)]
     parser = _parser()
-    if not (sys.argv[1:] if arguments is None else arguments):
+    if not given:
         parser.print_help()
         return USAGE
+    if given[:1] == [RUN]:
+        return run_script(given[1:])
+    given, script = _script_of_doctor(given)
     try:
-        asked = parser.parse_args(arguments)
+        asked = parser.parse_args(given)
     except SystemExit as stop:  # of argparse, which has said why: help is no error
         return int(stop.code or OK)
+    asked.script = script
     with _quiet(asked.debug):
         try:
             run: Callable[[argparse.Namespace], int] = asked.run
@@ -116,6 +127,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise
             sys.stderr.write(f"hiremate: {_one_line(error)}\n")
             return USAGE if isinstance(error, (BudgetError, ConfigurationError)) else PROBLEM
+
+
+def _script_of_doctor(given: list[str]) -> tuple[list[str], list[str]]:
+    """Divide what `doctor` was given into its own and, from a script on, the script's."""
+    first = next((i for i, text in enumerate(given) if text.endswith(".py")), None)
+    return (given, []) if given[:1] != ["doctor"] or first is None else (given[:first], given[first:])
 
 
 def _one_line(error: BaseException) -> str:
@@ -187,6 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hiremate {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands.add_parser(RUN, help="run a training script, unchanged, within a budget", add_help=False)
     plan = _command(commands, "plan", _heavy("plan"), "plan a model under a budget, without its memory")
     _add_workload(plan)
     _add_several(plan)

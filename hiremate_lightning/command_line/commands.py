@@ -456,7 +456,7 @@ def _nothing_fits(forecast: Forecast, accepted: float) -> InfeasibleBudgetError:
 
 def doctor(asked: argparse.Namespace) -> int:
     """Check the installation; 1 where something is wrong."""
-    findings = examine(asked.factory)
+    findings = examine(asked.factory, asked.script)
     is_bad = any(finding.verdict is Verdict.BAD for finding in findings)
     if not _write_json(asked.json, {"ok": not is_bad, "findings": [asdict(finding) for finding in findings]}):
         console = Console()

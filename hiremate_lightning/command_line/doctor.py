@@ -7,7 +7,7 @@ import platform
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -20,16 +20,20 @@ from torch import nn
 
 from .. import torch_private
 from ..api import get_plan, hiremate, remove_hiremate
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, HiRemateError
+from ..integrations.any_script import Alive, Finder
 from ..memory.free_memory import free_host_bytes
 from ..planning.solvers import Status
 from ..planning.solvers.mip_backend import BACKENDS
 from ..planning.solvers.worker import MENDING, backend_failure
 from ..sessions.refusals import refuse
+from ..sessions.replaced import checkpointed_modules
 from ..torch_private import tensor_state
 from ..units import format_bytes, format_ratio
 from .factory import Workload, find_factory
 from .importing import import_failures
+from .run import Script
+from .run_summary import reason_of
 
 PACKAGE = "hiremate-lightning"
 CALLBACKS = "hiremate_lightning.callbacks"
@@ -61,17 +65,20 @@ class Finding:
     words: str
 
 
-def examine(factory: str | None = None) -> list[Finding]:
+def examine(factory: str | None = None, script: Sequence[str] = ()) -> list[Finding]:
     """Look at this installation.
 
     Args:
         factory: A model as the command line names it, to say whether it would be refused; None for none.
+        script: A training script and its arguments, to run up to its first training step; empty for none.
     """
     findings = [_python(), _torch(), *_importable(list(_requirements())), *_known_bad_pairs(), *_solvers(), *_devices()]
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     findings += [_attempt(f"small plan on {device}", partial(small_plan, device)) for device in devices]
     if factory is not None:
         findings.append(_model(factory))
+    if script:
+        findings.append(_script(script))
     return findings
 
 
@@ -281,3 +288,52 @@ def _model(factory: str) -> Finding:
     if not trained:
         return Finding(factory, Verdict.BAD, f"{type(module).__name__} has no parameter to train")
     return Finding(factory, Verdict.GOOD, f"{type(module).__name__}, {trained:,} parameters to train: not refused")
+
+
+# ---------------------------------------------------------------- a script
+
+
+class _SeenEnough(SystemExit):
+    """Ends a script where its first training step would begin."""
+
+
+class _Looking(Finder):
+    """Finds what a script trains, and stops the script before that trains.
+
+    Attributes:
+        words: What was found; None before that.
+    """
+
+    words: str | None = None
+
+    def _plan(self, root: nn.Module, alive: Alive) -> None:
+        refuse(root)
+        trained = sum(p.numel() for p in root.parameters() if p.requires_grad)
+        optimizers = " and ".join(sorted({type(o).__name__ for o in alive.optimizers_of(root)})) or "no optimizer yet"
+        checkpointed = checkpointed_modules(root)
+        instead = f"; the plan replaces activation checkpointing of {checkpointed} modules" if checkpointed else ""
+        self.words = (
+            f"{type(root).__name__}, {trained:,} parameters to train ({optimizers}): not refused{instead}. Stopped "
+            "before its first step; `hiremate run --dry-run` trains two and says what a plan costs"
+        )
+        raise _SeenEnough(0)
+
+
+def _script(given: Sequence[str]) -> Finding:
+    """Run a script up to its first training step, and say whether what it trains would be refused."""
+    finder = _Looking("auto")
+    try:
+        with finder.in_place():
+            Script(given, is_module=False).run()
+    except _SeenEnough:
+        assert finder.words is not None, "it was raised with them"
+        return Finding(given[0], Verdict.GOOD, finder.words)
+    except HiRemateError as error:
+        return Finding(given[0], Verdict.BAD, str(error))
+    except SystemExit as stop:
+        if stop.code:
+            return Finding(given[0], Verdict.BAD, f"it ended before its first training step, with code {stop.code}")
+    except Exception as error:  # the script's own code may raise anything
+        words = f"it failed before its first training step, {type(error).__name__}: {error}"
+        return Finding(given[0], Verdict.BAD, words)
+    return Finding(given[0], Verdict.KNOW, f"no training step was seen: {reason_of(finder)}")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils import DistributedType
 from torch import nn
 
 from ..api import hiremate, remove_hiremate
@@ -88,10 +88,12 @@ def prepare_hiremate(
     assert planned is not None, "hiremate() has just taken it over"
     _track(accelerator, planned.session)
     try:
-        return accelerator.prepare(*objects)
+        prepared = accelerator.prepare(*objects)
     except BaseException:  # Ctrl-C too: the model is to be left as it was
         remove_hiremate(modules[0])
         raise
+    planned.session.replace_compiling()
+    return prepared
 
 
 def _track(accelerator: Accelerator, session: Session) -> None:
@@ -121,16 +123,6 @@ def _chosen_budget() -> str:
 def _refuse(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
     is_sharded = kind == DistributedType.FSDP and getattr(accelerator, "is_fsdp2", False)
-    if is_sharded and accelerator.state.fsdp_plugin.activation_checkpointing:
-        raise ConfigurationError(
-            "prepare_hiremate can't plan what Accelerate's FSDP plugin checkpoints: a plan replaces activation "
-            "checkpointing. Set fsdp_activation_checkpointing: false."
-        )
     if kind not in SUPPORTED and not is_sharded:
         reason = REASONS.get(kind.value, "it was never tried. Launch one process, or with --multi_gpu (DDP).")
         raise ConfigurationError(f"prepare_hiremate can't plan under {kind.value}: {reason}")
-    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
-        raise ConfigurationError(
-            "prepare_hiremate can't plan what Accelerate compiles. Launch without --dynamo_backend: "
-            "the plan captures the model by itself."
-        )

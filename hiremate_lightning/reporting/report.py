@@ -221,7 +221,7 @@ class Reporter:
         self.note(*lines)
 
     def _page_of(self, plan: Plan) -> str:
-        """Write the page of a plan, and return its path; or the calls that show more."""
+        """Write the page of a plan, and return its path; or what shows more."""
         if self.folder is None:
             return self.more
         try:

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from ..errors import ConfigurationError
-from ..objects import attempt
 from ..torch_private import hooks, sharding
 from .slots import Slot
 
@@ -17,10 +16,6 @@ FOREIGN = {
     "FullyShardedDataParallel": (
         "FSDP1 flattens the parameters of each unit into one, which no plan can follow. Use fully_shard() (FSDP2) "
         "or DistributedDataParallel."
-    ),
-    "CheckpointWrapper": (
-        "checkpoint_wrapper() is around it, and a plan replaces activation checkpointing. Leave the wrapper out; with "
-        "Accelerate and transformers' Trainer by fsdp_activation_checkpointing: false."
     ),
     "DeepSpeedEngine": (  # and what inherits from it: its PipelineEngine
         "DeepSpeed lays all weights into one flat tensor, and no part of such a model could be captured. Use "
@@ -33,7 +28,7 @@ def refuse(root: nn.Module) -> None:
     """Refuse what can't be planned, by name and with the way out.
 
     Raises:
-        ConfigurationError: If the model is compiled, checkpointed, sharded or replicated already, or is no module.
+        ConfigurationError: If the model is compiled, sharded or replicated already, or is no module.
     """
     if isinstance(root, type):
         raise ConfigurationError(
@@ -67,12 +62,6 @@ def reason_of_others(module: nn.Module) -> str | None:
             "fully_shard() keeps its parameters on the CPU (CPUOffloadPolicy), which a budget for the device does not "
             "count. Leave offload_policy out."
         )
-    if found is None and _is_checkpointed(module):
-        return (
-            "its activation checkpointing is on, and a plan replaces it. Pass gradient_checkpointing=False to the "
-            "Trainer of transformers or trl (activation_checkpointing=False where that is its name), which else turns "
-            "it on in train(). Without a Trainer, call model.gradient_checkpointing_disable() first."
-        )
     return found
 
 
@@ -89,10 +78,3 @@ def _reason_to_refuse(module: nn.Module) -> str | None:
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a TorchScript module, which has no Python to capture. Pass the module that it was made from."
     return None
-
-
-def _is_checkpointed(module: nn.Module) -> bool:
-    """Read the flag of transformers and diffusers, under the first of its names that the module has."""
-    names = ("is_activation_checkpointing", "is_gradient_checkpointing", "gradient_checkpointing")
-    name = next((n for n in names if n in module.__dict__ or hasattr(type(module), n)), None)
-    return name is not None and attempt(lambda: getattr(module, name), False, f"{type(module).__name__}.{name}") is True

@@ -53,6 +53,7 @@ from .plain_steps import ModuleCall
 from .plan_maker import PlanMaker
 from .planned import PlannedKinds
 from .proving import Proof, Prover
+from .replaced import ReplacedCheckpointing, ReplacedCompiling
 from .steps import Steps
 from .unplanned import UnplannedSteps
 from .watching import WatchPolicy
@@ -105,6 +106,8 @@ class Session:
         )
         self.unplanned = UnplannedSteps(root, self.planned, stages.reporter, self.say, is_allowed=self.kernels is None)
         self.steps = Steps(memory, self.planned, self.unplanned, self._first_steps, watching, said, parts, largest)
+        self._checkpointing, self._compiling = ReplacedCheckpointing(root), ReplacedCompiling(root)
+        self.planned.listeners.append(self._say_replaced)
         self._tracing = ExitStack()
         self.prover = Prover(
             self.planned,
@@ -179,6 +182,14 @@ class Session:
         """Count a batch in the next step, with what of it the planned modules do not receive."""
         self._memory.batch = tensors_among(batch)
 
+    def replace_compiling(self) -> None:
+        """Let the model run as it was written where somebody handed it to torch.compile, and report that."""
+        if self._compiling.replace():
+            self.stages.reporter.note(
+                f"HiRemate plan of {self._name}, in place of torch.compile: numbers are those of uncompiled code, and "
+                "steps may take longer; compile='inductor' plans with fused kernels. Put back when the plan goes"
+            )
+
     def set_budget(self, budget: Budget) -> None:
         """Change the budget; steps already seen are planned anew, nothing is captured again.
 
@@ -203,7 +214,9 @@ class Session:
         self.steps.fail()
 
     def close(self) -> None:
-        """Drop the step under way, and what is made in the background."""
+        """Drop the step under way, and what is made in the background; what was replaced comes back."""
+        self._checkpointing.put_back()
+        self._compiling.put_back()
         self.abandon_step()
         self.planned.maker.drop()
 
@@ -338,6 +351,12 @@ class Session:
         self.runs += 1
         self.ran_as_written = True
 
+    def _say_replaced(self, plan: Plan) -> None:
+        """Report, once, activation checkpointing in whose place plans are."""
+        text = self._checkpointing.describe(plan)
+        if text is not None:
+            self.stages.reporter.note(text)
+
     def _spare_bytes(self) -> int:
         """Return the bytes that a first step may take beyond the budget; none, announced, where no plan may follow."""
         if self.planned.has_place():
@@ -350,6 +369,7 @@ class Session:
     def begin_call(self, name: str, arguments: Arguments, function: Callable[..., Any]) -> bool:
         """Begin a call of a planned module, as `begin_step`; return whether it is to run as the user wrote it."""
         if not backward_pass.is_running():
+            self._checkpointing.replace()
             tensors = tensors_inside(arguments)
             self.largest.called(function, arguments, tensors)
             call = ModuleCall.of(name, tensors)

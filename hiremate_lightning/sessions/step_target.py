@@ -94,3 +94,8 @@ class StepTarget:
             for name in names:
                 del self.root.__dict__[name]
             self.root.__dict__.update(found)
+
+
+def plans_step_of(module: nn.Module) -> bool:
+    """Whether the training step of a module is planned as a whole."""
+    return isinstance(module.__dict__.get(StepTarget.METHOD), StepSlot)

@@ -50,6 +50,7 @@ class Targets:
         session: Plans what is called.
         adopted: Modules whose calls are planned, by path, in the order in which they were first called.
         is_inside: Whether one of their calls is under way.
+        gives_way: Called where somebody asks for this model by name, and takes its place; None where it was asked for.
     """
 
     def __init__(self, root: nn.Module, session: Session, target: Target = None) -> None:
@@ -66,6 +67,7 @@ class Targets:
         self._passed_by: set[str] = set()  # modules of which nothing was
         self._uncaptured = 0  # calls in a row of which nothing was captured, though something was before
         self.is_inside = self._is_waiting = False
+        self.gives_way: Callable[[], None] | None = None
         self._given_up = 0  # number of functions that Dynamo gave up, when it was last looked for their modules
         self._latest_break = dynamo.latest_break()  # of what was captured before
         self._uncaptured_parts = set[nn.Module]()  # that were called inside of a planned call, and tried in vain
@@ -415,6 +417,20 @@ def planned_module_with(parameters: Sequence[torch.Tensor]) -> nn.Module | None:
             if isinstance(hooks.get_call(module), Slot) and any(id(p) in own for p in module.parameters()):
                 return module
     return None
+
+
+def is_inside_planned() -> bool:
+    """Whether a planned call is under way."""
+    return any(planned.is_inside for planned in _attached)
+
+
+def give_way(root: nn.Module) -> None:
+    """Stop planning what nobody asked for by name, in a model or around it, since somebody does now."""
+    own = set(root.modules())
+    for planned in list(_attached):
+        if planned.gives_way is not None and not own.isdisjoint(planned.root.modules()):
+            planned.detach()
+            planned.gives_way()
 
 
 def targets_of(module: nn.Module) -> Targets | None:

@@ -33,6 +33,14 @@ def set_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
         module.__dict__[CALL_SLOT] = call
 
 
+def set_call_of_all(call: Callable[..., Any] | None) -> None:
+    """Let a function stand in for the calls of all modules that have nothing in the place of theirs; None ends that.
+
+    It is given the module first. It is an attribute of the class, which those of modules hide.
+    """
+    torch.nn.Module._compiled_call_impl = call
+
+
 def plain_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call a module as if nothing stood in for it: hooks, then its forward as found now."""
     return module._call_impl(*args, **kwargs)

@@ -1,0 +1,223 @@
+"""`hiremate run`: a script of somebody else's, unchanged, trained within a budget.
+
+    hiremate run --budget 10GiB train.py --epochs 3
+    hiremate run --budget 60% -m package.train --epochs 3
+    accelerate launch -m hiremate_lightning.run --budget 60% train.py ...     (and torchrun -m, python -m)
+
+The script runs as `python train.py` runs it: it is `__main__`, has its own `sys.argv` and `sys.path`, its exit code is
+the command's, and an error shows the traceback that it would have. What is said of plans goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import io
+import os
+import runpy
+import sys
+import types
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ..errors import BudgetError, ConfigurationError, HiRemateError, did_you_mean
+
+ENVIRONMENT_BUDGET = "HIREMATE_BUDGET"
+PROGRAM = "hiremate run"
+PROBLEM, USAGE = 1, 2
+
+_USAGE = (
+    "%(prog)s [options] train.py [arguments of the script]\n       %(prog)s [options] -m package.module [arguments]"
+)
+_EPILOG = """\
+options come before the script; what follows it is the script's own.
+
+examples:
+  hiremate run --budget 10GiB train.py --epochs 3
+  hiremate run --budget 60% --dry-run train.py --config base.yaml
+  HIREMATE_BUDGET=10GiB hiremate run -m package.train
+  torchrun --nproc-per-node 2 -m hiremate_lightning.run --budget 60% train.py
+  accelerate launch -m hiremate_lightning.run --budget 60% train.py
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers a misspelt option with the nearest one."""
+
+    def error(self, message: str) -> Any:
+        unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0]
+        if unknown:
+            names = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+            message = f"there is no option {unknown!r}.{did_you_mean(unknown, names)} Options of the script follow it"
+        super().error(message)
+
+
+class _Refused(argparse.Action):
+    """An option that another command has."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        parser.error(
+            f"{option_string} can't be found for a script that nobody has read: its batches are its own. Use "
+            "find_max_batch_size() or HiRemateBatchSizeFinder in the script, or `hiremate fit` for a model; see "
+            "docs/batch_size.md"
+        )
+
+
+def parser() -> argparse.ArgumentParser:
+    """Make the parser of the command's own options; it ends at the script."""
+    made = _Parser(
+        prog=PROGRAM,
+        usage=_USAGE,
+        description="Run a training script, unchanged, within a memory budget.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument(
+        "--budget",
+        default=os.environ.get(ENVIRONMENT_BUDGET),
+        help=f'"8 GiB", "60%%" of what a step adds, or "auto" for what is free (or set {ENVIRONMENT_BUDGET})',
+    )
+    made.add_argument("--target", metavar="PATHS", help="submodules to plan, with commas between; else all that trains")
+    made.add_argument("--dry-run", action="store_true", help="train two steps, say what a plan costs, and stop")
+    made.add_argument("--html", metavar="FILE", type=Path, help="write the plan as one HTML page at the end")
+    made.add_argument("--json", metavar="FILE", help="write the numbers as JSON at the end; - for the output")
+    made.add_argument("--compile", choices=["inductor"], help="fuse operations into kernels")
+    made.add_argument("--cache-dir", metavar="FOLDER", help="keep measured costs and plans for later runs")
+    made.add_argument(
+        "--time-limit", metavar="SECONDS", type=float, default=30.0, help="to solve one plan (default: 30)"
+    )
+    made.add_argument(
+        "--on-infeasible", choices=["raise", "warn"], default="raise", help="where nothing fits the budget"
+    )
+    made.add_argument("--largest-batch", action=_Refused, nargs="?", help=argparse.SUPPRESS)
+    made.add_argument("--debug", action="store_true", help="show where an error of hiremate comes from")
+    made.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as python -m"
+    )
+    made.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help=argparse.SUPPRESS)
+    return made
+
+
+class Script:
+    """What is to run, as `python` runs it.
+
+    Args:
+        given: Path of the script, or name of the module, and its arguments.
+        is_module: Whether it is the name of a module.
+    """
+
+    def __init__(self, given: Sequence[str], is_module: bool) -> None:
+        self.name, self.arguments, self.is_module = given[0], [*given[1:]], is_module
+        if not is_module and not Path(self.name).exists():
+            raise ConfigurationError(f"There is no file {self.name!r} to run. Options come before the script.")
+
+    def run(self) -> None:
+        """Run it to its end."""
+        with self._arguments_and_path():
+            if self.is_module:
+                runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+            elif Path(self.name).is_dir() or zipfile.is_zipfile(self.name):
+                runpy.run_path(self.name, run_name="__main__")
+            else:
+                _run_file(Path(self.name).absolute())
+
+    @contextmanager
+    def _arguments_and_path(self) -> Iterator[None]:
+        before, first = sys.argv, sys.path[0] if sys.path else None
+        sys.argv = [self.name, *self.arguments]
+        folder = str(Path.cwd() if self.is_module else Path(self.name).resolve().parent)
+        if first is not None and not getattr(sys.flags, "safe_path", False):
+            sys.path[0] = folder  # it was the folder of the command
+        try:
+            yield
+        finally:
+            sys.argv = before
+            if first is not None and sys.path and sys.path[0] == folder:
+                sys.path[0] = first
+
+
+def _run_file(path: Path) -> None:
+    """Run a script in a module that is `__main__` meanwhile; runpy would change the name in `sys.argv`."""
+    module = types.ModuleType("__main__")
+    vars(module).update(__file__=str(path), __builtins__=builtins, __cached__=None, __annotations__={})
+    before, sys.modules["__main__"] = sys.modules["__main__"], module
+    try:
+        with io.open_code(str(path)) as file:
+            code = compile(file.read(), str(path), "exec", dont_inherit=True)
+        exec(code, vars(module))
+    finally:
+        sys.modules["__main__"] = before
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a script within a budget.
+
+    Args:
+        arguments: The command's own options, then the script and its arguments; those of the command line by default.
+
+    Returns:
+        The exit code, where the script does not end by raising SystemExit or KeyboardInterrupt: these pass.
+    """
+    asked = parser().parse_args(arguments)
+    given = asked.module or asked.script
+    if not given:
+        parser().error("no script to run; give a path such as train.py, or -m and a module")
+    try:
+        return _run(asked, Script(given, is_module=bool(asked.module)))
+    except HiRemateError as error:
+        if asked.debug:
+            raise
+        sys.stderr.write(f"{PROGRAM}: {_words(error)}\n")
+        return USAGE if isinstance(error, BudgetError | ConfigurationError) else PROBLEM
+
+
+def _words(error: BaseException) -> str:
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def _run(asked: argparse.Namespace, script: Script) -> int:
+    """Run a script while what it trains is found and planned."""
+    from ..integrations.any_script import Finder  # loads torch, which help and mistakes need not
+    from ..options import make_options
+    from .run_summary import Summary, write_line
+
+    options = {
+        "compile": asked.compile,
+        "cache_dir": asked.cache_dir,
+        "time_limit_s": asked.time_limit,
+        "on_infeasible": asked.on_infeasible,
+    }
+    budget = asked.budget or "auto"
+    make_options(budget, **options)
+    target = asked.target.split(",") if asked.target else None
+    finder = Finder(budget, target, options, is_dry=asked.dry_run, say=write_line)
+    page = None if asked.html is None else asked.html.absolute()  # the script may change the folder
+    numbers = asked.json if asked.json in (None, "-") else str(Path(asked.json).absolute())
+    process = os.getpid()
+    try:
+        with finder.in_place():
+            script.run()
+        return 0
+    except HiRemateError:
+        raise
+    except Exception as error:
+        trace = _of_script(error.__traceback__)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        return PROBLEM
+    finally:
+        if os.getpid() == process:
+            Summary(finder, page, numbers, asked.dry_run).show()
+
+
+def _of_script(trace: TracebackType | None) -> TracebackType | None:
+    """Leave out of a traceback what ran the script."""
+    own = {__file__, runpy.__file__, "<frozen runpy>"}
+    first = trace
+    while trace is not None and trace.tb_frame.f_code.co_filename in own:
+        trace = trace.tb_next
+    return trace or first

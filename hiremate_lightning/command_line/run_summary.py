@@ -1,0 +1,118 @@
+"""What `hiremate run` says at the end: what was planned, what was measured of it, and why nothing was."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..integrations.any_script import DRY_STEPS, Finder, Trained
+from ..reporting.html_report import write_html
+from ..reporting.report import is_rank_zero
+from ..units import format_bytes, format_ratio
+
+PROGRAM = "hiremate run"
+
+
+def write_line(line: str) -> None:
+    """Write a line to standard error, in the first of several processes."""
+    if is_rank_zero():
+        sys.stderr.write(f"{PROGRAM}: {line}\n")
+        sys.stderr.flush()
+
+
+class Summary:
+    """The last words on a script that has ended.
+
+    Args:
+        finder: What found the models.
+        page: Where to write the page of the plan, None for nowhere.
+        numbers: Where to write the numbers as JSON; "-" for the output, None for nowhere.
+        is_dry: Whether the script was stopped after some steps.
+    """
+
+    def __init__(self, finder: Finder, page: Path | None, numbers: str | None, is_dry: bool) -> None:
+        self._finder, self._page, self._numbers, self._is_dry = finder, page, numbers, is_dry
+        self._planned = [found for found in finder.trained if found.plan is not None]
+
+    def show(self) -> None:
+        """Say what there is to say, and write the files that were asked for."""
+        for found in self._finder.trained:
+            write_line(_line(found))
+        if not self._finder.trained:
+            write_line(f"no training step was seen: {reason_of(self._finder)}")
+        for path in self._write_files():
+            write_line(f"written: {path}")
+        if self._is_dry and self._finder.trained:
+            write_line(f"stopped by --dry-run after {self._finder.seen.updates} updates of the weights")
+
+    def _write_files(self) -> list[str]:
+        if not is_rank_zero():
+            return []
+        written = []
+        if self._page is not None:
+            for index, found in enumerate(self._planned):
+                path = self._page if not index else self._page.with_stem(f"{self._page.stem}-{index + 1}")
+                assert found.plan is not None, "only those with a plan are listed"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                written.append(str(write_html(found.plan, path, curve_limit_s=0)))
+        if self._numbers == "-":
+            sys.stdout.write(f"{self._as_json()}\n")
+        elif self._numbers is not None:
+            Path(self._numbers).write_text(f"{self._as_json()}\n", encoding="utf-8")
+            written.append(self._numbers)
+        return written
+
+    def _as_json(self) -> str:
+        models: list[dict[str, Any]] = [
+            {"model": found.name, "plan": None if found.plan is None else found.plan.to_dict()}
+            for found in self._finder.trained
+        ]
+        reason = None if models else reason_of(self._finder)
+        return json.dumps({"updates": self._finder.seen.updates, "models": models, "unplanned": reason}, indent=2)
+
+
+def reason_of(finder: Finder) -> str:
+    """Say why nothing was planned: the most telling of what was seen."""
+    seen = finder.seen
+    if seen.planned_by_script:
+        return f"the script plans {_names(seen.planned_by_script)} by itself"
+    if seen.in_eval_mode:
+        return (
+            f"{_names(seen.in_eval_mode)} was called with gradients on, but in eval mode, which is not planned; "
+            "call .train() before training"
+        )
+    if seen.transformed:
+        return f"{_names(seen.transformed)} was called inside of transforms of torch.func, which are not planned"
+    if seen.without_optimizer:
+        return f"no optimizer of torch.optim has the parameters of {_names(seen.without_optimizer)}"
+    if seen.passed_by:
+        return (
+            "an optimizer stepped, but no call of a module with its parameters was seen. A plan runs where a "
+            "module is called; code that is compiled as a whole, or computes with bare parameters, passes it by"
+        )
+    return (
+        "no module with trainable parameters was called with gradients on in this process. Processes that a script "
+        "starts by itself are not planned: start them with torchrun -m hiremate_lightning.run"
+    )
+
+
+def _line(found: Trained) -> str:
+    """Describe one model: the peak as measured, or as predicted, beside that of the plain step; budget and time."""
+    plan = found.plan
+    if plan is None:
+        return f"{found.name}: no plan was made. One is made in the second step; {DRY_STEPS} are needed at least"
+    measured = plan.measured
+    peak = plan.planned_peak_bytes if measured.peak_bytes is None else measured.peak_bytes
+    overhead = plan.predicted_overhead if measured.overhead is None else measured.overhead
+    return (
+        f"{found.name}: peak {format_bytes(peak)} ({'predicted' if measured.peak_bytes is None else 'measured'}), "
+        f"{format_bytes(plan.unplanned_peak_bytes)} without a plan; budget {format_bytes(plan.budget_bytes)} "
+        f"({plan.budget}); extra time {format_ratio(overhead)} "
+        f"({'predicted' if measured.overhead is None else 'measured'})"
+    )
+
+
+def _names(names: set[str]) -> str:
+    return " and ".join(sorted(names))

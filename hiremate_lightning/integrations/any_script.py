@@ -1,0 +1,410 @@
+"""What a script trains, found by itself, and planned as `hiremate()` plans it: nothing in the script names us.
+
+While a `Finder` is in place it sees the call of each module that has nothing in the place of its call. The outermost
+one that is called in training mode, with gradients on, and has a trainable parameter that an optimizer knows is
+trained; before there is an optimizer, the first one called is. What is planned is the outermost module around it, such
+as a LightningModule, so that all which trains together has one plan; what only wraps it (DistributedDataParallel,
+Fabric, torch.compile) stays outside. What other optimizers train, as the second network of a GAN, is in the same memory
+and has the same plan. A model that the script plans by itself is left to the script.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import nn
+
+from ..api import FABRIC_WRAPPER, hiremate, inside_wrappers
+from ..errors import ConfigurationError
+from ..planning.plan import Plan
+from ..sessions.refusals import refuse
+from ..sessions.session import Session
+from ..sessions.step_target import plans_step_of
+from ..sessions.targets import is_inside_planned, planned_module_with, targets_of
+from ..torch_private import backward_pass, compiled_modules, hooks, tensor_state
+from .compile_backend import hiremate as compile_backend
+
+DRY_STEPS = 2  # updates of the weights in a dry run: one step is recorded, the next one runs by the plan
+MOST_DRY_STEPS = 8  # where steps of several kinds take turns
+MORE = "hiremate run --html plan.html writes a page at the end"
+TRIES = 3  # calls of a module that no optimizer knows, after which it is looked at again only for a new optimizer
+LAUNCHERS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+
+
+class DryRunEnds(SystemExit):
+    """Ends a script, with exit code 0, once its plans were made and measured."""
+
+
+@dataclass(eq=False)
+class Trained:
+    """A model that was found.
+
+    Attributes:
+        name: Its class.
+        session: Plans it.
+        plan: The plan of its largest step so far, None before there is one; it stays when the model is gone.
+    """
+
+    name: str
+    session: weakref.ref[Session]
+    plan: Plan | None = None
+
+    def note(self, plan: Plan) -> None:
+        """Learn of a plan when it is made, and again when it was measured."""
+        known = self.plan
+        if known is None or plan.graph is known.graph or plan.unplanned_peak_bytes >= known.unplanned_peak_bytes:
+            self.plan = plan
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its plan has run, and its peak was measured."""
+        return self.plan is not None and self.plan.measured.peak_bytes is not None
+
+
+@dataclass
+class Sightings:
+    """What was seen, to say why nothing was planned.
+
+    Attributes:
+        updates: Steps of optimizers.
+        passed_by: Updates of weights of which no call was seen.
+        in_eval_mode: Names of modules that were called with gradients on, in eval mode.
+        transformed: Names of modules that were called inside of transforms of torch.func.
+        without_optimizer: Names of modules whose parameters no optimizer knows.
+        planned_by_script: Names of models that the script plans by itself.
+    """
+
+    updates: int = 0
+    passed_by: int = 0
+    in_eval_mode: set[str] = field(default_factory=set)
+    transformed: set[str] = field(default_factory=set)
+    without_optimizer: set[str] = field(default_factory=set)
+    planned_by_script: set[str] = field(default_factory=set)
+
+
+class Finder:
+    """Finds what is trained, and plans it.
+
+    Args:
+        budget: As for `hiremate`.
+        target: Paths of the submodules to plan; a model that has none of them is not planned.
+        options: The other arguments of `hiremate`, by name.
+        is_dry: Whether to stop the script once its plans were made and measured.
+        say: Shows a line.
+
+    Attributes:
+        trained: The models that were found.
+        seen: What else was seen.
+    """
+
+    def __init__(
+        self,
+        budget: int | float | str,
+        target: Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        is_dry: bool = False,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._budget, self._target, self._options, self._say = budget, target, dict(options or {}), say
+        self._is_dry = is_dry
+        self._is_launched = any(os.environ.get(name) for name in LAUNCHERS)
+        self.trained: list[Trained] = []
+        self.seen = Sightings()
+        self._is_apart = False  # inside of a call in which nothing is to be found
+        self._settled: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that have stepped
+        self._told = set[str]()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """See all calls of modules, and all steps of optimizers; afterwards nothing is planned, and all is as before.
+
+        In processes that are forked meanwhile, those of data loaders for example, nothing is seen.
+        """
+        reference, process = weakref.ref(self), os.getpid()
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return hooks.plain_call(module, *args, **kwargs)
+            finder = reference()
+            assert finder is not None, "it is in use by what put it in place"
+            return finder.call(module, args, kwargs)
+
+        def end() -> None:
+            hooks.set_call_of_all(None)
+            handle.remove()
+
+        def forked() -> None:
+            if reference() is not None:
+                end()
+
+        handle = hooks.on_optimizer_step(self._stepped)
+        hooks.set_call_of_all(call)
+        os.register_at_fork(after_in_child=forked)
+        try:
+            yield
+        finally:
+            if os.getpid() == process:
+                end()
+                self._stop_planning()
+
+    def _stop_planning(self) -> None:
+        for found in self.trained:
+            session = found.session()
+            planned = None if session is None else targets_of(session.root)
+            if planned is not None and planned.session is session:
+                session.end_step()
+                planned.detach()
+
+    # ---------------------------------------------------------------- calls
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module, by a new plan where it is found to train."""
+        if self._is_apart or not torch.is_grad_enabled() or _is_special() or is_inside_planned():
+            return hooks.plain_call(module, *args, **kwargs)
+        if not module.training and _trains(module):
+            if not self.seen.in_eval_mode:  # the outermost of the first call
+                self.seen.in_eval_mode.add(_name(module))
+            return hooks.plain_call(module, *args, **kwargs)
+        if not _trains(module):
+            is_frozen = any(True for _ in module.parameters())  # else what it calls may train, a list of layers say
+            return (self._call_apart if is_frozen else hooks.plain_call)(module, *args, **kwargs)
+        if self._is_settled(module):
+            return self._call_apart(module, *args, **kwargs)
+        if tensor_state.is_transforming():
+            self.seen.transformed.add(_name(module))
+            return self._call_apart(module, *args, **kwargs)
+        if not self._plan_around(module):
+            self._settled[module] = len(self._optimizers), self._settled.get(module, (0, 0))[1] + 1
+            return self._call_apart(module, *args, **kwargs)
+        slot = hooks.get_call(module)
+        return hooks.plain_call(module, *args, **kwargs) if slot is None else slot(*args, **kwargs)
+
+    def _is_settled(self, module: nn.Module) -> bool:
+        """Whether a module was found not to be trained, again and again, and no other optimizer has appeared since."""
+        optimizers, tries = self._settled.get(module, (0, 0))
+        return tries >= TRIES and optimizers == len(self._optimizers)
+
+    def _call_apart(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self._is_apart = True
+        try:
+            return hooks.plain_call(module, *args, **kwargs)
+        finally:
+            self._is_apart = False
+
+    def _plan_around(self, module: nn.Module) -> bool:
+        """Plan the model that a module belongs to; return whether it is planned.
+
+        Raises:
+            ConfigurationError: If it can't be planned.
+        """
+        alive = Alive()
+        root = alive.model_around(module)
+        planned = targets_of(root)
+        if planned is not None:
+            if planned.gives_way is not None:
+                planned.attach()  # modules that were added since
+            return planned.gives_way is not None
+        if plans_step_of(root) or alive.is_compiled_by_script(root):
+            self.note_script_plans(_name(root))
+            return False
+        if alive.optimizers and not alive.knows(module):
+            self.seen.without_optimizer.add(_name(root))
+            return False
+        if not alive.knows(module) and not _may_be_planned(root):  # an export that is tried out, say
+            return False
+        if self._target is not None and not self._has_targets(root):
+            return False
+        self._refuse_unplanned_ranks()
+        self._plan(root if self._target else _together([root, *alive.others_trained(root)]), alive)
+        return True
+
+    def _plan(self, root: nn.Module, alive: Alive) -> None:
+        hiremate(root, self._budget, target=self._target, **self._options)
+        planned = targets_of(root)
+        assert planned is not None, "hiremate() has just taken it over"
+        planned.gives_way = partial(self.note_script_plans, _name(root))
+        session = planned.session
+        for optimizer in alive.optimizers_of(root):
+            session.watch_optimizer(optimizer)
+        session.stages.reporter.more = MORE
+        session.replace_compiling()
+        found = Trained(_name(root), weakref.ref(session))
+        session.listeners.append(found.note)
+        self.trained.append(found)
+
+    def _has_targets(self, root: nn.Module) -> bool:
+        paths = {path for path, _ in root.named_modules()}
+        missing = [path for path in self._target or () if path not in paths]
+        if missing:
+            self._tell(f"{_name(root)} has no submodule {missing[0]!r} (--target): it is not planned")
+        return not missing
+
+    def _refuse_unplanned_ranks(self) -> None:
+        """Refuse a script that has started its other processes by itself: these run without a plan.
+
+        Raises:
+            ConfigurationError: If it has.
+        """
+        is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
+        count = torch.distributed.get_world_size() if is_there else 1
+        if count > 1 and not self._is_launched:
+            raise ConfigurationError(
+                f"The script trains in {count} processes and has started the others itself, without a plan. Start all "
+                f"of them: torchrun --nproc-per-node {count} -m hiremate_lightning.run [options] train.py [arguments]"
+            )
+
+    # ---------------------------------------------------------------- optimizers
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Learn of an update of weights."""
+        self._optimizers.add(optimizer)
+        self.seen.updates += 1
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not self.trained:
+            by_script = planned_module_with(parameters)
+            if by_script is not None:
+                self.note_script_plans(_name(by_script))
+            else:
+                self.seen.passed_by += 1
+        if self._is_dry and self.seen.updates >= DRY_STEPS:
+            self._end_dry_run()
+
+    def _end_dry_run(self) -> None:
+        """Stop the script where all that it trains was planned and measured, or can't be in a few steps.
+
+        Raises:
+            DryRunEnds: If so.
+        """
+        for found in self.trained:
+            session = found.session()
+            if session is not None:
+                session.end_step()
+        is_known = bool(self.trained) and all(found.is_measured for found in self.trained)
+        if is_known or self.seen.updates >= MOST_DRY_STEPS:
+            raise DryRunEnds(0)
+
+    # ---------------------------------------------------------------- words
+
+    def note_script_plans(self, name: str) -> None:
+        """Report, once, that a script plans a model by itself."""
+        self.seen.planned_by_script.add(name)
+        self._tell(f"the script plans {name} by itself: that holds, and --budget has no effect on it")
+
+    def _tell(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            self._say(line)
+
+
+class Alive:
+    """The modules and optimizers that exist now. To look for them takes tenths of a second: done for new modules."""
+
+    def __init__(self) -> None:
+        gc.collect()  # what is no longer in use trains nothing
+        found = gc.get_objects()
+        self._modules = [o for o in found if issubclass(type(o), nn.Module)]
+        optimizers = [o for o in found if issubclass(type(o), torch.optim.Optimizer) and hasattr(o, "param_groups")]
+        self.optimizers = [
+            o for o in optimizers if not isinstance(getattr(o, "optimizer", None), torch.optim.Optimizer)
+        ]
+        groups = (group for o in self.optimizers for group in o.param_groups)
+        self._known = {id(p) for group in groups for p in group["params"]}
+        self._parents = dict[int, list[nn.Module]]()
+        for outer in self._modules:
+            for inner in outer.__dict__.get("_modules", {}).values():
+                self._parents.setdefault(id(inner), []).append(outer)
+
+    def knows(self, module: nn.Module) -> bool:
+        """Whether an optimizer knows any of a module's parameters."""
+        return any(id(p) in self._known for p in module.parameters())
+
+    def optimizers_of(self, root: nn.Module) -> list[torch.optim.Optimizer]:
+        """List the optimizers that know any of a model's parameters."""
+        own = {id(p) for p in root.parameters()}
+        return [o for o in self.optimizers if any(id(p) in own for group in o.param_groups for p in group["params"])]
+
+    def model_around(self, module: nn.Module) -> nn.Module:
+        """Find the outermost module around one, inside of what only wraps it; of several, that which trains most."""
+        tops, waiting, seen = list[nn.Module](), [module], {id(module)}
+        while waiting:
+            inner = waiting.pop()
+            around = self._parents.get(id(inner), [])
+            if not around:
+                tops.append(inner)
+            waiting += [outer for outer in around if id(outer) not in seen]
+            seen.update(map(id, around))
+        best = max(tops or [module], key=lambda top: sum(id(p) in self._known for p in top.parameters()))
+        return _unwrapped(best)
+
+    def others_trained(self, root: nn.Module) -> list[nn.Module]:
+        """List the other models that optimizers train, without those that are planned already, or can't be."""
+        tops = [top for top in self._modules if id(top) not in self._parents and _trains(top) and self.knows(top)]
+        own = {id(module) for module in root.modules()}
+        unwrapped = {id(top): top for top in map(_unwrapped, tops)}
+        others = [top for top in unwrapped.values() if own.isdisjoint(map(id, top.modules()))]
+        others = [top for top in others if targets_of(top) is None and not plans_step_of(top)]
+        return [top for top in others if _may_be_planned(top) and not self.is_compiled_by_script(top)]
+
+    def is_compiled_by_script(self, root: nn.Module) -> bool:
+        """Whether a script compiles a model with our backend for torch.compile."""
+        around = compiled_modules.compiled_around(root)
+        return any(compiled_modules.is_compiled_by(compiled, compile_backend) for compiled in around)
+
+
+def _together(models: Sequence[nn.Module]) -> nn.Module:
+    """Put models into one, which is never called: what trains in the same memory has one plan."""
+    if len(models) == 1:
+        return models[0]
+    names = list[str]()
+    for model in models:
+        name = _name(model)
+        names.append(f"{name}{sum(n.startswith(name) for n in names) or ''}")
+    together: nn.Module = type("And".join(names), (nn.Module,), {})()
+    for name, model in zip(names, models, strict=True):
+        together.add_module(name, model)
+    return together
+
+
+def _may_be_planned(model: nn.Module) -> bool:
+    try:
+        refuse(model)
+    except ConfigurationError:
+        return False
+    return True
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """Find the module that the script's author wrote, inside of what is wrapped around it for training."""
+    while True:
+        inner = inside_wrappers(module)
+        if isinstance(inner, nn.DataParallel) and len(inner.device_ids or ()) < 2:
+            inner = inner.module
+        inner = compiled_modules.inside_compiled(inner) or inner
+        if inner is module:
+            return module
+        module = inner
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def _is_special() -> bool:
+    """Whether a call is no step of training: it is traced, or computed again in a backward."""
+    return torch.jit.is_tracing() or backward_pass.is_running()
+
+
+def _name(module: nn.Module) -> str:
+    wrapped = _unwrapped(module)
+    return type(wrapped).__name__.removeprefix("FSDP") if type(wrapped).__name__ != FABRIC_WRAPPER else "Module"

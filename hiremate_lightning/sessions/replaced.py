@@ -1,0 +1,184 @@
+"""Activation checkpointing and torch.compile that others switched on: a plan takes their place, and gives it back.
+
+transformers and diffusers keep the function that checkpoints in each module with a flag, `gradient_checkpointing`;
+`checkpoint_wrapper` of torch keeps it in the wrapper. A plan puts what only calls in the place of that function. The
+flag stays, and so does all that a library does beside: a model of transformers makes no cache while it is on. Where a
+module calls torch.utils.checkpoint by itself there is nothing to replace: that is captured, and the plan decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..planning.plan import Plan
+from ..records.graph import Graph
+from ..records.schedule import with_checkpoints
+from ..records.simulation import simulate_plain
+from ..torch_private.compiled_modules import compiled_around, run_as_written
+from ..units import format_bytes
+
+FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
+WRAPPER, WRAPPED_FUNCTION = "CheckpointWrapper", "checkpoint_fn"
+OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+
+
+class ReplacedCheckpointing:
+    """What checkpoints in the modules of one model, and stands aside while it is planned.
+
+    Args:
+        root: The model.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._places: list[tuple[str, nn.Module, str]] | None = None
+        self._is_told = False
+
+    def replace(self) -> None:
+        """Take the place of all that checkpoints now; what was switched on since the last time, too."""
+        if self._places is None:
+            self._places = list(_places(self._root))
+        for _, module, name in self._places:
+            function = module.__dict__.get(name)
+            if function is not None and type(function) is not _OnlyCalls:
+                module.__dict__[name] = _OnlyCalls(function)
+
+    def put_back(self) -> None:
+        """Let everything checkpoint again as it did."""
+        for _, module, name in self._places or ():
+            function = module.__dict__.get(name)
+            if isinstance(function, _OnlyCalls):
+                module.__dict__[name] = function.replaced
+        self._places = None
+
+    def paths(self) -> list[str]:
+        """List the modules whose calls would be checkpointed without the plan, none of them around another."""
+        on = [path for path, module, name in self._places or () if _is_on(module, name)]
+        return [path for path in on if not any(_is_below(other, path) for other in on)]
+
+    def describe(self, plan: Plan) -> str | None:
+        """Describe what the plan replaces, once, with the peak that it has with it and without; None for nothing."""
+        paths = self.paths()
+        if self._is_told or not paths:
+            return None
+        self._is_told = True
+        checkpointed = simulate_plain(with_checkpoints(plan.graph, _calls_of(plan.graph, paths)), plan.profile)
+        with_it = format_bytes(plan.resident_bytes + checkpointed.peak_bytes)
+        without = format_bytes(plan.unplanned_peak_bytes)
+        return (
+            f"HiRemate plan of {type(self._root).__name__}, in place of activation checkpointing "
+            f"({len(paths)} module{'s' * (len(paths) != 1)}): peak about {with_it} with it, {without} without. "
+            "Put back when the plan goes"
+        )
+
+
+def checkpointed_modules(root: nn.Module) -> int:
+    """Count the modules of a model whose activation checkpointing a plan would replace."""
+    checkpointing = ReplacedCheckpointing(root)
+    checkpointing.replace()
+    try:
+        return len(checkpointing.paths())
+    finally:
+        checkpointing.put_back()
+
+
+class ReplacedCompiling:
+    """What torch.compile returned for a model, or for what is wrapped around it, and runs as it was written meanwhile.
+
+    Args:
+        root: The model.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._undo: list[Callable[[], None]] = []
+
+    def replace(self) -> bool:
+        """Let the model be called as it was written; return whether anybody compiled it."""
+        found = compiled_around(self._root)
+        self._undo += [run_as_written(compiled) for compiled in found]
+        return bool(found)
+
+    def put_back(self) -> None:
+        """Let what was compiled run compiled again."""
+        while self._undo:
+            self._undo.pop()()
+
+
+class _OnlyCalls:
+    """Calls what a function would checkpoint. Copies and pickles of a module have that function again.
+
+    Attributes:
+        replaced: The function in whose place it is.
+    """
+
+    def __init__(self, replaced: Callable[..., Any]) -> None:
+        self.replaced = replaced
+        self._needs_gradients = _is_reentrant(replaced)
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        kwargs = {name: value for name, value in kwargs.items() if name not in OPTIONS}
+        with torch.no_grad() if self._needs_gradients and not _any_needs_gradient(args) else nullcontext():
+            return function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return self.replaced
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_itself, (self.replaced,))
+
+
+def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+def _is_reentrant(function: Callable[..., Any]) -> bool:
+    """Whether it is an autograd function, which has no gradients where none of the tensors it is given has one."""
+    is_asked = getattr(function, "keywords", {}).get("use_reentrant", False)
+    return is_asked in (True, None)
+
+
+def _any_needs_gradient(arguments: Sequence[Any]) -> bool:
+    return any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments)
+
+
+def _places(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """List where functions that checkpoint are kept, or may be later: path and module, and name of the attribute."""
+    for path, module in root.named_modules():
+        if any(kind.__name__ == WRAPPER for kind in type(module).__mro__):
+            yield path, module, WRAPPED_FUNCTION
+        elif hasattr(module, FLAG):
+            yield path, module, FUNCTION
+
+
+def _is_on(module: nn.Module, name: str) -> bool:
+    is_asked = name == WRAPPED_FUNCTION or getattr(module, FLAG, False) is True
+    return is_asked and isinstance(module.__dict__.get(name), _OnlyCalls)
+
+
+def _calls_of(graph: Graph, paths: Sequence[str]) -> list[list[int]]:
+    """List the forward nodes of each module's call; a captured part knows its modules by the ends of their paths."""
+    ends = {end for path in paths for end in _ends_of(path)}
+    calls = dict[str, list[int]]()
+    for index in graph.forward:
+        parts = graph.nodes[index].module.split(".")
+        around = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+        path = next((module for module in around if module in ends), None)
+        if path is not None:
+            calls.setdefault(path, []).append(index)
+    return list(calls.values())
+
+
+def _ends_of(path: str) -> Iterator[str]:
+    """List the ends of a path that name a module; a number alone names none."""
+    parts = path.split(".") if path else []
+    return (".".join(parts[first:]) for first in range(len(parts)) if not parts[first].isdigit())
+
+
+def _is_below(path: str, outer: str) -> bool:
+    return path != outer and path.startswith(f"{outer}." if outer else "")

@@ -1,0 +1,41 @@
+"""Modules that somebody handed to `torch.compile`, run as they were written for a while.
+
+`torch.compile(module)` returns a module around the first one, whose `forward` is the compiled call.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
+
+
+def inside_compiled(module: nn.Module) -> nn.Module | None:
+    """Return the module that was handed to torch.compile, None where this is not what torch.compile returned."""
+    return module._orig_mod if isinstance(module, OptimizedModule) else None
+
+
+def compiled_around(module: nn.Module) -> list[nn.Module]:
+    """List what torch.compile returned for a module, for parts of it, or for what is wrapped around it."""
+    own = set(map(id, module.modules()))
+    compiled = [found for found in gc.get_objects() if type(found) is OptimizedModule and id(found) not in own]
+    return [found for found in compiled if any(id(inner) in own for inner in found.modules())]
+
+
+def run_as_written(compiled: nn.Module) -> Callable[[], None]:
+    """Let what torch.compile returned call the module itself; return what undoes that."""
+    before: Any = compiled.forward
+    inner = inside_compiled(compiled)
+    assert inner is not None, "torch.compile returned it"
+    compiled.forward = inner.__call__
+    return lambda: setattr(compiled, "forward", before)
+
+
+def is_compiled_by(compiled: nn.Module, backend: Callable[..., Any]) -> bool:
+    """Whether torch.compile was asked for a backend."""
+    callback = getattr(getattr(compiled, "dynamo_ctx", None), "callback", None)
+    found = innermost_backend(callback) if callable(callback) else None
+    return getattr(found, "compiler_fn", found) is backend
