@@ -194,6 +194,26 @@ def test_what_cannot_be_measured_is_announced():
         captured_by(Refusing(), torch.randn(ROWS, SIZE))
 
 
+def test_an_operator_that_cannot_be_measured_is_announced_once():
+    @torch.library.custom_op("hiremate_tests::refuses_sizes", mutates_args=())
+    def refuses(x: Tensor) -> Tensor:
+        if not x.min() < 0:
+            raise ValueError(f"none of {x.numel()} numbers is negative")
+        return x.sin()
+
+    refuses.register_fake(torch.empty_like)
+    refuses.register_autograd(lambda ctx, gradient: gradient * 2)
+
+    class RefusingTwice(_Block):
+        def forward(self, x):
+            y = self.inner(x)
+            return refuses(y).sum() + refuses(y[1:]).sum()
+
+    with pytest.warns(HiRemateWarning) as said:
+        captured_by(RefusingTwice(), torch.randn(ROWS, SIZE))
+    assert len([w for w in said if "refuses_sizes" in str(w.message)]) == 1
+
+
 class _Kernel:
     """Stands in for a Triton kernel: writes the sine of `x`, and more, into `out` and `second`."""
 

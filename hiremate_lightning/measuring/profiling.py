@@ -139,7 +139,7 @@ def measure(
     cache: CostCache,
     options: ProfileOptions = ProfileOptions(),
     progress: Callable[[int, int], None] = lambda done, total: None,
-    announce: Callable[[str], None] = log.info,
+    announce: Callable[[str, str], None] = lambda _, why: log.info(why),
 ) -> Profile:
     """Measure each distinct operation of a captured graph once.
 
@@ -148,7 +148,7 @@ def measure(
         cache: Costs already known; new ones are added and written.
         options: How carefully to measure.
         progress: Called with the number of operations measured and their total.
-        announce: Called with the reason where an operation can't be run alone.
+        announce: Called with an operator that can't be run alone, and what to say of it.
 
     Returns:
         Costs by node. A node that can't be run alone gets its analytic estimate.
@@ -174,7 +174,7 @@ def measure(
 
 
 def _measure_node(
-    captured: Captured, index: int, options: ProfileOptions, announce: Callable[[str], None]
+    captured: Captured, index: int, options: ProfileOptions, announce: Callable[[str, str], None]
 ) -> Cost | None:
     record = captured.graph.nodes[index]
     if not captured.graph.has_work(index):
@@ -189,8 +189,9 @@ def _measure_node(
     except Exception as error:  # any operator may refuse made-up inputs: the estimate takes its place
         reason = (str(error).strip() or "no text").splitlines()[0]
         announce(
+            record.op,
             f"{record.op} can't be measured alone ({type(error).__name__}: {reason}). Plans count its results, and no "
-            "memory that it takes while it runs. A measured step sees that: plans leave room for it from then on."
+            "memory that it takes while it runs. A measured step sees that: plans leave room for it from then on.",
         )
         return None
 

@@ -23,7 +23,7 @@ class Parts:
         stages: Shows profiling, and adds up its seconds.
         cache_dir: Where to keep profiles between runs, None for nowhere.
         kernels: What compiles fused operations before they are profiled, None where nothing is fused.
-        announce: Told of operations that can't be measured.
+        announce: Told once of each operator that can't be measured.
 
     What belongs to a part goes with it: of sizes that have not come for long, what was traced is dropped.
 
@@ -36,6 +36,7 @@ class Parts:
         self, stages: Stages, cache_dir: Path | None, kernels: FusedKernels | None, announce: Callable[[str], None]
     ) -> None:
         self._stages, self._kernels, self._announce = stages, kernels, announce
+        self._unmeasured: set[str] = set()  # operators
         self._costs = CostCache(cache_dir)
         self.fuses = kernels is not None
         self.count = 0
@@ -90,5 +91,11 @@ class Parts:
                 captured,
                 self._costs,
                 progress=lambda done, total: self._stages.reporter.progress("operations", done, total),
-                announce=self._announce,
+                announce=self._say_unmeasured,
             )
+
+    def _say_unmeasured(self, op: str, why: str) -> None:
+        """Announce an operator that can't be measured; for other sizes of it only the reason's numbers would differ."""
+        if op not in self._unmeasured:
+            self._unmeasured.add(op)
+            self._announce(why)
