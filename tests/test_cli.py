@@ -504,8 +504,8 @@ class TestCompare:
             raise KeyboardInterrupt
 
         monkeypatch.setattr(commands, "solve_by_each", interrupted)
-        assert self.compare(models) == 1
-        assert capsys.readouterr().err == "hiremate: KeyboardInterrupt\n"
+        assert self.compare(models) == 130
+        assert capsys.readouterr().err == "hiremate: stopped by Ctrl-C, before there was an answer\n"
 
     def test_a_budget_that_no_method_meets_is_a_problem(self, models, capsys):
         assert self.compare(models, "--optimizer", "none", budget="1%", methods="segments") == 1

@@ -16,6 +16,7 @@ import pytest
 
 from hiremate_lightning import write_html
 from hiremate_lightning.command_line import cli
+from hiremate_lightning.command_line import run as run_command
 from hiremate_lightning.command_line.arguments import check
 
 from .tiny import blocks_plan
@@ -335,7 +336,10 @@ def test_every_command_of_a_text_is_understood() -> None:
     assert len(shown) > 15
     for command in shown:
         words = shlex.split(command, comments=True)[1:]
-        if words and words[0] in cli._EXAMPLES and len(words) > 1:
+        if words[:1] == [cli.RUN]:
+            run_command.parser().parse_known_args(words[1:])
+        elif words and words[0] in cli._EXAMPLES and len(words) > 1:
+            words, _ = cli._script_of_doctor(words)
             check(parser.parse_args([*words, *(["--budget", "1GiB"] if words == ["plan"] else [])]))
 
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.stand_in import torchvision_or_stand_in
 from hiremate_lightning.command_line import cli
 from hiremate_lightning.command_line.run import main
 
@@ -128,7 +129,8 @@ def test_a_diffusion_loop_with_accelerate_trains_the_same(capsys):
 
 @pytest.mark.models
 def test_a_script_in_the_style_of_timm_trains_the_same(capsys):
-    run_both(capsys, "70%", "train_timm.py", "--amp", "--updates", "4")
+    with torchvision_or_stand_in():
+        run_both(capsys, "70%", "train_timm.py", "--amp", "--updates", "4")
 
 
 def test_a_gan_has_one_plan_for_both_networks(capsys):

@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hiremate_lightning import HiRemateError, get_plan, hiremate
+from hiremate_lightning.measuring import outside
+from hiremate_lightning.measuring.outside import Outside
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sessions import unplanned
+from hiremate_lightning.sessions.module_state import ModuleState, UnknownStateError
 from hiremate_lightning.sessions.second_calls import OBSERVED_STEPS, SecondCalls, _PathsInGraphs
 from hiremate_lightning.sessions.targets import targets_of
 
@@ -705,3 +708,35 @@ def _step(*modules: str) -> SimpleNamespace:
     nodes = [SimpleNamespace(module=module, inputs=(7,)) for module in modules]
     graph = SimpleNamespace(nodes=nodes, forward=range(len(nodes)))
     return SimpleNamespace(graph=graph, owners=[(0, index) for index in range(len(nodes))])
+
+
+class _Reading(nn.Module):
+    """Reads something beside its argument."""
+
+    def __init__(self, thing) -> None:
+        super().__init__()
+        self.thing = thing
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * len(str(self.thing))
+
+
+@pytest.mark.parametrize(
+    ("thing", "reason"),
+    [
+        (iter(range(3)), "it reads an iterator"),
+        ([{"number": i} for i in range(40_000)], "it reads too much beside its arguments"),
+        (np.zeros(2**17), "it reads a large NumPy array"),
+    ],
+    ids=["iterator", "many things", "array"],
+)
+def test_what_a_module_reads_may_not_be_known(thing, reason):
+    with pytest.raises(UnknownStateError, match=reason):
+        ModuleState(_Reading(thing), Outside)
+
+
+def test_a_module_that_runs_too_much_code_is_not_known(monkeypatch):
+    monkeypatch.setattr(outside, "_MOST_CODE", 0)
+
+    with pytest.raises(UnknownStateError, match="it runs too much code"):
+        ModuleState(_Reading(1), Outside)
