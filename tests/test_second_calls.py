@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from hiremate_lightning import HiRemateError, get_plan, hiremate
 from hiremate_lightning.measuring import outside
@@ -391,6 +393,28 @@ def test_settings_that_end_before_the_backward_later_are_an_error():
         loss = model(batch(8)).square().mean()
     with pytest.raises(HiRemateError, match="settings of PyTorch"):
         loss.backward()
+
+
+class _Scaling(TorchFunctionMode):
+    """Changes what GELU gives, wherever it is active."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result * 1.5 if function is nn.functional.gelu else result
+
+
+def test_a_function_mode_of_the_call_is_there_in_its_second_one():
+    found = []
+    for twice in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        calls = SecondCalls(model)
+        observe(calls, model)
+        with calls.twice(BLOCKS) if twice else nullcontext(), _Scaling():
+            loss = model(batch(8)).square().mean()
+            loss.backward()  # the mode sees this call, and is left in it
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *found))
 
 
 def test_a_step_that_fails_makes_no_module_unfit():

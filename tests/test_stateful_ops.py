@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -149,6 +151,47 @@ def wide(index: int) -> Tensor:
     return torch.randn(4 * ROWS, WIDTH, generator=torch.Generator().manual_seed(index))
 
 
+LIBRARY = torch.library.Library("hiremate_tests_impl", "DEF")  # goes with its operators
+
+
+class Scaled:
+    """An operator's code that belongs to an object."""
+
+    scale = 2.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.sin() * self.scale
+
+
+def scale_by_partial(scale: list[float], x: Tensor) -> Tensor:
+    return x.sin() * scale[0]
+
+
+def scale_within(x: Tensor) -> Tensor:
+    return torch.cat([scale_by_variable(part) for part in x.chunk(2)])
+
+
+def implemented(name: str, function: Any) -> Any:
+    """Make an operator whose code the dispatcher of PyTorch alone knows."""
+    LIBRARY.define(f"{name}(Tensor x) -> Tensor")
+    LIBRARY.impl(name, function, "CPU")
+    LIBRARY.impl(name, torch.empty_like, "Meta")
+    torch.library.register_autograd(f"hiremate_tests_impl::{name}", lambda _, gradient: gradient, lib=LIBRARY)
+    return getattr(torch.ops.hiremate_tests_impl, name)
+
+
+MANY_SCALES = {
+    "scale_by_variable": scale_by_variable,
+    "scale_within": scale_within,
+    "scaled": Scaled(),
+    "scaled_by_method": Scaled().__call__,
+    "scale_by_partial": partial(scale_by_partial, [2.0]),
+    "double": double,
+    "sine": lambda x: torch.stack([part.sin() for part in x]),
+}
+IMPLEMENTED = {name: implemented(name, function) for name, function in MANY_SCALES.items()}
+
+
 @pytest.mark.parametrize("name", ["add_noise", "scale_by_python", "scale_by_numpy"])
 def test_a_custom_operator_without_a_tag_draws_once(name):
     train = simple_loop(wide)
@@ -163,18 +206,42 @@ def test_a_custom_operator_without_a_tag_draws_once(name):
 
 
 def test_a_custom_operator_that_gives_other_numbers_runs_once_and_any_other_may_run_twice():
-    def repeatable(name):
-        module = Between(lambda _, x: F.gelu(CUSTOM[name](F.gelu(x))))
-        hiremate(module, "70%", verbose=False, on_infeasible="warn")
-        with quiet():
-            simple_loop(wide, steps=2)(module)
-        nodes = get_plan(module).graph.nodes
-        (node,) = (n for n in nodes if n.op == f"hiremate_tests.{name}.default")
-        return node.is_repeatable
+    assert may_run_twice(CUSTOM["double"])
+    assert not may_run_twice(CUSTOM["scale_by_another"])
+    assert not may_run_twice(CUSTOM["scale_by_variable"]), "it may have changed in the backward"
 
-    assert repeatable("double")
-    assert not repeatable("scale_by_another")
-    assert not repeatable("scale_by_variable"), "it may have changed in the backward"
+
+def may_run_twice(operator: Any) -> bool:
+    module = Between(lambda _, x: F.gelu(operator(F.gelu(x))))
+    hiremate(module, "70%", verbose=False, on_infeasible="warn")
+    with quiet():
+        simple_loop(wide, steps=2)(module)
+    (node,) = (n for n in get_plan(module).graph.nodes if n.op.startswith("hiremate_tests"))
+    return node.is_repeatable
+
+
+@pytest.mark.parametrize("name", MANY_SCALES)
+def test_code_that_the_dispatcher_alone_knows_is_looked_at(name):
+    assert may_run_twice(IMPLEMENTED[name]) == (name in ("double", "sine"))
+
+
+@pytest.mark.parametrize("name", ["scale_by_variable", "scaled"])
+def test_a_variable_that_the_dispatcher_s_code_reads_may_change(name, monkeypatch):
+    def train(module):
+        scales = Scaled, sys.modules[__name__]
+        log = []
+        for index in range(4):
+            monkeypatch.setattr(scales[0], "scale", 2.0 + index)
+            monkeypatch.setattr(scales[1], "SCALE", 2.0 + index)
+            loss = module(wide(index)).square().mean()
+            monkeypatch.setattr(scales[0], "scale", -1.0)
+            monkeypatch.setattr(scales[1], "SCALE", -1.0)
+            loss.backward()
+            log += [loss.detach(), *(p.grad.clone() for p in module.parameters())]
+            module.zero_grad()
+        return log
+
+    train_both(lambda: Between(lambda _, x: F.gelu(IMPLEMENTED[name](F.gelu(x)))), train, "40%")
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.2])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..rewriting.joint import CALLS_AN_OPERATOR, TRITON, name_of
 from ..torch_private import aot, custom_code, tensor_state
 from .apart import undisturbed
 from .outside import Outside, contents_of, is_code, is_of_library
+from .python_calls import functions_called
 from .stand_ins import runner
 
 log = logging.getLogger("hiremate_lightning")
@@ -64,11 +65,8 @@ def _operator_of(node: fx.Node) -> Any:
     return node.args[0] if name_of(node.target) in CALLS_AN_OPERATOR else node.target
 
 
-def _reads_variables(node: fx.Node) -> bool:
+def _reads_variables(code: Sequence[Callable[..., Any]]) -> bool:
     """Whether the code of an operator reads data beside its arguments."""
-    code = custom_code.code_of(_operator_of(node))
-    if not code:
-        return False
     outside = Outside(code)
     values = [space.get(name) for space, names in outside.names for name in names]
     values += map(contents_of, outside.cells)
@@ -92,12 +90,16 @@ def _is_custom(node: fx.Node) -> bool:
 
 
 def _is_steady(captured: Captured, index: int) -> bool:
-    if _reads_variables(captured.fx_nodes[index]):
+    operator = _operator_of(captured.fx_nodes[index])
+    defined = custom_code.code_of(operator)
+    if _reads_variables(defined):
         return False
     try:
         run = runner(captured, index)
         before = _random_states(captured.device)
-        first = run()
+        first, called = (run(), defined) if defined else functions_called(run, custom_code.arguments_of(operator))
+        if called is None or _reads_variables(called):
+            return False
         return before == _random_states(captured.device) and _are_equal(first, run)
     except Exception as error:  # a custom operator may refuse made-up inputs in any way: then it runs once
         log.debug("Could not run %s alone (%s: %s)", captured.graph.nodes[index].op, type(error).__name__, error)

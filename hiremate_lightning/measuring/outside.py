@@ -151,6 +151,11 @@ def is_of_library(value: Any) -> bool:
     """Whether a class, a function or a module belongs to a library whose own data no result depends on."""
     asked = "__name__" if is_of(value, ModuleType) else "__module__"
     name = attempt(lambda: getattr(value, asked, None), None, f"the name of {type(value).__name__}")
+    return is_name_of_library(name)
+
+
+def is_name_of_library(name: Any) -> bool:
+    """Whether a module of that name belongs to such a library."""
     return type(name) is str and name.partition(".")[0] in _LIBRARIES
 
 

@@ -335,7 +335,8 @@ class ModuleState:
         self._code, self._classes, self._named = dict[Any, None](), set[type](), dict[int, int]()
         self._add = self._places.append
         self._gather()
-        self._settings = tensor_state.settings()
+        self._settings, self._function_modes = tensor_state.settings(), tensor_state.function_modes()
+        self._other_settings = tensor_state.apart_from_function_modes()
         self._add(_RequiresGradient(self._tensors))
         self._numbers = Numbers(self._tensors)
 
@@ -363,10 +364,10 @@ class ModuleState:
                 f"{self._name_of(tensor)} of module {path!r} was changed between the call and its backward, which it "
                 "was not in earlier steps, so that the module can't be computed again. Change it after the backward."
             )
-        if tensor_state.settings() != self._settings:
+        if tensor_state.apart_from_function_modes() != self._other_settings:
             raise HiRemateError(
                 f"Module {path!r} can't be computed again: settings of PyTorch (sdpa_kernel, torch.backends, a "
-                "mode of torch.overrides) are others in the backward than in the call, which they were not in earlier "
+                "dispatch mode) are others in the backward than in the call, which they were not in earlier "
                 "steps. Put the call and the backward into one `with` block."
             )
 
@@ -380,7 +381,7 @@ class ModuleState:
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """Let all be as it was, and afterwards as it is now: a second call leaves nothing behind."""
-        with self._slots_away():
+        with self._slots_away(), tensor_state.in_function_modes(self._function_modes):
             places = [(place, None if place.is_as_it_was() else place.now()) for place in self._places]
             try:
                 for place, now in places:

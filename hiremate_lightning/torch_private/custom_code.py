@@ -1,13 +1,16 @@
-"""The Python code of operators that users define with `torch.library.custom_op`."""
+"""Operators that users define with `torch.library`, and the Python code of those of `custom_op`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from torch._C import DispatchKeySet
 from torch._library.custom_ops import OPDEFS
 
 from .aot import OpOverload
+
+__all__ = ["DispatchKeySet", "arguments_of", "code_of"]
 
 
 def code_of(operator: Any) -> list[Callable[..., Any]]:
@@ -16,3 +19,8 @@ def code_of(operator: Any) -> list[Callable[..., Any]]:
     if definition is None:
         return []
     return [definition._init_fn, *definition._backend_fns.values()]
+
+
+def arguments_of(operator: Any) -> int:
+    """Count the arguments of an operator; none for a kernel that isn't one."""
+    return len(operator._schema.arguments) if isinstance(operator, OpOverload) else 0

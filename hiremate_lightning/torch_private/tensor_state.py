@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from typing import Any, TypeGuard
 
@@ -20,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves as leaves
 from torch.utils._pytree import tree_map as map_leaves
@@ -135,8 +136,35 @@ def is_transforming() -> bool:
 
 def settings() -> tuple[Any, ...]:
     """Describe what beside autocast decides how PyTorch computes: modes, backends, precision."""
-    modes = *_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()
-    return (*map(id, modes), *kernel_settings())
+    return (*map(id, function_modes()), *apart_from_function_modes())
+
+
+def apart_from_function_modes() -> tuple[Any, ...]:
+    """Describe the same without modes that see calls of functions, which `in_function_modes` puts back."""
+    return (*map(id, _get_current_dispatch_mode_stack()), *kernel_settings())
+
+
+def function_modes() -> list[Any]:
+    """List the modes that see calls of torch's functions, from the outermost one inwards."""
+    return list(_get_current_function_mode_stack())
+
+
+@contextmanager
+def in_function_modes(modes: Sequence[Any]) -> Iterator[None]:
+    """Let these modes, and no others, see calls of torch's functions: `Tensor.backward` leaves one that sees it."""
+    found = function_modes()
+    _put_function_modes(modes)
+    try:
+        yield
+    finally:
+        _put_function_modes(found)
+
+
+def _put_function_modes(modes: Sequence[Any]) -> None:
+    for _ in function_modes():
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
 
 
 def watching_modes() -> list[str]:
