@@ -734,7 +734,7 @@ def _step(*modules: str) -> SimpleNamespace:
     return SimpleNamespace(graph=graph, owners=[(0, index) for index in range(len(nodes))])
 
 
-class _Reading(nn.Module):
+class _Holding(nn.Module):
     """Reads something beside its argument."""
 
     def __init__(self, thing) -> None:
@@ -756,11 +756,11 @@ class _Reading(nn.Module):
 )
 def test_what_a_module_reads_may_not_be_known(thing, reason):
     with pytest.raises(UnknownStateError, match=reason):
-        ModuleState(_Reading(thing), Outside)
+        ModuleState(_Holding(thing), Outside)
 
 
 def test_a_module_that_runs_too_much_code_is_not_known(monkeypatch):
     monkeypatch.setattr(outside, "_MOST_CODE", 0)
 
     with pytest.raises(UnknownStateError, match="it runs too much code"):
-        ModuleState(_Reading(1), Outside)
+        ModuleState(_Holding(1), Outside)
