@@ -160,7 +160,9 @@ def test_two_processes_of_torchrun_train_the_same(tmp_path):
         ([script], "plain.pt"),
         (["-m", "hiremate_lightning.run", "--budget", "70%", *QUICK, "--json", "plan.json", script], "out.pt"),
     ):
-        done = subprocess.run([*torchrun, *command, out], env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*torchrun, *command, out], env=environment, capture_output=True, text=True, check=False, timeout=300
+        )
         assert done.returncode == 0, done.stderr
     assert_same(Path("out.pt"), Path("plain.pt"))
     assert done.stderr.count("hiremate run: Sequential: peak") == 1

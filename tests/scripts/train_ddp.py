@@ -30,6 +30,7 @@ def main():
                 print(f"loss {loss.item():.10f}")
     if rank == 0:
         torch.save(model.module.state_dict(), sys.argv[1])
+    dist.barrier()  # gloo may hang where a group ends while its last sum is being freed
     dist.destroy_process_group()
 
 
