@@ -189,6 +189,7 @@ def test_a_first_step_above_its_budget_is_announced_once():
     assert "1.00 MiB above its budget, since it had no plan yet" in text
 
 
+@pytest.mark.usefixtures("_captures_all")
 def test_two_kinds_in_turn_are_measured_and_then_left_alone():
     model = planned("80%")
     for index in range(20):  # ten of each; the ninth and tenth are measured once more
@@ -231,7 +232,7 @@ def test_steps_that_begin_alike_stay_within_the_budget():
     short, long = (session_of(model).plans[kind] for kind in ((0, 1), (0, 2)))
     assert long.unplanned_peak_bytes > short.unplanned_peak_bytes
     hiremate(model, f"{short.unplanned_peak_bytes + 12288} B")
-    with pytest.warns(HiRemateWarning, match="by the plan of another kind of step"):
+    with pytest.warns(HiRemateWarning, match="began by the wrong plan"):
         go(1, 1, 1, -1, -1, -1, 1, 1, -1, 1, -1, -1, 1, 1, -1)
     plan = session_of(model).plans[0, 2]
     assert plan.solution.recompute_ms > 0

@@ -414,12 +414,15 @@ class StepRecord:
             self._waiting = [run for run in self.runs if run.is_waiting]
         if self._meter is not None and not self._is_closed:
             self._is_closed = True
-            self._mark(Mark(Event.CLOSED))
+            sees_end = self._meter.is_counting  # else another meter runs, and a mark would be lost
+            if sees_end:
+                self._mark(Mark(Event.CLOSED))
             self._meter.stop()
             for unwatch in self._unwatch:  # they may stay for ever, and others will watch them
                 unwatch()
-            *spans, closed = spans_of(self._meter.intervals, self._marks)
-            if not at_once and self.is_measured and self._sees_frees:
+            spans = spans_of(self._meter.intervals, self._marks)
+            closed = spans.pop() if sees_end else None
+            if closed is not None and not at_once and self.is_measured and self._sees_frees:
                 unseen = unseen_bytes(self._meter.intervals, self._marks)
                 self.ended_bytes = self.resident_bytes + closed.start_bytes - unseen
             self._peak_bytes = peak_of_step(spans, at_once)
