@@ -1,9 +1,7 @@
 """What is in memory before a step begins, and what of it the step before has left.
 
 On CUDA all that is allocated counts, and the kinds say what of it is known; elsewhere what a step is known to use.
-`ResidentMemory` in `resident_memory` counts it. On a CPU that is done tensor by tensor, and autograd does not show the
-tensors that eager code has saved. So what lies beside graphs that wait for a later backward is taken from the
-allocator's events: all that was allocated since the first step of the iteration, and not freed.
+`ResidentMemory` in `resident_memory` counts it.
 """
 
 from __future__ import annotations
@@ -182,42 +180,3 @@ class LeftOutputs:
         """See whether outputs are still held after the forward."""
         if self._retained_bytes or (self._record is not None and self._outputs_bytes):
             self._stay = self._living_bytes(()) != (0, 0)
-
-
-class BesideWaiting:
-    """What exists beside graphs that wait for their backward, and can't be counted tensor by tensor.
-
-    Eager code between such a graph and its loss saves values, and a script may hold weights that it made. Consecutive
-    steps that are measured show what all of it takes; a step that was not counts as many bytes as the latest one beside
-    the same graphs.
-    """
-
-    def __init__(self) -> None:
-        self._before: StepRecord | None = None  # of the step that has ended
-        self._carried_bytes = 0  # that were found before the step that has ended, where nothing waited, so not counted
-        self._sizes = dict[tuple[int, ...], int]()  # by the parts that wait
-
-    def step_ended(self, record: StepRecord | None) -> None:
-        """Learn of the step that has ended, which is closed later: its record, None for one that was not recorded."""
-        self._before = record
-
-    def add_to(self, resident: Resident) -> Resident:
-        """Add what lies beside graphs that wait to a count of the rest before a step that begins."""
-        before, self._before = self._before, None
-        existing_bytes = None if before is None else before.ended_bytes
-        found_bytes = 0
-        if existing_bytes is not None:
-            counted_bytes = resident.size_bytes + resident.stale_bytes + resident.left_bytes
-            found_bytes = max(0, existing_bytes + self._carried_bytes - counted_bytes)
-        self._carried_bytes = 0 if resident.waiting else found_bytes
-        if not resident.waiting:
-            return resident
-        parts = tuple(id(part) for part, _ in resident.waiting)
-        if existing_bytes is not None:
-            self._sizes[parts] = found_bytes
-        more_bytes = self._sizes.get(parts, 0)
-        return replace(
-            resident.with_more(WAITING, more_bytes),
-            waiting_bytes=resident.waiting_bytes + more_bytes,
-            plain_waiting_bytes=resident.plain_waiting_bytes + more_bytes,
-        )

@@ -19,7 +19,7 @@ from ..running.execution import Part, Saved
 from ..torch_private import sharding, tensor_state
 from ..units import format_bytes
 from .recording import StepRecord
-from .resident import WAITING, BesideWaiting, LeftOutputs, Resident
+from .resident import WAITING, LeftOutputs, Resident
 
 SAMPLES = 8  # number of parameters that are asked for gradients, in the place of all
 LITTERED_STEPS = 16  # steps without a full garbage collection, after which one comes before a step is measured
@@ -68,7 +68,6 @@ class ResidentMemory:
         self._there: list[weakref.ref[torch.Tensor]] = []  # large host tensors at the last look at all objects
         self._stepped = False  # whether an optimizer has used the gradients
         self._frees_gradients = True  # whether gradients that were used are freed before the next backward
-        self._beside = BesideWaiting()
 
     @property
     def device(self) -> torch.device:
@@ -181,7 +180,6 @@ class ResidentMemory:
     def step_ended(self, record: StepRecord | None, kind: tuple[int, ...] | None = None) -> None:
         """Learn of the step that has ended: its record, None for one that was not recorded, and its kind if known."""
         self._left.step_ended(record, kind)
-        self._beside.step_ended(record)
 
     def backward_starts(self, step: int) -> None:
         """See whether outputs left, and gradients that were used, were freed before this backward."""
@@ -203,9 +201,8 @@ class ResidentMemory:
         self.growths += self.has_grown()
         self._most = max(states, self._most[0]), max(gradients, self._most[1])
         resident, present = self.count(arguments), self._present(arguments)
-        if self.device.type == "cuda":  # there all that is allocated is counted
-            return self._left.sort_out(resident, present)
-        return self._beside.add_to(self._left.add_to(resident, present))
+        is_counted = self.device.type == "cuda"  # there all that is allocated is
+        return self._left.sort_out(resident, present) if is_counted else self._left.add_to(resident, present)
 
     def watch_releases(self, record: StepRecord, arguments: Sequence[torch.Tensor], generation: int = ALL) -> None:
         """Let a record that begins see when what is there before a step with these arguments is released.
@@ -222,8 +219,6 @@ class ResidentMemory:
         self._left.watch(record)
         record.counted = self._present(arguments) | self._left.storages
         if self.device.type == "cpu" and record.is_measured:
-            given = {tensor_state.storage_id(t): t for t in (*self.batch, *arguments) if tensor_state.is_dense(t)}
-            record.watch_given(self._on_device(given.values()))
             record.watch_uncounted(self._uncounted(record.counted, generation))
 
     def _present(self, arguments: Sequence[torch.Tensor]) -> frozenset[int]:
