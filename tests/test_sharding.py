@@ -183,7 +183,7 @@ def test_a_step_without_processes_has_the_measured_peak(ranks: Ranks, case: Case
     """What `hiremate plan` with --fsdp or --tp predicts of the plan that the processes ran by is what they measured."""
     workload = Workload(lambda: (case.model(), tokens(0, 0, case)), case.name)
     captured = capture_offline(workload, OfflineOptions(layout=layout_of(case)))
-    step = replace(captured, stale_bytes=0).estimated(rates_of(torch.device("cpu")))  # freed before each step there
+    step = replace(captured, zero_grad="before").estimated(rates_of(torch.device("cpu")))  # as there
     for left in ranks:
         _, planned = left[case.name]
         (plan,) = planned.plans

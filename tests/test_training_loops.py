@@ -59,6 +59,7 @@ def test_gradients_may_be_accumulated_by_a_schedule(target):
 
 @pytest.mark.filterwarnings(
     "ignore:Another profiler is running",
+    "ignore:Modules inside of planned ones have no names in the profile",
     "ignore:Nothing fits",
     "ignore:The PyTorch Profiler",
     "ignore:net was not captured as a whole",
