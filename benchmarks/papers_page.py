@@ -295,7 +295,7 @@ def _within(table: Table, methods: Sequence[str], limit: float) -> str:
 
 
 def _above_bound(table: Table, name: str) -> str:
-    """Say how far H-ILP is above the best proven bound."""
+    """Describe how far H-ILP is above the best proven bound."""
     found = {p: (table.extra(name, p, "hilp"), table.bound(name, p)) for p in PERCENTS if name in table.networks}
     return f"GPT-2 of 12 layers, `hilp` above the proven bound: {_differences(found)}"
 
@@ -340,7 +340,7 @@ def headline_table(table: Table) -> str:
 
 
 def _headline(half: float | None, third: float | None, can_be: bool) -> str:
-    """Say which is better, what was found at half of the memory and at 30 % of it, or what the paper reports."""
+    """Compare the results at 50 % and at 30 % of the memory with those that the paper reports."""
     if half is None:
         return "**the paper's is better**: no plan at 50 % less"
     if half > 0.15:
@@ -403,7 +403,7 @@ def _with_least(shares: Sequence[float | None]) -> list[str]:
 
 
 def notes_of(table: Table) -> str:
-    """Say in the words of each method what it could not serve, n for numbers, and count the solves."""
+    """Count the solves by the notes of each method on what it could not serve; numbers in notes become n."""
     found: dict[tuple[str, str], int] = {}
     for row in (row for row in table.rows if row.note and row.percent in PERCENTS):
         words = re.sub(r"\d[\d,.]*(?: [KMG]iB)?", "n", row.note)

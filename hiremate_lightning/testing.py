@@ -6,12 +6,13 @@ Everything else inside of a session may change from release to release.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import nn
 
+from .capturing.capture import Captured
 from .measuring import profiling
 from .planning.plan import Plan
 from .records.costs import Machine, estimate
@@ -103,13 +104,15 @@ def plan_digest(plan: Plan) -> str:
 
 @contextmanager
 def fixed_costs() -> Iterator[None]:
-    """Give each operation the time that is estimated from its bytes and arithmetic, instead of a measured one.
+    """Estimate the time of each operation from its bytes and arithmetic, instead of measuring it.
 
     Bytes are measured as ever. Plans that depend on times are then the same on every machine, loaded or idle.
     """
     measure_node, refine = profiling._measure_node, profiling.TimedRun.refine
 
-    def measured(captured, index, options, announce):  # type: ignore[no-untyped-def]
+    def measured(
+        captured: Captured, index: int, options: profiling.ProfileOptions, announce: Callable[[str], None]
+    ) -> profiling.Cost | None:
         cost = measure_node(captured, index, profiling.ProfileOptions(repeats=1, time_limit_ms=0.0), announce)
         return cost and profiling.Cost(estimate(captured.graph, Machine()).time_ms[index], cost.workspace_bytes)
 

@@ -82,7 +82,7 @@ class Recorder:
 
 
 def _measured(plan: Any) -> str:
-    """Say whether the measured peak is the predicted one, within a per cent."""
+    """Describe whether the measured peak is the predicted one, within a per cent."""
     peak = plan.measured.peak_bytes
     if peak is None:
         return ", not measured"

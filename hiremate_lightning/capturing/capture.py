@@ -26,7 +26,6 @@ from torch.utils.flop_counter import flop_registry
 
 from ..memory.allocator import allocated_bytes
 from ..records.graph import Direction, Graph, Node, Storage, StorageKind, Tensor
-from ..rewriting import kernels
 from ..rewriting.finishing import Finish, find_finishes
 from ..rewriting.joint import (
     COPIES_STORAGE,
@@ -436,7 +435,7 @@ def _plain_times(value: fx.Node) -> int:
     maker: Any
     position: Any
     maker, position = value.args[:2]
-    return max(operation_named(maker.target).plain_times(maker, position), kernels.plain_times(maker, position))
+    return operation_named(maker.target).plain_times(maker, position)
 
 
 def _module_path(node: fx.Node) -> str:

@@ -176,7 +176,7 @@ class _Parser(argparse.ArgumentParser):
         return super().parse_known_args(given, namespace)
 
     def error(self, message: str) -> Any:
-        """Say in one line what is wrong, and where all options are shown."""
+        """Print in one line what is wrong, and which command shows all options."""
         self.exit(USAGE, f"{self.prog}: {message.rstrip('.')}. See: {self.prog} --help\n")
 
     def _check_command(self, name: str | None) -> None:

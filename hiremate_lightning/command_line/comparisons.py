@@ -121,10 +121,10 @@ def _numbers(comparison: Comparison, outcome: Outcome, resident_bytes: int) -> d
 
 
 def method_notes(comparison: Comparison, budget_bytes: int) -> list[str]:
-    """Say of each method what it could not serve under a budget, and what it took instead."""
+    """List for each method what it could not serve under a budget, and what it took instead."""
     return [f"{o.method}: {o.note}" for o in comparison.under(budget_bytes) if o.note]
 
 
 def finished_words(done: int, asked: int) -> Sequence[str]:
-    """Say where a comparison was interrupted; nothing where all is done."""
+    """Describe how far an interrupted comparison came; nothing for a complete one."""
     return () if done >= asked else (f"Interrupted: {done} of {asked} solves are done. The rest is left out.",)

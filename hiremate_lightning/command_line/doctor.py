@@ -161,7 +161,7 @@ def _importable(findings: list[Finding]) -> Iterator[Finding]:
 
 
 def _not_importable(finding: Finding, reason: str) -> Finding:
-    """Say of a package that it can't be imported; one for an extra may lack what nobody wanted with it."""
+    """Describe a package that can't be imported; a package of an extra may lack a module that nobody asked for."""
     words = f"{finding.words}, but can't be imported: {reason}"
     optional = {requirement.name for requirement, extra in _asked_for() if extra}
     if finding.name in optional and reason.startswith(ModuleNotFoundError.__name__):

@@ -16,7 +16,7 @@ for name in sys.argv[1:]:
     reason = ""
     try:
         importlib.import_module(name)
-    except BaseException as error:
+    except BaseException as error:  # SystemExit too: a package may end the process
         line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         reason = f"{type(error).__name__}: {line}"
     print("\\n" + json.dumps([name, reason]), flush=True)

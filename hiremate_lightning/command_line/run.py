@@ -205,7 +205,7 @@ def _run(asked: argparse.Namespace, script: Script) -> int:
         return 0
     except HiRemateError:
         raise
-    except Exception as error:
+    except Exception as error:  # the script's own, shown as Python shows it
         trace = _of_script(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         return PROBLEM

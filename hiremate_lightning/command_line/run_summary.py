@@ -37,7 +37,7 @@ class Summary:
         self._planned = [found for found in finder.trained if found.plan is not None]
 
     def show(self) -> None:
-        """Say what there is to say, and write the files that were asked for."""
+        """Print the summary, and write the files that were asked for."""
         for found in self._finder.trained:
             write_line(_line(found))
         if not self._finder.trained:
@@ -74,7 +74,7 @@ class Summary:
 
 
 def reason_of(finder: Finder) -> str:
-    """Say why nothing was planned: the most telling of what was seen."""
+    """Describe why nothing was planned, by the most telling observation."""
     seen = finder.seen
     if seen.planned_by_script:
         return f"the script plans {_names(seen.planned_by_script)} by itself"

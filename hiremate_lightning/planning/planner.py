@@ -148,7 +148,7 @@ def make_plan(
 
 @cache
 def _announce(note: str) -> None:
-    """Say once what a method of a paper could not serve, and what it took instead."""
+    """Log once what a method of a paper could not serve, and what it took instead."""
     log.warning("%s", note)
 
 

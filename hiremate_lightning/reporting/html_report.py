@@ -132,7 +132,7 @@ class _Page:
     # ------------------------------------------------------------ words and tables
 
     def _verdict(self) -> str:
-        """Say in one sentence what the plan does, and what it was made for, with what, and when."""
+        """Describe in one sentence what the plan does; below it batch, device, versions and date."""
         words = verdict(self.numbers)
         batch = f"batch {self.numbers['batch']}" if self.numbers["batch"] else ""
         made = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"

@@ -57,7 +57,7 @@ def _sizes(shape: Sequence[int]) -> str:
 
 
 def verdict(numbers: Numbers) -> str:
-    """Say in one sentence whether a plan keeps its budget, what it saves, and what that costs."""
+    """Describe in one sentence whether a plan keeps its budget, what it saves, and what that costs."""
     name, budget = numbers["target"] or "The model", budget_words(numbers)
     measured_bytes, measured_time = numbers["measured_peak_bytes"], numbers["measured_overhead"]
     peak_bytes = numbers["planned_peak_bytes"] if measured_bytes is None else measured_bytes

@@ -15,6 +15,7 @@ from torch import fx
 
 from ..torch_private import aot, tensor_state
 from .fused_kernel import Kernel
+from .operations import Operation, register
 
 aten = torch.ops.aten
 
@@ -49,14 +50,17 @@ def as_eager(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     return node.target, ()
 
 
-def plain_times(node: fx.Node, position: int) -> int:
-    """Return how many times as large eager PyTorch holds the result of its operator at a position, of several.
+def _plain_times(drop: fx.Node, position: int) -> int:
+    """Return how many times as large eager PyTorch holds the mask of a dropout, its second result.
 
-    That is the mask of a dropout on the CPU: eager draws it, and saves it, in the type of what it drops from.
+    On the CPU, eager PyTorch draws the mask, and saves it, in the type of what it drops from.
     """
-    is_mask = position == 1 and as_eager(node)[0] is dropout
-    source: Any = node.args[0] if is_mask else None
-    return 1 if source is None else int(source.meta["val"].itemsize)
+    source: Any = drop.args[0]
+    is_wide = position == 1 and as_eager(drop)[0] is dropout
+    return int(source.meta["val"].itemsize) if is_wide else 1
+
+
+register(aten.native_dropout.default, Operation(plain_times=_plain_times))
 
 
 def run_as_eager(graph: fx.Graph) -> None:

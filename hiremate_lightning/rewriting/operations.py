@@ -1,9 +1,9 @@
-"""What the operations of ours that stand in joint graphs have in common, told once by the pass that puts them there.
+"""What readers of a joint graph must know of its operations, registered once by the module that puts them there.
 
-A pass that rewrites a joint graph puts functions of this package in the place of PyTorch's operators. Whoever reads the
-graph afterwards asks here what such a function promises: the records what plain PyTorch needs for the same, the passes
-that overwrite memory whether they may. A new pass registers its functions and is named in `capturing.passes`; nothing
-else knows it.
+A pass that rewrites a joint graph puts functions of this package in the place of PyTorch's operators. The records ask
+here what plain PyTorch needs for the same; the passes that overwrite memory ask whether they may. PyTorch's dropout is
+registered too: captured code holds a smaller mask. A new pass registers its functions and is named in
+`capturing.passes`; no other module knows the pass.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Operation:
     follows_strides: bool = False
 
 
-_OF_PYTORCH = Operation()
+_DEFAULTS = Operation()
 _registered: dict[Any, Operation] = {}
 
 
 def register(function: Callable[..., Any], operation: Operation) -> None:
-    """Tell what a function promises that stands in joint graphs."""
+    """Register what a function promises that stands in joint graphs."""
     _registered[function] = operation
 
 
@@ -66,5 +66,5 @@ def registered() -> dict[Any, Operation]:
 
 
 def operation_named(target: Any) -> Operation:
-    """Return what is promised of a node's target; of PyTorch's own operators nothing is told here."""
-    return _registered.get(target, _OF_PYTORCH) if callable(target) else _OF_PYTORCH
+    """Return what is promised of a node's target; the defaults of `Operation` where nothing is registered."""
+    return _registered.get(target, _DEFAULTS) if callable(target) else _DEFAULTS

@@ -380,7 +380,7 @@ class ModuleState:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Let all be as it was, and afterwards as it is now: a second call leaves nothing behind."""
+        """Put everything back as it was in the first call, and undo that afterwards."""
         with self._slots_away(), tensor_state.in_function_modes(self._function_modes):
             places = [(place, None if place.is_as_it_was() else place.now()) for place in self._places]
             try:

@@ -41,11 +41,11 @@ class PlanReports:
         self._reporter.planned(plan, remark)
 
     def note(self, text: str) -> None:
-        """Say what belongs to the plan that was shown last."""
+        """Print a line that belongs to the plan shown last."""
         self._reporter.note(text)
 
     def kept(self, kind: Kind, plan: Plan) -> None:
-        """Say why a budget has changed under a plan that stays."""
+        """Print why the budget changed under a plan that stays."""
         self._say_why(kind, plan, is_new=False)
 
     def measured(self, kind: Kind, plan: Plan) -> None:

@@ -49,7 +49,7 @@ class ReplacedCheckpointing:
                 module.__dict__[name] = _OnlyCalls(function)
 
     def put_back(self) -> None:
-        """Let everything checkpoint again as it did."""
+        """Switch all checkpointing on again that was switched off."""
         for _, module, name in self._places or ():
             function = module.__dict__.get(name)
             if isinstance(function, _OnlyCalls):
@@ -99,13 +99,13 @@ class ReplacedCompiling:
         self._undo: list[Callable[[], None]] = []
 
     def replace(self) -> bool:
-        """Let the model be called as it was written; return whether anybody compiled it."""
+        """Take torch.compile away from the model; return whether it was compiled."""
         found = compiled_around(self._root)
         self._undo += [run_as_written(compiled) for compiled in found]
         return bool(found)
 
     def put_back(self) -> None:
-        """Let what was compiled run compiled again."""
+        """Give the model back what torch.compile returned for it."""
         while self._undo:
             self._undo.pop()()
 

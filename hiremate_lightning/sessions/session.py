@@ -170,7 +170,7 @@ class Session:
         return self.steps.current or CurrentStep()
 
     def expect_wait(self, modules: int, operations: int = 0) -> None:
-        """Say about how long the first plan takes of so many modules without modules in them, or of operations."""
+        """Estimate the seconds of the first plan from the number of leaf modules, or of operations."""
         if not self.stages.reporter.is_silent:
             self.stages.reporter.expect(self._name, self.first_wait.expected_s(modules, operations))
 
@@ -183,7 +183,7 @@ class Session:
         self._memory.batch = tensors_among(batch)
 
     def replace_compiling(self) -> None:
-        """Let the model run as it was written where somebody handed it to torch.compile, and report that."""
+        """Run the model as it was written where a script handed it to torch.compile, and report that."""
         if self._compiling.replace():
             self.stages.reporter.note(
                 f"HiRemate plan of {self._name}, in place of torch.compile: numbers are those of uncompiled code, and "

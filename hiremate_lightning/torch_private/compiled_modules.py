@@ -26,7 +26,7 @@ def compiled_around(module: nn.Module) -> list[nn.Module]:
 
 
 def run_as_written(compiled: nn.Module) -> Callable[[], None]:
-    """Let what torch.compile returned call the module itself; return what undoes that."""
+    """Make what torch.compile returned call the module itself; return a function that undoes that."""
     before: Any = compiled.forward
     inner = inside_compiled(compiled)
     assert inner is not None, "torch.compile returned it"

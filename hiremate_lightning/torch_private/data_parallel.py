@@ -26,7 +26,7 @@ _FIRST = 2**64 - 1  # what autograd runs first has the highest number: what adds
 
 @contextmanager
 def smallest_buckets() -> Iterator[None]:
-    """Let graphs end where buckets of 1 MiB do, where DistributedDataParallel has smaller ones (`bucket_cap_mb`)."""
+    """Split graphs by buckets of 1 MiB at least: DDPOptimizer fails on smaller ones (`bucket_cap_mb`)."""
     found = distributed.DDPOptimizer
 
     def split(bucket_bytes_cap: int, **options: Any) -> distributed.DDPOptimizer:
@@ -46,7 +46,7 @@ def fills_buckets() -> bool:
 
 
 def put_in_order(leaves: Sequence[torch.Tensor]) -> None:
-    """Let autograd add gradients to leaves in this order, before anything else, when it gets them all at once."""
+    """Make autograd add gradients to leaves in this order, before anything else, when it gets all of them at once."""
     for place, leaf in enumerate(leaves):
         node: Any = get_gradient_edge(leaf).node
         if hasattr(node, "_set_sequence_nr"):

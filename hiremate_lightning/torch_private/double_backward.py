@@ -24,7 +24,7 @@ def takes_gradients(code: fx.GraphModule) -> bool:
 
 
 def keep_modes_of_backwards(code: fx.GraphModule) -> bool:
-    """Let the backwards of autograd functions run in the mode that autograd sets, where that makes a difference.
+    """Run the backwards of autograd functions in the mode that autograd sets, where that makes a difference.
 
     Returns:
         Whether they do; not where such a backward changes the mode itself, of which Dynamo does not say how it was.

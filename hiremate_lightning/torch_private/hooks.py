@@ -34,7 +34,7 @@ def set_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
 
 
 def set_call_of_all(call: Callable[..., Any] | None) -> None:
-    """Let a function stand in for the calls of all modules that have nothing in the place of theirs; None ends that.
+    """Set a function that takes the calls of all modules without a slot of their own; None ends that.
 
     It is given the module first. It is an attribute of the class, which those of modules hide.
     """

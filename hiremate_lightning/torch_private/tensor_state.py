@@ -151,7 +151,7 @@ def function_modes() -> list[Any]:
 
 @contextmanager
 def in_function_modes(modes: Sequence[Any]) -> Iterator[None]:
-    """Let these modes, and no others, see calls of torch's functions: `Tensor.backward` leaves one that sees it."""
+    """Put these function modes, and no others, in force for a while: `Tensor.backward` leaves a mode that sees it."""
     found = function_modes()
     _put_function_modes(modes)
     try:

@@ -94,7 +94,7 @@ def links(model: StepModel, count: int) -> list[Link]:
 
 
 def _with_backwards(model: StepModel, chain: Sequence[Link]) -> list[Link]:
-    """Give each link its part of the backward, and what that reads of its tape."""
+    """Assign to each link its part of the backward, and what that part reads of the link's tape."""
     count, link_of = len(model.reads), {s: number for number, link in enumerate(chain) for s in link.tape}
     latest = [max((link_of[s] for s in reads if s in link_of), default=-1) for reads in model.reads]
     ends, reached = [0] * len(chain), -1

@@ -120,7 +120,7 @@ class Run:
         self._remove(dead)
 
     def _read(self, position: int, node: int, storages: Iterable[int]) -> None:
-        """Let time pass while a node runs that reads or makes some choices."""
+        """Advance the clock by the time of a node, and note which choices the node read or made."""
         self._clock_ms += self._model.problem.profile.time_ms[node]
         for storage in storages:
             self._read_ms[storage], self._read_at[storage] = self._clock_ms, position
