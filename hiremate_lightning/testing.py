@@ -111,7 +111,7 @@ def fixed_costs() -> Iterator[None]:
     measure_node, refine = profiling._measure_node, profiling.TimedRun.refine
 
     def measured(
-        captured: Captured, index: int, options: profiling.ProfileOptions, announce: Callable[[str], None]
+        captured: Captured, index: int, options: profiling.ProfileOptions, announce: Callable[[str, str], None]
     ) -> profiling.Cost | None:
         cost = measure_node(captured, index, profiling.ProfileOptions(repeats=1, time_limit_ms=0.0), announce)
         return cost and profiling.Cost(estimate(captured.graph, Machine()).time_ms[index], cost.workspace_bytes)
