@@ -31,7 +31,8 @@ from ..records.step import Step
 from ..records.ways import Calls
 from ..torch_private import hooks, saved_hooks, sharding, tensor_state
 from .given import PLAIN_DATA, things_in
-from .module_state import ModuleState, Numbers, keeps_statistics
+from .module_state import ModuleState, keeps_statistics
+from .places import Numbers
 from .slots import Slot, StandIn
 
 log = logging.getLogger("hiremate_lightning")
