@@ -53,11 +53,13 @@ def test_expandable_segments_lose_nothing(monkeypatch):
 
 
 def test_torch_says_whether_segments_are_expandable():
-    before = torch._C._accelerator_getAllocatorSettings()
+    if not hasattr(torch._C, "_accelerator_getAllocatorSettings") and not torch.backends.cuda.is_built():
+        pytest.skip("torch 2.11 without CUDA has no allocator whose settings could be read")
+    before = runtime.has_expandable_segments()
     try:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         assert runtime.has_expandable_segments()
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
         assert not runtime.has_expandable_segments()
     finally:
-        torch._C._accelerator_setAllocatorSettings(before or "expandable_segments:False")
+        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{before}")

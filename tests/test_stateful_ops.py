@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning.measuring.python_calls import functions_called
 from hiremate_lightning.sessions.targets import targets_of
 
 from .exact import quiet, simple_loop, train_both
@@ -223,6 +225,23 @@ def may_run_twice(operator: Any) -> bool:
 @pytest.mark.parametrize("name", MANY_SCALES)
 def test_code_that_the_dispatcher_alone_knows_is_looked_at(name):
     assert may_run_twice(IMPLEMENTED[name]) == (name in ("double", "sine"))
+
+
+def test_what_garbage_collection_calls_is_not_taken_for_an_operator():
+    def collected(phase: str, info: dict[str, int]) -> None:
+        pass
+
+    def operator(x: Tensor) -> Tensor:
+        kept = [[] for _ in range(2000)]  # enough for the collector to run
+        return x + len(kept)
+
+    gc.callbacks.append(collected)
+    try:
+        _, called = functions_called(lambda: operator(torch.ones(1)), 1)
+    finally:
+        gc.callbacks.remove(collected)
+    assert called is not None
+    assert [f.__name__ for f in called if f.__name__ == "collected"] == []
 
 
 @pytest.mark.parametrize("name", ["scale_by_variable", "scaled"])

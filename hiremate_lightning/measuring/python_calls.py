@@ -5,9 +5,11 @@ The dispatcher of PyTorch doesn't give away what `torch.library.impl` has regist
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -34,12 +36,25 @@ def functions_called(run: Callable[[], Any], most: int) -> tuple[Any, list[Funct
     if sys.getprofile() is not None:
         return run(), None
     seen = _Seen(most)
-    sys.setprofile(seen.note)
-    try:
-        result = run()
-    finally:
-        sys.setprofile(None)
+    with _without_garbage_collection():
+        sys.setprofile(seen.note)
+        try:
+            result = run()
+        finally:
+            sys.setprofile(None)
     return result, None if seen.are_given_more else list(seen.functions.values())
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Put off the collection of garbage: what it calls back would be taken for what the operator calls."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _Seen:

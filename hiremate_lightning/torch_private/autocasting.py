@@ -37,7 +37,7 @@ def as_found_on_error() -> Iterator[None]:
         for kind, (is_on, dtype) in found.items():
             torch.set_autocast_enabled(kind, is_on)
             torch.set_autocast_dtype(kind, dtype)
-        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(transforms)
+        _end_transforms(transforms)
         if ban is None:
             torch._C._autograd._saved_tensors_hooks_enable()
         raise
@@ -54,6 +54,20 @@ def leaving_as_found(module: fx.GraphModule, run: Callable[..., Any]) -> Callabl
             return run(*arguments)
 
     return run_and_leave
+
+
+def _end_transforms(depth: int) -> None:
+    """Leave the transforms of torch.func that are deeper; PyTorch's own function for it fails in torch 2.11."""
+    functorch = torch._C._functorch
+    kinds = functorch.TransformType
+    ends: dict[Any, Callable[[], Any]] = {
+        kinds.Vmap: functorch._vmap_decrement_nesting,
+        kinds.Grad: functorch._grad_decrement_nesting,
+        kinds.Jvp: functorch._jvp_decrement_nesting,
+        kinds.Functionalize: functorch._func_decrement_nesting,
+    }
+    while functorch.get_dynamic_layer_stack_depth() > depth:
+        ends[functorch.peek_interpreter_stack().key()]()
 
 
 def _depth() -> int:

@@ -14,6 +14,8 @@ def keep_busy(milliseconds: float = 0.5) -> None:
 
 def has_expandable_segments() -> bool:
     """Whether CUDA's caching allocator grows its segments in place, by the environment or by a call."""
+    if not hasattr(torch._C, "_accelerator_getAllocatorSettings"):  # torch 2.11
+        return bool(torch._C._cuda_memorySnapshot(None)["allocator_settings"]["expandable_segments"])
     settings = str(torch._C._accelerator_getAllocatorSettings()).replace(" ", "")
     return "expandable_segments:True" in settings
 

@@ -88,7 +88,12 @@ def buffers_between_units(root: nn.Module) -> list[torch.Tensor]:
 
 
 def _groups_of(module: nn.Module) -> list[Any]:
-    return list(module._get_fsdp_state()._fsdp_param_groups) if is_unit(module) else []  # type: ignore[operator]
+    if not is_unit(module):
+        return []
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11 and 2.12 know one group
 
 
 def _groups(root: nn.Module) -> list[Any]:
