@@ -22,4 +22,4 @@ if ((size_kib > most_mib * 1024)); then
     echo "The wheels take $((size_kib / 1024)) MiB, more than $most_mib MiB." >&2
     exit 1
 fi
-echo "$(find "$directory" -name '*.whl' | wc -l) wheels, $((size_kib / 1024)) MiB, in $directory"
+echo "$(find "$directory" -type f -name '*.whl' | wc -l) wheels, $((size_kib / 1024)) MiB, in $directory"

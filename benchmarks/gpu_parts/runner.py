@@ -7,6 +7,7 @@ for imports again.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import multiprocessing
@@ -28,6 +29,7 @@ from .records import FAILED, KILLED, NO_DEVICE, NO_MEMORY, OK, SKIPPED, TAIL, Re
 
 SETTING = "GPU_CHECK"  # environment variable with a `Setting`
 RESERVE_S = 3.0  # before its limit, a part begins nothing more
+BEFORE_KILL_S = 1.5  # before its limit, a measurement says where it is
 LEAST_S = 2.0  # no measurement begins with less
 
 Send = Callable[..., None]
@@ -118,7 +120,7 @@ class Context:
         if limit_s < LEAST_S:
             return [self.record(name, SKIPPED, why="no time was left")]
         end, (ours, theirs) = time.time() + limit_s, self._processes.Pipe()
-        process = self._processes.Process(target=serve, args=(theirs, name, function, arguments))
+        process = self._processes.Process(target=serve, args=(theirs, name, function, arguments, limit_s))
         process.start()
         theirs.close()
         records = []
@@ -145,8 +147,14 @@ class Context:
                 done.result()
 
 
-def serve(connection: Connection, name: str, function: Callable[..., None], arguments: dict[str, Any]) -> None:
-    """Run a function in a process of its own; send what it sends, and how it failed."""
+def serve(
+    connection: Connection, name: str, function: Callable[..., None], arguments: dict[str, Any], limit_s: float
+) -> None:
+    """Run a function in a process of its own; send what it sends, and how it failed.
+
+    Shortly before it is killed at its limit, the console gets what all its threads are doing.
+    """
+    faulthandler.dump_traceback_later(max(1.0, limit_s - BEFORE_KILL_S))
     importlib.import_module("gpu_parts.preload")
     warnings.simplefilter("ignore")
 
@@ -157,6 +165,7 @@ def serve(connection: Connection, name: str, function: Callable[..., None], argu
         function(send, **arguments)
     except Exception as error:  # whatever a measurement fails with is its result
         send(name, status_of(error), traceback=tail(error))
+    faulthandler.cancel_dump_traceback_later()
     connection.close()
     sys.stderr.write(f"{name}: {time.process_time():.1f} s of the processor\n")
 

@@ -10,8 +10,9 @@ eager PyTorch rounds to half between its kernels, so that units of half precisio
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ import torch
 from .trials import Outcome
 
 ROUNDINGS, HALF_ROUNDINGS = 512, 4
+PIECE_VALUES = 2**22  # compared at once: a few hundred MiB of doubles at most
+CPU = torch.device("cpu")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -36,7 +39,11 @@ class Difference:
 
 
 def differences(
-    expected: Outcome, found: Outcome, half: torch.dtype | None = None, refilled: Outcome | None = None
+    expected: Outcome,
+    found: Outcome,
+    half: torch.dtype | None = None,
+    refilled: Outcome | None = None,
+    device: torch.device = CPU,
 ) -> tuple[list[Difference], list[Difference]]:
     """List the values in which two outcomes differ in any bit, then the gradients; NaN equals NaN.
 
@@ -46,6 +53,7 @@ def differences(
         half: The type of half precision to which eager PyTorch rounds where what was captured does not, if any.
         refilled: What eager PyTorch gives with other bytes in memory that nobody has written to: what differs from
             `expected` there is not looked at.
+        device: Where to compare: outcomes are on the host, and a GPU looks at billions of gradients in seconds.
     """
     if refilled is not None:
         found = Outcome(
@@ -53,8 +61,8 @@ def differences(
             _without_unwritten(expected.gradients, found.gradients, refilled.gradients),
         )
     return (
-        _among(expected.values, found.values, _Unit((), half)),
-        _among(expected.gradients, found.gradients, _Unit(tuple(expected.gradients.values()), half)),
+        _among(expected.values, found.values, _Unit((), half, device)),
+        _among(expected.gradients, found.gradients, _Unit(tuple(expected.gradients.values()), half, device)),
     )
 
 
@@ -76,22 +84,28 @@ def _written(expected: Any, found: Any, refilled: Any) -> Any:
     return torch.where(same if is_real else same.all(-1), found, expected)
 
 
-@dataclass(frozen=True)
 class _Unit:
     """What counts as rounding.
 
-    Attributes:
+    Args:
         others: Values whose largest one counts beside that of the tensor.
         half: A type to which one of two values was rounded on the way, None for none.
+        device: Where values are looked at.
     """
 
-    others: Sequence[Any]
-    half: torch.dtype | None
+    def __init__(self, others: Sequence[Any], half: torch.dtype | None, device: torch.device) -> None:
+        self.device = device
+        self._others, self._half = others, half
+
+    @cached_property
+    def _largest_other(self) -> float:
+        """The largest of the other values, looked for once: there may be gigabytes of gradients."""
+        return max((_largest(value, self.device) for value in self._others), default=0.0)
 
     def is_rounding(self, expected: torch.Tensor, most: float) -> tuple[bool, float]:
         """Whether two tensors that are so far apart differ by rounding, and by how many units in the last place."""
-        dtype = self.half if self.half is not None and not _is_half(expected.dtype) else expected.dtype
-        unit = torch.finfo(dtype).eps * max(map(_largest, (expected, *self.others)))
+        dtype = self._half if self._half is not None and not _is_half(expected.dtype) else expected.dtype
+        unit = torch.finfo(dtype).eps * max(_largest(expected, self.device), self._largest_other)
         return most <= unit * (HALF_ROUNDINGS if _is_half(dtype) else ROUNDINGS), most / unit if unit else 0.0
 
 
@@ -114,50 +128,81 @@ def _compare(name: str, expected: Any, found: Any, unit: _Unit) -> Difference | 
         return Difference(f"{name} is {_brief(found)} where eager PyTorch has {_brief(expected)}")
     if expected.layout is not torch.strided:
         expected, found = expected.to_dense(), found.to_dense()
-    if expected.is_quantized or not _differ(expected, found):
+    apart = None if expected.is_quantized else _apart(expected, found, unit.device)
+    return None if apart is None else _difference(name, expected, apart, unit)
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """How far two tensors are apart.
+
+    Attributes:
+        most: The largest difference of two values; infinite where one of them alone is NaN.
+        found: What was found there.
+        expected: What eager PyTorch has there.
+        count: How many values differ.
+    """
+
+    most: float
+    found: float
+    expected: float
+    count: int
+
+
+def _apart(expected: torch.Tensor, found: torch.Tensor, device: torch.device) -> _Apart | None:
+    """Compare two tensors; return None where no bit differs beside those of NaN."""
+    pieces = [_apart_within(*piece) for piece in _pieces((expected, found), device)]
+    differing = [piece for piece in pieces if piece is not None]
+    if not differing:
         return None
-    return _difference(name, expected, found, unit)
+    return replace(max(differing, key=lambda piece: piece.most), count=sum(piece.count for piece in differing))
 
 
-def _differ(expected: torch.Tensor, found: torch.Tensor) -> bool:
-    """Whether any bit differs beside those of NaN."""
-    if not (expected.dtype.is_floating_point or expected.dtype.is_complex):
-        return not torch.equal(expected, found)
+def _apart_within(expected: torch.Tensor, found: torch.Tensor) -> _Apart | None:
     if torch.equal(_as_bits(expected), _as_bits(found)):
-        return False
-    one, other = _as_real(expected), _as_real(found)
-    same = (one == other) & (torch.signbit(one) == torch.signbit(other)) | (one.isnan() & other.isnan())
-    return not bool(same.all())
+        return None
+    same = expected == found
+    if expected.dtype.is_floating_point:
+        both_nan = expected.isnan() & found.isnan()
+        if bool((same & (torch.signbit(expected) == torch.signbit(found)) | both_nan).all()):
+            return None
+        same |= both_nan
+    apart = (expected.double() - found.double()).abs().nan_to_num(nan=torch.inf)
+    apart[same] = 0.0
+    where = int(apart.argmax())
+    return _Apart(float(apart[where]), float(found[where]), float(expected[where]), int((apart > 0).sum()))
+
+
+def _pieces(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[list[torch.Tensor]]:
+    """Yield tensors of the same shape piece by piece, on the device, as vectors of real numbers."""
+    flat = [_as_real(tensor).flatten() for tensor in tensors]
+    for pieces in zip(*(vector.split(PIECE_VALUES) for vector in flat), strict=True):
+        yield [piece.to(device) for piece in pieces]
 
 
 def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
     real = _as_real(tensor)
-    return real.view(_BITS[real.element_size()])
+    return real if real.dtype is torch.bool else real.view(_BITS[real.element_size()])
 
 
-def _difference(name: str, expected: torch.Tensor, found: torch.Tensor, unit: _Unit) -> Difference:
-    one, other = _as_real(expected).double(), _as_real(found).double()
-    apart = (one - other).abs()
-    apart = torch.where(one == other, 0.0, apart).nan_to_num(nan=torch.inf)
-    apart = torch.where(one.isnan() & other.isnan(), 0.0, apart)
-    where = int(apart.argmax())
-    most, values = float(apart.flatten()[where]), (float(t.flatten()[where]) for t in (other, one))
-    found_value, expected_value = values
-    words = f"{name} has {found_value:.9g} where eager PyTorch has {expected_value:.9g}"
-    words += f", {int((apart > 0).sum())} of {apart.numel()} values differ"
+def _difference(name: str, expected: torch.Tensor, apart: _Apart, unit: _Unit) -> Difference:
+    values = expected.numel() * (2 if expected.is_complex() else 1)
+    words = f"{name} has {apart.found:.9g} where eager PyTorch has {apart.expected:.9g}"
+    words += f", {apart.count} of {values} values differ"
     if not (expected.dtype.is_floating_point or expected.dtype.is_complex):
         return Difference(words)
-    is_rounding, units = unit.is_rounding(expected, most)
+    is_rounding, units = unit.is_rounding(expected, apart.most)
     if not is_rounding:
         return Difference(words)
-    return Difference(f"{words}, by at most {most:.2g}: {units:.2g} units in the last place of the largest", True)
+    return Difference(f"{words}, by at most {apart.most:.2g}: {units:.2g} units in the last place of the largest", True)
 
 
-def _largest(value: Any) -> float:
+def _largest(value: Any, device: torch.device) -> float:
+    """Find the largest finite value of a tensor, without its sign."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.numel():
         return 0.0
-    finite = _as_real(value).double().abs()
-    return float(torch.where(finite.isfinite(), finite, 0.0).max())
+    pieces = (piece.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for (piece,) in _pieces([value], device))
+    return max(float(piece.abs().max()) for piece in pieces)
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:

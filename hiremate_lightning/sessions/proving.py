@@ -208,11 +208,11 @@ class Prover:
         except Exception as error:  # of PyTorch's own machinery: the code runs as it was written, and that is said
             self._refuse(proof, f"torch.compile's capture of it fails when it runs: {type(error).__name__}: {error}")
             return
-        half = self._half_of(proof.part)
-        of_values, of_gradients = differences(expected, found, half)
+        half, device = self._half_of(proof.part), _device_of(proof, arguments)
+        of_values, of_gradients = differences(expected, found, half, device=device)
         if expected.has_fills and (of_values or of_gradients):
             _, refilled = run_written(replace(trial, with_gradients=is_plain, fill=0))
-            of_values, of_gradients = differences(expected, found, half, refilled)
+            of_values, of_gradients = differences(expected, found, half, refilled, device)
         self._judge(proof, of_values, of_gradients, trial.with_gradients)
 
     def _run_written(

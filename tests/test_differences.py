@@ -1,0 +1,75 @@
+"""Outcomes of two runs: what differs, by how much, and that billions of values are looked at piece by piece, once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hiremate_lightning.measuring import differences as module
+from hiremate_lightning.measuring.differences import differences
+from hiremate_lightning.measuring.trials import Outcome
+
+
+def gradients(count: int, factor: float = 1.0) -> Outcome:
+    drawn = torch.Generator().manual_seed(0)
+    return Outcome({}, {f"gradient {i}": factor * torch.randn(100, generator=drawn) for i in range(count)})
+
+
+def test_all_gradients_are_looked_at_a_few_times_where_all_differ(monkeypatch):
+    """Kernels of GPUs that add up in any order give other bits for nearly all gradients of a step."""
+    looked_at = []
+    pieces = module._pieces
+    monkeypatch.setattr(module, "_pieces", lambda *given: looked_at.append(given) or pieces(*given))
+    _, found = differences(gradients(50), gradients(50, 1 + 1e-6))
+    assert len(found) == 50
+    assert all(difference.is_rounding for difference in found)
+    assert len(looked_at) <= 3 * 50
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 11])
+def test_pieces_find_the_largest_difference_wherever_it_is(monkeypatch, size):
+    monkeypatch.setattr(module, "PIECE_VALUES", size)
+    expected = torch.zeros(3, 4)
+    for place in range(12):
+        found = expected.clone()
+        found.view(-1)[place] = 2.0
+        found.view(-1)[(place + 5) % 12] = -1.0
+        (difference,), _ = differences(Outcome({"output 0": expected}, {}), Outcome({"output 0": found}, {}))
+        assert difference.words == "output 0 has 2 where eager PyTorch has 0, 2 of 12 values differ"
+        assert not difference.is_rounding
+
+
+ALIKE = {
+    "NaN": (torch.tensor([float("nan"), 1.0]), torch.tensor([float("nan"), 1.0])),
+    "NaN of other bits": (torch.tensor([0x7FC00000], dtype=torch.int32), torch.tensor([0x7FC00001], dtype=torch.int32)),
+    "nothing": (torch.zeros(0), torch.zeros(0)),
+    "strides": (torch.ones(2, 3), torch.ones(3, 2).t()),
+    "flags": (torch.tensor([True, False]), torch.tensor([True, False])),
+    "complex": (torch.tensor([1 + 2j]), torch.tensor([1 + 2j])),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_is_the_same_is_no_difference(name):
+    one, other = ALIKE[name]
+    if name.startswith("NaN of"):
+        one, other = one.view(torch.float32), other.view(torch.float32)
+    assert differences(Outcome({"x": one}, {}), Outcome({"x": other}, {})) == ([], [])
+
+
+APART = {
+    "a sign of zero": (torch.tensor([0.0]), torch.tensor([-0.0]), True),
+    "NaN": (torch.tensor([1.0]), torch.tensor([float("nan")]), False),
+    "an infinity": (torch.tensor([1.0]), torch.tensor([float("inf")]), False),
+    "a flag": (torch.tensor([True]), torch.tensor([False]), False),
+    "a number": (torch.tensor([3]), torch.tensor([4]), False),
+    "an imaginary part": (torch.tensor([1 + 2j]), torch.tensor([1 + 3j]), False),
+    "a last place": (torch.tensor([1.0]), torch.tensor([1.0000001]), True),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_differs_is_told_from_rounding(name):
+    one, other, is_rounding = APART[name]
+    (difference,), _ = differences(Outcome({"x": one}, {}), Outcome({"x": other}, {}))
+    assert difference.is_rounding == is_rounding
