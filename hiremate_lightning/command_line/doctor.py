@@ -32,8 +32,8 @@ from ..torch_private import tensor_state
 from ..units import format_bytes, format_ratio
 from .factory import Workload, find_factory
 from .importing import import_failures
-from .run import Script
 from .run_summary import reason_of
+from .script import Script
 
 PACKAGE = "hiremate-lightning"
 CALLBACKS = "hiremate_lightning.callbacks"

@@ -81,6 +81,7 @@ class Sightings:
         transformed: Names of modules that were called inside of transforms of torch.func.
         without_optimizer: Names of modules whose parameters no optimizer knows.
         planned_by_script: Names of models that the script plans by itself.
+        ended_by: The exception that ended the script, None where it ended well.
     """
 
     updates: int = 0
@@ -89,6 +90,7 @@ class Sightings:
     transformed: set[str] = field(default_factory=set)
     without_optimizer: set[str] = field(default_factory=set)
     planned_by_script: set[str] = field(default_factory=set)
+    ended_by: str | None = None
 
 
 class Finder:
@@ -153,6 +155,10 @@ class Finder:
         os.register_at_fork(after_in_child=forked)
         try:
             yield
+        except BaseException as error:
+            is_asked = isinstance(error, SystemExit) and not error.code
+            self.seen.ended_by = None if is_asked else f"{type(error).__name__}: {error}".rstrip(": ")
+            raise
         finally:
             if os.getpid() == process:
                 end()
