@@ -125,7 +125,8 @@ def main(arguments: Sequence[str] | None = None, *, ends_process: bool | None = 
 
 
 def _words(error: BaseException) -> str:
-    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    words = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    return words.replace("on_infeasible='warn'", "--on-infeasible warn")  # what is meant there is an argument
 
 
 def _run(asked: argparse.Namespace, given: Script) -> int:

@@ -40,7 +40,7 @@ class Summary:
     def show(self) -> None:
         """Print the summary, and write the files that were asked for."""
         for found in self._finder.trained:
-            write_line(_line(found))
+            write_line(_line(found, self._finder.seen.ended_by))
         if not self._finder.trained:
             write_line(f"no training step was seen: {reason_of(self._finder)}")
         if is_rank_zero():
@@ -107,9 +107,11 @@ def reason_of(finder: Finder) -> str:
     )
 
 
-def _line(found: Trained) -> str:
+def _line(found: Trained, ended_by: str | None) -> str:
     """Describe one model: the peak as measured, or as predicted, beside that of the plain step; budget and time."""
     plan = found.plan
+    if plan is None and ended_by is not None:
+        return f"{found.name}: no plan was made before the script ended, by {ended_by}"
     if plan is None:
         return f"{found.name}: no plan was made. One is made in the second step; {DRY_STEPS} are needed at least"
     measured = plan.measured
