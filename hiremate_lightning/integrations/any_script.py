@@ -206,8 +206,7 @@ class Finder:
         way = self._way_of(module)
         if way is Way.APART:
             return self._call_apart(hooks.plain_call, module, *args, **kwargs)
-        slot = hooks.get_call(module) if way is Way.PLANNED else None
-        return hooks.plain_call(module, *args, **kwargs) if slot is None else slot(*args, **kwargs)
+        return (_planned_call(module) if way is Way.PLANNED else partial(hooks.plain_call, module))(*args, **kwargs)
 
     def call_compiled(
         self, module: nn.Module, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -218,10 +217,9 @@ class Finder:
         if self._has_ended or self._is_apart or not torch.is_grad_enabled() or _is_special():
             return compiled(*args, **kwargs)
         way = self._way_of(module)
-        if way is not Way.PLANNED:
-            return self._call_apart(compiled, *args, **kwargs) if way is Way.APART else compiled(*args, **kwargs)
-        slot = hooks.get_call(module)
-        return hooks.plain_call(module, *args, **kwargs) if module in self._around else slot(*args, **kwargs)
+        if way is Way.APART:
+            return self._call_apart(compiled, *args, **kwargs)
+        return (_planned_call(module) if way is Way.PLANNED else compiled)(*args, **kwargs)
 
     def compiled_in_place(self, module: nn.Module, before: Any, compiled: Callable[..., Any]) -> Any:
         """Choose what stands in for the call of a module that is compiled in place: a plan that it has goes on."""
@@ -257,7 +255,7 @@ class Finder:
             self._settled[module] = len(self._optimizers), self._settled.get(module, (0, 0))[1] + 1
             return Way.APART
         if not is_ours(hooks.get_call(module)):
-            self._around.add(module)
+            self._around.add(module)  # no need to look at it again: it calls what is planned
         return Way.PLANNED
 
     def _is_settled(self, module: nn.Module) -> bool:
@@ -469,6 +467,12 @@ def _unwrapped(module: nn.Module) -> nn.Module:
         if inner is module:
             return module
         module = inner
+
+
+def _planned_call(module: nn.Module) -> Callable[..., Any]:
+    """Return the call of a module that is planned, or is around one that is."""
+    slot = hooks.get_call(module)
+    return slot if is_ours(slot) and slot is not None else partial(hooks.plain_call, module)
 
 
 def _trains(module: nn.Module) -> bool:
