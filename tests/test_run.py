@@ -23,6 +23,7 @@ from torch import nn
 from benchmarks.stand_in import torchvision_or_stand_in
 from hiremate_lightning.command_line import cli
 from hiremate_lightning.command_line.run import main
+from hiremate_lightning.integrations import any_script
 
 SCRIPTS = Path(__file__).parent / "scripts"
 QUICK = ("--time-limit", "2")
@@ -254,6 +255,101 @@ def test_an_error_of_the_script_shows_its_own_traceback(capsys):
     assert "ValueError: wrong" in said
     assert "runpy" not in said
     assert "command_line" not in said
+    assert "no training step was seen: the script ended before one, by ValueError: wrong" in said
+
+
+def test_a_file_that_cant_be_written_leaves_the_exit_code(capsys):
+    """The script may have trained for days by then."""
+    write("train.py", LOOP + "    sys.exit(3)\n")
+    Path("folder").mkdir()
+    with pytest.raises(SystemExit) as stop:
+        run("--html", "folder", "--json", "new/plan.json", "train.py")
+    assert stop.value.code == 3
+    assert "can't write what was asked for: " in capsys.readouterr().err
+    assert Path("new/plan.json").is_file()
+
+
+def test_threads_that_a_script_leaves_end_before_its_plans(capsys):
+    """One that saves the model, whose class is in the script, and one that trains; a pool waits for the exit."""
+    text = """
+    import concurrent.futures, threading
+
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    pool.submit(print, "pooled").result()
+
+    def train():
+        for _ in range(3):
+            model(torch.randn(128, 32)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.save(model, "net.pt")
+
+    threading.Thread(target=train).start()
+    """
+    write("train.py", HEAD + text)
+    before = sys.modules["__main__"]
+    assert run("train.py") == 0
+    assert "Net: peak" in capsys.readouterr().err
+    assert Path("net.pt").is_file()
+    assert sys.modules["__main__"] is before
+
+
+def test_the_script_is_main_to_what_runs_at_exit(monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    write("train.py", "class Net: ...")
+    assert main(["train.py"], ends_process=True) == 0
+    assert "Net" in vars(sys.modules["__main__"])
+
+
+def test_commands_that_are_scripts_of_python_are_found(capsys, monkeypatch, tmp_path):
+    """Also where there is a folder of their name, as in a clone of their source."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    for name, first in (("trainer", f"#!{sys.executable}"), ("shell", "#!/bin/sh")):
+        Path(write(f"bin/{name}", f"{first}\nimport sys; print(sys.argv)")).chmod(0o755)
+    Path("trainer").mkdir()
+    assert run("trainer", "sft", "-x") == 0
+    assert capsys.readouterr().out == f"{[str(tmp_path / 'bin' / 'trainer'), 'sft', '-x']}\n"
+    for given, words in (
+        (["shell"], "is no script of Python"),
+        (["python3", "train.py"], "'python3' is the interpreter: leave it out, as in hiremate run [options] train.py"),
+        (["bin"], "'bin' is a folder without __main__.py"),
+        (["-m", "nowhere"], "Can't run -m nowhere: No module named nowhere"),
+        (["torchrun", "train.py"], "torchrun [its options] -m hiremate_lightning.run [options] train.py"),
+        (["-m", "torch.distributed.run"], "torchrun [its options] -m hiremate_lightning.run [options] train.py"),
+        (["accelerate", "launch", "a.py"], "accelerate launch [its options] -m hiremate_lightning.run [options]"),
+    ):
+        assert run(*given) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_programs_that_a_script_starts_are_named(capsys):
+    """Once each, when they start; not what compiles and what workers of multiprocessing run."""
+    write("other.py", "")
+    write(
+        "train.py",
+        """
+    import os, subprocess, sys
+
+    def start(*words, **environment):
+        subprocess.run([sys.executable, *words], env=os.environ | environment, check=True)
+
+    start("-c", "")
+    start("-I", "-X", "dev", "other.py")
+    start("-I", "-X", "dev", "other.py")
+    start("other.py", "3", RANK="0")
+    start("-m", "this", ACCELERATE_MIXED_PRECISION="no")
+    subprocess.run("python other.py", shell=True, stderr=subprocess.DEVNULL)
+    """,
+    )
+    start = subprocess.Popen.__init__
+    assert run("train.py") == 0
+    assert subprocess.Popen.__init__ is start
+    told = [line for line in capsys.readouterr().err.splitlines() if "starts another program" in line]
+    assert [line.rpartition("under hiremate instead: ")[2] for line in told] == [
+        "hiremate run [options] other.py ...",
+        "torchrun [its options] -m hiremate_lightning.run [options] other.py ...",
+        "accelerate launch [its options] -m hiremate_lightning.run [options] -m this ...",
+    ]
 
 
 def test_ctrl_c_passes_through(capsys):
@@ -422,6 +518,28 @@ STYLES = {
         optimizer.zero_grad()
         print(loss.item())
     """,
+    "a model compiled in place": """
+    model.compile(backend="eager")
+    for _ in range(4):
+        with torch.no_grad():
+            print(model(torch.ones(2, 32)).sum().item())
+        loss = model(torch.randn(128, 32)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(loss.item())
+    """,
+    "layers compiled in both ways": """
+    model.layers[0].compile(backend="eager")
+    model.layers[1] = torch.compile(model.layers[1], backend="eager")
+    for _ in range(4):
+        loss = model(torch.randn(128, 32)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.layers[2].compile(backend="eager")
+        print(loss.item())
+    """,
     "DataParallel of one device": """
     parallel = nn.DataParallel(model)
     for _ in range(4):
@@ -435,12 +553,18 @@ STYLES = {
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_other_styles_train_the_same(capsys, style):
+def test_other_styles_train_the_same(capsys, monkeypatch, style):
+    """What exists is looked at for what is new, not at each step: that takes tenths of a second."""
+    looks, look = [], any_script.Alive.__init__
+    monkeypatch.setattr(any_script.Alive, "__init__", lambda alive: looks.append(alive) or look(alive))
     write("train.py", HEAD + STYLES[style])
     python(Path("train.py").absolute())
     printed = capsys.readouterr().out
     assert run("--on-infeasible", "warn", "--json", "plan.json", "train.py") == 0
-    assert capsys.readouterr().out == printed
+    said = capsys.readouterr()
+    assert said.out == printed
+    assert len(looks) <= 3
+    assert said.err.count("in place of torch.compile") >= ("compiled" in style)
     [model] = json.loads(Path("plan.json").read_text())["models"]
     assert model["plan"]["planned_peak_bytes"] < model["plan"]["unplanned_peak_bytes"]
 

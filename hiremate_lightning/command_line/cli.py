@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return USAGE
     if given[:1] == [RUN]:
-        return run_script(given[1:])
+        return run_script(given[1:], ends_process=arguments is None)
     given, script = _script_of_doctor(given)
     try:
         asked = parser.parse_args(given)

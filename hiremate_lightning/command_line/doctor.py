@@ -22,6 +22,7 @@ from .. import torch_private
 from ..api import get_plan, hiremate, remove_hiremate
 from ..errors import ConfigurationError, HiRemateError
 from ..integrations.any_script import Alive, Finder
+from ..integrations.compiled_in_place import take_aside
 from ..memory.free_memory import free_host_bytes
 from ..planning.solvers import Status
 from ..planning.solvers.mip_backend import BACKENDS
@@ -32,8 +33,8 @@ from ..torch_private import tensor_state
 from ..units import format_bytes, format_ratio
 from .factory import Workload, find_factory
 from .importing import import_failures
-from .run import Script
 from .run_summary import reason_of
+from .script import Script
 
 PACKAGE = "hiremate-lightning"
 CALLBACKS = "hiremate_lightning.callbacks"
@@ -307,6 +308,7 @@ class _Looking(Finder):
     words: str | None = None
 
     def _plan(self, root: nn.Module, alive: Alive) -> None:
+        take_aside(root)
         refuse(root)
         trained = sum(p.numel() for p in root.parameters() if p.requires_grad)
         optimizers = " and ".join(sorted({type(o).__name__ for o in alive.optimizers_of(root)})) or "no optimizer yet"

@@ -11,20 +11,17 @@ the command's, and an error shows the traceback that it would have. What is said
 from __future__ import annotations
 
 import argparse
-import builtins
-import io
 import os
 import runpy
 import sys
-import types
-import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from ..errors import BudgetError, ConfigurationError, HiRemateError, did_you_mean
+from . import script, started
+from .script import Script
 
 ENVIRONMENT_BUDGET = "HIREMATE_BUDGET"
 PROGRAM = "hiremate run"
@@ -103,62 +100,12 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-class Script:
-    """What is to run, as `python` runs it.
-
-    Args:
-        given: Path of the script, or name of the module, and its arguments.
-        is_module: Whether it is the name of a module.
-    """
-
-    def __init__(self, given: Sequence[str], is_module: bool) -> None:
-        self.name, self.arguments, self.is_module = given[0], [*given[1:]], is_module
-        if not is_module and not Path(self.name).exists():
-            raise ConfigurationError(f"There is no file {self.name!r} to run. Options come before the script.")
-
-    def run(self) -> None:
-        """Run it to its end."""
-        with self._arguments_and_path():
-            if self.is_module:
-                runpy.run_module(self.name, run_name="__main__", alter_sys=True)
-            elif Path(self.name).is_dir() or zipfile.is_zipfile(self.name):
-                runpy.run_path(self.name, run_name="__main__")
-            else:
-                _run_file(Path(self.name).absolute())
-
-    @contextmanager
-    def _arguments_and_path(self) -> Iterator[None]:
-        before, first = sys.argv, sys.path[0] if sys.path else None
-        sys.argv = [self.name, *self.arguments]
-        folder = str(Path.cwd() if self.is_module else Path(self.name).resolve().parent)
-        if first is not None and not getattr(sys.flags, "safe_path", False):
-            sys.path[0] = folder  # it was the folder of the command
-        try:
-            yield
-        finally:
-            sys.argv = before
-            if first is not None and sys.path and sys.path[0] == folder:
-                sys.path[0] = first
-
-
-def _run_file(path: Path) -> None:
-    """Run a script in a module that is `__main__` meanwhile; runpy would change the name in `sys.argv`."""
-    module = types.ModuleType("__main__")
-    vars(module).update(__file__=str(path), __builtins__=builtins, __cached__=None, __annotations__={})
-    before, sys.modules["__main__"] = sys.modules["__main__"], module
-    try:
-        with io.open_code(str(path)) as file:
-            code = compile(file.read(), str(path), "exec", dont_inherit=True)
-        exec(code, vars(module))
-    finally:
-        sys.modules["__main__"] = before
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, ends_process: bool | None = None) -> int:
     """Run a script within a budget.
 
     Args:
         arguments: The command's own options, then the script and its arguments; those of the command line by default.
+        ends_process: Whether the process ends with the script; by default where the arguments are the command line's.
 
     Returns:
         The exit code, where the script does not end by raising SystemExit or KeyboardInterrupt: these pass.
@@ -168,7 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given:
         parser().error("no script to run; give a path such as train.py, or -m and a module")
     try:
-        return _run(asked, Script(given, is_module=bool(asked.module)))
+        is_last = arguments is None if ends_process is None else ends_process
+        return _run(asked, Script(given, bool(asked.module), is_last))
     except HiRemateError as error:
         if asked.debug:
             raise
@@ -177,10 +125,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _words(error: BaseException) -> str:
-    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    words = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    return words.replace("on_infeasible='warn'", "--on-infeasible warn")  # what is meant there is an argument
 
 
-def _run(asked: argparse.Namespace, script: Script) -> int:
+def _run(asked: argparse.Namespace, given: Script) -> int:
     """Run a script while what it trains is found and planned."""
     from ..integrations.any_script import Finder  # loads torch, which help and mistakes need not
     from ..options import make_options
@@ -200,8 +149,8 @@ def _run(asked: argparse.Namespace, script: Script) -> int:
     numbers = asked.json if asked.json in (None, "-") else str(Path(asked.json).absolute())
     process = os.getpid()
     try:
-        with finder.in_place():
-            script.run()
+        with finder.in_place(), started.told(write_line):
+            given.run()
         return 0
     except HiRemateError:
         raise
@@ -216,7 +165,7 @@ def _run(asked: argparse.Namespace, script: Script) -> int:
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
     """Leave out of a traceback what ran the script."""
-    own = {__file__, runpy.__file__, "<frozen runpy>"}
+    own = {__file__, script.__file__, runpy.__file__, "<frozen runpy>"}
     first = trace
     while trace is not None and trace.tb_frame.f_code.co_filename in own:
         trace = trace.tb_next

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..errors import ConfigurationError
 from ..integrations.any_script import DRY_STEPS, Finder, Trained
 from ..reporting.html_report import write_html
 from ..reporting.report import is_rank_zero
@@ -39,30 +40,36 @@ class Summary:
     def show(self) -> None:
         """Print the summary, and write the files that were asked for."""
         for found in self._finder.trained:
-            write_line(_line(found))
+            write_line(_line(found, self._finder.seen.ended_by))
         if not self._finder.trained:
             write_line(f"no training step was seen: {reason_of(self._finder)}")
-        for path in self._write_files():
-            write_line(f"written: {path}")
+        if is_rank_zero():
+            for write in (self._write_page, self._write_numbers):
+                try:
+                    write()
+                except (OSError, ConfigurationError) as error:  # the script has ended: its exit code stays
+                    write_line(f"can't write what was asked for: {error}")
         if self._is_dry and self._finder.trained:
             write_line(f"stopped by --dry-run after {self._finder.seen.updates} updates of the weights")
 
-    def _write_files(self) -> list[str]:
-        if not is_rank_zero():
-            return []
-        written = []
-        if self._page is not None:
-            for index, found in enumerate(self._planned):
-                path = self._page if not index else self._page.with_stem(f"{self._page.stem}-{index + 1}")
-                assert found.plan is not None, "only those with a plan are listed"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                written.append(str(write_html(found.plan, path, curve_limit_s=0)))
+    def _write_page(self) -> None:
+        if self._page is not None and not self._planned:
+            write_line(f"{self._page} is not written: there is no plan")
+        for index, found in enumerate(self._planned if self._page is not None else ()):
+            assert self._page is not None
+            assert found.plan is not None, "only those with a plan are listed"
+            path = self._page if not index else self._page.with_stem(f"{self._page.stem}-{index + 1}")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_line(f"written: {write_html(found.plan, path, curve_limit_s=0)}")
+
+    def _write_numbers(self) -> None:
         if self._numbers == "-":
             sys.stdout.write(f"{self._as_json()}\n")
         elif self._numbers is not None:
-            Path(self._numbers).write_text(f"{self._as_json()}\n", encoding="utf-8")
-            written.append(self._numbers)
-        return written
+            path = Path(self._numbers)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{self._as_json()}\n", encoding="utf-8")
+            write_line(f"written: {path}")
 
     def _as_json(self) -> str:
         models: list[dict[str, Any]] = [
@@ -78,6 +85,8 @@ def reason_of(finder: Finder) -> str:
     seen = finder.seen
     if seen.planned_by_script:
         return f"the script plans {_names(seen.planned_by_script)} by itself"
+    if seen.ended_by is not None and not seen.updates:
+        return f"the script ended before one, by {seen.ended_by}"
     if seen.in_eval_mode:
         return (
             f"{_names(seen.in_eval_mode)} was called with gradients on, but in eval mode, which is not planned; "
@@ -98,9 +107,11 @@ def reason_of(finder: Finder) -> str:
     )
 
 
-def _line(found: Trained) -> str:
+def _line(found: Trained, ended_by: str | None) -> str:
     """Describe one model: the peak as measured, or as predicted, beside that of the plain step; budget and time."""
     plan = found.plan
+    if plan is None and ended_by is not None:
+        return f"{found.name}: no plan was made before the script ended, by {ended_by}"
     if plan is None:
         return f"{found.name}: no plan was made. One is made in the second step; {DRY_STEPS} are needed at least"
     measured = plan.measured

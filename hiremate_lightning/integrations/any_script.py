@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -24,14 +25,16 @@ import torch.distributed
 from torch import nn
 
 from ..api import FABRIC_WRAPPER, hiremate, inside_wrappers
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, HiRemateError
 from ..planning.plan import Plan
 from ..sessions.refusals import refuse
 from ..sessions.session import Session
+from ..sessions.slots import is_ours
 from ..sessions.step_target import plans_step_of
 from ..sessions.targets import is_inside_planned, planned_module_with, targets_of
 from ..torch_private import backward_pass, compiled_modules, hooks, tensor_state
 from .compile_backend import hiremate as compile_backend
+from .compiled_in_place import CompiledCall, take_aside
 
 DRY_STEPS = 2  # updates of the weights in a dry run: one step is recorded, the next one runs by the plan
 MOST_DRY_STEPS = 8  # where steps of several kinds take turns
@@ -42,6 +45,14 @@ LAUNCHERS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 class DryRunEnds(SystemExit):
     """Ends a script, with exit code 0, once its plans were made and measured."""
+
+
+class Way(Enum):
+    """How to call a module: as it is, also without looking at what it calls, or as it is after a plan was made."""
+
+    AS_IT_IS = auto()
+    APART = auto()
+    PLANNED = auto()
 
 
 @dataclass(eq=False)
@@ -81,6 +92,7 @@ class Sightings:
         transformed: Names of modules that were called inside of transforms of torch.func.
         without_optimizer: Names of modules whose parameters no optimizer knows.
         planned_by_script: Names of models that the script plans by itself.
+        ended_by: The exception that ended the script, None where it ended well.
     """
 
     updates: int = 0
@@ -89,6 +101,7 @@ class Sightings:
     transformed: set[str] = field(default_factory=set)
     without_optimizer: set[str] = field(default_factory=set)
     planned_by_script: set[str] = field(default_factory=set)
+    ended_by: str | None = None
 
 
 class Finder:
@@ -121,6 +134,8 @@ class Finder:
         self.trained: list[Trained] = []
         self.seen = Sightings()
         self._is_apart = False  # inside of a call in which nothing is to be found
+        self._has_ended = False
+        self._around: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of planned models, or in them, without a slot
         self._settled: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that have stepped
         self._told = set[str]()
@@ -141,18 +156,34 @@ class Finder:
             return finder.call(module, args, kwargs)
 
         def end() -> None:
+            self._has_ended = True
             hooks.set_call_of_all(None)
+            end_compiling()
             handle.remove()
 
         def forked() -> None:
             if reference() is not None:
                 end()
 
+        def compiled(module: nn.Module, before: Any, call: Callable[..., Any], backend: Any) -> Any:
+            finder = reference()
+            assert finder is not None, "it is in use by what put it in place"
+            if backend in ("hiremate", compile_backend):
+                finder.note_script_plans(_name(module))
+                return call
+            return finder.compiled_in_place(module, before, call)
+
         handle = hooks.on_optimizer_step(self._stepped)
+        end_compiling = hooks.on_compile_in_place(compiled)
         hooks.set_call_of_all(call)
         os.register_at_fork(after_in_child=forked)
         try:
             yield
+        except BaseException as error:
+            is_asked = isinstance(error, SystemExit) and not error.code
+            words = "the error below" if isinstance(error, HiRemateError) else f"{type(error).__name__}: {error}"
+            self.seen.ended_by = None if is_asked else words.rstrip(": ")
+            raise
         finally:
             if os.getpid() == process:
                 end()
@@ -170,35 +201,72 @@ class Finder:
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module, by a new plan where it is found to train."""
-        if self._is_apart or not torch.is_grad_enabled() or _is_special() or is_inside_planned():
+        if self._is_apart or module in self._around or not torch.is_grad_enabled() or _is_special():
             return hooks.plain_call(module, *args, **kwargs)
+        way = self._way_of(module)
+        if way is Way.APART:
+            return self._call_apart(hooks.plain_call, module, *args, **kwargs)
+        return (_planned_call(module) if way is Way.PLANNED else partial(hooks.plain_call, module))(*args, **kwargs)
+
+    def call_compiled(
+        self, module: nn.Module, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a module that the script has compiled in place, by a new plan where it is found to train."""
+        if module in self._around:
+            return hooks.plain_call(module, *args, **kwargs)
+        if self._has_ended or self._is_apart or not torch.is_grad_enabled() or _is_special():
+            return compiled(*args, **kwargs)
+        way = self._way_of(module)
+        if way is Way.APART:
+            return self._call_apart(compiled, *args, **kwargs)
+        return (_planned_call(module) if way is Way.PLANNED else compiled)(*args, **kwargs)
+
+    def compiled_in_place(self, module: nn.Module, before: Any, compiled: Callable[..., Any]) -> Any:
+        """Choose what stands in for the call of a module that is compiled in place: a plan that it has goes on."""
+        call = CompiledCall(self.call_compiled, module, compiled)
+        for found in self.trained:
+            session = found.session()
+            if session is not None and any(inner is module for inner in session.root.modules()):
+                session.replace_compiling([partial(hooks.set_call, module, call)])
+                return before
+        return call
+
+    def _way_of(self, module: nn.Module) -> Way:
+        """Decide how to call a module in which a plan may be needed, and make the plan.
+
+        Raises:
+            ConfigurationError: If it is trained, and can't be planned.
+        """
+        if is_inside_planned():
+            return Way.AS_IT_IS
         if not module.training and _trains(module):
             if not self.seen.in_eval_mode:  # the outermost of the first call
                 self.seen.in_eval_mode.add(_name(module))
-            return hooks.plain_call(module, *args, **kwargs)
+            return Way.AS_IT_IS
         if not _trains(module):
             is_frozen = any(True for _ in module.parameters())  # else what it calls may train, a list of layers say
-            return (self._call_apart if is_frozen else hooks.plain_call)(module, *args, **kwargs)
+            return Way.APART if is_frozen else Way.AS_IT_IS
         if self._is_settled(module):
-            return self._call_apart(module, *args, **kwargs)
+            return Way.APART
         if tensor_state.is_transforming():
             self.seen.transformed.add(_name(module))
-            return self._call_apart(module, *args, **kwargs)
+            return Way.APART
         if not self._plan_around(module):
             self._settled[module] = len(self._optimizers), self._settled.get(module, (0, 0))[1] + 1
-            return self._call_apart(module, *args, **kwargs)
-        slot = hooks.get_call(module)
-        return hooks.plain_call(module, *args, **kwargs) if slot is None else slot(*args, **kwargs)
+            return Way.APART
+        if not is_ours(hooks.get_call(module)):
+            self._around.add(module)  # no need to look at it again: it calls what is planned
+        return Way.PLANNED
 
     def _is_settled(self, module: nn.Module) -> bool:
         """Whether a module was found not to be trained, again and again, and no other optimizer has appeared since."""
         optimizers, tries = self._settled.get(module, (0, 0))
         return tries >= TRIES and optimizers == len(self._optimizers)
 
-    def _call_apart(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _call_apart(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._is_apart = True
         try:
-            return hooks.plain_call(module, *args, **kwargs)
+            return call(*args, **kwargs)
         finally:
             self._is_apart = False
 
@@ -230,6 +298,7 @@ class Finder:
         return True
 
     def _plan(self, root: nn.Module, alive: Alive) -> None:
+        aside = take_aside(root)
         hiremate(root, self._budget, target=self._target, **self._options)
         planned = targets_of(root)
         assert planned is not None, "hiremate() has just taken it over"
@@ -238,7 +307,7 @@ class Finder:
         for optimizer in alive.optimizers_of(root):
             session.watch_optimizer(optimizer)
         session.stages.reporter.more = MORE
-        session.replace_compiling()
+        session.replace_compiling(aside)
         found = Trained(_name(root), weakref.ref(session))
         session.listeners.append(found.note)
         self.trained.append(found)
@@ -358,8 +427,8 @@ class Alive:
 
     def is_compiled_by_script(self, root: nn.Module) -> bool:
         """Whether a script compiles a model with our backend for torch.compile."""
-        around = compiled_modules.compiled_around(root)
-        return any(compiled_modules.is_compiled_by(compiled, compile_backend) for compiled in around)
+        found = [*compiled_modules.compiled_around(root), *compiled_modules.compiled_inside(root)]
+        return any(compiled_modules.is_compiled_by(compiled, compile_backend) for compiled in found)
 
 
 def _together(models: Sequence[nn.Module]) -> nn.Module:
@@ -377,10 +446,14 @@ def _together(models: Sequence[nn.Module]) -> nn.Module:
 
 
 def _may_be_planned(model: nn.Module) -> bool:
+    aside = take_aside(model)
     try:
         refuse(model)
     except ConfigurationError:
         return False
+    finally:
+        for put_back in aside:
+            put_back()
     return True
 
 
@@ -394,6 +467,12 @@ def _unwrapped(module: nn.Module) -> nn.Module:
         if inner is module:
             return module
         module = inner
+
+
+def _planned_call(module: nn.Module) -> Callable[..., Any]:
+    """Return the call of a module that is planned, or is around one that is."""
+    slot = hooks.get_call(module)
+    return slot if is_ours(slot) and slot is not None else partial(hooks.plain_call, module)
 
 
 def _trains(module: nn.Module) -> bool:

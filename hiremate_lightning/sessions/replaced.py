@@ -98,10 +98,14 @@ class ReplacedCompiling:
         self._root = root
         self._undo: list[Callable[[], None]] = []
 
-    def replace(self) -> bool:
-        """Take torch.compile away from the model; return whether it was compiled."""
-        found = compiled_around(self._root)
-        self._undo += [run_as_written(compiled) for compiled in found]
+    def replace(self, aside: Sequence[Callable[[], None]] = ()) -> bool:
+        """Take torch.compile away from the model; return whether it was compiled.
+
+        Args:
+            aside: Give back what was taken away inside of the model already.
+        """
+        found = [*aside, *map(run_as_written, compiled_around(self._root))]
+        self._undo += found
         return bool(found)
 
     def put_back(self) -> None:

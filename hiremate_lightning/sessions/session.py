@@ -182,9 +182,13 @@ class Session:
         """Count a batch in the next step, with what of it the planned modules do not receive."""
         self._memory.batch = tensors_among(batch)
 
-    def replace_compiling(self) -> None:
-        """Run the model as it was written where a script handed it to torch.compile, and report that."""
-        if self._compiling.replace():
+    def replace_compiling(self, aside: Sequence[Callable[[], None]] = ()) -> None:
+        """Run the model as it was written where a script handed it to torch.compile, and report that.
+
+        Args:
+            aside: Give back what was taken away inside of the model already.
+        """
+        if self._compiling.replace(aside):
             self.stages.reporter.note(
                 f"HiRemate plan of {self._name}, in place of torch.compile: numbers are those of uncompiled code, and "
                 "steps may take longer; compile='inductor' plans with fused kernels. Put back when the plan goes"

@@ -25,6 +25,17 @@ def compiled_around(module: nn.Module) -> list[nn.Module]:
     return [found for found in compiled if any(id(inner) in own for inner in found.modules())]
 
 
+def compiled_inside(module: nn.Module) -> list[nn.Module]:
+    """List the parts of a module that torch.compile returned."""
+    return [found for found in module.modules() if type(found) is OptimizedModule]
+
+
+def runs_as_written(module: nn.Module) -> bool:
+    """Whether this is what torch.compile returned, and it calls the module itself for now."""
+    inner = inside_compiled(module)
+    return inner is not None and getattr(vars(module).get("forward"), "__self__", None) is inner
+
+
 def run_as_written(compiled: nn.Module) -> Callable[[], None]:
     """Make what torch.compile returned call the module itself; return a function that undoes that."""
     before: Any = compiled.forward

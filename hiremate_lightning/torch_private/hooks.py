@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -39,6 +40,27 @@ def set_call_of_all(call: Callable[..., Any] | None) -> None:
     It is given the module first. It is an attribute of the class, which those of modules hide.
     """
     torch.nn.Module._compiled_call_impl = call
+
+
+def on_compile_in_place(stand_in: Callable[[torch.nn.Module, Any, Any, Any], Any]) -> Callable[[], None]:
+    """Let a function choose what stands in for the call of a module that is compiled in place (`module.compile()`).
+
+    Args:
+        stand_in: Is given the module, what stood in for its call before, its compiled call, and the backend asked for.
+
+    Returns:
+        Ends that.
+    """
+    compile_in_place = torch.nn.Module.compile
+
+    @wraps(compile_in_place)
+    def compile_and_choose(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        before = get_call(module)
+        compile_in_place(module, *args, **kwargs)
+        set_call(module, stand_in(module, before, get_call(module), kwargs.get("backend")))
+
+    setattr(torch.nn.Module, "compile", compile_and_choose)  # noqa: B010 - mypy takes no function for a method
+    return lambda: setattr(torch.nn.Module, "compile", compile_in_place)
 
 
 def plain_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
