@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import page_tables
 from hiremate_lightning.options import OPTIONS, SEARCH_OPTIONS, Option
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -175,16 +176,10 @@ def _joined(lines: list[str]) -> str:
 def table() -> str:
     """Write the table of all options in Markdown."""
     rows = [
-        [f"`{o.name}`", f"`{o.annotation}`", f"`{o.default_text}`", o.allowed, o.meaning, _flag_of(o)]
+        (f"`{o.name}`", f"`{o.annotation}`", f"`{o.default_text}`", o.allowed, o.meaning, _flag_of(o))
         for o in OPTIONS.values()
     ]
-    head = ["option", "type", "default", "must be", "meaning", "`hiremate run`"]
-    cells = [head, ["--"] * len(head), *rows]
-    return "".join(f"| {' | '.join(_escaped(cell) for cell in row)} |\n" for row in cells)
-
-
-def _escaped(cell: str) -> str:
-    return cell.replace("|", "\\|")
+    return page_tables.table(("option", "type", "default", "must be", "meaning", "`hiremate run`"), rows)
 
 
 def _flag_of(option: Option) -> str:

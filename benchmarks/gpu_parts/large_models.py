@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from stand_in import torchvision_or_stand_in
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from models import Block, Built, LanguageModel, UNet, WithLoss
+from zoo.models import Built
+from zoo.networks import Block, LanguageModel, UNet, WithLoss
+from zoo.stand_in import torchvision_or_stand_in
 
 
 @contextmanager

@@ -88,8 +88,7 @@ def run_tests(send: Send, is_toy: bool, until: float) -> None:
 def compare(send: Send, model: str, device: str, is_toy: bool) -> None:
     """Train a model plain and planned with deterministic kernels, in float32 and under autocast."""
     import torch
-
-    import models
+    from zoo import models
 
     from .large_models import TOYS
 

@@ -6,14 +6,15 @@ step takes about a second on one core while activations, not weights, fill the m
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from stand_in import mend_torchvision, torchvision_or_stand_in
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from .networks import FNO, Block, Denoiser, LanguageModel, UNet, WithLoss
+from .stand_in import mend_torchvision, torchvision_or_stand_in
 
 mend_torchvision()
 
@@ -25,31 +26,6 @@ def model(builder: Callable[[], Built]) -> Callable[[], Built]:
     """Register a builder under its function's name."""
     MODELS[builder.__name__] = builder
     return builder
-
-
-class WithLoss(nn.Module):
-    """A module and a loss on its output."""
-
-    def __init__(self, net: nn.Module, loss: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.net = net
-        self.loss = loss
-
-    def forward(self, inputs: Any, *targets: Tensor) -> Tensor:
-        """Give the scalar loss of a batch."""
-        return self.loss(self.net(inputs), *targets)
-
-
-class LanguageModel(nn.Module):
-    """A transformers model with its own loss."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Give the model's own loss."""
-        return self.net(input_ids=tokens, labels=tokens).loss
 
 
 def _images(batch: int, size: int, classes: int = 10) -> tuple[Tensor, Tensor]:
@@ -82,25 +58,6 @@ def gpt2_12() -> Built:
 def gpt2_48() -> Built:
     """GPT-2, 48 layers."""
     return gpt2_of(48, batch=2)
-
-
-class Block(nn.Module):
-    """Pre-norm transformer block, dropout on."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.dense = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1))
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map tokens to tokens."""
-        heads = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm_1(x)).chunk(3, dim=-1))
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.dropout(self.mix(mixed))
-        return x + self.dense(self.norm_2(x))
 
 
 @model
@@ -215,92 +172,11 @@ def resnet101() -> Built:
     return _timm("resnet101", 8, 128)
 
 
-class UNet(nn.Module):
-    """UNet with batch norm and long skips (Ronneberger et al. 2015)."""
-
-    def __init__(self, width: int = 16, depth: int = 4) -> None:
-        super().__init__()
-        widths = [width * 2**i for i in range(depth + 1)]
-        self.first = self._block(3, widths[0])
-        self.down = nn.ModuleList(self._block(a, b) for a, b in itertools.pairwise(widths))
-        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, 2) for a, b in itertools.pairwise(widths))
-        self.merge = nn.ModuleList(self._block(2 * a, a) for a in widths[:-1])
-        self.last = nn.Conv2d(width, 3, 1)
-
-    @staticmethod
-    def _block(inputs: int, outputs: int) -> nn.Sequential:
-        layers: list[nn.Module] = []
-        for width in (inputs, outputs):
-            layers += [
-                nn.Conv2d(width, outputs, 3, padding=1, bias=False),
-                nn.BatchNorm2d(outputs),
-                nn.ReLU(inplace=True),
-            ]
-        return nn.Sequential(*layers)
-
-    def forward(self, image: Tensor) -> Tensor:
-        """Map an image to an image."""
-        skips = [self.first(image)]
-        for block in self.down:
-            skips.append(block(F.max_pool2d(skips[-1], 2)))
-        current = skips.pop()
-        for up, merge in zip(reversed(self.up), reversed(self.merge), strict=True):
-            current = merge(torch.cat((skips.pop(), up(current)), 1))
-        return self.last(current)
-
-
 @model
 def unet() -> Built:
     """UNet with long skips, batch norm."""
     images, _ = _images(4, 128)
-    return WithLoss(UNet(), F.mse_loss), (images, images)
-
-
-class SpectralConv(nn.Module):
-    """Spectral convolution of a Fourier neural operator (Li et al., arXiv 2010.08895)."""
-
-    def __init__(self, width: int, modes: int) -> None:
-        super().__init__()
-        self.modes = modes
-        self.weight = nn.Parameter(torch.randn(2, width, width, modes, modes, 2) / width)
-
-    def forward(self, signal: Tensor) -> Tensor:
-        """Filter the lowest modes."""
-        spectrum = torch.fft.rfft2(signal)
-        low = spectrum[..., : self.modes, : self.modes]
-        high = spectrum[..., -self.modes :, : self.modes]
-        first, second = torch.view_as_complex(self.weight)
-        out = torch.zeros_like(spectrum)
-        out[..., : self.modes, : self.modes] = torch.einsum("bixy,ioxy->boxy", low, first)
-        out[..., -self.modes :, : self.modes] = torch.einsum("bixy,ioxy->boxy", high, second)
-        return torch.fft.irfft2(out, s=signal.shape[-2:])
-
-
-class FNOLayer(nn.Module):
-    """Spectral convolution beside a pointwise one."""
-
-    def __init__(self, width: int, modes: int) -> None:
-        super().__init__()
-        self.spectral = SpectralConv(width, modes)
-        self.local = nn.Conv2d(width, width, 1)
-
-    def forward(self, field: Tensor) -> Tensor:
-        """Map a field to a field."""
-        return F.gelu(self.spectral(field) + self.local(field))
-
-
-class FNO(nn.Module):
-    """Fourier neural operator, 2-D."""
-
-    def __init__(self, width: int = 24, modes: int = 12, layers: int = 4) -> None:
-        super().__init__()
-        self.lift = nn.Conv2d(3, width, 1)
-        self.layers = nn.Sequential(*(FNOLayer(width, modes) for _ in range(layers)))
-        self.project = nn.Sequential(nn.Conv2d(width, 64, 1), nn.GELU(), nn.Conv2d(64, 3, 1))
-
-    def forward(self, field: Tensor) -> Tensor:
-        """Map a field to a field."""
-        return self.project(self.layers(self.lift(field)))
+    return WithLoss(UNet(16, 4, convolutions=2, is_residual=False), F.mse_loss), (images, images)
 
 
 @model
@@ -308,18 +184,6 @@ def fno() -> Built:
     """Fourier neural operator, 4 layers."""
     images, _ = _images(4, 96)
     return WithLoss(FNO(), F.mse_loss), (images, images)
-
-
-class Denoiser(nn.Module):
-    """A diffusers model with the loss of Ho et al. 2020: the noise in a noisy image."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, noisy: Tensor, time: Tensor, noise: Tensor) -> Tensor:
-        """Give the mean squared error of the noise found."""
-        return F.mse_loss(self.net(noisy, time).sample, noise)
 
 
 @model
