@@ -130,7 +130,7 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
         return {} if found is None else {"size": found}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the size from a checkpoint."""
+        """Restore the size from a checkpoint."""
         self._restored = state_dict.get("size")
 
     # ---------------------------------------------------------------- hooks
@@ -252,7 +252,7 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
 
 
 def _forget_loaders(trainer: pl.Trainer) -> None:
-    """Let the loops ask for their data loaders again."""
+    """Make the loops ask for their data loaders again."""
     for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
         loop._combined_loader = None
         loop._data_fetcher = None
@@ -383,7 +383,7 @@ class _Trials:
 
     @contextmanager
     def _longest(self, size: int) -> Iterator[None]:
-        """Let the training loop load the batch that the user has named."""
+        """Make the training loop load the batch that `longest_batch` gives."""
         loop = self._trainer.fit_loop
         source = loop._data_source
         if self._longest_batch is not None:

@@ -133,7 +133,7 @@ class HiRemateCallback(Callback):
         self.on_fit_start(trainer, pl_module)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Take over the model's calls."""
+        """Replace the model's calls by planned ones."""
         if stage != "fit":
             return
         self._refuse(trainer, pl_module)
@@ -146,7 +146,7 @@ class HiRemateCallback(Callback):
         self._targets.attach()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take over modules that `configure_model` added, and count the optimizers."""
+        """Replace the calls of modules that `configure_model` added, and watch the optimizers."""
         if self._targets is not None:
             self._targets.attach()
             for optimizer in trainer.optimizers:

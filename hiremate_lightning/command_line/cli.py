@@ -273,7 +273,7 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int],
 
 
 class _Once(argparse.Action):
-    """Take an option that lists all its values; a second one would replace the first in silence."""
+    """Store an option that lists all its values; refuse a second one, which would replace the first in silence."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if getattr(namespace, self.dest) is not None:
@@ -330,7 +330,7 @@ def _add_json(parser: Any) -> None:
 
 
 def _doctor(asked: argparse.Namespace) -> int:
-    """Look whether torch can be imported, before that is done here to look at everything else."""
+    """Check that torch can be imported, then import it here and examine everything else."""
     from .importing import import_failures
 
     with Console(stderr=True).status("HiRemate: importing what is installed"):

@@ -170,7 +170,7 @@ class _CompiledRoot(nn.Module):
         return bool(self._parameters_seen) and not any(True for _ in self._alive(self._parameters_seen))
 
     def see_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Learn of parameters, and of other leaves that train.
+        """Add parameters, and other leaves that train.
 
         At each run: torch runs what it compiled for one model with the parameters of another of the same kind.
         """
@@ -186,11 +186,11 @@ class _CompiledRoot(nn.Module):
         return reference is not None and reference() is parameter
 
     def see_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Learn of buffers."""
+        """Add buffers."""
         self._buffers_seen.update((id(b), weakref.ref(b)) for b in buffers)
 
     def see_device(self, device: torch.device) -> None:
-        """Learn where graphs run, for those that have no parameters."""
+        """Store the device of a graph, for models without parameters."""
         if self._somewhere.device != device:
             self._somewhere = torch.empty(0, device=device)
 

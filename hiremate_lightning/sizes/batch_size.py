@@ -251,7 +251,7 @@ class SizeFinder:
         self._check_grows(*sorted(self._runner.seen))
 
     def _sample_half_way(self) -> None:
-        """Take another sample where the search would end far beyond those at hand: kernels change with the size."""
+        """Run a sample half way where the search would end far beyond those at hand: kernels change with the size."""
         forecast = self._forecast()
         feasible = 0 if forecast is None else forecast.largest_feasible(self._options.max_val)
         middle = self._agree(feasible // 2)
@@ -394,7 +394,7 @@ class SizeFinder:
         return bool(self._agree(excess <= 0))
 
     def _fall_back(self, failed: FoundSize) -> FoundSize:
-        """Take the largest size of those that ran, at the least memory, and that a plan was predicted to fit."""
+        """Return the largest size that ran at the least memory and that a plan was predicted to fit."""
         forecast = self._forecast()
         sizes = [size for size in sorted(self._runner.seen, reverse=True) if size not in self._failed]
         fits = (s for s in sizes if forecast is not None and forecast.accepts(s, self._options.max_overhead))

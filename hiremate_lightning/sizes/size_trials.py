@@ -81,7 +81,7 @@ class TrialSession(Session):
             self.planned.learn(record, self.resident)
 
     def _spare_bytes(self) -> int:
-        """Let no size run that may not fit: a smaller one comes next."""
+        """Refuse to run a size that may not fit: a smaller one comes next."""
         return 0
 
     def peak_of(self, function: Callable[[], Any], batch: Any) -> int:
