@@ -89,8 +89,7 @@ def compare(send: Send, model: str, device: str, is_toy: bool) -> None:
     """Train a model plain and planned with deterministic kernels, in float32 and under autocast."""
     import torch
     from zoo import models
-
-    from .large_models import TOYS
+    from zoo.large import TOYS
 
     if is_toy:
         models.MODELS.update(TOYS)

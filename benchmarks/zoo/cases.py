@@ -90,14 +90,19 @@ def fields(module: nn.Module, *shape: int, name: str = "x") -> Case:
     return Case(module, lambda index: {name: random(index, *shape)}, mean_square)
 
 
-def timm(name: str, batch: int, size: int, **options: Any) -> Case:
-    """Train a timm model on random pictures of ten classes."""
+def timm_model(name: str, classes: int = 10, **options: Any) -> nn.Module:
+    """Build a timm model that tells classes apart."""
     with torchvision_or_stand_in():
         from timm import create_model
 
-    module = create_model(name, pretrained=False, num_classes=10, **options)
+    module: nn.Module = create_model(name, pretrained=False, num_classes=classes, **options)
+    return module
+
+
+def timm(name: str, batch: int, size: int, **options: Any) -> Case:
+    """Train a timm model on random pictures of ten classes."""
     return Case(
-        module,
+        timm_model(name, **options),
         lambda index: {"x": random(index, batch, 3, size, size)},
         lambda output, batch: F.cross_entropy(output, torch.arange(len(output)) % 10),
     )

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .cases import integers, timm_model
 from .networks import FNO, Block, Denoiser, LanguageModel, UNet, WithLoss
-from .stand_in import mend_torchvision, torchvision_or_stand_in
+from .stand_in import mend_torchvision
 
 mend_torchvision()
 
@@ -37,7 +38,7 @@ def _images(batch: int, size: int, classes: int = 10) -> tuple[Tensor, Tensor]:
 
 
 def _tokens(batch: int, length: int, vocabulary: int) -> Tensor:
-    return torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
+    return integers(0, vocabulary, batch, length)
 
 
 def gpt2_of(layers: int, batch: int = 4, width: int = 256) -> Built:
@@ -129,11 +130,7 @@ def llama_words() -> Built:
 
 
 def _timm(name: str, batch: int, size: int, **options: Any) -> Built:
-    with torchvision_or_stand_in():
-        import timm
-
-    net = timm.create_model(name, pretrained=False, num_classes=10, **options)
-    return WithLoss(net, F.cross_entropy), _images(batch, size)
+    return WithLoss(timm_model(name, **options), F.cross_entropy), _images(batch, size)
 
 
 @model
