@@ -1,4 +1,4 @@
-"""What is written from the records of `hiremate_lightning.options`: signatures, docstrings, and the table of options.
+"""What is written from the records of `hiremate_lightning.options`: signatures, docstrings, and two pages.
 
     python -m tests.option_docs --write
 
@@ -19,7 +19,7 @@ from benchmarks import page_tables
 from hiremate_lightning.options import OPTIONS, SEARCH_OPTIONS, Option
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLE = ROOT / "docs" / "api.md"
+TABLE, ERRORS = ROOT / "docs" / "api.md", ROOT / "docs" / "troubleshooting.md"
 BEGIN, END = "<!-- options: begin -->", "<!-- options: end -->"
 WIDTH = 120
 
@@ -56,7 +56,7 @@ def stale() -> list[Path]:
 
 def _written() -> dict[Path, str]:
     """Write all files anew, in memory."""
-    files = {TABLE: _with_table(TABLE.read_text(encoding="utf-8"))}
+    files = {TABLE: _with_block(TABLE, table()), ERRORS: _with_block(ERRORS, errors())}
     for entry in ENTRY_POINTS:
         path = ROOT / entry.file
         text = files.get(path) or path.read_text(encoding="utf-8")
@@ -170,7 +170,7 @@ def _joined(lines: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-# ---------------------------------------------------------------- the table
+# ---------------------------------------------------------------- the pages
 
 
 def table() -> str:
@@ -187,9 +187,15 @@ def _flag_of(option: Option) -> str:
     return f"`{option.flag_name}`" if has_flag else ""
 
 
-def _with_table(page: str) -> str:
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{table()}\n{END}{rest.partition(END)[2]}"
+def errors() -> str:
+    """Write the error messages for values that are not allowed."""
+    options = {**OPTIONS, **SEARCH_OPTIONS}.values()
+    return "\n".join(f"> {o.name} must be {o.allowed}, found …\n" for o in options if o.allowed)
+
+
+def _with_block(page: Path, block: str) -> str:
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{block}\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":
