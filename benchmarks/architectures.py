@@ -2,8 +2,8 @@
 
     python benchmarks/architectures.py [--only timm] [--jobs 2] [--write docs/architectures.md]
 
-compatibility.py trains models that were chosen, in sizes that suit them; here nobody chooses (zoo.py). Results that the
-page has already are kept, except of what `--only` names: a run that was stopped is gone on with.
+compatibility.py trains models that were chosen, in sizes that suit them; here nobody chooses (zoo/architectures.py).
+Results that the page has already are kept, except of what `--only` names: a run that was stopped is gone on with.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from collections import Counter
 from pathlib import Path
 
 import compatibility
-import zoo
+import page_tables
 from compatibility import Result
 from provenance import processor, versions
+from zoo.architectures import entries as every_architecture
 
 INTRODUCTION = """# Architectures
 
@@ -41,6 +42,8 @@ Made by `python benchmarks/architectures.py --write docs/architectures.md` on {d
 measured by the package itself. *Captured*: exact against the same captured graphs without recomputation, which add up
 some sums in another order than eager PyTorch does ([limits](limits.md)).
 """
+
+COLUMNS = ("architecture", "result", "budget", "measured / predicted peak", "graphs", "operations")
 
 
 def verdict(result: Result) -> str:
@@ -78,11 +81,9 @@ def page(results: list[Result]) -> str:
         proofs=_proofs(trained),
     )
     counts = sorted(Counter((r.package, verdict(r)) for r in results).items())
-    text += "\n| package | result | architectures |\n|--|--|--|\n"
-    text += "".join(f"| {package} | {word} | {count} |\n" for (package, word), count in counts)
-    text += "\n## Trained\n\n| architecture | result | budget | measured / predicted peak | graphs | operations |\n"
-    text += "|--|--|--|--|--|--|\n"
-    text += "".join(_row(r) for r in trained)
+    rows = [(package, word, count) for (package, word), count in counts]
+    text += f"\n{page_tables.table(('package', 'result', 'architectures'), rows)}\n## Trained\n\n"
+    text += page_tables.table(COLUMNS, map(_cells, trained))
     text += "\n## Notes\n\n" + "".join(f"{line}\n" for line in compatibility.notes(trained))
     text += "\n## Not trained by plain PyTorch in these sizes\n\n"
     return text + "".join(f"- `{r.name}`: {' '.join(r.untrained.split())}\n" for r in results if r.untrained)
@@ -102,10 +103,10 @@ def _proofs(results: list[Result]) -> str:
     )
 
 
-def _row(result: Result) -> str:
+def _cells(result: Result) -> tuple[object, ...]:
     ratio = f"{result.measured_bytes / result.predicted_bytes:.3f}" if result.measured_bytes else ""
     budget = result.budget.replace("%", " %")
-    return f"| `{result.name}` | {verdict(result)} | {budget} | {ratio} | {result.graphs} | {result.nodes:,} |\n"
+    return f"`{result.name}`", verdict(result), budget, ratio, result.graphs, f"{result.nodes:,}"
 
 
 def main() -> None:
@@ -116,7 +117,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--write", type=Path, default=None, help="file for the page; its other results stay")
     options = parser.parse_args()
-    entries, results = zoo.entries(), compatibility.read(options.write)
+    entries, results = every_architecture(), compatibility.read(options.write)
     only = set(filter(None, options.only.split(",")))
     due = {n: e for n, e in entries.items() if (n in only or e.package in only if only else n not in results)}
     if not due and only:

@@ -31,10 +31,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import page_tables
 from provenance import commit, processor, versions
 
 if TYPE_CHECKING:
-    from third_party import Entry
+    from zoo.cases import Entry
 
 COMPILE = "HIREMATE_COMPILE"  # variable that tells the processes of single models how to compile
 STEPS = 5
@@ -238,10 +239,9 @@ def _relative(a: Any, b: Any) -> float:
 
 def entry_of(name: str) -> Entry:
     """Find a model of the list, or an architecture as `timm/vision_transformer`."""
-    import third_party
-    import zoo
+    from zoo import architectures, packages
 
-    entry: Entry = zoo.entry_of(name) if "/" in name else third_party.CASES[name]
+    entry: Entry = architectures.entry_of(name) if "/" in name else packages.CASES[name]
     return entry
 
 
@@ -291,13 +291,13 @@ def check(name: str, budget: str = "50%") -> Result:
     """Train one model plain and planned, in this process.
 
     Args:
-        name: A name in `third_party.CASES`.
+        name: A name in `zoo.packages.CASES`.
         budget: A share.
 
     Returns:
         What was found; errors are not caught.
     """
-    from zoo import UntrainableError
+    from zoo.architectures import UntrainableError
 
     from hiremate_lightning.errors import HiRemateWarning
     from hiremate_lightning.out_of_memory import InfeasibleBudgetError
@@ -382,7 +382,7 @@ def check_all(entries: dict[str, Entry], timeout_s: float, jobs: int) -> Iterato
 def _send(sender: Any, name: str) -> None:
     """Check one model, and send the result."""
     import torch
-    import zoo
+    from zoo import architectures
 
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
     warnings.simplefilter("ignore")
@@ -391,7 +391,7 @@ def _send(sender: Any, name: str) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # other packages say much
     try:
         result = check(name)
-    except zoo.UntrainableError as error:  # a plain step took too long the second time
+    except architectures.UntrainableError as error:  # a plain step took too long the second time
         entry = entry_of(name)
         result = Result(name, entry.package, entry.about, untrained=str(error))
     except Exception as error:  # whatever goes wrong with a model is its result
@@ -424,9 +424,9 @@ Made by `python benchmarks/compatibility.py --write docs/compatibility.md` on {d
 **{exact} of {total} exact, {within} of {total} within budget.**
 """
 
-HEADER = (
-    "| model | budget | exact | within budget | plain peak | planned peak | predicted | budget | graphs | operations "
-    "| extra time | gap | planning |"
+COLUMNS = (
+    *("model", "budget", "exact", "within budget", "plain peak", "planned peak", "predicted", "budget", "graphs"),
+    *("operations", "extra time", "gap", "planning"),
 )
 
 
@@ -434,12 +434,12 @@ def _mib(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:.1f}"
 
 
-def _row(result: Result) -> str:
+def _cells(result: Result) -> tuple[str, ...]:
     name = f"{result.about} (`{result.name}`)"
     if result.error:
-        return f"| {name} | | **no** | | | | | | | | | | |"
+        return (name, "", "**no**", *[""] * (len(COLUMNS) - 3))
     exact = ("yes" if result.reference == "eager" else "yes, note") if result.is_exact else "**no**"
-    cells = (
+    return (
         name,
         result.budget.replace("%", " %"),
         exact,
@@ -454,7 +454,6 @@ def _row(result: Result) -> str:
         f"{100 * result.gap:.1f} %",
         f"{result.planning_s:.1f} s",
     )
-    return f"| {' | '.join(cells)} |"
 
 
 def notes(results: Iterable[Result]) -> list[str]:
@@ -490,10 +489,9 @@ def page(results: list[Result]) -> str:
         total=len(results),
     )
     for package, name in PACKAGES.items():
-        rows = [_row(r) for r in results if r.package == package]
+        rows = [_cells(r) for r in results if r.package == package]
         if rows:
-            table = "\n".join((HEADER, f"|{'--|' * HEADER.count(' | ')}--|", *rows))
-            text += f"\n## {name}\n\nPeaks in MiB.\n\n{table}\n"
+            text += f"\n## {name}\n\nPeaks in MiB.\n\n{page_tables.table(COLUMNS, rows)}"
     lines = notes(results)
     quantized = (Path(__file__).parent / "quantized.md").read_text()
     return f"{text}\n{quantized}" + (f"\n## Notes\n\n{chr(10).join(lines)}\n" if lines else "")
@@ -510,7 +508,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.compile:
         os.environ[COMPILE] = options.compile
-    from third_party import CASES
+    from zoo.packages import CASES
 
     only = set(filter(None, options.only.split(",")))
     names = [n for n, entry in CASES.items() if not only or n in only or entry.package in only]

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import page_tables
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -172,9 +173,8 @@ def main() -> None:
     start = time.perf_counter()
     trials = try_all(options.seed, options.count, options.longest, options.jobs, run_loop if options.loops else run)
     print(f"{provenance()}; 1 thread, {options.jobs} at a time\n")
-    print("| result | networks |\n|--|--|")
-    for result, count in sorted(Counter(trial.result for trial in trials).items()):
-        print(f"| {result} | {count} |")
+    counts = sorted(Counter(trial.result for trial in trials).items())
+    print(page_tables.table(("result", "networks"), counts), end="")
     operations, several = sum(t.operations for t in trials), sum(t.graphs > 1 for t in trials)
     numbers = f"numbers {options.seed} to {options.seed + len(trials) - 1};"
     if options.loops:

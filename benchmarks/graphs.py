@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from zoo.models import MODELS
 
 from hiremate_lightning.capturing.backend import planning_backend
 from hiremate_lightning.capturing.capture import Captured
@@ -22,7 +23,6 @@ from hiremate_lightning.measuring.profiling import CostCache, measure
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.running.execution import Part
 from hiremate_lightning.running.program import Program, build
-from models import MODELS
 
 
 class _Plain:

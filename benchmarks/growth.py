@@ -18,18 +18,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 
+import page_tables
 import torch
 from provenance import provenance
 from rival_plot import Axis, text, ticks
 from torch import nn
+from zoo.models import gpt2_of
 
 from hiremate_lightning import get_plan, hiremate
-from models import gpt2_of
 
 DEPTH, WIDTH = 6, 256
 COLUMNS = (
-    "layers | width | operations | profile s | solve s | proven gap | predicted overhead | "
-    "time over plain [quartiles] | peak, of plain"
+    *("layers", "width", "operations", "profile s", "solve s", "proven gap", "predicted overhead"),
+    *("time over plain [quartiles]", "peak, of plain"),
 )
 PANEL = (420, 260)  # width and height of one panel, in pixels
 
@@ -62,11 +63,10 @@ class Size:
     def row(self) -> str:
         """Give its row of the table."""
         low, middle, high = quantiles(self.ratios, n=4)
-        times = " | ".join(f"{s:.1f}" for s in self.seconds)
-        return (
-            f"| {self.depth} | {self.width} | {self.nodes:,} | {times} | {self.gap:.2%} | {self.predicted:+.1%} | "
-            f"{middle - 1:+.1%} [{low - 1:+.1%}, {high - 1:+.1%}] | {self.peak:.1%} |"
-        )
+        times = (f"{s:.1f}" for s in self.seconds)
+        spread = f"{middle - 1:+.1%} [{low - 1:+.1%}, {high - 1:+.1%}]"
+        shares = f"{self.gap:.2%}", f"{self.predicted:+.1%}", spread, f"{self.peak:.1%}"
+        return page_tables.row(self.depth, self.width, f"{self.nodes:,}", *times, *shares)
 
 
 def step_s(module: nn.Module, batch: Sequence[torch.Tensor]) -> float:
@@ -155,15 +155,14 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="where to write the page and the picture, without suffix")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    table = [f"| {COLUMNS} |", f"|{'--|' * (COLUMNS.count('|') + 1)}"]
-    sys.stdout.write("\n".join(table) + "\n")
+    sys.stdout.write(page_tables.head(*COLUMNS))
     sizes = []
     for depth, width in [
         *((int(d), WIDTH) for d in options.depths.split(",")),
         *((DEPTH, int(w)) for w in options.widths.split(",")),
     ]:
         sizes.append(measure(depth, width, options.rounds))
-        sys.stdout.write(f"{sizes[-1].row}\n")
+        sys.stdout.write(sizes[-1].row)
         sys.stdout.flush()
     if options.write:
         count = len(options.depths.split(","))
@@ -172,9 +171,7 @@ def main() -> None:
             "",
             f"`{' '.join(['python', 'benchmarks/growth.py', *sys.argv[1:]])}`; {provenance('transformers')}; 1 thread.",
             "",
-            *table,
-            *(size.row for size in sizes),
-            "",
+            page_tables.head(*COLUMNS) + "".join(size.row for size in sizes),
             f"![Planning seconds and overhead by depth and width]({options.write.name}.svg)",
         ]
         options.write.with_suffix(".md").write_text("\n".join(page) + "\n")

@@ -4,10 +4,9 @@
 
 Lengths are drawn from a log-normal distribution (median 80, cut at 16 and 256). Batches of 4 are padded to their
 longest sequence, with masks; T5 gets texts of one length and labels of another; lora_6 is llama_6 with frozen weights
-and adapters; AdamW. A UNet gets pictures and a graph network gets graphs of random sizes (`sizes_that_vary.py`). The
-budget is what exists before a step and a share (--share) of what the longest batch adds in eager PyTorch, so that long
-batches need recomputation.
-Each method runs in a process of its own.
+and adapters; AdamW. A UNet gets pictures and a graph network gets graphs of random sizes (`zoo/sizes_that_vary.py`).
+The budget is what exists before a step and a share (--share) of what the longest batch adds in eager PyTorch, so that
+long batches need recomputation. Each method runs in a process of its own.
 
 Prints a Markdown table: seconds of all steps, the first ones included; the same over eager's; the number of steps in
 which something was captured; the largest resident memory of the process; and whether every loss is eager's, bit for
@@ -27,10 +26,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import sizes_that_vary
+import page_tables
 import torch
 from provenance import provenance
 from torch import Tensor, nn
+from zoo import sizes_that_vary
 
 from hiremate_lightning import bucket_lengths, bucket_of, hiremate
 from hiremate_lightning.memory.metering import measure_peak
@@ -219,10 +219,8 @@ def main() -> None:
         return
     new = len({int(lengths_of(step).max()) for step in range(options.steps)})
     sys.stdout.write(f"{provenance('transformers')}; 1 thread; {options.steps} steps, {new} lengths\n\n")
-    sys.stdout.write(
-        "| model | method | seconds | over eager | steps with a capture | peak over budget | host | losses |\n"
-    )
-    sys.stdout.write(f"|{'--|' * 8}\n")
+    columns = "seconds", "over eager", "steps with a capture", "peak over budget", "host", "losses"
+    sys.stdout.write(page_tables.head("model", "method", *columns))
     for name in options.models.split(","):
         budget, eager = budget_of(name, options.share), None
         for method in options.methods.split(","):
@@ -231,10 +229,8 @@ def main() -> None:
             over = f"{found['seconds'] / eager['seconds']:.2f}" if eager else "-"
             same = "-" if eager is None else "equal" if found["losses"] == eager["losses"] else "differ"
             peak = f"{found['peak_over_budget']:.3f}" if options.peaks else "-"
-            sys.stdout.write(
-                f"| {name} | {method} | {found['seconds']:.1f} | {over} | {found['captured']} | {peak} "
-                f"| {found['host_gib']:.2f} GiB | {same} |\n"
-            )
+            seconds, host = f"{found['seconds']:.1f}", f"{found['host_gib']:.2f} GiB"
+            sys.stdout.write(page_tables.row(name, method, seconds, over, found["captured"], peak, host, same))
             sys.stdout.flush()
 
 

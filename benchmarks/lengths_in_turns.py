@@ -16,12 +16,13 @@ import time
 import warnings
 
 import lengths
+import page_tables
 import psutil
-import sizes_that_vary
 import torch
 from lengths import Batch
 from provenance import provenance
 from torch import Tensor
+from zoo import sizes_that_vary
 
 from hiremate_lightning import hiremate
 
@@ -73,10 +74,8 @@ def row(name: str, steps: int, share: float) -> str:
     middle = statistics.median(b / a for a, b in zip(plain.seconds, planned.seconds, strict=True))
     is_equal = all(map(torch.equal, plain.losses, planned.losses))
     count, verdict = lengths.captured_count(planned.model), "equal" if is_equal else "DIFFER"
-    return (
-        f"| {name} | {eager_s:.1f} | {planned_s:.1f} | {planned_s / eager_s:.2f} | "
-        f"{count} | {planned.seconds[0]:.1f} | {middle:.2f} | {verdict} |"
-    )
+    seconds = f"{eager_s:.1f}", f"{planned_s:.1f}", f"{planned_s / eager_s:.2f}"
+    return page_tables.row(name, *seconds, count, f"{planned.seconds[0]:.1f}", f"{middle:.2f}", verdict)
 
 
 def main() -> None:
@@ -89,10 +88,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     sys.stdout.write(f"{provenance()}\n\n")
-    columns = "model | eager, s | planned, s | over eager | captured graphs | first step, s | median step | losses"
-    sys.stdout.write(f"| {columns} |\n|--|--|--|--|--|--|--|--|\n")
+    seconds = "eager, s", "planned, s", "over eager"
+    sys.stdout.write(page_tables.head("model", *seconds, "captured graphs", "first step, s", "median step", "losses"))
     for name in options.models.split(","):
-        sys.stdout.write(f"{row(name, options.steps, options.share)}\n")
+        sys.stdout.write(row(name, options.steps, options.share))
         sys.stdout.flush()
 
 

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import page_tables
 import torch
 from provenance import provenance
 from torch import Tensor, nn
@@ -178,18 +179,16 @@ def main() -> None:
             result, details = FAILED, str(error)
         counts[result] += 1
         if result not in (EXACT, SKIPPED):
-            findings.append(f"| `{name}` | {result} | {details} |")
-            sys.stderr.write(findings[-1] + "\n")
+            findings.append((f"`{name}`", result, details))
+            sys.stderr.write(page_tables.row(*findings[-1]))
     text = [
         f"# Operators, {datetime.datetime.now(tz=datetime.timezone.utc):%Y-%m-%d}\n",
         f"`python benchmarks/operators.py`; {provenance()}; "
         f"{torch.get_num_threads()} thread(s), {time.perf_counter() - start:.0f} s. What is compared is said there.\n",
-        "| result | operators |\n|--|--|",
-        *(f"| {result} | {counts[result]} |" for result in (EXACT, ROUNDED, WRONG, FAILED, SKIPPED)),
-        "\n| operator | result | |\n|--|--|--|",
-        *findings,
+        page_tables.table(("result", "operators"), [(r, counts[r]) for r in (EXACT, ROUNDED, WRONG, FAILED, SKIPPED)]),
+        page_tables.table(("operator", "result", ""), findings),
     ]
-    page = "\n".join(text) + "\n"
+    page = "\n".join(text)
     sys.stdout.write(page)
     if options.write is not None:
         options.write.write_text(page)

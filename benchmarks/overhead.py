@@ -2,7 +2,7 @@
 
     python benchmarks/overhead.py [--models gpt,bert] [--budgets 50%,30%] [--rounds 15] [--threads 1]
 
-Models are those of models.py and of third_party.py; all of the latter with `--models third_party`.
+Models are those of zoo/models.py and of zoo/packages.py; all of the latter with `--models packages`.
 Both kinds of steps run in one process, in alternating order, on copies of one model. Ratios are of the process's CPU
 time, which other load disturbs less than the clock does; medians with quartiles over the rounds. Peaks are the
 allocator's own events, above what is resident before the step. Prints a Markdown table.
@@ -19,15 +19,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import page_tables
 import torch
 from provenance import provenance
-from third_party import CASES
 from torch import Tensor, nn
+from zoo.models import MODELS
+from zoo.packages import CASES
 
 from hiremate_lightning import Plan, get_plan, hiremate
 from hiremate_lightning.memory.metering import MemoryMeter
 from hiremate_lightning.units import format_bytes
-from models import MODELS
 
 WARM_STEPS = 34  # capture, plan, peak, time, and those that are measured again: the next one is the 65th
 
@@ -111,7 +112,7 @@ def show(row: Row) -> str:
     low, middle, high = statistics.quantiles(row.ratios, n=4)
     plan = row.plan
     measured = plan.measured.overhead
-    cells = (
+    return page_tables.row(
         row.model,
         row.budget,
         format_bytes(row.plain_peak),
@@ -124,7 +125,6 @@ def show(row: Row) -> str:
         f"{plan.planning.profile_s:.1f} + {plan.planning.solve_s:.1f} s",
         "equal" if row.equal else "DIFFERENT",
     )
-    return f"| {' | '.join(cells)} |\n"
 
 
 def main() -> None:
@@ -137,12 +137,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     sys.stdout.write(f"{provenance()}; {options.threads} thread(s), {options.rounds} rounds\n\n")
-    sys.stdout.write(
-        "| model | budget | plain peak | planned peak (ratio) | predicted | time over plain [quartiles] | "
-    )
-    sys.stdout.write("predicted | recompute in situ | bound | profile + solve | gradients |\n")
-    sys.stdout.write(f"|{'--|' * 11}\n")
-    names = [n for word in options.models.split(",") for n in (CASES if word == "third_party" else [word])]
+    columns = ("model", "budget", "plain peak", "planned peak (ratio)", "predicted", "time over plain [quartiles]")
+    more = ("predicted", "recompute in situ", "bound", "profile + solve", "gradients")
+    sys.stdout.write(page_tables.head(*columns, *more))
+    names = [n for word in options.models.split(",") for n in (CASES if word == "packages" else [word])]
     for name in names:
         for budget in options.budgets.split(","):
             sys.stdout.write(show(compare(name, budget, options.rounds)))

@@ -17,6 +17,7 @@ import sys
 import time
 from typing import Any
 
+import page_tables
 import torch
 from provenance import provenance
 from torch import nn
@@ -103,15 +104,14 @@ def main() -> None:
     rows = []
     for name, plan in plans.items():
         mean, early, seconds, graphs = measure(copy.deepcopy(made), options, plan)
-        rows.append(f"| {name} | {mean:.0%} | {early:.0%} | {1000 * seconds:.0f} ms | {graphs} |")
+        rows.append((name, f"{mean:.0%}", f"{early:.0%}", f"{1000 * seconds:.0f} ms", graphs))
     if torch.distributed.get_rank() == 0:
         sys.stdout.write(
             f"{provenance()}; 2 processes with gloo, one thread each; "
             f"{options.blocks} blocks of width {options.width}, buckets of {options.bucket_mb:g} MiB\n\n"
-            "| | complete after, mean over bytes | complete in the first 90 % of the backward | step | graphs |\n"
-            "|--|--|--|--|--|\n"
         )
-        sys.stdout.write("\n".join(rows) + "\n")
+        columns = "complete after, mean over bytes", "complete in the first 90 % of the backward", "step", "graphs"
+        sys.stdout.write(page_tables.table(("", *columns), rows))
     torch.distributed.destroy_process_group()
 
 

@@ -4,7 +4,7 @@
     python benchmarks/papers.py solve FOLDER ROWS.jsonl [--networks ...] [--methods ...] [--limit 15]
     python benchmarks/papers.py page ROWS.jsonl TABLES.md PICTURE.svg
 
-`capture` traces a training step of each network of `third_party.PAPERS` at its own size, without the memory that it
+`capture` traces a training step of each network of `zoo.papers.PAPERS` at its own size, without the memory that it
 takes, and writes it to a folder: what the command line plans, for a GPU. Times are estimates from operation counts by
 the data sheet of the GPU that HiRemate's authors used, the Quadro RTX 8000; workspaces count as 0.
 
@@ -28,8 +28,9 @@ from typing import Any
 import torch
 from papers_page import BOUND, PERCENTS, SMALLEST, Network, Row, picture, tables
 from provenance import commit, processor, versions
-from third_party import PAPERS, Case
 from torch import Tensor, nn
+from zoo.cases import Case
+from zoo.papers import PAPERS
 
 from hiremate_lightning.planning.comparing import Outcome, compare, methods_to_compare, proven_ms
 from hiremate_lightning.planning.solvers import Problem, SolveOptions, smallest_budget

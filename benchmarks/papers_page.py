@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+import page_tables
+
 from hiremate_lightning.reporting.comparison_svg import Panel, legend
 from hiremate_lightning.reporting.svg_report import open_svg
 
@@ -174,18 +176,13 @@ def _percent(ratio: float | None, sign: str = "+") -> str:
     return NOTHING if ratio is None else f"{100 * ratio:{sign}.1f}"
 
 
-def _markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [headers, ["--"] * len(headers), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines).replace("| -- ", "|--").replace("|-- |", "|--|")
-
-
 def networks_table(table: Table) -> str:
     """List the networks."""
     rows = [
         (n.name, n.about, n.package, f"{n.nodes[0]} + {n.nodes[1]}", f"{n.step_ms:.0f}", f"{n.plain_bytes / 2**30:.2f}")
         for n in table.networks.values()
     ]
-    return _markdown(("network", "what", "from", "operations", "step, ms", "step adds, GiB"), rows)
+    return page_tables.table(("network", "what", "from", "operations", "step, ms", "step adds, GiB"), rows)
 
 
 def budget_table(table: Table, percent: int) -> str:
@@ -200,7 +197,7 @@ def budget_table(table: Table, percent: int) -> str:
             is_best = extra is not None and best is not None and extra <= best + TIE / 2
             cells.append(f"**{_percent(extra)}**" if is_best else _percent(extra))
         rows.append((name, "impossible" if bound is None else _percent(bound), *cells))
-    return _markdown(("network", "proven least", *table.methods), rows)
+    return page_tables.table(("network", "proven least", *table.methods), rows)
 
 
 def smallest_table(table: Table) -> str:
@@ -215,7 +212,7 @@ def smallest_table(table: Table) -> str:
             text = f"{_percent(share, '')}{extra}"
             cells.append(f"**{text}**" if share is not None and least is not None and share <= least + TIE else text)
         rows.append((name, *cells))
-    return _markdown(("network", *table.methods), rows)
+    return page_tables.table(("network", *table.methods), rows)
 
 
 def seconds_table(table: Table) -> str:
@@ -239,7 +236,7 @@ def seconds_table(table: Table) -> str:
             )
         )
     headers = ("method", "fits", "by itself", "fastest", "above the fastest, median", "most", "seconds, median", "most")
-    return _markdown(headers, rows)
+    return page_tables.table(headers, rows)
 
 
 def _own_fits(table: Table, method: str, feasible: Sequence[Row]) -> str:
@@ -279,7 +276,7 @@ def claims_table(table: Table) -> str:
             _longest(table, "densenet", ("hilp", "portfolio")),
         ),
     )
-    return _markdown(("paper", "what it reports", "here"), rows)
+    return page_tables.table(("paper", "what it reports", "here"), rows)
 
 
 def _within(table: Table, methods: Sequence[str], limit: float) -> str:
@@ -336,7 +333,7 @@ def headline_table(table: Table) -> str:
         can_be = table.bound(name, 30) is not None
         rows.append((name, *map(_percent, (half, own, third, own_third)), _headline(half, third, can_be)))
     headers = ("network", "50 % less: portfolio", "hilp", "70 % less: portfolio", "hilp", "beside +10 to +15 %")
-    return _markdown(headers, rows)
+    return page_tables.table(headers, rows)
 
 
 def _headline(half: float | None, third: float | None, can_be: bool) -> str:
@@ -358,7 +355,9 @@ def rotor_table(table: Table) -> str:
     here: evicted from where they don't fit, and filled up.
     """
     headers = ("Rotor beside", "own schedules: faster", "equal", "slower", "as carried out: faster", "equal", "slower")
-    return _markdown(headers, [(m, *_beside(table, m, table.own), *_beside(table, m, table.extra)) for m in RIVALS])
+    return page_tables.table(
+        headers, [(m, *_beside(table, m, table.own), *_beside(table, m, table.extra)) for m in RIVALS]
+    )
 
 
 def chains(table: Table) -> list[str]:
@@ -389,7 +388,7 @@ def least_peak_table(table: Table) -> str:
     ]
     cells = [_with_least(column) for column in columns]
     headers = ["method", *(f"{name}: {what}" for name in names for what in ("own", "as carried out"))]
-    return _markdown(
+    return page_tables.table(
         headers, [(method, *row) for method, row in zip(table.methods, zip(*cells, strict=True), strict=True)]
     )
 

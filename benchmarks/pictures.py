@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from zoo.models import MODELS
 
 from hiremate_lightning import Plan, get_plan, hiremate, write_html, write_svg
 from hiremate_lightning.reporting.terminal import plan_table
-from models import MODELS
 
 STEPS = 6  # capture, plan, peak, time, and two more in which nothing is measured
 

@@ -2,11 +2,11 @@
 
     python benchmarks/proof_cost.py [--models gpt2,resnet50,bert] [--repeats 5] [--budget 8GiB] [--threads 1]
 
-Models are those of models.py and of third_party.py. Each repeat is a process of its own, so that nothing is captured or
-compiled before; processes with and without the proof run in turn, and each ratio is of two that ran one after the
-other. The first step traces, proves and runs; later ones run by the plan. Ratios are of the process's CPU time and of
-the clock; where other programs run, the former counts. A budget that is
-too small for a plain backward leaves gradients unproved. Prints a Markdown table: medians, and the least and the most.
+Models are those of zoo/models.py and of zoo/packages.py. Each repeat is a process of its own, so that nothing is
+captured or compiled before; processes with and without the proof run in turn, and each ratio is of two that ran one
+after the other. The first step traces, proves and runs; later ones run by the plan. Ratios are of the process's CPU
+time and of the clock; where other programs run, the former counts. A budget that is too small for a plain backward
+leaves gradients unproved. Prints a Markdown table: medians, and the least and the most.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import page_tables
 import torch
 from overhead import build, make_step
 from provenance import provenance
@@ -68,8 +69,7 @@ def show(name: str, pairs: Sequence[Sequence[dict[str, Any]]]) -> str:
     ratios = (spread([on[key][c] / off[key][c] for off, on in pairs]) for key in ("first", "later") for c in (0, 1))
     seconds = (statistics.median(pair[which]["first"][0] for pair in pairs) for which in (0, 1))
     proving = f"{statistics.median(on['prove_s'] for _, on in pairs):.2f}"
-    cells = (name, *(f"{taken:.2f}" for taken in seconds), proving, *ratios, pairs[-1][1]["proved"])
-    return f"| {' | '.join(cells)} |\n"
+    return page_tables.row(name, *(f"{taken:.2f}" for taken in seconds), proving, *ratios, pairs[-1][1]["proved"])
 
 
 def main() -> None:
@@ -84,11 +84,9 @@ def main() -> None:
     sys.stdout.write(
         f"{provenance('transformers', 'timm')}; {options.threads} thread(s), {options.repeats} repeats\n\n"
     )
-    sys.stdout.write(
-        "| model | first step without proof, CPU s | with, CPU s | proving, s | first step, CPU time ratio "
-    )
-    sys.stdout.write("| by the clock | later steps, CPU time ratio | by the clock | proved |\n")
-    sys.stdout.write(f"|{'--|' * 9}\n")
+    columns = ("model", "first step without proof, CPU s", "with, CPU s", "proving, s")
+    ratios = ("first step, CPU time ratio", "by the clock", "later steps, CPU time ratio", "by the clock")
+    sys.stdout.write(page_tables.head(*columns, *ratios, "proved"))
     for name in options.models.split(","):
         pairs = [[measure_apart(name, verify, options.budget) for verify in MODES] for _ in range(options.repeats)]
         sys.stdout.write(show(name, pairs))

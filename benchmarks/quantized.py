@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable
 
+import page_tables
 import torch
 from provenance import provenance
 from torch import Tensor, nn
@@ -118,12 +119,12 @@ def show(name: str, budget: str) -> str:
     plan = get_plan(planned)
     cells = [name, "yes" if is_exact else "**no**", budget]
     if plan is None:
-        return f"| {' | '.join((*cells, '-', '-', 'no plan'))} |\n"
+        return page_tables.row(*cells, "-", "-", "no plan")
     measured, kept = plan.measured.peak_bytes, "within" if plan.planned_peak_bytes <= plan.budget_bytes else "above"
     is_within = measured is None or measured <= plan.budget_bytes
     said = sorted({str(w.message).partition(": ")[0] for w in caught if issubclass(w.category, HiRemateWarning)})
     cells += [f"{kept}, measured {'within' if is_within else 'ABOVE'}", plan.proved, " ".join(said) or "-"]
-    return f"| {' | '.join(cells)} |\n"
+    return page_tables.row(*cells)
 
 
 def main() -> None:
@@ -134,7 +135,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     sys.stdout.write(f"{provenance('bitsandbytes', 'torchao')}\n\n")
-    sys.stdout.write("| model | exact | budget | planned | proved | said |\n|--|--|--|--|--|--|\n")
+    sys.stdout.write(page_tables.head("model", "exact", "budget", "planned", "proved", "said"))
     for name in options.only.split(","):
         sys.stdout.write(show(name, options.budget))
         sys.stdout.flush()

@@ -10,6 +10,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import page_tables
+
 EAGER = "eager"
 AT = "ours-at-"  # and the name of the rival whose measured peak is the budget
 READY, INFEASIBLE, ABSENT, FAILED = "ready", "infeasible", "absent", "failed"
@@ -206,12 +208,6 @@ def matches(points: Sequence[Point]) -> list[Match]:
 # -------------------------------------------------------------------- Markdown
 
 
-def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Write a Markdown table."""
-    rows = (header, ["--"] * len(header), *lines)
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
-
-
 def per_cent(ratio: float | None) -> str:
     """Write a ratio in per cent."""
     return "-" if ratio is None else f"{100 * ratio:.1f} %"
@@ -278,7 +274,7 @@ def model_table(rows: Sequence[Row], clock: Clock) -> str:
             line.insert(7, extra(row.ratio("cpu_s").median))
         return line
 
-    return table(header, map(cells, rows))
+    return page_tables.table(header, map(cells, rows))
 
 
 def summary(models: dict[str, list[Row]], clock: Clock) -> str:
@@ -292,7 +288,7 @@ def summary(models: dict[str, list[Row]], clock: Clock) -> str:
         point = next(p for p in points_of(rows, clock) if p.method == method)
         return f"{100 * point.peak:.0f} % / {extra(point.time.median)} / {extra(row.fastest_ratio(clock))}"
 
-    return table(
+    return page_tables.table(
         ["method", *models], [[method, *(cell(rows, method) for rows in models.values())] for method in methods]
     )
 
@@ -308,7 +304,7 @@ def equal_peaks(models: dict[str, list[Row]], clock: Clock) -> str:
             line += ["none", "-"] if smallest is None else [per_cent(smallest.peak), smallest.method]
             lines.append(line)
     header = ["model", "rival", "its peak", "its time", "ours within its peak", "by", "our peak within its time", "by"]
-    return table(header, lines)
+    return page_tables.table(header, lines)
 
 
 def dominated_text(models: dict[str, list[Row]], clock: Clock) -> str:
@@ -319,7 +315,7 @@ def dominated_text(models: dict[str, list[Row]], clock: Clock) -> str:
             sides = (f"{per_cent(p.peak)} / {extra(p.time.median)}" for p in (ours, rival))
             lines.append([name, ours.method, rival.method, *sides, "yes" if is_clear(ours, rival) else "no"])
     header = ["model", "ours", "rival", "our peak / time", "its peak / time", "quartiles apart"]
-    return table(header, lines) if lines else "None.\n"
+    return page_tables.table(header, lines) if lines else "None.\n"
 
 
 def promises(models: dict[str, list[Row]]) -> str:

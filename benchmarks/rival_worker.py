@@ -26,10 +26,10 @@ import torch
 from rival_tables import ABSENT, EAGER, FAILED, INFEASIBLE, Row, Timing
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from zoo.models import MODELS
 
 from hiremate_lightning import InfeasibleBudgetError, get_plan, hiremate
 from hiremate_lightning.memory.metering import MemoryMeter
-from models import MODELS
 
 SEED = 3
 WARM_STEPS = 3  # of rivals: the first compiles, the second allocates what stays

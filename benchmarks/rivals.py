@@ -64,9 +64,9 @@ from rival_tables import (
     write_markdown,
 )
 from rival_worker import Setup, serve
+from zoo.models import MODELS
 
 from hiremate_lightning.planning.solvers import strategy_names
-from models import MODELS
 
 ALL_MODELS = "gpt,bert,vit,resnet50,convnext,unet,t5,llama,llama_words,mixer,regnet,fno,diffusion"
 RIVALS = ("checkpoint", "checkpoint2", "library", "budget-0.8", "budget-0.5", "budget-0.2", "budget-0")

@@ -18,6 +18,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import page_tables
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -136,7 +137,7 @@ def main() -> None:
     torch.distributed.broadcast_object_list(folder)
     memory = SharedMemory(Path(folder[0]), rank, world)
     if rank == 0:
-        print("| model | way | peak | extra time, median | quartiles | equal |\n|--|--|--|--|--|--|")
+        sys.stdout.write(page_tables.head("model", "way", "peak", "extra time, median", "quartiles", "equal"))
     for case in cases(options.width, options.length):
         if options.only not in case.name:
             continue
@@ -147,10 +148,8 @@ def main() -> None:
             if rank == 0:
                 peak = f"{training.peak_bytes / 2**20:.2f} MiB"
                 spread = f"{low:+.0%} to {high:+.0%}"
-                print(
-                    f"| {case} | {way} | {peak} | {median:+.0%} | {spread} | {'yes' if is_equal else 'NO'} |",
-                    flush=True,
-                )
+                cells = (case, way, peak, f"{median:+.0%}", spread, "yes" if is_equal else "NO")
+                print(page_tables.row(*cells), end="", flush=True)
     torch.distributed.barrier()
     sys.stdout.flush()
     os._exit(0)

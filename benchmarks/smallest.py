@@ -19,6 +19,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import page_tables
 from provenance import provenance
 from solvers import load
 
@@ -90,8 +91,8 @@ def main() -> None:
         path.name.removesuffix(".graph.json") for path in options.folder.glob("*.graph.json")
     )  # fmt: skip
     sys.stdout.write(f"{provenance('mip', 'highsbox')}; limit {options.limit:g} s\n\n")
-    sys.stdout.write("| model | heuristic % | smallest solved % | proven too small % | checkpoint per block % |\n")
-    sys.stdout.write(f"|{'--|' * 5}\n")
+    columns = ("model", "heuristic %", "smallest solved %", "proven too small %", "checkpoint per block %")
+    sys.stdout.write(page_tables.head(*columns))
     for name in names:
         whole = load(options.folder, name)
         model = StepModel(whole)
@@ -101,7 +102,7 @@ def main() -> None:
         checkpointed = checkpoint_per_block(model, BLOCKS.get(name, FIRST_LIST))
         found = (heuristic, solved, too_small, checkpointed)
         cells = (f"{100 * size_bytes / whole.budget_bytes:.1f}" for size_bytes in found)
-        sys.stdout.write(f"| {name} | {' | '.join(cells)} |\n")
+        sys.stdout.write(page_tables.row(name, *cells))
         sys.stdout.flush()
 
 

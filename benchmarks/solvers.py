@@ -20,6 +20,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import page_tables
 from provenance import provenance
 
 from hiremate_lightning.planning.solvers import Problem, SolveOptions, get_strategy, smallest_budget, strategy_names
@@ -67,7 +68,7 @@ def row(name: str, whole: Problem, percent: int, strategy: str, limits: SolveOpt
     bound = f"{100 * solution.bound_ms / whole.step_ms:.2f}"
     cells = (name, nodes, f"{percent} %", strategy, overhead, bound, gap, solution.status.value, solution.stopped_by)
     seconds = (f"{reached[key]:.1f}" if key in reached else "-" for key in ("first", "close"))
-    return f"| {' | '.join([*cells, *seconds])} | {solution.solve_s:.1f} |\n"
+    return page_tables.row(*cells, *seconds, f"{solution.solve_s:.1f}")
 
 
 def main() -> None:
@@ -85,14 +86,15 @@ def main() -> None:
         path.name.removesuffix(".graph.json") for path in options.folder.glob("*.graph.json")
     )  # fmt: skip
     sys.stdout.write(f"{provenance('mip', 'highsbox')}; limit {options.limit:g} s\n\n")
-    sys.stdout.write("| model | nodes | budget | strategy | overhead % | bound % | gap | status | stopped by ")
-    sys.stdout.write(f"| first s | gap < 2 s | s |\n|{'--|' * 12}\n")
+    columns = ("model", "nodes", "budget", "strategy", "overhead %", "bound %", "gap", "status", "stopped by")
+    sys.stdout.write(page_tables.head(*columns, "first s", "gap < 2 s", "s"))
     limits = SolveOptions(options.limit, backend=options.backend)
     for name in names:
         whole = make_different(load(options.folder, name)) if options.different else load(options.folder, name)
         smallest = smallest_budget(replace(whole, budget_bytes=0))
         share = 100 * smallest.peak_bytes / whole.budget_bytes
-        sys.stdout.write(f"| {name} | | {share:.1f} % | least memory | | | | | | | | {smallest.solve_s:.1f} |\n")
+        least = (name, "", f"{share:.1f} %", "least memory", *[""] * 7, f"{smallest.solve_s:.1f}")
+        sys.stdout.write(page_tables.row(*least))
         for percent in map(int, options.budgets.split(",")):
             for strategy in options.strategies.split(","):
                 sys.stdout.write(row(name, whole, percent, strategy, limits))

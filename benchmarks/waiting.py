@@ -25,6 +25,7 @@ import time
 import warnings
 from typing import Any
 
+import page_tables
 import psutil
 import torch
 from provenance import provenance
@@ -146,8 +147,8 @@ def main() -> None:
         return
     cores = len(os.sched_getaffinity(0))
     sys.stdout.write(f"{provenance('transformers')}; one thread, {cores} cores; {options.model}\n\n")
-    columns = "plans | steps, s | waited, s | at most, s | solved aside, s | steps meanwhile | computed again | losses"
-    sys.stdout.write(f"| {columns} |\n|--|--|--|--|--|--|--|--|\n")
+    seconds = "steps, s", "waited, s", "at most, s", "solved aside, s"
+    sys.stdout.write(page_tables.head("plans", *seconds, "steps meanwhile", "computed again", "losses"))
     expected = None
     for way in [*WAYS] * options.rounds:
         done = subprocess.run([sys.executable, *sys.argv, "--way", way], stdout=subprocess.PIPE, check=True)
@@ -156,10 +157,8 @@ def main() -> None:
         verdict = "equal" if found["losses"] == expected else "DIFFER"
         again = ", ".join(f"{overhead:.1%}" for overhead in found["overheads"])
         waited, most = sum(found["waits"]), max(found["waits"], default=0.0)
-        sys.stdout.write(
-            f"| {way} | {found['seconds']:.1f} | {waited:.1f} | {most:.1f} | {found['aside']:.1f} | "
-            f"{found['meanwhile']} | {again} | {verdict} |\n"
-        )
+        taken = (f"{seconds:.1f}" for seconds in (found["seconds"], waited, most, found["aside"]))
+        sys.stdout.write(page_tables.row(way, *taken, found["meanwhile"], again, verdict))
         sys.stdout.flush()
 
 

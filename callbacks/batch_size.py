@@ -22,10 +22,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hiremate_lightning.callbacks.planning import planner_of, targets_for
 from hiremate_lightning.errors import HiRemateWarning
-from hiremate_lightning.options import SessionOptions, make_options
-from hiremate_lightning.planning.planner import DEFAULT_SOLVER
+from hiremate_lightning.options import SessionOptions, make_options, make_size_options
 from hiremate_lightning.sessions.targets import Target
-from hiremate_lightning.sizes.batch_size import SizeFinder, SizeOptions, parse_objective
+from hiremate_lightning.sizes.batch_size import SizeFinder
 from hiremate_lightning.sizes.size_result import BatchSizeResult
 from hiremate_lightning.sizes.size_trials import SizeTask, TrialSession
 from hiremate_lightning.sizes.training_state import TrainingState
@@ -51,16 +50,16 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
         batch_arg_name: Name of the attribute of the module, the data module, or their hparams that holds the size: the
             batch size, a sequence length, any whole number that the batch grows with.
         margin: Share of what the budget leaves beside weights and optimizer that predictions must leave free.
-        max_val: Largest size to set; the length of the data set where that is less.
+        max_val: Largest size to find: the length of the data set, say, where HiRemateBatchSizeFinder stops by itself.
         budget: Bytes ("12 GiB", an int) or "auto"; None for that of the HiRemateCallback, else "auto".
         max_overhead: Most predicted overhead to accept, a ratio.
         objective: "largest", or "throughput" for the most samples per second.
         longest_batch: Takes a size and gives a batch of it on the host, of the longest samples; None for the first
             batch that the loader gives.
         target: As for `HiRemateCallback`; None for that of the HiRemateCallback.
-        time_limit_s: Seconds for solving one plan of the search.
-        solver: Name of the strategy: "portfolio", the best of several; "segments", without a MIP solver; "none"; or
-            a method of a paper: "hilp", "rockmate", "rotor", "min_memory", "twremat", "checkmate", "checkmate_lp",
+        time_limit_s: Seconds for solving one plan; training may take longer and gets a plan at least as fast.
+        solver: Name of the strategy: "portfolio", the best of several; "segments", without a MIP solver; "none"; or a
+            method of a paper: "hilp", "rockmate", "rotor", "min_memory", "twremat", "checkmate", "checkmate_lp",
             "chen", "dtr"; see docs/formulation.md.
         verbose: Whether to report the search, on rank zero.
 
@@ -96,10 +95,17 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
         longest_batch: Callable[[int], Any] | None = None,
         target: Target = None,
         time_limit_s: float = 3.0,
-        solver: str = DEFAULT_SOLVER,
+        solver: str = "portfolio",
         verbose: bool = True,
     ) -> None:
-        self._sizes = SizeOptions(init_val, max_val, max_overhead, parse_objective(objective), margin, max_trials)
+        self._sizes = make_size_options(
+            init_val=init_val,
+            max_val=max_val,
+            max_overhead=max_overhead,
+            objective=objective,
+            margin=margin,
+            max_trials=max_trials,
+        )
         super().__init__(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
         self._budget = None if budget is None else parse_budget(budget)
         self._asked = make_options(
@@ -124,7 +130,7 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
         return {} if found is None else {"size": found}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the size from a checkpoint."""
+        """Restore the size from a checkpoint."""
         self._restored = state_dict.get("size")
 
     # ---------------------------------------------------------------- hooks
@@ -183,12 +189,7 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
         trials = _Trials(trainer, pl_module, self._batch_arg_name, self._longest_batch)
         asked = self._asked
         if self._budget is None and planner is not None:
-            asked = make_options(
-                planner.options.budget,
-                time_limit_s=asked.plan.time_limit_s,
-                solver=asked.plan.solver,
-                verbose=asked.verbose,
-            )
+            asked = replace(asked, budget=planner.options.budget)
         target = self._target if self._target is not None or planner is None else planner.target
         before = int(lightning_getattr(pl_module, self._batch_arg_name) or 0)
         with ExitStack() as stack:
@@ -251,7 +252,7 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
 
 
 def _forget_loaders(trainer: pl.Trainer) -> None:
-    """Let the loops ask for their data loaders again."""
+    """Make the loops ask for their data loaders again."""
     for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
         loop._combined_loader = None
         loop._data_fetcher = None
@@ -382,7 +383,7 @@ class _Trials:
 
     @contextmanager
     def _longest(self, size: int) -> Iterator[None]:
-        """Let the training loop load the batch that the user has named."""
+        """Make the training loop load the batch that `longest_batch` gives."""
         loop = self._trainer.fit_loop
         source = loop._data_source
         if self._longest_batch is not None:

@@ -13,7 +13,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from hiremate_lightning.options import Sizes, make_options
 from hiremate_lightning.planning.plan import Plan
-from hiremate_lightning.planning.planner import DEFAULT_SOLVER
 from hiremate_lightning.reporting.metrics import plan_metrics
 from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.sessions.step_target import StepTarget
@@ -51,18 +50,21 @@ class HiRemateCallback(Callback):
             was planned for another input shape, where that fits, or else at the least memory.
         on_infeasible: "raise" where nothing fits the budget, or "warn" to train on with the least memory found.
         cache_dir: Folder for measured costs and plans, reused by later runs; None for no files.
-        solver: Name of the strategy: "portfolio", the best of several; "segments", without a MIP solver; "none"; or
-            a method of a paper: "hilp", "rockmate", "rotor", "min_memory", "twremat", "checkmate", "checkmate_lp",
+        solver: Name of the strategy: "portfolio", the best of several; "segments", without a MIP solver; "none"; or a
+            method of a paper: "hilp", "rockmate", "rotor", "min_memory", "twremat", "checkmate", "checkmate_lp",
             "chen", "dtr"; see docs/formulation.md.
         compile: "inductor" to fuse operations into kernels that Inductor makes, None for PyTorch's own; see
             docs/compiled.md.
         verify: "first" to prove captured code against eager PyTorch at its first run, a number of steps to prove it at
             as many runs, "off" to believe it; see docs/limits.md.
-        sizes: Smallest and largest size of a dimension of an argument, such as `{"input_ids": {1: (1, 4096)}}`; as for
-            `hiremate`.
-        background: Whether plans after the first are solved while training goes on; as for `hiremate`.
+        sizes: Smallest and largest size of a dimension of an argument, such as `{"input_ids": {1: (1, 4096)}}`.
+            Dimensions of the same size, those of masks for example, follow. The largest sizes are planned in the first
+            steps: a budget that is too small for them is refused then, and shares are of them.
+            `torch._dynamo.mark_dynamic(tensor, dim, min=, max=)` on what the call is given asks for the same.
+        background: Whether training goes on while plans after the first are solved, by known decisions that fit, until
+            these plans take over between two steps. It waits where nothing known fits, and in several processes.
         verbose: Whether to report, on rank zero: a line when a plan is made, one when it was measured, one that says
-            where its page is; "full" for the whole table of the plan.
+            how to see more or where its page is; "full" for the whole table of the plan.
 
     Attributes:
         options: What was asked for.
@@ -86,7 +88,7 @@ class HiRemateCallback(Callback):
         max_plans: int = 8,
         on_infeasible: str = "raise",
         cache_dir: str | Path | None = None,
-        solver: str = DEFAULT_SOLVER,
+        solver: str = "portfolio",
         compile: str | None = None,
         verify: str | int = "first",
         sizes: Sizes | None = None,
@@ -131,7 +133,7 @@ class HiRemateCallback(Callback):
         self.on_fit_start(trainer, pl_module)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Take over the model's calls."""
+        """Replace the model's calls by planned ones."""
         if stage != "fit":
             return
         self._refuse(trainer, pl_module)
@@ -144,7 +146,7 @@ class HiRemateCallback(Callback):
         self._targets.attach()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take over modules that `configure_model` added, and count the optimizers."""
+        """Replace the calls of modules that `configure_model` added, and watch the optimizers."""
         if self._targets is not None:
             self._targets.attach()
             for optimizer in trainer.optimizers:

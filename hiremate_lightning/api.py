@@ -12,7 +12,6 @@ from torch import nn
 from .errors import ConfigurationError
 from .options import Sizes, make_options, refuse_changes
 from .planning.plan import Plan
-from .planning.planner import DEFAULT_SOLVER
 from .sessions import compiled
 from .sessions.refusals import refuse
 from .sessions.session import Session
@@ -33,7 +32,7 @@ def hiremate(
     max_plans: int = 8,
     on_infeasible: str = "raise",
     cache_dir: str | Path | None = None,
-    solver: str = DEFAULT_SOLVER,
+    solver: str = "portfolio",
     compile: str | None = None,
     verify: str | int = "first",
     sizes: Sizes | None = None,
@@ -58,10 +57,11 @@ def hiremate(
             was planned for another input shape, where that fits, or else at the least memory.
         on_infeasible: "raise" where nothing fits the budget, or "warn" to train on with the least memory found.
         cache_dir: Folder for measured costs and plans, reused by later runs; None for no files.
-        solver: Name of the strategy: "portfolio", the best of several; "segments", without a MIP solver; "none"; or
-            a method of a paper: "hilp", "rockmate", "rotor", "min_memory", "twremat", "checkmate", "checkmate_lp",
+        solver: Name of the strategy: "portfolio", the best of several; "segments", without a MIP solver; "none"; or a
+            method of a paper: "hilp", "rockmate", "rotor", "min_memory", "twremat", "checkmate", "checkmate_lp",
             "chen", "dtr"; see docs/formulation.md.
-        compile: "inductor" to fuse operations into kernels that Inductor makes; None for PyTorch's own.
+        compile: "inductor" to fuse operations into kernels that Inductor makes, None for PyTorch's own; see
+            docs/compiled.md.
         verify: "first" to prove captured code against eager PyTorch at its first run, a number of steps to prove it at
             as many runs, "off" to believe it; see docs/limits.md.
         sizes: Smallest and largest size of a dimension of an argument, such as `{"input_ids": {1: (1, 4096)}}`.
@@ -70,8 +70,8 @@ def hiremate(
             `torch._dynamo.mark_dynamic(tensor, dim, min=, max=)` on what the call is given asks for the same.
         background: Whether training goes on while plans after the first are solved, by known decisions that fit, until
             these plans take over between two steps. It waits where nothing known fits, and in several processes.
-        verbose: Whether to report: a line when a plan is made, one when it was measured, one that says how to see
-            more; "full" for the whole table of the plan.
+        verbose: Whether to report, on rank zero: a line when a plan is made, one when it was measured, one that says
+            how to see more or where its page is; "full" for the whole table of the plan.
 
     Returns:
         The same module.

@@ -70,7 +70,7 @@ def plain_data(value: Any) -> Any:
 
 
 def attempt(look: Callable[[], _T], otherwise: _T, what: str) -> _T:
-    """Look at something of a user's; where that raises, say so once, and take something else.
+    """Read an object of a user's; where that raises, warn once, and return a replacement.
 
     Args:
         look: May run a user's code.

@@ -1,18 +1,133 @@
-"""What training was asked for: a budget, and how to plan within it."""
+"""What users can ask for: each option with its type, default, allowed values and meaning, told here and nowhere else.
+
+An option is a field of `SessionOptions` (training within a budget) or of `SizeOptions` (searching for the largest
+batch). Its `Option` says all there is to say. Error messages and the flags of `hiremate run` are made from it;
+signatures and docstrings of the entry points, the table of docs/api.md, and the messages in docs/troubleshooting.md are
+written from it by `python -m tests.option_docs --write`, and tests/test_options.py compares them.
+
+This module is imported for the help of a command, so it loads neither torch nor a solver.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
-from .errors import ConfigurationError
-from .planning.planner import DEFAULT_SOLVER, PlanOptions
-from .planning.solvers.worker import check_strategy
+from .errors import ConfigurationError, did_you_mean
+from .planning.options import DEFAULT_SOLVER, DEFAULT_TIME_LIMIT_S, PlanOptions
 from .units import Budget, parse_budget
 
+ENVIRONMENT_BUDGET = "HIREMATE_BUDGET"  # names the budget where a script or a launcher names none
+BUDGET_MEANING = (
+    'Bytes ("12 GiB", "800 MB", an int) that must not be passed at any moment of a training step, all that is '
+    'allocated on the device included; or a share ("60%", a float in (0, 1]) of what the unplanned step adds to '
+    'what exists before it, the largest so far; or "auto" for what the device has free.'
+)
+SOLVER_MEANING = (
+    'Name of the strategy: "portfolio", the best of several; "segments", without a MIP solver; "none"; or a method of '
+    'a paper: "hilp", "rockmate", "rotor", "min_memory", "twremat", "checkmate", "checkmate_lp", "chen", "dtr"; see '
+    "docs/formulation.md."
+)
+SIZES_FORM = (
+    "sizes must be like {'input_ids': {1: (1, 4096)}}: an argument, its dimension, its smallest and largest size"
+)
+
 Sizes = Mapping[str, Mapping[int, tuple[int, int]]]
+
+
+# ---------------------------------------------------------------- one option
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """An option of a command.
+
+    Attributes:
+        help: What it does, in a few words.
+        type: Reads its text.
+        choices: The values to choose from; empty for any.
+        metavar: Names its value in the help.
+    """
+
+    help: str
+    type: Callable[[str], Any] = str
+    choices: tuple[str, ...] = ()
+    metavar: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """All that is to be known of an option.
+
+    Attributes:
+        name: Its name as an argument.
+        annotation: Type of the argument, as signatures write it.
+        default: The argument where it is left out.
+        meaning: What it does, with its unit, as docstrings say it.
+        allowed: The allowed values, as they follow "must be" in an error message; "" where reading it decides.
+        is_allowed: Whether a value is allowed.
+        read: Turns an allowed value into what the package works with.
+        hint: Follows the error message of a value that is not allowed.
+        flag: The option of `hiremate run`; None where a command line can't name it.
+    """
+
+    name: str
+    annotation: str
+    default: Any
+    meaning: str
+    allowed: str = ""
+    is_allowed: Callable[[Any], bool] = lambda value: True
+    read: Callable[[Any], Any] = lambda value: value
+    hint: str = ""
+    flag: Flag | None = None
+
+    @property
+    def default_text(self) -> str:
+        """The default as Python code."""
+        return json.dumps(self.default) if isinstance(self.default, str) else repr(self.default)
+
+    @property
+    def in_signature(self) -> str:
+        """The option as a signature writes it."""
+        return f"{self.name}: {self.annotation} = {self.default_text}"
+
+    @property
+    def flag_name(self) -> str:
+        """Name of its flag: units are in the help there."""
+        return "--" + self.name.removesuffix("_s").replace("_", "-")
+
+    def value_of(self, given: Any) -> Any:
+        """Check an argument, and read it.
+
+        Raises:
+            ConfigurationError: If it is not allowed.
+        """
+        if not self.is_allowed(given):
+            hint = f". {self.hint}" if self.hint else ""
+            raise ConfigurationError(f"{self.name} must be {self.allowed}, found {given!r}{hint}")
+        return self.read(given)
+
+
+def _option(annotation: str, default: Any, meaning: str, **more: Any) -> Any:
+    """Make a field of a record of options, which RUF009 can't see; `_options_of` adds its name."""
+    option = Option("", annotation, default, meaning, **more)
+    return field(default=option.read(default), metadata={"option": option})
+
+
+def _options_of(record: type) -> dict[str, Option]:
+    """Return the options of a record, by name and in order."""
+    return {f.name: replace(f.metadata["option"], name=f.name) for f in fields(record)}
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# ---------------------------------------------------------------- training within a budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,128 +150,169 @@ class NamedSize:
         return f"dimension {self.dimension} of {self.argument}"
 
 
-@dataclass(frozen=True, slots=True)
-class SessionOptions:
-    """What a session was asked for.
-
-    Attributes:
-        budget: Bytes allowed at any moment of a step.
-        plan: How to plan.
-        max_plans: Most plans to make; beyond it, a step of another kind runs as was planned for another input shape.
-        cache_dir: Where to keep profiles between runs, None for nowhere.
-        verbose: Whether to report; "full" for the whole table.
-        compile: "inductor" to fuse operations into kernels that Inductor makes, None for PyTorch's own.
-        verify: Number of first runs at which captured code is proved against eager PyTorch.
-        sizes: The sizes that were named, of which the largest are planned in the first steps.
-        background: Whether training goes on while plans after the first are solved.
-    """
-
-    budget: Budget
-    plan: PlanOptions = PlanOptions()
-    max_plans: int = 8
-    cache_dir: Path | None = None
-    verbose: bool | Literal["full"] = True
-    compile: str | None = None
-    verify: int = 1
-    sizes: tuple[NamedSize, ...] = ()
-    background: bool = False
+def _is_number_of_proofs(verify: Any) -> bool:
+    return verify in ("first", "off") if isinstance(verify, str) else _is_whole(verify) and verify >= 1
 
 
-def make_options(
-    budget: int | float | str | Budget,
-    *,
-    time_limit_s: float = 30.0,
-    max_plans: int = 8,
-    on_infeasible: str = "raise",
-    cache_dir: str | Path | None = None,
-    solver: str = DEFAULT_SOLVER,
-    compile: str | None = None,
-    verify: str | int = "first",
-    sizes: Sizes | None = None,
-    background: bool = False,
-    verbose: bool | Literal["full"] = True,
-) -> SessionOptions:
-    """Check the arguments that all ways to plan share.
-
-    Raises:
-        BudgetError: If the budget can't be read.
-        ConfigurationError: If another argument is out of its range; the text names it. Or if no MIP solver works.
-    """
-    if on_infeasible not in ("raise", "warn"):
-        raise ConfigurationError(f"on_infeasible must be 'raise' or 'warn', found {on_infeasible!r}")
-    if not (isinstance(time_limit_s, int | float) and time_limit_s > 0):
-        raise ConfigurationError(f"time_limit_s must be above 0 seconds, found {time_limit_s!r}")
-    if compile not in (None, "inductor"):
-        raise ConfigurationError(f"compile must be 'inductor' or None, found {compile!r}")
-    if not (isinstance(max_plans, int) and max_plans >= 1):
-        raise ConfigurationError(f"max_plans must be at least 1, found {max_plans!r}")
-    if verbose not in (True, False, "full"):
-        raise ConfigurationError(f"verbose must be True, False or 'full', found {verbose!r}")
-    if not isinstance(background, bool):
-        raise ConfigurationError(f"background must be True or False, found {background!r}")
-    folder = None if cache_dir is None else Path(cache_dir)
-    asked = parse_budget(budget)
-    check_strategy(solver)  # last: it starts a process
-    return SessionOptions(
-        budget=asked,
-        plan=PlanOptions(solver, time_limit_s, on_infeasible, folder),
-        max_plans=max_plans,
-        cache_dir=folder,
-        verbose=verbose,
-        compile=compile,
-        verify=_parse_verify(verify),
-        sizes=_parse_sizes(sizes),
-        background=background,
-    )
+def _number_of_proofs(verify: str | int) -> int:
+    return int(verify == "first") if isinstance(verify, str) else verify
 
 
-def _parse_verify(verify: str | int) -> int:
-    """Read at how many first runs captured code is proved.
-
-    Raises:
-        ConfigurationError: If it is neither "first" nor "off" nor a number of steps.
-    """
-    if verify in ("first", "off") and isinstance(verify, str):
-        return int(verify == "first")
-    if isinstance(verify, int) and not isinstance(verify, bool) and verify >= 1:
-        return verify
-    raise ConfigurationError(
-        f"verify must be 'first', 'off' or a number of steps of at least 1, found {verify!r}. 'first' proves captured "
-        "code against eager PyTorch at its first run."
-    )
+def _word_or_number(text: str) -> str | int:
+    return int(text) if text.lstrip("-").isdecimal() else text
 
 
-def _parse_sizes(sizes: Sizes | None) -> tuple[NamedSize, ...]:
+def _named_sizes(sizes: Sizes | None) -> tuple[NamedSize, ...]:
     """Read the sizes that arguments will have.
 
     Raises:
         ConfigurationError: If they are not named by argument and dimension, or a range is none.
     """
-    form = "sizes must be like {'input_ids': {1: (1, 4096)}}: an argument, its dimension, its smallest and largest size"
-    found = []
-    for argument, dimensions in ({} if sizes is None else _items(sizes, form)).items():
-        for dimension, ends in _items(dimensions, form).items():
+    named_sizes = []
+    for argument, dimensions in ({} if sizes is None else _items(sizes)).items():
+        for dimension, ends in _items(dimensions).items():
             is_pair = isinstance(ends, tuple | list) and len(ends) == 2
             if not (is_pair and isinstance(argument, str) and all(map(_is_whole, (dimension, *ends)))):
-                raise ConfigurationError(f"{form}. Found {argument!r}: {{{dimension!r}: {ends!r}}}.")
+                raise ConfigurationError(f"{SIZES_FORM}. Found {argument!r}: {{{dimension!r}: {ends!r}}}.")
             named = NamedSize(argument, dimension, *ends)
             if not 1 <= named.least <= named.most:
                 raise ConfigurationError(
                     f"sizes must go from a size of at least 1 to one that is no smaller, found {named.least} to "
                     f"{named.most} for {named}."
                 )
-            found.append(named)
-    return tuple(found)
+            named_sizes.append(named)
+    return tuple(named_sizes)
 
 
-def _items(value: Any, form: str) -> Mapping[Any, Any]:
+def _items(value: Any) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigurationError(f"{form}. Found {value!r}.")
+        raise ConfigurationError(f"{SIZES_FORM}. Found {value!r}.")
     return value
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """What a session was asked for: one field for each option, as it was read."""
+
+    budget: Budget = _option("int | float | str", "auto", BUDGET_MEANING, read=parse_budget)  # noqa: RUF009
+    time_limit_s: float = _option(
+        "float",
+        DEFAULT_TIME_LIMIT_S,
+        "Seconds for solving one plan.",
+        allowed="above 0 seconds",
+        is_allowed=lambda value: isinstance(value, int | float) and value > 0,
+        flag=Flag("seconds to solve one plan", float, metavar="SECONDS"),
+    )
+    max_plans: int = _option(
+        "int",
+        8,
+        "Most plans to make, one for each kind of step (input shapes, for example). Beyond it, a step runs as was "
+        "planned for another input shape, where that fits, or else at the least memory.",
+        allowed="at least 1",
+        is_allowed=lambda value: isinstance(value, int) and value >= 1,
+        flag=Flag("most plans to make, one for each kind of step", int, metavar="COUNT"),
+    )
+    on_infeasible: str = _option(
+        "str",
+        "raise",
+        '"raise" where nothing fits the budget, or "warn" to train on with the least memory found.',
+        allowed="'raise' or 'warn'",
+        is_allowed=lambda value: value in ("raise", "warn"),
+        flag=Flag("where nothing fits the budget", choices=("raise", "warn")),
+    )
+    cache_dir: Path | None = _option(  # noqa: RUF009
+        "str | Path | None",
+        None,
+        "Folder for measured costs and plans, reused by later runs; None for no files.",
+        read=lambda folder: None if folder is None else Path(folder),
+        flag=Flag("keep measured costs and plans for later runs", metavar="FOLDER"),
+    )
+    solver: str = _option(
+        "str",
+        DEFAULT_SOLVER,
+        SOLVER_MEANING,
+        flag=Flag("strategy: portfolio, segments, none, or a method of a paper", metavar="NAME"),
+    )
+    compile: str | None = _option(
+        "str | None",
+        None,
+        '"inductor" to fuse operations into kernels that Inductor makes, None for PyTorch\'s own; see '
+        "docs/compiled.md.",
+        allowed="'inductor' or None",
+        is_allowed=lambda value: value in (None, "inductor"),
+        flag=Flag("fuse operations into kernels", choices=("inductor",)),
+    )
+    verify: int = _option(
+        "str | int",
+        "first",
+        '"first" to prove captured code against eager PyTorch at its first run, a number of steps to prove it at as '
+        'many runs, "off" to believe it; see docs/limits.md.',
+        allowed="'first', 'off' or a number of steps of at least 1",
+        is_allowed=_is_number_of_proofs,
+        read=_number_of_proofs,
+        hint="'first' proves captured code against eager PyTorch at its first run.",
+        flag=Flag("runs that are proved against eager PyTorch: first, off or a number", _word_or_number, (), "RUNS"),
+    )
+    sizes: tuple[NamedSize, ...] = _option(
+        "Sizes | None",
+        None,
+        'Smallest and largest size of a dimension of an argument, such as `{"input_ids": {1: (1, 4096)}}`. Dimensions '
+        "of the same size, those of masks for example, follow. The largest sizes are planned in the first steps: a "
+        "budget that is too small for them is refused then, and shares are of them. "
+        "`torch._dynamo.mark_dynamic(tensor, dim, min=, max=)` on what the call is given asks for the same.",
+        read=_named_sizes,
+    )
+    background: bool = _option(
+        "bool",
+        False,
+        "Whether training goes on while plans after the first are solved, by known decisions that fit, until these "
+        "plans take over between two steps. It waits where nothing known fits, and in several processes.",
+        allowed="True or False",
+        is_allowed=lambda value: isinstance(value, bool),
+        flag=Flag("train on while plans after the first are solved"),
+    )
+    verbose: bool | Literal["full"] = _option(
+        'bool | Literal["full"]',
+        True,
+        "Whether to report, on rank zero: a line when a plan is made, one when it was measured, one that says how to "
+        'see more or where its page is; "full" for the whole table of the plan.',
+        allowed="True, False or 'full'",
+        is_allowed=lambda value: value in (True, False, "full"),
+    )
+
+    @property
+    def plan(self) -> PlanOptions:
+        """How to plan."""
+        return PlanOptions(self.solver, self.time_limit_s, self.on_infeasible, self.cache_dir)
+
+
+OPTIONS = _options_of(SessionOptions)
+STAY = tuple(name for name in OPTIONS if name not in ("budget", "verbose"))  # as long as a model is planned
+
+
+def make_options(budget: int | float | str | Budget, **given: Any) -> SessionOptions:
+    """Check the options that all ways to plan share.
+
+    Args:
+        budget: The budget.
+        given: Other options by name, see `SessionOptions`; what is left out has its default.
+
+    Raises:
+        BudgetError: If the budget can't be read.
+        ConfigurationError: If an option is out of its range; the text names it. Or if no MIP solver works.
+        TypeError: If there is no option of that name.
+    """
+    from .planning.solvers.worker import check_strategy  # loads what solves
+
+    for name in given:
+        if name not in OPTIONS:
+            raise TypeError(
+                f"there is no option {name!r}.{did_you_mean(name, OPTIONS)} Choose from: {', '.join(OPTIONS)}"
+            )
+    read = {name: OPTIONS[name].value_of(value) for name, value in given.items()}
+    options = SessionOptions(budget=parse_budget(budget), **read)
+    check_strategy(options.solver)  # last: it starts a process
+    return options
 
 
 def refuse_changes(now: SessionOptions, asked: SessionOptions) -> None:
@@ -165,25 +321,97 @@ def refuse_changes(now: SessionOptions, asked: SessionOptions) -> None:
     Raises:
         ConfigurationError: If an argument is another one; the text names it.
     """
-    defaults, known = _arguments(SessionOptions(Budget())), _arguments(now)
-    for name, value in _arguments(asked).items():
-        if value not in (known[name], defaults[name]):
+    defaults = SessionOptions()
+    for name in STAY:
+        value, before = getattr(asked, name), getattr(now, name)
+        if value not in (before, getattr(defaults, name)):
             raise ConfigurationError(
-                f"A model that is planned keeps its arguments, but for the budget: expected {name}={known[name]!r} as "
+                f"A model that is planned keeps its arguments, but for the budget: expected {name}={before!r} as "
                 f"at first, found {value!r}. Call remove_hiremate(model) first."
             )
 
 
-def _arguments(options: SessionOptions) -> dict[str, Any]:
-    """Return what decides on a plan, beside the budget, by the names of the arguments."""
-    return {
-        "time_limit_s": options.plan.time_limit_s,
-        "max_plans": options.max_plans,
-        "on_infeasible": options.plan.on_infeasible,
-        "cache_dir": options.cache_dir,
-        "solver": options.plan.solver,
-        "compile": options.compile,
-        "verify": options.verify,
-        "sizes": options.sizes,
-        "background": options.background,
-    }
+# ---------------------------------------------------------------- searching for the largest batch
+
+
+class Objective(str, Enum):
+    """What the best size is."""
+
+    LARGEST = "largest"
+    THROUGHPUT = "throughput"  # most samples per second
+
+
+@dataclass(frozen=True, slots=True)
+class SizeOptions:
+    """What to search for: one field for each option, as it was read."""
+
+    init_val: int = _option(
+        "int",
+        2,
+        "Size of the first real step; small.",
+        allowed="at least 1",
+        is_allowed=lambda value: value >= 1,
+    )
+    max_val: int = _option(
+        "int",
+        8192,
+        "Largest size to find: the length of the data set, say, where HiRemateBatchSizeFinder stops by itself.",
+    )
+    max_overhead: float = _option(
+        "float",
+        0.3,
+        "Most predicted overhead to accept, a ratio.",
+        allowed="at least 0",
+        is_allowed=lambda value: value >= 0,
+    )
+    objective: Objective = _option(  # noqa: RUF009
+        "str",
+        "largest",
+        '"largest", or "throughput" for the most samples per second.',
+        allowed="'largest' or 'throughput'",
+        is_allowed=lambda value: value in [objective.value for objective in Objective],
+        read=Objective,
+    )
+    margin: float = _option(
+        "float",
+        0.05,
+        "Share of what the budget leaves beside weights and optimizer that predictions must leave free.",
+        allowed="a share in [0, 1)",
+        is_allowed=lambda value: 0 <= value < 1,
+    )
+    max_trials: int = _option(
+        "int",
+        25,
+        "Most sizes to plan in one search.",
+        allowed="at least 3",
+        is_allowed=lambda value: value >= 3,
+    )
+
+
+SEARCH_OPTIONS = {
+    **_options_of(SizeOptions),
+    "time_limit_s": replace(
+        OPTIONS["time_limit_s"],
+        default=3.0,
+        meaning="Seconds for solving one plan; training may take longer and gets a plan at least as fast.",
+    ),
+    "solver": OPTIONS["solver"],
+    "verbose": replace(
+        OPTIONS["verbose"], annotation="bool", meaning="Whether to report the search, on rank zero.", flag=None
+    ),
+}
+
+
+def make_size_options(**given: Any) -> SizeOptions:
+    """Check what a search for a size is asked for.
+
+    Args:
+        given: Options by name, see `SizeOptions`; what is left out has its default.
+
+    Raises:
+        ConfigurationError: If an option is out of its range; the text names it.
+    """
+    options = SizeOptions(**{name: SEARCH_OPTIONS[name].value_of(value) for name, value in given.items()})
+    if options.max_val < options.init_val:
+        raise ConfigurationError(f"max_val must be at least init_val, {options.init_val}, found {options.max_val!r}")
+    return options

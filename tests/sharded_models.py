@@ -24,7 +24,7 @@ from transformers import (
     set_seed,
 )
 
-from benchmarks.stand_in import torchvision_or_stand_in
+from benchmarks.zoo.stand_in import torchvision_or_stand_in
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.integrations.transformers_trainer import HiRemateTrainerCallback
 from hiremate_lightning.memory.metering import measure_peak

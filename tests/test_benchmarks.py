@@ -195,6 +195,6 @@ def test_growth_is_measured_and_drawn(monkeypatch):
     monkeypatch.setattr(growth, "gpt2_of", lambda depth, width: (Tiny(), (torch.randn(512 * width, 8),)))
     sizes = [growth.measure(depth=1, width=width, rounds=2) for width in (1, 2)]
     assert all(size.peak < 0.6 for size in sizes)
-    assert sizes[0].row.count("|") == growth.COLUMNS.count("|") + 2
+    assert sizes[0].row.count("|") == len(growth.COLUMNS) + 1
     picture = ElementTree.fromstring(growth.draw(sizes, sizes))
     assert len(picture.findall("{http://www.w3.org/2000/svg}polyline")) == 8

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.stand_in import torchvision_or_stand_in
+from benchmarks.zoo.stand_in import torchvision_or_stand_in
 from hiremate_lightning.command_line import cli
 from hiremate_lightning.command_line.run import main
 from hiremate_lightning.integrations import any_script

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hiremate_lightning.planning.planner import PlanOptions
+from hiremate_lightning.options import Objective
+from hiremate_lightning.planning.options import PlanOptions
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import Graph
 from hiremate_lightning.records.scaling import Line, Scaling
 from hiremate_lightning.records.step import Step
-from hiremate_lightning.sizes.size_search import TOLERANCE, Forecast, Limit, Objective, largest, search
+from hiremate_lightning.sizes.size_search import TOLERANCE, Forecast, Limit, largest, search
 
 from .tiny import chain
 

@@ -25,7 +25,7 @@ def compatibility(monkeypatch):
 @pytest.mark.filterwarnings("ignore")  # other packages warn of what is theirs
 @pytest.mark.parametrize("name", QUICK)
 def test_a_model_of_another_package_is_exact_within_its_budget(name, compatibility):
-    package = importlib.import_module("third_party").CASES[name].package
+    package = importlib.import_module("zoo.packages").CASES[name].package
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
 

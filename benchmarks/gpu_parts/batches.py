@@ -36,8 +36,7 @@ class Training:
     def __init__(self, is_toy: bool) -> None:
         import torch
         from torch import nn
-
-        from models import Block
+        from zoo.networks import Block
 
         self.max_size = TOY_MAX_SIZE if is_toy else MAX_SIZE
         self.limit_bytes = int((TOY_GIB if is_toy else LIMIT_GIB) * 2**30)

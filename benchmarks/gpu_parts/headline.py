@@ -76,7 +76,7 @@ def verdict(found: dict[str, dict[str, Any]]) -> str:
 
 def builder(device: str, is_toy: bool, layers: int, batch: int) -> Any:
     """Make the builder of the model."""
-    from .large_models import TOY_LLAMA, LlamaSize, llama
+    from zoo.large import TOY_LLAMA, LlamaSize, llama
 
     return partial(llama, replace(TOY_LLAMA if is_toy else LlamaSize(), layers=layers), device, batch)
 
@@ -148,8 +148,7 @@ def eager_peak(layers: int, batch: int) -> int:
 def layer_bytes() -> int:
     """Count the bytes of a layer's weights."""
     import torch
-
-    from .large_models import LlamaBlock, LlamaSize, built_on
+    from zoo.large import LlamaBlock, LlamaSize, built_on
 
     with built_on("meta", torch.bfloat16):
         block = LlamaBlock(LlamaSize())

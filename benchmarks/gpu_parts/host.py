@@ -26,10 +26,10 @@ def run(context: Context) -> None:
 def measure_model(send: Send, model: str, device: str, folder: Path, scratch: Path, is_toy: bool) -> None:
     """Measure eager, then ours with nothing and with half recomputed."""
     from rival_worker import Setup
+    from zoo.large import TOYS
 
     from models import MODELS
 
-    from .large_models import TOYS
     from .others import named
     from .trials import Budget, Task, run_method, run_ours
 

@@ -68,8 +68,8 @@ class Alternating:
     def __init__(self, is_toy: bool) -> None:
         import torch
         from rival_worker import synchronize
+        from zoo.large import TOY_LLAMA, LlamaSize, llama
 
-        from .large_models import TOY_LLAMA, LlamaSize, llama
         from .trials import settle
 
         size = LlamaSize(layers=8, width=1024, heads=16, kv_heads=8, hidden=3584, vocabulary=32_000, length=2048)

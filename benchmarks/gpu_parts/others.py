@@ -37,10 +37,10 @@ def run(context: Context) -> None:
 def task_of(model: str, method: str, device: str, is_toy: bool, scratch: Path, batch: int, eager: Any) -> Any:
     """Register a model, and describe a method's run on it."""
     from rival_worker import Setup
+    from zoo.large import build_other
 
     from models import MODELS
 
-    from .large_models import build_other
     from .trials import SOLVE_S, Task
 
     MODELS[model] = build_other(model, device, is_toy)

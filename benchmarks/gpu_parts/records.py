@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import page_tables
+
 from . import PARTS
 
 LINES, REPORT, CONSOLE = "results.jsonl", "report.md", "console.log"
@@ -64,8 +66,8 @@ def report(records: Sequence[Record]) -> str:
     of_part = {part.name: [r for r in records if r["part"] == part.name] for part in PARTS}
     lines = ["# GPU check", ""]
     lines += [f"{r['name']}: {r['text']}" for r in records if r["part"] == CHECK and "text" in r]
-    lines += ["", "| part | measured | not ok | seconds | how it ended |", "|--|--|--|--|--|"]
-    lines += [_overview(name, found) for name, found in of_part.items() if found]
+    overview = [_overview(name, found) for name, found in of_part.items() if found]
+    lines += ["", page_tables.table(("part", "measured", "not ok", "seconds", "how it ended"), overview).rstrip()]
     for part in PARTS:
         found = [r for r in of_part[part.name] if r["name"] != ENDED]
         if found:
@@ -73,11 +75,11 @@ def report(records: Sequence[Record]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _overview(name: str, found: Sequence[Record]) -> str:
+def _overview(name: str, found: Sequence[Record]) -> tuple[Any, ...]:
     measured = [r for r in found if r["name"] != ENDED]
     bad = sum(r["status"] in (FAILED, KILLED, NO_MEMORY) for r in measured)
     end = next((r for r in reversed(found) if r["name"] == ENDED), {"status": "under way"})
-    return f"| {name} | {len(measured)} | {bad} | {end.get('seconds', '')} | {end['status']} {end.get('why', '')} |"
+    return name, len(measured), bad, end.get("seconds"), f"{end['status']} {end.get('why', '')}"
 
 
 def _section(found: Sequence[Record]) -> list[str]:
@@ -90,7 +92,7 @@ def _section(found: Sequence[Record]) -> list[str]:
     for record in shown:
         tables.setdefault(_columns(record), []).append(record)
     for rows in tables.values():
-        lines += ["", *table(dict.fromkeys(key for row in rows for key in row if key not in HIDDEN), rows)]
+        lines += ["", table(dict.fromkeys(key for row in rows for key in row if key not in HIDDEN), rows)]
     for record in found:
         if record.get("traceback"):
             lines += ["", f"{record['name']}, {record['status']}:", "", "```", record["traceback"], "```"]
@@ -105,14 +107,15 @@ def _columns(record: Record) -> tuple[str, ...]:
     return ("peak_mib",) if "peak_mib" in record else tuple(key for key in record if key not in HIDDEN)
 
 
-def table(columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> list[str]:
+def table(columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> str:
     """Write records as a table."""
     names = ("name", "status", *columns)
-    head = [f"| {' | '.join(n.replace('_', ' ') for n in names)} |", f"|{'--|' * len(names)}"]
-    return head + [f"| {' | '.join(_cell(row.get(name)) for name in names)} |" for row in rows]
+    cells = ([_short(row.get(name)) for name in names] for row in rows)
+    return page_tables.table([name.replace("_", " ") for name in names], cells).rstrip()
 
 
-def _cell(value: Any) -> str:
+def _short(value: Any) -> Any:
+    """Write numbers as a reader wants them."""
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return "" if value is None else str(value).replace("|", "/").replace("\n", " ")
+    return value

@@ -88,10 +88,8 @@ def run_tests(send: Send, is_toy: bool, until: float) -> None:
 def compare(send: Send, model: str, device: str, is_toy: bool) -> None:
     """Train a model plain and planned with deterministic kernels, in float32 and under autocast."""
     import torch
-
-    import models
-
-    from .large_models import TOYS
+    from zoo import models
+    from zoo.large import TOYS
 
     if is_toy:
         models.MODELS.update(TOYS)

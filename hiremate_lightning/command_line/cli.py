@@ -22,6 +22,7 @@ from rich.text import Text
 
 from .. import __version__
 from ..errors import BudgetError, ConfigurationError, HiRemateError, did_you_mean, place_of
+from ..options import OPTIONS, SEARCH_OPTIONS
 from ..reporting.plan_summary import read_summary, rows_of, summary_rows
 from ..reporting.terminal import ModuleTable
 from .run import main as run_script
@@ -226,7 +227,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_workload(fit)
     fit.set_defaults(fsdp=None, tp=1, units=None, param_dtype=None, link=None)  # gathers don't grow along a line
     _add_budget(fit, '"8 GiB", or "auto" for what is free')
-    fit.add_argument("--max-batch", type=int, default=8192, help="largest size to look at (default: %(default)s)")
+    fit.add_argument(
+        "--max-batch",
+        type=int,
+        default=SEARCH_OPTIONS["max_val"].default,
+        help="largest size to look at (default: %(default)s)",
+    )
     fit.add_argument("--max-overhead", default="30%", help="most extra time to accept (default: 30%%)")
     show = _command(commands, "show", _show, "show a plan that was written to a file")
     show.add_argument("file", metavar="FILE", type=Path, help="JSON or HTML, as `hiremate plan` and a Plan write it")
@@ -267,7 +273,7 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int],
 
 
 class _Once(argparse.Action):
-    """Take an option that lists all its values; a second one would replace the first in silence."""
+    """Store an option that lists all its values; refuse a second one, which would replace the first in silence."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if getattr(namespace, self.dest) is not None:
@@ -297,7 +303,7 @@ def _add_workload(parser: argparse.ArgumentParser, names_a_solver: bool = True) 
     costs.add_argument("--measure", action="store_true", help="measure each operation; the device must be there")
     solving = parser.add_argument_group("solving and output")
     if names_a_solver:
-        solving.add_argument("--solver", default="portfolio", help=f"{SOLVERS} (default: %(default)s)")
+        solving.add_argument("--solver", default=OPTIONS["solver"].default, help=f"{SOLVERS} (default: %(default)s)")
     solving.add_argument("--time-limit", type=float, default=20.0, help="seconds to solve (default: %(default)s)")
     _add_json(solving)
 
@@ -324,7 +330,7 @@ def _add_json(parser: Any) -> None:
 
 
 def _doctor(asked: argparse.Namespace) -> int:
-    """Look whether torch can be imported, before that is done here to look at everything else."""
+    """Check that torch can be imported, then import it here and examine everything else."""
     from .importing import import_failures
 
     with Console(stderr=True).status("HiRemate: importing what is installed"):

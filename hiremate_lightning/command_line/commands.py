@@ -21,11 +21,13 @@ from ..errors import ConfigurationError
 from ..measuring.profiling import CostCache
 from ..memory.allocator import allocated_bytes
 from ..memory.free_memory import free_host_bytes
+from ..options import Objective
 from ..out_of_memory import InfeasibleBudgetError
 from ..planning.comparing import Comparison, Outcome, proven_ms
 from ..planning.comparing import compare as solve_by_each
+from ..planning.options import PlanOptions
 from ..planning.plan import Plan, PlanningTime
-from ..planning.planner import PlanOptions, guard_bytes, make_plan, resolve
+from ..planning.planner import guard_bytes, make_plan, resolve
 from ..planning.solvers import Curve, Problem, SolveOptions, smallest_budget
 from ..planning.solvers.curve import curve as solve_curve
 from ..planning.solvers.worker import check_strategy
@@ -39,7 +41,7 @@ from ..reporting.report import Reporter
 from ..reporting.svg_report import write_svg
 from ..reporting.terminal import plain_table, plan_table
 from ..sizes.size_result import BatchSizeResult, result_table
-from ..sizes.size_search import Forecast, Objective, search
+from ..sizes.size_search import Forecast, search
 from ..units import Budget, format_bytes, format_ratio, format_time, parse_budget
 from .arguments import read_counts, read_overhead
 from .comparisons import (

@@ -1,4 +1,4 @@
-"""Look at an installation: versions, whether what is there can be imported, solvers, devices, and a small plan."""
+"""Examine an installation: versions, imports of installed packages, solvers, devices, and a small plan."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Finding:
 
 
 def examine(factory: str | None = None, script: Sequence[str] = ()) -> list[Finding]:
-    """Look at this installation.
+    """Examine this installation.
 
     Args:
         factory: A model as the command line names it, to say whether it would be refused; None for none.
@@ -84,7 +84,7 @@ def examine(factory: str | None = None, script: Sequence[str] = ()) -> list[Find
 
 
 def _attempt(name: str, look: Callable[[], str]) -> Finding:
-    """Look at something that fails by raising."""
+    """Run a check that fails by raising."""
     try:
         return Finding(name, Verdict.GOOD, look())
     except Exception as error:  # whatever is wrong with the installation is what is to be found
@@ -101,7 +101,7 @@ def _python() -> Finding:
 
 
 def _torch() -> Finding:
-    """Say whether the private interfaces of torch are known to be as expected; they were all found on import."""
+    """Compare the version of torch with those tested; its private interfaces were all found on import."""
     checked = ", ".join(torch_private.CHECKED_VERSIONS)
     if ".".join(torch.__version__.split(".")[:2]) in torch_private.CHECKED_VERSIONS:
         return Finding("torch", Verdict.GOOD, f"{torch.__version__}; all private interfaces are there")
@@ -278,7 +278,7 @@ def small_plan(device: str) -> str:
 
 
 def _model(factory: str) -> Finding:
-    """Say whether a model would be refused."""
+    """Report whether a model would be refused."""
     try:
         with tensor_state.fake_mode():
             module = Workload(find_factory(factory), factory).module()

@@ -237,6 +237,6 @@ def _import_file(path: Path) -> Any:
 
 
 def _import_from(folder: Path) -> None:
-    """Let imports find what lies in a folder, from now on: a factory may import when it is called."""
+    """Put a folder on the import path for good: a factory may import modules of it when it is called."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))

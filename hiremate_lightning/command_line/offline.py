@@ -259,7 +259,7 @@ class _Capturing:
         self._undo.close()
 
     def take_over(self, root: nn.Module) -> None:
-        """Let the parts of a module that are planned run through torch.compile: it, or what is between its units."""
+        """Compile the planned parts of a module: the whole module, or the code between its FSDP units."""
         paths = planned_paths(root)
         if "" in paths:
             self._call = self._compiled(_call_module)

@@ -87,11 +87,11 @@ class RecordedStep:
         return program, self.record.begin(part, self.parts.index(part), program, arguments)
 
     def forward_done(self, run: Run, outputs: Sequence[Any]) -> None:
-        """Note the end of a forward."""
+        """Record the end of a forward."""
         self.record.forward_done(run, outputs)
 
     def backward_starts(self, run: Run, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
-        """Note the start of a backward."""
+        """Record the start of a backward."""
         self.record.backward_starts(run, tangents, leaves, retains)
 
     def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
@@ -104,7 +104,7 @@ class RecordedStep:
         """Leave it as it is: no gradients exist before this step."""
 
     def backward_done(self, run: Run) -> None:
-        """Note the end of a backward."""
+        """Record the end of a backward."""
         self.record.backward_done(run)
 
     def name_of(self, tensor: torch.Tensor) -> str:

@@ -20,10 +20,10 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import BudgetError, ConfigurationError, HiRemateError, did_you_mean
+from ..options import ENVIRONMENT_BUDGET, OPTIONS, Option, make_options
 from . import script, started
 from .script import Script
 
-ENVIRONMENT_BUDGET = "HIREMATE_BUDGET"
 PROGRAM = "hiremate run"
 PROBLEM, USAGE = 1, 2
 
@@ -83,14 +83,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dry-run", action="store_true", help="train two steps, say what a plan costs, and stop")
     made.add_argument("--html", metavar="FILE", type=Path, help="write the plan as one HTML page at the end")
     made.add_argument("--json", metavar="FILE", help="write the numbers as JSON at the end; - for the output")
-    made.add_argument("--compile", choices=["inductor"], help="fuse operations into kernels")
-    made.add_argument("--cache-dir", metavar="FOLDER", help="keep measured costs and plans for later runs")
-    made.add_argument(
-        "--time-limit", metavar="SECONDS", type=float, default=30.0, help="to solve one plan (default: 30)"
-    )
-    made.add_argument(
-        "--on-infeasible", choices=["raise", "warn"], default="raise", help="where nothing fits the budget"
-    )
+    for option in OPTIONS.values():
+        _add(made, option)
     made.add_argument("--largest-batch", action=_Refused, nargs="?", help=argparse.SUPPRESS)
     made.add_argument("--debug", action="store_true", help="show where an error of hiremate comes from")
     made.add_argument(
@@ -98,6 +92,21 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help=argparse.SUPPRESS)
     return made
+
+
+def _add(made: argparse.ArgumentParser, option: Option) -> None:
+    """Add the flag of an option, where it has one."""
+    if option.flag is None:
+        return
+    more: dict[str, Any] = {"type": option.flag.type, "metavar": option.flag.metavar}
+    if option.flag.choices:
+        more = {"choices": option.flag.choices}
+    elif isinstance(option.default, bool):
+        more = {"action": argparse.BooleanOptionalAction if option.default else "store_true"}
+    default = "" if option.default in (None, False) else f" (default: {option.default})"
+    made.add_argument(
+        option.flag_name, dest=option.name, default=option.default, help=f"{option.flag.help}{default}", **more
+    )
 
 
 def main(arguments: Sequence[str] | None = None, *, ends_process: bool | None = None) -> int:
@@ -132,15 +141,9 @@ def _words(error: BaseException) -> str:
 def _run(asked: argparse.Namespace, given: Script) -> int:
     """Run a script while what it trains is found and planned."""
     from ..integrations.any_script import Finder  # loads torch, which help and mistakes need not
-    from ..options import make_options
     from .run_summary import Summary, write_line
 
-    options = {
-        "compile": asked.compile,
-        "cache_dir": asked.cache_dir,
-        "time_limit_s": asked.time_limit,
-        "on_infeasible": asked.on_infeasible,
-    }
+    options = {option.name: getattr(asked, option.name) for option in OPTIONS.values() if option.flag is not None}
     budget = asked.budget or "auto"
     make_options(budget, **options)
     target = asked.target.split(",") if asked.target else None

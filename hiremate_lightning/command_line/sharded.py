@@ -44,7 +44,7 @@ class Layout:
 
     @contextmanager
     def processes(self, device: torch.device) -> Iterator[Any]:
-        """Let this process be the first of all while a block runs; yield their mesh, None where there is one process.
+        """Make this process the first of all while a block runs; yield their mesh, None where there is one process.
 
         Args:
             device: Where the module is.
@@ -148,7 +148,7 @@ def divide(root: nn.Module, mesh: Any) -> None:
 
 
 def _styles(root: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Look up the modules that a plan names, in which * stands for one part of a path."""
+    """Find the modules that a tensor-parallel plan names; in it, * stands for one part of a path."""
     patterns = {re.compile(re.escape(path).replace(r"\*", "[^.]+")): style for path, style in plan.items()}
     found = dict[str, str]()
     for path, _ in root.named_modules():

@@ -16,13 +16,12 @@ from torch import nn
 
 from ..api import hiremate, remove_hiremate
 from ..errors import BudgetError, ConfigurationError
-from ..options import make_options
+from ..options import ENVIRONMENT_BUDGET, make_options
 from ..planning.plan import Plan
 from ..reporting.metrics import plan_metrics
 from ..sessions.session import Session
 from ..sessions.targets import Target, targets_of
 
-ENVIRONMENT_BUDGET = "HIREMATE_BUDGET"
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 REASONS = {
     "FSDP": "FSDP1 flattens the parameters of each unit. Set fsdp_version: 2, or launch with --multi_gpu (DDP).",

@@ -2,9 +2,9 @@
 
     model = torch.compile(model, backend="hiremate", options={"budget": "8 GiB"})
 
-Options are those of `make_options`. All that is compiled with equal options shares one session: its graphs are planned
-together, under one budget, however many torch.compile calls or graph breaks they come from. As for every session, the
-first graph that runs after a backward begins a new step.
+Options are those of `hiremate_lightning.hiremate`. All that is compiled with equal options shares one session: its
+graphs are planned together, under one budget, however many torch.compile calls or graph breaks they come from. As for
+every session, the first graph that runs after a backward begins a new step.
 
 Here there is no module to take over, only the graphs that Dynamo captured, so a few things are known less well than to
 `hiremate(model)`, which remains the better way where the model's code can be reached:
@@ -21,7 +21,6 @@ Here there is no module to take over, only the graphs that Dynamo captured, so a
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -34,7 +33,7 @@ from ..api import get_plan
 from ..capturing.backend import has_gradients, planning_backend
 from ..capturing.capture import Captured
 from ..errors import ConfigurationError, did_you_mean
-from ..options import make_options
+from ..options import OPTIONS, make_options
 from ..reporting.report import calls_for
 from ..running.execution import Part
 from ..sessions import compiled
@@ -65,7 +64,7 @@ def hiremate(
     Args:
         module: The captured graph.
         inputs: Its arguments at capture.
-        options: Arguments of `make_options`, by name.
+        options: The budget and the other options of `hiremate_lightning.hiremate`, by name; see docs/api.md.
         mode: Has no meaning for this backend.
 
     Returns:
@@ -88,7 +87,7 @@ def hiremate(
 
 def _check_names(options: Mapping[str, Any]) -> dict[str, Any]:
     """Refuse names of options that there are not; fill in the default budget."""
-    valid = [name for name in inspect.signature(make_options).parameters if name != "sizes"]
+    valid = [name for name in OPTIONS if name != "sizes"]
     if "sizes" in options:
         raise ConfigurationError(
             "The backend 'hiremate' gets graphs, whose arguments have no names for sizes=. Mark the tensors instead, "
@@ -171,7 +170,7 @@ class _CompiledRoot(nn.Module):
         return bool(self._parameters_seen) and not any(True for _ in self._alive(self._parameters_seen))
 
     def see_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Learn of parameters, and of other leaves that train.
+        """Add parameters, and other leaves that train.
 
         At each run: torch runs what it compiled for one model with the parameters of another of the same kind.
         """
@@ -187,11 +186,11 @@ class _CompiledRoot(nn.Module):
         return reference is not None and reference() is parameter
 
     def see_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Learn of buffers."""
+        """Add buffers."""
         self._buffers_seen.update((id(b), weakref.ref(b)) for b in buffers)
 
     def see_device(self, device: torch.device) -> None:
-        """Learn where graphs run, for those that have no parameters."""
+        """Store the device of a graph, for models without parameters."""
         if self._somewhere.device != device:
             self._somewhere = torch.empty(0, device=device)
 

@@ -133,7 +133,7 @@ class SavedAside(torch.autograd.graph.saved_tensors_hooks):
 
 
 def saving_aside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function put aside what autograd saves in it."""
+    """Wrap a function so that tensors which autograd saves in it are put aside."""
 
     def run(*arguments: Any) -> Any:
         with SavedAside(tensor_state.storages_among(arguments)):

@@ -75,7 +75,7 @@ class Outside:
                 yield value
 
     def _take(self, code: Any) -> None:
-        """Look at code, once."""
+        """Examine a code object, once."""
         if id(code) in self._seen:
             return
         self._seen.add(id(code))
@@ -130,7 +130,7 @@ class Outside:
                     self._note(vars(module), name)
 
     def _note(self, space: dict[str, Any], name: str) -> None:
-        """Note a global name, and look at the code that it stands for now."""
+        """Record a global name, and examine the function that it names now."""
         self._spaces.setdefault(id(space), (space, {}))[1][name] = None
         self._read(space.get(name))
 

@@ -66,7 +66,7 @@ class _Seen:
         self._most = most
 
     def note(self, frame: FrameType, event: str, _: Any) -> None:
-        """Take note of a call."""
+        """Record a call."""
         if event != "call":
             return
         is_users = not _is_of_library(frame)

@@ -256,7 +256,7 @@ class StepRecord:
             self._unwatch.append(self._mark_release(tensor, mark))
 
     def begin(self, part: Part, number: int, program: Program, arguments: Sequence[Any]) -> Run:
-        """Note that a forward starts."""
+        """Record the start of a forward."""
         run = Run(part, number, len(self.runs), program)
         tensors = dict(zip(part.captured.graph.inputs, arguments, strict=False))
         made = {storage: (r.index, t) for r in self.runs for t, (lives, storage) in r.outputs.items() if lives()}
@@ -285,7 +285,7 @@ class StepRecord:
         return {id(whole): id(shard) for whole, shard in pairs}
 
     def forward_done(self, run: Run, outputs: Sequence[Any]) -> None:
-        """Note that a forward ended, and watch its outputs."""
+        """Record the end of a forward, and watch its outputs."""
         captured = run.part.captured
         tensor_of = {captured.fx_values[t]: t for t in captured.graph.outputs}
         for node, value in zip(captured.forward_outputs, outputs, strict=True):
@@ -296,12 +296,12 @@ class StepRecord:
         self._mark(Event.FORWARD_DONE.of(run.index))
 
     def backward_called(self) -> None:
-        """Note that someone calls a backward, which begins with what runs outside, the loss say."""
+        """Record the call of a backward, which begins with code outside of captured graphs, the loss for example."""
         if self.runs and not self.backwards and not self._is_closed and threading.get_ident() == self._thread:
             self._mark(CALLED)
 
     def backward_starts(self, run: Run | None, tangents: Sequence[Any], leaves: Leaves, retains: bool) -> None:
-        """Note that a backward starts, which gradients arrived, and to which inputs its own belong.
+        """Record the start of a backward, the gradients that arrived, and the inputs that its own belong to.
 
         Of one that belongs to a forward of an earlier step, the time alone.
         """
@@ -326,7 +326,7 @@ class StepRecord:
         self._mark(Event.BACKWARD.of(run.index))
 
     def plain_backward_starts(self) -> None:
-        """Note that a backward starts of code that runs as the user wrote it."""
+        """Record the start of a backward of code that runs as the user wrote it."""
         backward_pass.at_end(self._plain_backward_ended)
 
     def _plain_backward_ended(self) -> None:
@@ -334,7 +334,7 @@ class StepRecord:
             self._mark(Mark(Event.ENDED))
 
     def backward_done(self, run: Run | None) -> None:
-        """Note that a backward ended, and which outputs someone else than the part itself held meanwhile."""
+        """Record the end of a backward, and the outputs that others than the part itself held meanwhile."""
         if run is None or run not in self.runs:
             self._mark(OTHER_DONE)
             return
@@ -345,7 +345,7 @@ class StepRecord:
         backward_pass.at_end(lambda: self._backward_ended(run))
 
     def _backward_ended(self, run: Run) -> None:
-        """Note that the whole backward has ended; what follows, the optimizer's step say, is not part of the plan."""
+        """Record the end of the whole backward; what follows, the optimizer's step for example, is not planned."""
         self._ended += 1
         if not self._is_closed:
             self._mark(Event.ENDED.of(run.index))

@@ -126,12 +126,12 @@ class LeftOutputs:
         return tensor_state.storage_sizes(self._record.left_inputs()) if self._record is not None else {}
 
     def watch(self, record: StepRecord) -> None:
-        """Let a record that begins see when outputs are released."""
+        """Watch, in a record that begins, for the release of outputs of the step before."""
         if self._record is not None and self._size_bytes and not self._retained_bytes:
             record.watch_left(self._record, self._size_bytes, is_stale=self._are_stale())
 
     def step_ended(self, record: StepRecord | None, kind: tuple[int, ...] | None = None) -> None:
-        """Learn of the step whose outputs may be left: its record, None for one that was not recorded, and its kind."""
+        """Store the last step, whose outputs may still exist: its record, None where it has none, and its kind."""
         self._record, self._kind = record if record is not None and record.is_measured else None, kind
 
     def add_to(self, resident: Resident, present: Collection[int]) -> Resident:
@@ -177,6 +177,6 @@ class LeftOutputs:
                 self._returning = self._returning is not False and self._record.left_at_return
 
     def backward_starts(self) -> None:
-        """See whether outputs are still held after the forward."""
+        """Check whether outputs of the step before are still held after the forward."""
         if self._retained_bytes or (self._record is not None and self._outputs_bytes):
             self._stay = self._living_bytes(()) != (0, 0)

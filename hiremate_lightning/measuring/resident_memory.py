@@ -98,7 +98,7 @@ class ResidentMemory:
         self._optimizers.add(optimizer)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Learn that an optimizer has stepped; say whether it has used gradients of the model."""
+        """Record the step of an optimizer; return whether it used gradients of the model."""
         if not self._updates(optimizer):
             return False
         self.watch(optimizer)
@@ -151,7 +151,7 @@ class ResidentMemory:
         return self._bytes_of(held_by(retained)) if retained else 0
 
     def step_begins(self, arguments: Sequence[torch.Tensor]) -> None:
-        """Learn that a step begins with these arguments."""
+        """Begin a step with these arguments."""
         if arguments:
             self._inputs_on = arguments[0].device
         if all(sample() is None for sample in self._samples):  # fully_shard() has put others in their place
@@ -178,11 +178,11 @@ class ResidentMemory:
         return True
 
     def step_ended(self, record: StepRecord | None, kind: tuple[int, ...] | None = None) -> None:
-        """Learn of the step that has ended: its record, None for one that was not recorded, and its kind if known."""
+        """End a step: its record, None where it was not recorded, and its kind if known."""
         self._left.step_ended(record, kind)
 
     def backward_starts(self, step: int) -> None:
-        """See whether outputs left, and gradients that were used, were freed before this backward."""
+        """Check whether outputs of the step before, and used gradients, were freed before this backward."""
         self._left.backward_starts()
         if self._stepped and self._frees_gradients and step < WATCHED_STEPS:
             self._frees_gradients = not self._gradients()
@@ -205,7 +205,7 @@ class ResidentMemory:
         return self._left.sort_out(resident, present) if is_counted else self._left.add_to(resident, present)
 
     def watch_releases(self, record: StepRecord, arguments: Sequence[torch.Tensor], generation: int = ALL) -> None:
-        """Let a record that begins see when what is there before a step with these arguments is released.
+        """Watch, in a record that begins, for the release of tensors from before a step with these arguments.
 
         That is outputs of the step before, and on the host what is not counted as resident: its release would pass for
         memory that the step gives back.

@@ -149,7 +149,7 @@ class _Roots:
 
 
 def _let_threads_finish(devices: set[torch.device]) -> None:
-    """Let autograd's threads drop what they hold of a backward, which they do before they take up the next one."""
+    """Make autograd's threads drop the tensors of a backward, which they do before they take up the next one."""
     for device in devices:
         nothing = torch.empty(0, device=device, requires_grad=True)
         torch.autograd.grad(nothing * 1, nothing, torch.empty(0, device=device))

@@ -276,7 +276,7 @@ def planning_words(numbers: Numbers) -> str:
 
 
 def describe_peak(name: str, plan: Plan | None) -> str:
-    """Say which peak is planned for a model, and which was measured; None where there is no plan yet."""
+    """Describe the planned and the measured peak of a model in words; None where there is no plan yet."""
     if plan is None:
         return f"{name} ran at the least memory found, before there was a plan."
     text = (

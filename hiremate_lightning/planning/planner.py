@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 from ..out_of_memory import InfeasibleBudgetError, words_for_finders
 from ..records.costs import Profile
@@ -21,6 +20,7 @@ from ..records.schedule import keep_all
 from ..records.simulation import Simulation, simulate_plain
 from ..records.step import Decisions, Step
 from ..units import Budget, format_bytes
+from .options import PlanOptions
 from .plan import Plan, PlanningTime
 from .plan_files import PlanFiles
 from .shared_solving import agreed
@@ -30,7 +30,6 @@ from .solvers.least_memory import SEARCH_S
 from .solvers.worker import apart
 
 log = logging.getLogger("hiremate_lightning")
-DEFAULT_SOLVER = "portfolio"
 DECIDED = "decided"  # in place of a strategy's name, where nothing is to be chosen
 TIGHTENINGS = 4  # of the budget, where a strategy's own memory model was too coarse
 GUARD_BYTES = 2**16  # left free for scalars that come and go outside of the planned modules,
@@ -41,23 +40,6 @@ AUTO_MARGIN = 0.08  # share of the free bytes that "auto" leaves for fragmentati
 NAMING_SHARE = 0.5  # of the time for a search: a run that is given a named budget back finds it again, be it slower
 SMALLEST, AT_LEAST = "The smallest budget found is", "It needs at least"
 ADVICE = "Raise the budget, or make the batch smaller."
-
-
-@dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """How to plan.
-
-    Attributes:
-        solver: Name of the strategy, see `solvers`.
-        time_limit_s: Seconds for solving one plan.
-        on_infeasible: "raise" to stop where no schedule fits, "warn" to train on with the least memory found.
-        cache_dir: Folder for solutions, reused by later runs; None for no files.
-    """
-
-    solver: str = DEFAULT_SOLVER
-    time_limit_s: float = 30.0
-    on_infeasible: str = "raise"
-    cache_dir: Path | None = None
 
 
 def resolve(budget: Budget, resident_bytes: int, unplanned_bytes: int, free_bytes: int) -> int:

@@ -51,7 +51,7 @@ class Store(Protocol):
 
 
 def shared(strategy: Strategy, group: tuple[Store, int, int] | None, model: str = "") -> Strategy:
-    """Let a strategy solve for all ranks that train the same model.
+    """Wrap a strategy so that it solves once for all ranks that train the same model.
 
     Args:
         strategy: What solves.

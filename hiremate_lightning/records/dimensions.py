@@ -37,7 +37,7 @@ class VaryingSizes:
         self._varied = set[int]()  # of the latest call
 
     def called(self, name: str, shapes: Sequence[Shape]) -> None:
-        """Learn of a call, and of the shapes of what it is given."""
+        """Add a call, with the shapes of its arguments."""
         sizes = tuple(size for shape in shapes for size in shape)
         seen = self._seen.setdefault((name, *map(len, shapes)), [])
         if sizes not in seen and len(seen) < MOST_SEEN:

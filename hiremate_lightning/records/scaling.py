@@ -200,7 +200,7 @@ class Scaling:
 
     @cached_property
     def _growing_storages(self) -> dict[int, int | Line]:
-        """Say, for each storage that grows, which tensor fills it; the line of its bytes where none does."""
+        """Find the tensor that fills each growing storage; the line of its bytes where none does."""
         on: dict[int, list[int]] = {}
         for index, tensor in enumerate(self._samples[-1].graph.tensors):
             if tensor.storage is not None:

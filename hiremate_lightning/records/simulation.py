@@ -110,7 +110,7 @@ class _Memory:
         self.to_hold = set(graph.held)
 
     def retain(self, tensors: Iterable[int]) -> None:
-        """Let someone hold tensors to the end."""
+        """Hold tensors to the end of the step."""
         for block in (self.block_of[t] for t in tensors):
             if block >= 0:
                 self.tensors_on[block] += 1

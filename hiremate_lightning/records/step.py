@@ -220,7 +220,7 @@ def holding(calls: Sequence[Call], size_bytes: int) -> list[Call]:
 
 
 def _taken_bytes(graph: Graph) -> dict[int, int]:
-    """Give, by node, the bytes of a result that takes the memory of a value which dies there, whatever the schedule.
+    """Return, by node, the bytes of a result that takes the memory of a value which dies there in any schedule.
 
     Such a node needs that much less than its workspace: both the value and the result are counted while it runs.
     """
@@ -352,7 +352,7 @@ class _Merger:
         self.after_backwards.append(place)
 
     def add_outside_after_backward(self, index: int) -> None:
-        """Let outside code run on the gradients that the last backward passed on."""
+        """Add outside code that runs on the gradients which the last backward passed on."""
         gap, read = self.calls[index].after_backward, self._left_by(index)
         self.after_backwards.append(self._outside(gap, read, [], self.backward, Direction.BACKWARD))
 
@@ -424,7 +424,7 @@ class _Merger:
                 self._hold_between("lingering", call.graph.sizes[storage], turn, readers[ended - 1])
 
     def _give_back_between_forwards(self, beginning: int, outside: Sequence[int]) -> None:
-        """Let what outside code holds after a forward, or before the first, live until a later one gives it back.
+        """Free at a later forward what outside code holds after a forward, or before the first.
 
         Given back first are the stale bytes, which have a place of their own: where the backward's call was seen, what
         outside code holds is told without them.
@@ -436,7 +436,7 @@ class _Merger:
             self._give_back(owed_bytes, (*reversed(outside[:index]), beginning), giver)
 
     def _give_back_between_backwards(self, beginning: int, outside: Sequence[int], before: Mapping[int, int]) -> None:
-        """Let what outside code holds live until it is given back before a backward.
+        """Free before a backward what outside code holds until then.
 
         That is first what it has held since the forward of the same call, as a loss in the middle of a model does,
         and then what it has held for the shortest time: FSDP2 gathers a unit's parameters before the backward of the
@@ -454,7 +454,7 @@ class _Merger:
             earlier.append(giver)
 
     def _give_back(self, size_bytes: int, holders: Sequence[int], giver: int) -> None:
-        """Let up to so many bytes that outside nodes hold, the first ones first, live until another one only."""
+        """Free up to so many bytes that outside nodes hold, the first ones first, at another outside node."""
         for holder in holders:
             held = self.held_by[holder]
             given_bytes = min(self.storages[held].size_bytes, max(0, size_bytes))

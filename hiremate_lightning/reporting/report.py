@@ -168,7 +168,7 @@ class Reporter:
         return tell
 
     def expect(self, name: str, seconds: float) -> None:
-        """Say, before the first step of a model, about how long it takes until there is a plan, where that is long."""
+        """Print, before the first step of a model, about how long planning takes, where that is long."""
         if seconds >= LONG_S:
             rounded = round(seconds) if seconds < 10 else 5 * round(seconds / 5)
             self.note(

@@ -132,7 +132,7 @@ def gather(joint: fx.GraphModule) -> None:
 
 
 def _stand_alone(node: fx.Node) -> None:
-    """Let a tensor of one number be made from that number alone: to make it again takes nothing else then."""
+    """Make a tensor of one number from that number alone, so that computing it again needs no other tensor."""
     if node.target in _FILLED_AS_GIVEN:
         value: Any = node.args[_FILLED_AS_GIVEN[node.target]]
     elif node.target in _FILLED:
@@ -147,7 +147,7 @@ def _stand_alone(node: fx.Node) -> None:
 
 
 def _copy_gradients_once(graph: fx.Graph) -> None:
-    """Let an assignment's backward work on the gradient itself where nothing else reads it, else on one copy of it.
+    """Make an assignment's backward write to the gradient itself where nothing else reads it, else to one copy.
 
     It is traced as a copy into new memory, which is copied itself before.
     Gradients that may lie in memory otherwise than traced, as the caller's may, are copied all the same.
@@ -187,7 +187,7 @@ def _only_read_for(copy: fx.Node) -> fx.Node | None:
 
 
 def _stand_for(node: fx.Node, shown: torch.Tensor) -> None:
-    """Let a value be known as another one is: views that were traced on that one lie on its memory."""
+    """Copy the metadata of another value: views that were traced on that one lie on its memory."""
     node.meta["val"] = shown
     if node.target is operator.getitem:
         tupled, position = operation_of(node), node.args[1]

@@ -35,7 +35,7 @@ def remembering_blocks(module: fx.GraphModule, device_type: str) -> dict[str, in
 
 
 def share(joint: fx.GraphModule, forward_outputs: int, parameters: Collection[int], blocks: Mapping[str, int]) -> None:
-    """Let each parameter be cast once in a block of autocast, and add up its gradients in that type.
+    """Cast each parameter once in a block of autocast, and add up its gradients in that type.
 
     Args:
         joint: Forward and backward, which are changed; gives the forward's outputs, then the gradients of all inputs.

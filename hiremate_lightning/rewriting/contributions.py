@@ -63,7 +63,7 @@ class Contributions:
         self.terms: TermCounts = {position: count for position, count in terms.items() if position in self._computed}
 
     def settle(self, terms: TermCounts) -> None:
-        """Take the terms that a trace has found, for another one, which is the last."""
+        """Store the terms that a trace has found; the next trace is the last."""
         self.terms, self._is_settled = terms, True
 
     def expand(self, values: Sequence[Any]) -> list[Any]:
@@ -127,7 +127,7 @@ class Contributions:
             torch.autograd.grad = grad
 
     def hand_over(self, joint: fx.GraphModule, forward_outputs: int) -> None:
-        """Let gradients be handed over term by term.
+        """Rewrite a graph to hand gradients over term by term.
 
         Args:
             joint: Graph of forward and backward; changed in place.

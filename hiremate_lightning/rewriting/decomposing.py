@@ -1,4 +1,4 @@
-"""Take apart what has an elementwise rest: norms into statistics and rest, dropouts into mask and product.
+"""Split operations with an elementwise rest: norms into statistics and rest, dropouts into mask and product.
 
 The rest can be fused with what follows, and computed again from the statistics or the mask.
 """
@@ -33,7 +33,7 @@ class Decomposer:
         self._origin: dict[str, Any] = {}
 
     def run(self) -> None:
-        """Take apart what is known how to."""
+        """Split each operation that has a decomposition here."""
         for node in list(self.graph.nodes):
             rewrite = _REWRITES.get(node.target)
             if rewrite is not None:
@@ -78,7 +78,7 @@ class Decomposer:
         return source if source.meta["val"].dtype == dtype else self._add(aten._to_copy.default, source, dtype=dtype)
 
     def _replace(self, node: fx.Node, results: Sequence[fx.Node], statistics: Sequence[fx.Node] = ()) -> None:
-        """Let results take the place of those of an operation, unless the first one is not laid out as traced."""
+        """Replace the results of an operation, unless the first new one is not laid out as traced."""
         if results[0].meta["val"].stride() != node.meta["val"][0].stride():
             return
         for part in list(node.users):
@@ -91,7 +91,7 @@ class Decomposer:
             self.statistics.append(list(statistics))
 
     def batch_norm(self, node: fx.Node) -> None:
-        """Take apart a batch norm in training; the next running statistics come with the statistics."""
+        """Split a batch norm in training; the next running statistics come with the statistics."""
         source, weight, bias, mean_before, variance_before, is_training, momentum, epsilon = _arguments(node)
         if not is_training:
             return
@@ -115,7 +115,7 @@ class Decomposer:
         self._replace(node, [result, *saved, *updated], statistics)
 
     def group_norm(self, node: fx.Node) -> None:
-        """Take apart a group norm of a contiguous tensor."""
+        """Split a group norm of a contiguous tensor."""
         source, weight, bias, batch, channels, area, groups, epsilon = _arguments(node)
         shown: torch.Tensor = source.meta["val"]
         if not shown.is_contiguous():
@@ -131,7 +131,7 @@ class Decomposer:
         self._replace(node, [result, *saved], statistics)
 
     def dropout(self, node: fx.Node) -> None:
-        """Take apart a dropout on the CPU into a mask that is drawn as eager draws it, and a product."""
+        """Split a dropout on the CPU into a mask that is drawn as eager draws it, and a product."""
         if as_eager(node)[0] is not dropout:
             return
         source, probability = _arguments(node)[:2]

@@ -131,7 +131,7 @@ def source_of(node: fx.Node) -> fx.Node:
 
 
 def replace_node(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> None:
-    """Let another operation give a value."""
+    """Replace the operation that computes a value."""
     with node.graph.inserting_before(node):
         new = node.graph.call_function(target, args, kwargs)
     new.meta = dict(node.meta)

@@ -25,7 +25,7 @@ _BY_ROWS = (torch.bernoulli, "bernoulli")  # the function and the method
 
 
 def as_eager(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """Tell what computes a captured node as eager PyTorch does: a function, and its last arguments where they differ.
+    """Find the kernel that eager PyTorch runs for a node: a function, and its last arguments where they differ.
 
     Eager's dropout on the CPU multiplies by a quotient in the input's type, in both directions. The operators that are
     captured instead multiply by a number that may be rounded otherwise, and are slower. And `bernoulli_` is captured as
@@ -64,7 +64,7 @@ register(aten.native_dropout.default, Operation(plain_times=_plain_times))
 
 
 def run_as_eager(graph: fx.Graph) -> None:
-    """Let a graph without a backward call what computes as eager PyTorch does."""
+    """Make a graph without a backward call the kernels that eager PyTorch runs."""
     for node, (target, changed) in [(n, as_eager(n)) for n in graph.nodes if n.op == "call_function"]:
         node.target = target
         node.args = (*node.args[: len(node.args) - len(changed)], *changed)

@@ -102,7 +102,7 @@ def overwrite(
     spared: Collection[int] = (),
     absent: Collection[int] = (),
 ) -> tuple[Graph, dict[fx.Node, int]]:
-    """Let operations of the backward overwrite gradients that die there.
+    """Make operations of the backward overwrite gradients that die there.
 
     Args:
         graph: A captured graph in which each operation allocates its results.
@@ -180,7 +180,7 @@ class _Search:
         return dying not in self.views or self.graph.tensors[result].storage not in self.returned
 
     def _take(self, index: int, dying: int) -> None:
-        """Let the result have the memory of what dies: what was true of its own storage is now true of that."""
+        """Place the result in the memory of the dying value: facts about its own storage now hold for that one."""
         result = self.graph.nodes[index].outputs[0]
         block, storage = self._block(dying), self.graph.tensors[result].storage
         assert block is not None, "what is overwritten has memory"

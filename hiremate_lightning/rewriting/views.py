@@ -21,7 +21,7 @@ _TO_THE_END = 2**63 - 1
 
 
 def leave_out(joint: fx.GraphModule) -> None:
-    """Let a graph read values where it reads views of them that show the same.
+    """Make a graph read values where it reads views of them that show the same.
 
     Args:
         joint: Forward and backward, dead code already removed; changed.

@@ -311,7 +311,7 @@ class _Emitter:
         return [finish.value if finish is not None and value is finish.result else value for value in made]
 
     def _hand_on(self, node: fx.Node, copy: fx.Node, outputs: Sequence[fx.Node]) -> None:
-        """Note what the copy of a captured node computes: its value, or the parts of it."""
+        """Store what the copy of a captured node computes: its value, or the parts of it."""
         for value in outputs:
             if value is node:
                 self.values[value] = copy

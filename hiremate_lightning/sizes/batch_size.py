@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,9 +25,8 @@ from torch import nn
 
 from ..errors import BudgetError, ConfigurationError, HiRemateWarning
 from ..memory.metering import MemoryMeter
-from ..options import SessionOptions, make_options
+from ..options import SessionOptions, SizeOptions, make_options, make_size_options
 from ..out_of_memory import InfeasibleBudgetError, words_for_finders
-from ..planning.planner import DEFAULT_SOLVER
 from ..planning.solvers import UNLIMITED, smallest_budget
 from ..planning.solvers.base import Problem
 from ..records.graph import OUTSIDE, Graph
@@ -37,7 +36,7 @@ from ..sessions.refusals import refuse
 from ..sessions.targets import Target, Targets, targets_of
 from ..units import Budget, format_bytes, format_ratio, parse_budget
 from .size_result import BatchSizeResult, result_table
-from .size_search import Forecast, FoundSize, Limit, Objective, SizeTrial, search, trial_of
+from .size_search import Forecast, FoundSize, Limit, SizeTrial, search, trial_of
 from .size_trials import SizeRunner, SizeTask, TrialSession
 from .training_state import Stateful, TrainingState
 
@@ -47,53 +46,6 @@ MAX_STEPS = 6  # real steps of a search
 FAR = 4  # times the largest sample: beyond it, another sample is taken half way
 CAUTION = 0.9  # factor on the overhead to aim for, after a prediction of it was too low
 STEP_BACK = 0.8  # of a size that failed and from which nothing can be forecast
-
-
-@dataclass(frozen=True, slots=True)
-class SizeOptions:
-    """What to search for.
-
-    Attributes:
-        init_val: Size of the first real step; small.
-        max_val: Largest size to return.
-        max_overhead: Most predicted overhead to accept, a ratio.
-        objective: What the best size is.
-        margin: Share of what the budget leaves beside weights and optimizer that predictions must leave free.
-        max_trials: Most sizes to plan in one search.
-    """
-
-    init_val: int = 2
-    max_val: int = 8192
-    max_overhead: float = 0.3
-    objective: Objective = Objective.LARGEST
-    margin: float = 0.05
-    max_trials: int = 25
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        rules = (
-            (self.init_val >= 1, "init_val must be at least 1", self.init_val),
-            (self.max_val >= self.init_val, f"max_val must be at least init_val, {self.init_val}", self.max_val),
-            (self.max_overhead >= 0, "max_overhead must be at least 0", self.max_overhead),
-            (0 <= self.margin < 1, "margin must be a share in [0, 1)", self.margin),
-            (self.max_trials >= 3, "max_trials must be at least 3", self.max_trials),
-        )
-        for holds, expected, found in rules:
-            if not holds:
-                raise ConfigurationError(f"{expected}, found {found!r}")
-
-
-def parse_objective(name: str) -> Objective:
-    """Read an objective.
-
-    Raises:
-        ConfigurationError: If there is none of that name.
-    """
-    try:
-        return Objective(name)
-    except ValueError:
-        names = " or ".join(repr(objective.value) for objective in Objective)
-        raise ConfigurationError(f"objective must be {names}, found {name!r}") from None
 
 
 def find_max_batch_size(
@@ -113,7 +65,7 @@ def find_max_batch_size(
     max_trials: int = 25,
     target: Target = None,
     time_limit_s: float = 3.0,
-    solver: str = DEFAULT_SOLVER,
+    solver: str = "portfolio",
     verbose: bool = True,
 ) -> BatchSizeResult:
     """Find the largest batch that trains within a budget, without running out of memory on the way.
@@ -132,15 +84,15 @@ def find_max_batch_size(
         validate: Takes the model and a batch, and runs one step of validation, whose memory counts too.
         stateful: What else a step changes: schedulers, a gradient scaler.
         init_val: Size of the first real step; small.
-        max_val: Largest size to return: the length of the data set, say.
+        max_val: Largest size to find: the length of the data set, say, where HiRemateBatchSizeFinder stops by itself.
         max_overhead: Most predicted overhead to accept, a ratio.
         objective: "largest", or "throughput" for the most samples per second.
         margin: Share of what the budget leaves beside weights and optimizer that predictions must leave free.
         max_trials: Most sizes to plan in one search.
         target: As for `hiremate`.
         time_limit_s: Seconds for solving one plan; training may take longer and gets a plan at least as fast.
-        solver: Name of the strategy: "portfolio", the best of several; "segments", without a MIP solver; "none"; or
-            a method of a paper: "hilp", "rockmate", "rotor", "min_memory", "twremat", "checkmate", "checkmate_lp",
+        solver: Name of the strategy: "portfolio", the best of several; "segments", without a MIP solver; "none"; or a
+            method of a paper: "hilp", "rockmate", "rotor", "min_memory", "twremat", "checkmate", "checkmate_lp",
             "chen", "dtr"; see docs/formulation.md.
         verbose: Whether to report the search, on rank zero.
 
@@ -156,7 +108,14 @@ def find_max_batch_size(
         >>> result = find_max_batch_size(model, make_batch, step, budget="10 GiB")
         >>> loader = DataLoader(data, batch_size=int(result))
     """
-    options = SizeOptions(init_val, max_val, max_overhead, parse_objective(objective), margin, max_trials)
+    options = make_size_options(
+        init_val=init_val,
+        max_val=max_val,
+        max_overhead=max_overhead,
+        objective=objective,
+        margin=margin,
+        max_trials=max_trials,
+    )
     root = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     known = targets_of(root) if isinstance(root, nn.Module) else None
     default = Budget() if known is None else known.session.options.budget
@@ -292,7 +251,7 @@ class SizeFinder:
         self._check_grows(*sorted(self._runner.seen))
 
     def _sample_half_way(self) -> None:
-        """Take another sample where the search would end far beyond those at hand: kernels change with the size."""
+        """Run a sample half way where the search would end far beyond those at hand: kernels change with the size."""
         forecast = self._forecast()
         feasible = 0 if forecast is None else forecast.largest_feasible(self._options.max_val)
         middle = self._agree(feasible // 2)
@@ -435,7 +394,7 @@ class SizeFinder:
         return bool(self._agree(excess <= 0))
 
     def _fall_back(self, failed: FoundSize) -> FoundSize:
-        """Take the largest size of those that ran, at the least memory, and that a plan was predicted to fit."""
+        """Return the largest size that ran at the least memory and that a plan was predicted to fit."""
         forecast = self._forecast()
         sizes = [size for size in sorted(self._runner.seen, reverse=True) if size not in self._failed]
         fits = (s for s in sizes if forecast is not None and forecast.accepts(s, self._options.max_overhead))

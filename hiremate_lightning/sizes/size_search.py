@@ -13,8 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from ..options import Objective
+from ..planning.options import PlanOptions
 from ..planning.plan import Plan
-from ..planning.planner import PlanOptions, make_plan
+from ..planning.planner import make_plan
 from ..planning.solvers import UNLIMITED, smallest_budget
 from ..planning.solvers.base import Problem
 from ..records.scaling import Line, Scaling
@@ -24,13 +26,6 @@ TOLERANCE = 0.04  # relative width at which a search for the overhead's limit st
 HALVINGS = 6  # of the budgets between the least memory and no plan, to name one that is enough
 GRID = 6  # sizes between the largest without a plan and the largest that fits, tried for throughput
 SAME_RATE = 0.001  # relative difference of rates below which the larger size is taken
-
-
-class Objective(str, Enum):
-    """What the best size is."""
-
-    LARGEST = "largest"
-    THROUGHPUT = "throughput"  # most samples per second
 
 
 class Limit(str, Enum):

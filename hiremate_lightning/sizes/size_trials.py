@@ -81,7 +81,7 @@ class TrialSession(Session):
             self.planned.learn(record, self.resident)
 
     def _spare_bytes(self) -> int:
-        """Let no size run that may not fit: a smaller one comes next."""
+        """Refuse to run a size that may not fit: a smaller one comes next."""
         return 0
 
     def peak_of(self, function: Callable[[], Any], batch: Any) -> int:
@@ -167,8 +167,8 @@ class SizeRunner:
     @contextmanager
     def session(self, budget_bytes: int, on_infeasible: str) -> Iterator[TrialSession]:
         """Plan the module's calls by a new session, as long as the context lasts."""
-        plan = replace(self._options.plan, on_infeasible=on_infeasible)
-        options = replace(self._options, budget=Budget(size_bytes=budget_bytes), plan=plan, verbose=False)
+        budget = Budget(size_bytes=budget_bytes)
+        options = replace(self._options, budget=budget, on_infeasible=on_infeasible, verbose=False)
         session = TrialSession(self._task.root, options)
         for optimizer in self._state.optimizers:
             session.watch_optimizer(optimizer)

@@ -23,7 +23,7 @@ class Stateful(Protocol):
         """Return the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take a state."""
+        """Restore a state."""
 
 
 class TrainingState:

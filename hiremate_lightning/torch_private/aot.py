@@ -163,7 +163,7 @@ def _trace_with_inputs_in_place(*given: Any, meta: Any, trace_joint: bool, **opt
 
 @contextmanager
 def not_looking_for_aliases() -> Iterator[None]:
-    """Let what is traced meanwhile not look, at its first run, for results of custom operators that are their inputs.
+    """Keep what is traced meanwhile from looking, at its first run, for custom operators that return their inputs.
 
     AOTAutograd looks by a mode that refuses every subclass of tensors, those too that only carry metadata with them.
     """
@@ -177,7 +177,7 @@ def not_looking_for_aliases() -> Iterator[None]:
 
 @contextmanager
 def taking_gradients_with_metadata() -> Iterator[None]:
-    """Let the backwards of what is traced meanwhile take gradients of a class that only carries metadata.
+    """Make backwards traced meanwhile accept gradients of a class that only carries metadata.
 
     AOTAutograd refuses those where it expects a plain tensor: the class has to say how it becomes one.
     """
@@ -225,7 +225,7 @@ def let_gradients_be_absent(token: torch.Tensor) -> None:
 
 
 def _heed_tokens() -> None:
-    """Look at the tokens that AOTAutograd saves in a forward; what other functions save is none of our business."""
+    """Check the tokens that AOTAutograd saves in a forward, and nothing that other functions save."""
     save = FunctionCtx.save_for_backward
     if hasattr(save, "__wrapped__"):
         return
@@ -270,7 +270,7 @@ def add_input(graph: fx.Graph, last: fx.Node | None, name: str) -> fx.Node:
 
 
 def trace_with_sizes_of(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Let a view of an input be traced with the sizes that the input has; AOTAutograd would make symbols for them."""
+    """Trace a view of an input with the sizes that the input has; AOTAutograd would make symbols for them."""
     context = TracingContext.try_get()
     if context is not None and other in context.tensor_to_context:
         context.tensor_to_context[tensor] = context.tensor_to_context[other]

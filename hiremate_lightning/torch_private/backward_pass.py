@@ -66,7 +66,7 @@ class _Running:
         return self.edges
 
     def end(self) -> None:
-        """Let go of the graph: autograd's threads keep this object."""
+        """Drop the graph: autograd's threads keep this object."""
         self.roots, self.edges = (), Counter()
         self.accumulating.clear()
         self.notes.clear()
@@ -104,7 +104,7 @@ def watch() -> None:
 
 
 def tell(listener: Listener) -> None:
-    """Tell a listener of each backward that is called from now on, as long as it lives."""
+    """Call a listener at each backward from now on, as long as the listener lives."""
     _told.add(listener)
 
 

@@ -15,12 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 
 def as_written(module: fx.GraphModule) -> fx.GraphModule:
-    """Let captured code call checkpoint as the user's code does."""
+    """Make captured code call checkpoint as the user's code does."""
     return _calling(module, _checkpointed)
 
 
 def without(module: fx.GraphModule) -> fx.GraphModule:
-    """Let captured code call what it checkpoints, and keep what that computes."""
+    """Make captured code call the checkpointed function itself, and keep its values."""
     return _calling(module, _called)
 
 

@@ -160,7 +160,7 @@ class EachSize:
         return is_general
 
     def _particulars(self, others: Sequence[Any]) -> tuple[Any, ...]:
-        """Tell what a trace may hold for beside sizes: numbers, and how tensors lie in storages that they share."""
+        """Return what a trace depends on beside sizes: numbers, and how tensors lie in storages that they share."""
         if not self._is_particular:
             return ()
         storages: dict[int, list[tuple[int, int]]] = {}

@@ -75,7 +75,7 @@ _IMPLICIT = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 
 @contextmanager
 def _eager_kernels() -> Iterator[None]:
-    """Take the Python decompositions of some operators out of the dispatcher."""
+    """Remove the Python decompositions of some operators from the dispatcher for a while."""
     operators = _decomposed_unlike_eager()
     found: dict[OpOverload, dict[Any, Any]] = {op: dict(op.py_kernels) for op in operators}
     for op in operators:
@@ -210,7 +210,7 @@ def _without_memory(tensor: torch.Tensor, function: Callable[[torch.Tensor], tor
 
 
 def _with_strides(decomposition: Callable[..., Any], position: int | None) -> Callable[..., Any]:
-    """Let a decomposition return its first result in the memory format of an argument; None for a contiguous one."""
+    """Make a decomposition return its first result in the memory format of an argument; None for contiguous."""
 
     @functools.wraps(decomposition)  # torch looks at its name and module
     def corrected(*args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ def get_call(module: torch.nn.Module) -> Callable[..., Any] | None:
 
 
 def set_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
-    """Let a function stand in for a module's call, hooks included; None restores the module."""
+    """Replace a module's call by a function, hooks included; None restores the module."""
     if call is None:
         module.__dict__.pop(CALL_SLOT, None)
     else:
@@ -113,7 +113,7 @@ def _labels(own: dict[int, Any]) -> dict[int, Any]:
 
 @contextmanager
 def without(found: list[tuple[dict[int, Any], dict[int, Any]]]) -> Iterator[None]:
-    """Take hooks away for a while: their labels would end captured graphs."""
+    """Remove hooks for a while: their labels would end captured graphs."""
     before = [dict(own) for own, _ in found]
     for own, labels in found:
         for number in labels:

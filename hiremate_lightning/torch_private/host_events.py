@@ -81,7 +81,7 @@ def stop() -> list[tuple[str, int]]:
 
 @functools.cache
 def _watch_others() -> None:
-    """Let whoever records a thread know before one of torch's newer profilers begins there: there can be one."""
+    """Make torch's newer profilers stop our recorder of their thread before they begin: there can be one."""
     enable = profiler._enable_profiler
 
     @functools.wraps(enable)

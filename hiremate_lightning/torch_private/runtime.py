@@ -8,7 +8,7 @@ import torch
 
 
 def keep_busy(milliseconds: float = 0.5) -> None:
-    """Let the current CUDA device wait about so long, in which the host can launch what follows."""
+    """Make the current CUDA device wait about so long, in which the host can launch what follows."""
     torch.cuda._sleep(int(2_000_000 * milliseconds))  # clock cycles
 
 

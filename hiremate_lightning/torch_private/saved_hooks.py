@@ -19,7 +19,7 @@ _Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 
 @contextmanager
 def giving_way_to_transforms() -> Iterator[None]:
-    """Take away, while a transform of `torch.func` runs, the hooks that save memory: what it saves stays in memory.
+    """Remove the hooks that save memory while a transform of `torch.func` runs: its saved tensors stay in memory.
 
     All others stay, so that such a transform refuses them as it always does.
     """

@@ -55,7 +55,7 @@ def resized_tensors(root: nn.Module) -> list[torch.Tensor]:
 
 @contextmanager
 def imagined_group(size: int) -> Iterator[None]:
-    """Let this process be the first of a group whose collectives do nothing: for tensors without memory."""
+    """Make this process the first of a group whose collectives do nothing: for tensors without memory."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     torch.distributed.init_process_group("fake", rank=0, world_size=size, store=FakeStore())

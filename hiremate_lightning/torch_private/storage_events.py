@@ -1,4 +1,4 @@
-"""See which storages operations make and release, and what collectives send, on tensors with or without memory."""
+"""Watch which storages operations make and release, and what collectives send, on tensors with or without memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StorageEvents(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile capture what it has not captured yet."""
+        """Return True, so that torch.compile captures code that it has not captured yet."""
         return True
 
     def __torch_dispatch__(

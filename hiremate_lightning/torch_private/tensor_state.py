@@ -192,7 +192,7 @@ def untransformed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def changes_uncounted(tensors: Sequence[torch.Tensor]) -> Any:
-    """Let autograd count no changes of tensors made within a block."""
+    """Keep autograd from counting changes of tensors made within a block."""
     return _unsafe_preserve_version_counter(tuple(tensors))
 
 

@@ -66,7 +66,7 @@ def function_of(node: fx.Node) -> str:
 
 
 def end_graph_at(function: Any) -> None:
-    """Let Dynamo capture its code again, with the graph ended at a function."""
+    """Make Dynamo capture code again, with the graph ended at a function."""
     ended.add(function)
     raise TensorifyScalarRestartAnalysis
 

@@ -12,11 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from stand_in import torchvision_or_stand_in
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models import Block, Built, LanguageModel, UNet, WithLoss
+from .cases import integers, random, timm_model
+from .models import Built
+from .networks import Block, LanguageModel, UNet, WithLoss
 
 
 @contextmanager
@@ -33,12 +34,7 @@ def built_on(device: str, dtype: torch.dtype = torch.float32) -> Any:
 
 def tokens(batch: int, length: int, vocabulary: int) -> Tensor:
     """Draw random tokens on the CPU, the same on each device."""
-    return torch.randint(4, vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
-
-
-def noise(*shape: int) -> Tensor:
-    """Draw normal numbers on the CPU, the same on each device."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    return integers(0, vocabulary, batch, length, low=4)
 
 
 def mean_square(found: Tensor, target: Tensor) -> Tensor:
@@ -313,13 +309,10 @@ def resnet50_224(device: str, is_toy: bool) -> Built:
 
 
 def _pictures(name: str, device: str, batch: int, is_toy: bool, **options: Any) -> Built:
-    with torchvision_or_stand_in():
-        import timm
-
     with built_on(device, HALF):
-        net = timm.create_model(name, pretrained=False, num_classes=1000, **options)
+        net = timm_model(name, 1000, **options)
     batch, side = (2, TOY_SIDE) if is_toy else (batch, 224)
-    return WithLoss(net, F.cross_entropy), (noise(batch, 3, side, side).to(HALF), torch.arange(batch) % 1000)
+    return WithLoss(net, F.cross_entropy), (random(0, batch, 3, side, side).to(HALF), torch.arange(batch) % 1000)
 
 
 @other
@@ -329,7 +322,7 @@ def stable_diffusion_unet(device: str, is_toy: bool) -> Built:
     with built_on(device, HALF):
         net = DiffusionUNet(size)
     shapes = ((4, size.side, size.side), (size.widths[0],), size.context, (4, size.side, size.side))
-    return net, tuple(noise(batch, *shape).to(HALF) for shape in shapes)
+    return net, tuple(random(0, batch, *shape).to(HALF) for shape in shapes)
 
 
 @other
@@ -353,7 +346,7 @@ def toy_gpt() -> Built:
 
 def toy_unet() -> Built:
     """Build a small UNet with batch norm, on the CPU, for rehearsals."""
-    pictures = noise(2, 3, 32, 32)
+    pictures = random(0, 2, 3, 32, 32)
     return WithLoss(UNet(width=8, depth=1), mean_square), (pictures, pictures)
 
 

@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from stand_in import torchvision_or_stand_in
-from third_party import Batch, Case, Entry, integers, random
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
+
+from .cases import Batch, Case, Entry, integers, random
+from .stand_in import torchvision_or_stand_in
 
 LARGEST = 70_000_000  # parameters
 LONGEST_S = 5.0  # of a plain step
