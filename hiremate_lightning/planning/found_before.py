@@ -47,9 +47,8 @@ def remember(problem: Problem, recompute: Decisions, files: PlanFiles | None = N
         if found is None:
             found = _Found(problem.graph, problem.profile.workspace_bytes)
             _steps.append(found)
-        if recompute in found.decisions:
-            return
-        found.decisions.append(recompute)
+        if recompute not in found.decisions:
+            found.decisions.append(recompute)
         known = tuple(found.decisions)
     if files is not None:
         files.write_found(problem, known)

@@ -72,8 +72,10 @@ class PlanFiles:
 
     def write_found(self, problem: Problem, known: Sequence[Decisions]) -> None:
         """Keep schedules of a step, beside those that other runs have left."""
-        merged = list(dict.fromkeys([*self.read_found(problem), *known]))[-MOST_FOUND:]
-        self._write(self._found_path(problem), json.dumps(merged))
+        before = self.read_found(problem)
+        fresh = [recompute for recompute in known if recompute not in before]
+        if fresh:
+            self._write(self._found_path(problem), json.dumps([*before, *fresh][-MOST_FOUND:]))
 
     def _write(self, path: Path, text: str) -> None:
         try:
