@@ -67,7 +67,7 @@ class PlanFiles:
             data = json.loads(path.read_text()) if path.is_file() else []
             return [tuple(tuple(int(node) for node in row) for row in recompute) for recompute in data]
         except (OSError, ValueError, TypeError) as error:
-            log.warning("Ignored what was found before in %s: %s", path, error)
+            log.warning("Ignored the plan in %s: %s", path, error)
             return []
 
     def write_found(self, problem: Problem, known: Sequence[Decisions]) -> None:

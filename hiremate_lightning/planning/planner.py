@@ -164,11 +164,11 @@ def _announce(note: str) -> None:
 
 def _say_cut(solution: Solution, time_limit_s: float) -> None:
     log.warning(
-        "Solving was cut short after %.0f s, in which this machine did the work of %.0f s of an idle core: it is too "
+        "Solving was cut short after %d s, in which this machine did the work of %d s of an idle core: it is too "
         "busy, or slow. The plan fits the budget. It may be slower than the plan of another run. Free some cores, or "
         "pass a time_limit_s above %g.",
-        solution.solve_s,
-        solution.work_s,
+        round(solution.solve_s),
+        round(solution.work_s),
         time_limit_s,
     )
 
