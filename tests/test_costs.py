@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hiremate_lightning.records.costs import Machine, Profile, estimate, profile_from_json, rounded, step_time_ms
+from hiremate_lightning.records.costs import Machine, Profile, estimate, profile_from_json, step_time_ms
 
 from .tiny import Builder, chain, transformer
 
@@ -60,34 +60,3 @@ def test_a_step_takes_its_forward_and_its_backward_and_no_replay():
 def test_json_gives_an_equal_profile_back():
     profile = Profile((0.1, 2.0), (0, 512), "cpu")
     assert profile_from_json(profile.to_json()) == profile
-
-
-def rounded_times(*times_ms: float) -> tuple[float, ...]:
-    b = Builder()
-    for number in range(len(times_ms)):
-        b.op(f"op{number}", (), 40)
-    graph, _ = b.graph()
-    return rounded(Profile(times_ms, (7,) * len(times_ms), "a device"), graph).time_ms
-
-
-def test_measured_times_that_are_about_the_same_become_the_same():
-    assert rounded_times(1.97, 10.2, 0.1) == rounded_times(2.04, 9.8, 0.102) == (2.0, 10.0, 0.1)
-
-
-def test_a_rounded_time_is_within_eight_per_cent():
-    times = [1.03**power for power in range(-100, 200)]
-    pairs = zip(times, rounded_times(*times), strict=True)
-    assert all(abs(after / before - 1) < 0.08 for before, after in pairs if before > 1e-5 * sum(times))
-
-
-def test_a_rounded_time_stays_as_it_is():
-    once = rounded_times(*(1.07**power for power in range(60)))
-    assert rounded_times(*once) == once
-
-
-def test_what_takes_next_to_nothing_of_a_step_costs_the_same():
-    assert rounded_times(1000.0, 0.001, 0.003, 0.0) == (1000.0, 0.01, 0.01, 0.0)
-
-
-def test_without_a_time_nothing_is_rounded():
-    assert rounded_times(0.0, 0.0) == (0.0, 0.0)

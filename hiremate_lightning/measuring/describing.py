@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ..records.costs import Profile, rounded
+from ..records.costs import Profile
 from ..records.graph import bytes_of
 from ..records.step import Call, Gap, GapPart, Output
 from .marks import CALLED, LEFT, OTHER, START, Event, Mark, Span
@@ -48,7 +48,6 @@ class _Description:
             profile = profiles[run.number]
             if self._record.timed is not None:
                 profile = self._record.timed.refine(profile, run.graph)
-            profile = rounded(profile, run.graph)
             if self._record.is_measured and self._record.has_memory:
                 profile = as_laid_out(run.part.captured, profile, run.tangent_strides)
             call = self._forward_call(run, profile, following, backwards[0], place)

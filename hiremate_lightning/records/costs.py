@@ -7,14 +7,11 @@ from operation counts, the same on every machine, for tests and for planning wit
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, replace
 
 from .graph import OUTSIDE, Graph, Node
 
 HALF_TYPES = ("float16", "bfloat16")
-ROUNDED_TO = 24  # values in each decade that a measured time may have: about 10 % from one to the next
-SMALLEST_PART = 1e-5  # of a step that a measured time may be, beside nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +38,6 @@ def profile_from_json(text: str) -> Profile:
     """Read a profile written by `Profile.to_json`."""
     data = json.loads(text)
     return Profile(tuple(data["time_ms"]), tuple(data["workspace_bytes"]), data["device"])
-
-
-def rounded(profile: Profile, graph: Graph) -> Profile:
-    """Return measured costs with times of two digits, so that runs which measure about the same have the same costs.
-
-    What takes less than a hundred thousandth of the step counts as that: such times are noise, and say nothing.
-
-    Args:
-        profile: Measured costs.
-        graph: The graph that they are of.
-    """
-    least_ms = SMALLEST_PART * step_time_ms(graph, profile)
-    times = tuple(_rounded_ms(max(time_ms, least_ms)) if time_ms > 0 else time_ms for time_ms in profile.time_ms)
-    return replace(profile, time_ms=times)
-
-
-def _rounded_ms(time_ms: float) -> float:
-    return float(f"{10 ** (round(ROUNDED_TO * math.log10(time_ms)) / ROUNDED_TO):.1e}")
 
 
 def as_plain(graph: Graph, profile: Profile) -> tuple[Graph, Profile]:

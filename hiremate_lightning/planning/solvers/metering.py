@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import cffi
 import mip
 
 log = logging.getLogger("hiremate_lightning")
@@ -129,7 +128,7 @@ class Library:
     """
 
     def __init__(self) -> None:
-        self._ffi = cffi.FFI()
+        self._ffi = mip.highs.cffi.FFI()  # python-mip needs cffi, and nothing else here does
         self._ffi.cdef(FUNCTIONS)
         self._functions = self._ffi.dlopen(mip.highs.libfile)
         _ = self._functions.Highs_getCallbackDataOutItem, self._functions.Highs_setCallback
