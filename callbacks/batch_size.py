@@ -57,7 +57,8 @@ class HiRemateBatchSizeFinder(BatchSizeFinder):
         longest_batch: Takes a size and gives a batch of it on the host, of the longest samples; None for the first
             batch that the loader gives.
         target: As for `HiRemateCallback`; None for that of the HiRemateCallback.
-        time_limit_s: Seconds for solving one plan; training may take longer and gets a plan at least as fast.
+        time_limit_s: Seconds for solving one plan, counted as the work of an idle core; training may take longer and
+            gets a plan at least as fast.
         solver: Name of the strategy: "portfolio", the best of several; "segments", without a MIP solver; "none"; or a
             method of a paper: "hilp", "rockmate", "rotor", "min_memory", "twremat", "checkmate", "checkmate_lp",
             "chen", "dtr"; see docs/formulation.md.

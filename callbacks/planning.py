@@ -45,7 +45,8 @@ class HiRemateCallback(Callback):
             what exists before it, the largest so far; or "auto" for what the device has free.
         target: Paths of the submodules to plan; "training_step" for the whole step, loss included; None for the
             module's `forward` where `training_step` calls it, else for the outermost submodules that it calls.
-        time_limit_s: Seconds for solving one plan.
+        time_limit_s: Seconds for solving one plan, counted as the work of an idle core: a busy machine takes longer and
+            finds the same. The clock ends it after 10 s and four times as long, with a warning.
         max_plans: Most plans to make, one for each kind of step (input shapes, for example). Beyond it, a step runs as
             was planned for another input shape, where that fits, or else at the least memory.
         on_infeasible: "raise" where nothing fits the budget, or "warn" to train on with the least memory found.

@@ -198,7 +198,8 @@ class SessionOptions:
     time_limit_s: float = _option(
         "float",
         DEFAULT_TIME_LIMIT_S,
-        "Seconds for solving one plan.",
+        "Seconds for solving one plan, counted as the work of an idle core: a busy machine takes longer and finds the "
+        "same. The clock ends it after 10 s and four times as long, with a warning.",
         allowed="above 0 seconds",
         is_allowed=lambda value: isinstance(value, int | float) and value > 0,
         flag=Flag("seconds to solve one plan", float, metavar="SECONDS"),
@@ -393,7 +394,8 @@ SEARCH_OPTIONS = {
     "time_limit_s": replace(
         OPTIONS["time_limit_s"],
         default=3.0,
-        meaning="Seconds for solving one plan; training may take longer and gets a plan at least as fast.",
+        meaning="Seconds for solving one plan, counted as the work of an idle core; training may take longer and gets "
+        "a plan at least as fast.",
     ),
     "solver": OPTIONS["solver"],
     "verbose": replace(

@@ -13,6 +13,7 @@ import torch
 import torch._dynamo
 
 from hiremate_lightning.memory.metering import MemoryMeter
+from hiremate_lightning.planning import found_before
 from hiremate_lightning.reporting import report
 from hiremate_lightning.rewriting import finishing
 from hiremate_lightning.sessions.plain_steps import PlainSteps
@@ -63,6 +64,12 @@ def _no_meter_left() -> Iterator[None]:
 def _finish_small_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the small values of tests be finished in place, as large ones are."""
     monkeypatch.setattr(finishing, "LEAST_BYTES", 64)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_found_before() -> None:
+    """Let no test find what another one has found for the same step."""
+    found_before.forget()
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,11 @@ Each model has code outside of its captured parts, or a loop that shows only lat
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
+import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,7 +25,12 @@ from torch.utils.data import DataLoader
 from hiremate_lightning import HiRemateWarning, InfeasibleBudgetError, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.integrations.accelerate import prepare_hiremate
+from hiremate_lightning.measuring import profiling
+from hiremate_lightning.planning import found_before
 from hiremate_lightning.planning.plan import Plan
+from hiremate_lightning.planning.solvers import Problem, Solution, work
+from hiremate_lightning.planning.solvers.worker import Worker
+from hiremate_lightning.records.step import Decisions
 from hiremate_lightning.sessions.targets import targets_of
 from hiremate_lightning.units import parse_budget
 
@@ -59,6 +68,7 @@ class Loop:
         zero: Where gradients are freed: "begin", "middle" or "end" of a step; "fill" to set them to zero at its end.
         trained: Steps that have run before the model is planned.
         rows: Of the batches, in turn.
+        time_limit_s: For solving one plan.
     """
 
     make: Callable[[], nn.Module] = layers
@@ -68,6 +78,7 @@ class Loop:
     zero: str = "end"
     trained: int = 0
     rows: tuple[int, ...] = (ROWS,)
+    time_limit_s: float = 30.0
 
     def __call__(self, budget: Budget) -> Iterable[Plan]:
         model = self.make()
@@ -87,7 +98,7 @@ class Loop:
 
         for index in range(self.trained):
             step(index)
-        hiremate(model, budget, optimizer=optimizer, verbose=False)
+        hiremate(model, budget, optimizer=optimizer, time_limit_s=self.time_limit_s, verbose=False)
         for index in range(STEPS + 2 * self.accumulate):
             step(index)
         return plans_of(model)
@@ -305,6 +316,89 @@ def test_a_named_budget_trains_when_it_is_given_back(name: str) -> None:
     assert int(said[2].replace(",", "")) == error.smallest_bytes
     assert error.smallest_bytes <= parse_budget(said[1]).size_bytes < 1.01 * error.smallest_bytes
     assert_trains_inside(TRAININGS[name], f"{error.smallest_bytes} B")
+
+
+STARVED_S = 0.2  # the time limit of trainings whose worker is starved
+DEEP = {"make": lambda: layers(8), "time_limit_s": STARVED_S}
+STARVED: dict[str, Loop] = {
+    "loss outside": Loop(**DEEP),
+    "gradients accumulated": Loop(**DEEP, accumulate=2),
+    "batch norm and dropout": Loop(make=lambda: layers(5, norm=True), zero="begin", time_limit_s=STARVED_S),
+    "a network as loss": Loop(**DEEP, loss=through_frozen_layers),
+    "two graphs": Loop(make=Broken, time_limit_s=STARVED_S),
+}
+
+
+RUNS_S, RESTS_S = 0.01, 0.04  # in turns, while a starved worker solves
+
+
+@pytest.fixture
+def starved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Give the process that solves a fifth of a core; the names of its solves.
+
+    Where this process looks at the clock to end a search, time runs fast: each look is a hundredth of a second later.
+    """
+    solves, solve, looks = list[str](), Worker.solve, itertools.count()
+
+    def starve(worker: Worker, problem: Problem, name: str, limit_s: float) -> Solution:
+        process, is_done = worker._process.pid, threading.Event()
+
+        def stop_and_go() -> None:
+            while not is_done.wait(RUNS_S):
+                os.kill(process, signal.SIGSTOP)
+                is_done.wait(RESTS_S)
+                os.kill(process, signal.SIGCONT)
+
+        thread = threading.Thread(target=stop_and_go)
+        thread.start()
+        try:
+            solves.append(name)
+            return solve(worker, problem, name, limit_s)
+        finally:
+            is_done.set()
+            thread.join()
+
+    monkeypatch.setattr(Worker, "solve", starve)
+    monkeypatch.setattr(work, "monotonic", lambda: 0.01 * next(looks))
+    return solves
+
+
+@pytest.mark.parametrize("name", STARVED)
+def test_a_named_budget_trains_with_a_starved_worker(name: str, starved: list[str]) -> None:
+    error = named_by(STARVED[name], TOO_SMALL)
+    assert starved
+    found_before.forget()  # as in another process
+
+    starved.clear()
+    assert_trains_inside(STARVED[name], f"{error.smallest_bytes} B")
+
+    assert starved
+
+
+@pytest.fixture
+def equal_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each operation cost the same: measured times differ from run to run."""
+    monkeypatch.setattr(profiling, "_time_ms", lambda *_: 1.0)
+    monkeypatch.setattr(profiling.TimedRun, "refine", lambda self, profile, graph: profile)
+
+
+@pytest.fixture
+def decided_unstarved(equal_costs: None) -> tuple[int, list[Decisions]]:
+    """A budget, and what is recomputed within it, on a worker that has what it needs."""
+    train = STARVED["loss outside"]
+    plain = quietly(train, "1 GiB")[0]
+    budget = plain.resident_bytes + plain.unplanned.peak_bytes * 6 // 10
+    decided = [plan.solution.recompute for plan in quietly(train, budget)]
+    found_before.forget()
+    return budget, decided
+
+
+def test_a_starved_worker_makes_the_same_plan(
+    decided_unstarved: tuple[int, list[Decisions]], starved: list[str]
+) -> None:
+    budget, decided = decided_unstarved
+    assert [plan.solution.recompute for plan in quietly(STARVED["loss outside"], budget)] == decided
+    assert starved
 
 
 SHARED = ("loss outside", "gradients accumulated", "Lightning")

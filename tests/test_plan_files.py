@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning.planning.options import PlanOptions
 from hiremate_lightning.planning.plan_files import PlanFiles
-from hiremate_lightning.planning.planner import PlanOptions, make_plan
+from hiremate_lightning.planning.planner import make_plan
 from hiremate_lightning.planning.solvers import get_strategy
 from hiremate_lightning.records.step import Call, merge
 from hiremate_lightning.units import parse_budget

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
-from hiremate_lightning.planning.planner import PlanOptions, make_plan
+from hiremate_lightning.planning.options import PlanOptions
+from hiremate_lightning.planning.planner import make_plan
 from hiremate_lightning.planning.shared_solving import SharedSolving, agreed, announce, digest, shared
 from hiremate_lightning.planning.solvers import get_strategy
 from hiremate_lightning.planning.solvers.base import Problem, Solution, Status

@@ -335,8 +335,8 @@ def compare(asked: argparse.Namespace) -> int:
         asked.svg.write_text(comparison_svg(panel), encoding="utf-8")
     notes = [
         *finished_words(len(found.outcomes), len(named) * len(methods)),
-        f"Each method had at most {asked.time_limit:g} s for each budget. Seconds are of this machine as it is now; "
-        "where it was busy, plans may be slower, never above the budget.",
+        f"Each method did at most the work of {asked.time_limit:g} s of an idle core for each budget. Seconds are by "
+        "the clock of this machine as it is now.",
         *work.notes(captured),
     ]
     numbers = comparison_numbers(found, named, captured.resident_bytes, step.plain_bytes)

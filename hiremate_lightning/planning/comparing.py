@@ -6,7 +6,6 @@ the bound is known only when all are done, and `Comparison` computes it from wha
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -130,8 +129,7 @@ def compare(
 
 def proven_ms(problem: Problem) -> float | None:
     """Return a lower bound on the recompute time of every schedule within the budget, None where none fits."""
-    deadline = time.monotonic() + BOUND_SHARE * problem.options.time_limit_s
-    return lower_bound(StepModel(problem), problem.budget_bytes, deadline)
+    return lower_bound(StepModel(problem), problem.budget_bytes, BOUND_SHARE * problem.options.time_limit_s)
 
 
 def outcome_of(problem: Problem, method: str, solution: Solution) -> Outcome:

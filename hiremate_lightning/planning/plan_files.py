@@ -10,16 +10,19 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ..errors import HiRemateError
 from ..records.costs import Profile, profile_from_json
+from ..records.step import Decisions
 from .solvers.base import Problem, Solution, Status, replay
 
 log = logging.getLogger("hiremate_lightning")
 FORMAT = 1
+MOST_FOUND = 8  # schedules of a step, the latest
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,26 @@ class PlanFiles:
         """Keep a solution."""
         path = self._path(problem, solver)
         text = json.dumps({"format": FORMAT, "solution": asdict(solution), "profile": asdict(problem.profile)})
+        self._write(path, text)
+
+    def read_found(self, problem: Problem) -> list[Decisions]:
+        """List the schedules that were found for a step under any budget; nobody has checked them."""
+        path = self._found_path(problem)
+        try:
+            data = json.loads(path.read_text()) if path.is_file() else []
+            return [tuple(tuple(int(node) for node in row) for row in recompute) for recompute in data]
+        except (OSError, ValueError, TypeError) as error:
+            log.warning("Ignored the plan in %s: %s", path, error)
+            return []
+
+    def write_found(self, problem: Problem, known: Sequence[Decisions]) -> None:
+        """Keep schedules of a step, beside those that other runs have left."""
+        before = self.read_found(problem)
+        fresh = [recompute for recompute in known if recompute not in before]
+        if fresh:
+            self._write(self._found_path(problem), json.dumps([*before, *fresh][-MOST_FOUND:]))
+
+    def _write(self, path: Path, text: str) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(".partial")
@@ -65,7 +88,15 @@ class PlanFiles:
 
     def _path(self, problem: Problem, solver: str) -> Path:
         said = (FORMAT, package_version(), solver, problem.budget_bytes, problem.graph.to_json())
-        return self.folder / f"plan-{hashlib.sha256(repr(said).encode()).hexdigest()[:32]}.json"
+        return self.folder / f"plan-{_name_of(said)}.json"
+
+    def _found_path(self, problem: Problem) -> Path:
+        said = (FORMAT, package_version(), problem.graph.to_json(), problem.profile.workspace_bytes)
+        return self.folder / f"found-{_name_of(said)}.json"
+
+
+def _name_of(said: tuple[object, ...]) -> str:
+    return hashlib.sha256(repr(said).encode()).hexdigest()[:32]
 
 
 def package_version() -> str:

@@ -20,12 +20,13 @@ from ..records.schedule import keep_all
 from ..records.simulation import Simulation, simulate_plain
 from ..records.step import Decisions, Step
 from ..units import Budget, format_bytes
+from .found_before import at_least, remember
 from .options import PlanOptions
 from .plan import Plan, PlanningTime
 from .plan_files import PlanFiles
 from .shared_solving import agreed
 from .solvers import UNLIMITED, smallest_budget
-from .solvers.base import Problem, Solution, SolveOptions, Status, Strategy, get_strategy, replay
+from .solvers.base import CLOCK, Problem, Solution, SolveOptions, Status, Strategy, get_strategy, replay
 from .solvers.least_memory import SEARCH_S
 from .solvers.worker import apart
 
@@ -37,7 +38,7 @@ GUARD_PARTS = 200  # and at most this part of the budget
 ANY_GAP = 1e6  # where any schedule that fits will do
 SAVES_AS_MUCH = 0.02  # saved shares of the peak up to this difference are taken for the same
 AUTO_MARGIN = 0.08  # share of the free bytes that "auto" leaves for fragmentation and for what runs outside
-NAMING_SHARE = 0.5  # of the time for a search: a run that is given a named budget back finds it again, be it slower
+NAMING_SHARE = 0.5  # of the work of a search: a run that is given a named budget back does all of it
 SMALLEST, AT_LEAST = "The smallest budget found is", "It needs at least"
 ADVICE = "Raise the budget, or make the batch smaller."
 
@@ -112,15 +113,19 @@ def make_plan(
         solution = get_strategy("none")(problem)
     else:
         guarded = replace(problem, budget_bytes=problem.budget_bytes - guard_bytes(problem.budget_bytes))
-        solution, profile = _solve(guarded, options, strategy)
+        solution, profile = _solve(guarded, options, strategy, problem is own)
     if not _fits(problem, solution):
         solution = solution if decided is not None else _least_memory(problem, solution)
         if solution.peak_bytes > problem.budget_bytes and options.on_infeasible == "raise":
             less_bytes = own.budget_bytes - problem.budget_bytes
-            need = least_need(problem, resident_bytes, decided)
-            raise infeasible([replace(need, less_bytes=less_bytes)], budget, budget_bytes - less_bytes, target)
+            need = least_need(problem, resident_bytes, decided, options.files)
+            if need.smallest.peak_bytes > problem.budget_bytes:
+                raise infeasible([replace(need, less_bytes=less_bytes)], budget, budget_bytes - less_bytes, target)
+            solution = replace(need.smallest, status=Status.FEASIBLE, stopped_by=solution.stopped_by)
         if decided is None:
-            solution, profile = _fastest_within_its_peak(problem, solution, options, strategy)
+            solution, profile = _fastest_within_its_peak(problem, solution, options, strategy, problem is own)
+    if solution.stopped_by == CLOCK:
+        _say_cut(solution, options.time_limit_s)
     if solution.note:
         _announce(solution.note)
     profile = step.profile if profile is problem.profile else profile
@@ -134,6 +139,17 @@ def _announce(note: str) -> None:
     log.warning("%s", note)
 
 
+def _say_cut(solution: Solution, time_limit_s: float) -> None:
+    log.warning(
+        "Solving was cut short after %d s, in which this machine did the work of %d s of an idle core: it is too "
+        "busy, or slow. The plan fits the budget. It may be slower than the plan of another run. Free some cores, or "
+        "pass a time_limit_s above %g.",
+        round(solution.solve_s),
+        round(solution.work_s),
+        time_limit_s,
+    )
+
+
 def _as_decided(problem: Problem, decided: Decisions) -> Solution:
     found = replay(problem, decided)
     return Solution(
@@ -141,14 +157,22 @@ def _as_decided(problem: Problem, decided: Decisions) -> Solution:
     )
 
 
-def _solve(problem: Problem, options: PlanOptions, strategy: Strategy) -> tuple[Solution, Profile]:
-    """Solve, or take the solution that an earlier run has left; its profile comes with it."""
-    files = PlanFiles(options.cache_dir) if options.cache_dir is not None else None
+def _solve(problem: Problem, options: PlanOptions, strategy: Strategy, is_alone: bool) -> tuple[Solution, Profile]:
+    """Solve, or take the solution that an earlier run has left; its profile comes with it.
+
+    Where the search ends without a proof, what was found for the step before is taken where that is better, but not
+    where several processes have agreed on the step: they run by one plan.
+    """
+    files = options.files
     if files is not None and (found := files.read(problem, options.solver)) is not None:
         return found
     solution = _solve_until_it_fits(problem, strategy)
-    if files is not None and _fits(problem, solution):
-        files.write(problem, options.solver, solution)
+    if is_alone:
+        solution = at_least(problem, solution, files)
+    if _fits(problem, solution):
+        remember(problem, solution.recompute, files)
+        if files is not None:
+            files.write(problem, options.solver, solution)
     return solution, problem.profile
 
 
@@ -157,14 +181,14 @@ def _solve_until_it_fits(problem: Problem, strategy: Strategy) -> Solution:
 
     The time limit is that of all solves together; each gets at least a second.
     """
-    end = time.monotonic() + problem.options.time_limit_s
     solution = first = strategy(problem)
-    tighter = problem
+    tighter, left_s = problem, problem.options.time_limit_s
     for attempt in range(TIGHTENINGS):
         excess = replay(problem, solution.recompute).peak_bytes - problem.budget_bytes if solution.is_feasible else 0
         if excess <= 0:
             break
-        options = replace(problem.options, time_limit_s=max(1.0, end - time.monotonic()))
+        left_s -= solution.work_s or solution.solve_s  # a strategy from elsewhere may count seconds only
+        options = replace(problem.options, time_limit_s=max(1.0, left_s))
         step_bytes = excess << attempt  # doubled: by its own model it may have been far below the budget
         tighter = replace(tighter, budget_bytes=tighter.budget_bytes - step_bytes, options=options)
         solution = strategy(tighter)
@@ -177,6 +201,7 @@ def _solve_until_it_fits(problem: Problem, strategy: Strategy) -> Solution:
         bound_ms=min(first.bound_ms, solution.recompute_ms),
         stopped_by="proof" if proven else "end of the search",
         solve_s=first.solve_s + solution.solve_s,
+        work_s=first.work_s + solution.work_s,
     )
 
 
@@ -283,12 +308,12 @@ def _least_memory(problem: Problem, failed: Solution) -> Solution:
 
 
 def _fastest_within_its_peak(
-    problem: Problem, smallest: Solution, options: PlanOptions, strategy: Strategy
+    problem: Problem, smallest: Solution, options: PlanOptions, strategy: Strategy, is_alone: bool
 ) -> tuple[Solution, Profile]:
     """Solve under the peak of the solution of least memory, for which any time was good enough."""
-    at_least = replace(problem, budget_bytes=max(smallest.peak_bytes, problem.budget_bytes))
-    solution, profile = _solve(at_least, options, strategy)
-    if _fits(at_least, solution) and solution.recompute_ms < smallest.recompute_ms:
+    enough = replace(problem, budget_bytes=max(smallest.peak_bytes, problem.budget_bytes))
+    solution, profile = _solve(enough, options, strategy, is_alone)
+    if _fits(enough, solution) and solution.recompute_ms < smallest.recompute_ms:
         return solution, profile
     return smallest, problem.profile
 
@@ -349,16 +374,21 @@ class Need:
         return math.ceil(1000 * (share if self.less_bytes else min(share, 1.0))) / 1000
 
 
-def least_need(problem: Problem, resident_bytes: int, decided: Decisions | None = None) -> Need:
+def least_need(
+    problem: Problem, resident_bytes: int, decided: Decisions | None = None, files: PlanFiles | None = None
+) -> Need:
     """Find the least memory of a step for an error to name; where all is decided, what that takes.
 
-    The search takes a part of its time only: another run, slower by chance, finds the same within all of it.
+    What is named is found again: a run that is given it back does the same search and more, and remembers it in this
+    process and in the folder of plans.
     """
     if decided is not None:
         return Need(problem, _as_decided(problem, decided), resident_bytes)
     limit_s = NAMING_SHARE * min(problem.options.time_limit_s, SEARCH_S)
     hurried = replace(problem, budget_bytes=0, options=replace(problem.options, time_limit_s=limit_s))
-    return Need(problem, smallest_budget(hurried), resident_bytes)
+    smallest = smallest_budget(hurried)
+    remember(problem, smallest.recompute, files)
+    return Need(problem, smallest, resident_bytes)
 
 
 def infeasible(

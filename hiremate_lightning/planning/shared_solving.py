@@ -27,6 +27,7 @@ from typing import Protocol
 from ..errors import ScheduleError
 from ..records.graph import Graph
 from .solvers.base import Problem, Solution, Status, Strategy, replay
+from .solvers.work import clock_limit_s
 
 log = logging.getLogger("hiremate_lightning")
 PATIENCE_S = 5.0  # for all ranks to plan a step for the first time: they do so at the same moment
@@ -180,7 +181,7 @@ class SharedSolving:
         start = time.perf_counter()
         try:
             name = f"{key}/answer{self._count(key)}"
-            if not self._are_there(lambda: [name], problem.options.time_limit_s + self._patience_s):
+            if not self._are_there(lambda: [name], clock_limit_s(problem.options.time_limit_s) + self._patience_s):
                 return None
             answer = self._store.get(name).decode()
         except RuntimeError as error:

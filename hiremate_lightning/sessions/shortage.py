@@ -14,6 +14,7 @@ from ..measuring.resident import Resident
 from ..measuring.resident_memory import ResidentMemory
 from ..options import SessionOptions
 from ..out_of_memory import InfeasibleBudgetError
+from ..planning.options import PlanOptions
 from ..planning.planner import AT_LEAST, Need, infeasible, least_need
 from ..planning.solvers.base import Problem, SolveOptions
 from ..records.step import Step
@@ -93,7 +94,7 @@ class Shortage:
                 continue
             states = [replace(record.known, resident=self._with_all(seen)) for seen in record.before.values()]
             budget_bytes = max(budget_of(state.merge(), state.resident, kind) for state in states)
-            own = [_need(state, options.plan.time_limit_s, self.less_bytes) for state in states]
+            own = [_need(state, options.plan, self.less_bytes) for state in states]
             short.update((need.peak_bytes, budget_bytes) for need in own if need.peak_bytes > budget_bytes)
             needs += own
         if not short:
@@ -107,9 +108,10 @@ class Shortage:
         return replace(resident, size_bytes=resident.size_bytes + more_bytes)
 
 
-def _need(known: Known, time_limit_s: float, less_bytes: int) -> Need:
+def _need(known: Known, options: PlanOptions, less_bytes: int) -> Need:
     step, resident = known.merge(), known.resident
-    problem = Problem(step.graph, step.profile, 0, SolveOptions(time_limit_s))
-    need = least_need(problem, resident.size_bytes, step.join(known.decided) if known.decided else None)
+    problem = Problem(step.graph, step.profile, 0, SolveOptions(options.time_limit_s))
+    decided = step.join(known.decided) if known.decided else None
+    need = least_need(problem, resident.size_bytes, decided, options.files)
     waiting_bytes = resident.waiting_bytes, resident.plain_waiting_bytes
     return replace(need, waiting_bytes=waiting_bytes, is_guarded=True, less_bytes=less_bytes)

@@ -90,7 +90,8 @@ def find_max_batch_size(
         margin: Share of what the budget leaves beside weights and optimizer that predictions must leave free.
         max_trials: Most sizes to plan in one search.
         target: As for `hiremate`.
-        time_limit_s: Seconds for solving one plan; training may take longer and gets a plan at least as fast.
+        time_limit_s: Seconds for solving one plan, counted as the work of an idle core; training may take longer and
+            gets a plan at least as fast.
         solver: Name of the strategy: "portfolio", the best of several; "segments", without a MIP solver; "none"; or a
             method of a paper: "hilp", "rockmate", "rotor", "min_memory", "twremat", "checkmate", "checkmate_lp",
             "chen", "dtr"; see docs/formulation.md.

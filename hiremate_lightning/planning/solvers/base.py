@@ -17,6 +17,7 @@ from ...records.graph import Graph
 from ...records.schedule import lower
 from ...records.simulation import Simulation, simulate
 
+CLOCK = "the clock"  # what stopped a solve that a slow or busy machine did not let do its work
 UNLIMITED = sys.maxsize  # a budget in bytes that everything fits
 
 
@@ -34,7 +35,8 @@ class SolveOptions:
     """How long and how hard to solve.
 
     Attributes:
-        time_limit_s: Wall-clock seconds for all of it; the plan's quality, never its validity, depends on it.
+        time_limit_s: Seconds for all of it on an idle core, counted in work (`work.py`); the plan's quality, never its
+            validity, depends on it.
         gap: Relative gap of the total step time at which solving stops; differences below .005 are hardly measurable.
         backend: MIP solver of python-mip: "HIGHS", "CBC", or "" for the first of them that works.
         progress: Called as solving goes on, with the least recompute time found (infinite before there is one) and the
@@ -81,7 +83,8 @@ class Solution:
         peak_bytes: Simulated peak above what is resident, 0 where none was found.
         bound_ms: Proven lower bound on the recompute time of every schedule within the budget, 0 if none is known.
         stopped_by: Why solving ended, in words.
-        solve_s: Seconds taken.
+        solve_s: Seconds taken, by the clock.
+        work_s: Seconds of work done, the same on each machine.
         proposed_ms: For a method of a paper, the time of what its own schedule recomputes, before anything was evicted
             or kept beyond it: the fastest schedule that fits, or else the one of the smallest peak.
         proposed_bytes: The peak of that schedule, 0 where there is none.
@@ -96,6 +99,7 @@ class Solution:
     bound_ms: float = 0.0
     stopped_by: str = ""
     solve_s: float = 0.0
+    work_s: float = 0.0
     proposed_ms: float = 0.0
     proposed_bytes: int = 0
     note: str = ""

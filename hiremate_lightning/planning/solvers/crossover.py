@@ -7,7 +7,6 @@ a replay for each step. A heuristic for the first second, when nothing better is
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
 
 from .greedy import Found
@@ -23,7 +22,7 @@ def try_crossovers(search: Search, policies: Iterable[Policy], deadline: float) 
     Args:
         search: Takes what is found.
         policies: Policies without drops.
-        deadline: Stop at this `time.monotonic`.
+        deadline: Stop when so much work was done.
     """
     found = sorted((Found(p, search.model.replay(p)) for p in dict.fromkeys(policies)), key=lambda f: f.rank)
     fitting = [f for f in found if f.replay.peak_bytes <= search.limit]
@@ -34,7 +33,7 @@ def try_crossovers(search: Search, policies: Iterable[Policy], deadline: float) 
                 continue
             for mixed in _bisections(search.model, large.policy, small.policy, search.limit):
                 search.offer(mixed)
-                if time.monotonic() > deadline:
+                if search.model.work.is_past(deadline):
                     return
 
 

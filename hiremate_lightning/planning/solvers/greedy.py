@@ -9,7 +9,6 @@ ICLR 2021, arXiv 2006.09616), here with the whole future known. Heuristics: no b
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -64,7 +63,7 @@ def evict(
         model: The step.
         policy: Where to start.
         limit_bytes: Stop when the peak is within it.
-        deadline: Stop at this `time.monotonic`.
+        deadline: Stop when so much work was done.
         order: Which value to try first.
 
     Yields:
@@ -73,7 +72,7 @@ def evict(
     current = Found(policy, model.replay(policy))
     yield current
     for _ in range(4 * len(model.choices)):
-        if current.replay.peak_bytes <= limit_bytes or time.monotonic() > deadline:
+        if current.replay.peak_bytes <= limit_bytes or model.work.is_past(deadline):
             return
         moved = next(_evictions(model, current, order), None)
         if moved is None:
@@ -117,6 +116,7 @@ def _candidates(model: StepModel, replay: Replay) -> list[Candidate]:
     at_peak: set[int] = set()
     remade: set[int] = set()
     reached = replay.position < 0
+    model.work.add_operations(len(model.reads))
     for position, node, reads, makes in _steps(model, replay):
         is_peak = position == replay.position and node == replay.node
         if is_peak:
@@ -169,17 +169,17 @@ def keep_more(model: StepModel, found: Found, limit_bytes: int, deadline: float)
         model: The step.
         found: Where to start; it fits.
         limit_bytes: Most bytes at the peak.
-        deadline: Stop at this `time.monotonic`.
+        deadline: Stop when so much work was done.
     """
     for storage, position in sorted(found.policy.drops):
-        if time.monotonic() > deadline:
+        if model.work.is_past(deadline):
             return found
         found = _take_if_better(model, found, limit_bytes, drops=found.policy.drops - {(storage, position)})
     recomputed = {node for row in found.replay.rows for node in row}
     missing = [s for s in model.producer if s not in found.policy.kept and model.producer[s] in recomputed]
     missing.sort(key=lambda s: (-model.cost_ms[model.producer[s]] / (model.sizes[s] + 1), s))
     for storage in missing:
-        if time.monotonic() > deadline:
+        if model.work.is_past(deadline):
             return found
         found = _take_if_better(model, found, limit_bytes, kept=found.policy.kept | {storage})
     return found

@@ -10,7 +10,7 @@ from functools import wraps
 
 from ...records.graph import Graph
 from ...records.schedule import keep_all
-from .base import Problem, Solution, Status, Strategy, replay, strategy
+from .base import CLOCK, Problem, Solution, Status, Strategy, replay, strategy
 from .decisions import decisions
 from .greedy import Found, evict, keep_more
 from .model import Policy, StepModel
@@ -23,7 +23,7 @@ class Search:
     Attributes:
         problem: The problem.
         model: Its storages, and their replay.
-        start: When it began, by `time.monotonic`.
+        start: When it began, by `time.monotonic`; only reports read it.
         best: The fastest policy found that fits.
         bound_ms: Proven lower bound on the recompute time.
         is_infeasible: Proven: no schedule fits.
@@ -51,12 +51,12 @@ class Search:
         return self.problem.options.gap * self.problem.step_ms
 
     def left_s(self) -> float:
-        """Seconds left."""
-        return self.start + self.problem.options.time_limit_s - time.monotonic()
+        """Seconds of work left."""
+        return self.model.work.left_s(self.problem.options.time_limit_s)
 
     def within(self, share: float) -> float:
-        """Return the `time.monotonic` at which a share of what is left will have passed."""
-        return time.monotonic() + share * max(0.0, self.left_s())
+        """Return the work after which a share of what is left will have been done."""
+        return self.model.work.done_s + share * self.left_s()
 
     def offer(self, found: Found) -> bool:
         """Take a policy if it fits and is better; say whether it was taken."""
@@ -97,10 +97,15 @@ class Search:
             return True
         return self.best is not None and self.best.replay.recompute_ms <= self.bound_ms + self.gap_ms
 
+    def _why_it_ends(self) -> str:
+        if self.model.work.is_cut:
+            return CLOCK
+        return "time limit" if self.left_s() <= 0 else "end of the search"
+
     def answer(self, strategy: str) -> Solution:
         """Return the solution, with the time and the peak that the independent simulator finds."""
         seconds = time.monotonic() - self.start
-        stopped_by = "proof" if self.is_done else "time limit" if self.left_s() <= 0 else "end of the search"
+        stopped_by = "proof" if self.is_done else self._why_it_ends()
         own = self.proposed
         answer = Solution(
             strategy=strategy,
@@ -108,6 +113,7 @@ class Search:
             bound_ms=self.bound_ms,
             stopped_by=stopped_by,
             solve_s=seconds,
+            work_s=self.model.work.done_s,
             proposed_ms=0.0 if own is None else own.replay.recompute_ms,
             proposed_bytes=0 if own is None else own.replay.peak_bytes,
             note=" ".join(self.notes),

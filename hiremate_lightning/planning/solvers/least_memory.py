@@ -38,7 +38,7 @@ def find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int = 0) 
 
     Args:
         model: The step.
-        time_limit_s: Seconds to search for.
+        time_limit_s: Seconds of work to search for.
         budget_bytes: A budget; the search goes on for seconds while nothing fits it.
     """
     found = _find_smallest(_with_estimated_times(model), time_limit_s, budget_bytes)
@@ -56,7 +56,7 @@ def _find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int) -> 
     *segments, everything = [Found(p, model.replay(p)) for p in segment_policies(model)]
     segments.sort(key=lambda f: (f.replay.peak_bytes, f.rank))
     near, lowest = _near([*segments[:1], everything], budget_bytes), []
-    deadline = time.monotonic() + min(SEARCH_S, time_limit_s)
+    deadline = model.work.done_s + min(SEARCH_S, time_limit_s)
     for order, first in product((cheapest, largest), (*segments[:STARTS], everything)):
         low, stalled = first, 0
         for step in evict(model, first.policy, 0, deadline, order):
@@ -66,7 +66,7 @@ def _find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int) -> 
                 break
         lowest.append(low)
     starts = iter([_filled(model, min(near, key=_by_peak), time_limit_s), *lowest])
-    deadline = time.monotonic() + min(DEEP_S, time_limit_s)
+    deadline = model.work.done_s + min(DEEP_S, time_limit_s)
     while _least(near) > budget_bytes and (start := next(starts, None)) is not None:
         for better in _deepen(model, start, deadline):
             near = _near([*near, better], budget_bytes)
@@ -101,7 +101,7 @@ def _lower(model: StepModel, found: Found, deadline: float) -> Found | None:
             low = step.replay.peak_bytes if stalled == 0 else low
             if stalled > DEEP_PATIENCE:
                 break
-        if steps > DEEP_STEPS or time.monotonic() > deadline:
+        if steps > DEEP_STEPS or model.work.is_past(deadline):
             break
     return None
 
@@ -111,7 +111,7 @@ def _by_peak(found: Found) -> tuple[int, tuple[float, int]]:
 
 
 def _filled(model: StepModel, found: Found, time_limit_s: float) -> Found:
-    return keep_more(model, found, found.replay.peak_bytes, time.monotonic() + min(KEEP_S, time_limit_s))
+    return keep_more(model, found, found.replay.peak_bytes, model.work.done_s + min(KEEP_S, time_limit_s))
 
 
 def _least(found: list[Found]) -> int:
@@ -144,4 +144,5 @@ def smallest_budget(problem: Problem) -> Solution:
         peak_bytes=best.replay.peak_bytes,
         stopped_by="end of the search",
         solve_s=time.monotonic() - start,
+        work_s=model.work.done_s,
     )

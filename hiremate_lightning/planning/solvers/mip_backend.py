@@ -18,6 +18,8 @@ from functools import cache
 import mip
 
 from .base import SolveOptions, Status
+from .metering import Meter, Price
+from .work import Work
 
 log = logging.getLogger("hiremate_lightning")
 BACKENDS = ("HIGHS", "CBC")  # python-mip's names, the preferred one first
@@ -126,16 +128,18 @@ def solve(
     relax: bool = False,
     absolute_gap: float = 0.0,
     start: Sequence[float] = (),
+    work: Work | None = None,
 ) -> Result:
     """Solve a program.
 
     Args:
         program: What to solve.
         options: The backend.
-        time_limit_s: Seconds; a backend may overshoot by about one.
+        time_limit_s: Seconds of work; a backend may overshoot.
         relax: Solve the linear relaxation.
         absolute_gap: Stop when objective and bound are this close.
         start: A feasible value for each variable, to start from.
+        work: Counts it, and has the clock's last word; by default nobody counts.
 
     Returns:
         The best found, with its bound. Values of integer variables are rounded.
@@ -153,8 +157,16 @@ def solve(
         model.start = list(zip(variables, start, strict=True))
     if relax and backend_name(options) == "CBC":  # without an integer, CBC takes a way that writes to the console
         model.add_var(lb=0.0, ub=0.0, var_type=mip.INTEGER)
-    status = model.optimize(max_seconds=max(0.1, time_limit_s))
+    work, meter = work or Work(time_limit_s), Meter(price_of(program, relax), time_limit_s)
+    status = meter.optimize(model, work.clock_left_s)
+    work.add(meter.work_s)
     return _read(model, variables, program, status, relax)
+
+
+def price_of(program: LinearProgram, relax: bool = False) -> Price:
+    """Return what it costs to solve a program, or its relaxation."""
+    is_linear = relax or not any(program.is_integer)
+    return Price(len(program.rows), sum(len(terms) for _, terms, _, _ in program.rows), is_linear)
 
 
 def _without_variables(program: LinearProgram) -> Result:

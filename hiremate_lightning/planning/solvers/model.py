@@ -18,6 +18,7 @@ from operator import add
 from ...records.schedule import keep_all, lower, must_run
 from ...records.simulation import simulate
 from .base import Problem
+from .work import Work
 
 Rows = list[list[int]]
 LEAST_MS = 1e-6  # that recomputing anything counts as
@@ -88,10 +89,11 @@ class StepModel:
         gradients: For each backward position, bytes of gradients and workspace while its node runs.
         live_gradients: For each backward position, and the end, bytes that no decision changes just before it.
         transient: For each producer, bytes that only it needs, while it runs.
+        work: Counts what is done with it.
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+        self.problem, self.work = problem, Work(problem.options.time_limit_s)
         graph = self.graph = problem.graph
         self.sizes = graph.sizes
         self.storage_of = [t.storage for t in graph.tensors]
@@ -331,6 +333,7 @@ class StepModel:
     def replay_rows(self, rows: Rows) -> Replay:
         """Return the peak and the time of recomputing given producers before each backward position."""
         at = self._indices(rows)
+        self.work.add_operations(len(self.graph.forward) + at[-1])
         kept, change = self._lay_out(rows, at)
         forward_peak, forward_position = self._forward_peak(kept)
         count = len(self.gradients)

@@ -12,7 +12,6 @@ Programming 102, 2005.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Container, Iterator, Sequence
 
 from .base import Status
@@ -46,7 +45,7 @@ class Neighbourhoods:
 
         Args:
             checks: Where memory is checked the first time; what else is found to be needed is added and stays.
-            deadline: Stop at this `time.monotonic`.
+            deadline: Stop when so much work was done.
         """
         if self._checks is None:
             self._check(checks)
@@ -54,7 +53,7 @@ class Neighbourhoods:
         before, idle = self._best_ms, 0
         while idle < PATIENCE:
             for find in kinds:
-                left = deadline - time.monotonic()
+                left = self._search.model.work.left_s(deadline)
                 if left <= 0 or self._search.is_done or self._share >= 1.0:
                     return
                 result = self._solve(find, min(left, self._turn_s))
@@ -73,8 +72,8 @@ class Neighbourhoods:
     def _check(self, checks: Checks) -> None:
         search = self._search
         self._checks, self._phased = checks, PhasedProgram(search.model, search.limit, checks, small_share=0.0)
-        relaxed = solve(self._phased.program, search.problem.options, search.left_s(), relax=True)
-        self._relaxed = relaxed.values
+        program, options, work = self._phased.program, search.problem.options, search.model.work
+        self._relaxed = solve(program, options, search.left_s(), relax=True, work=work).values
 
     def _solve(self, find: Callable[[Sequence[float]], Iterator[int]], seconds: float) -> Result:
         """Solve for one neighbourhood and take what it gives."""
@@ -82,7 +81,14 @@ class Neighbourhoods:
         assert search.best is not None
         start = self._phased.start(search.best.replay.rows)
         part = self._phased.program.with_fixed(start, set(find(start)))
-        result = solve(part, search.problem.options, seconds, absolute_gap=search.gap_ms / 4, start=start)
+        result = solve(
+            part,
+            search.problem.options,
+            seconds,
+            absolute_gap=search.gap_ms / 4,
+            start=start,
+            work=search.model.work,
+        )
         if result.values and result.objective < self._best_ms:
             self._take(result.values)
         return result
@@ -95,7 +101,7 @@ class Neighbourhoods:
             search.offer(Found(policy, replay))
             return
         if replay.peak_bytes <= (1 + REPAIRED_EXCESS) * search.limit:
-            search.repair(policy, time.monotonic() + REPAIR_S)
+            search.repair(policy, search.model.work.done_s + REPAIR_S)
         checks = add_checks(self._phased.checks, search.model, replay, search.limit)
         if checks != self._checks:
             self._check(checks)

@@ -11,7 +11,6 @@ holds for any order of them, then in the order of the forward, and from then on 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 
 from .base import Status
@@ -48,7 +47,7 @@ def refine(
         checks: Where memory is checked in the first round; few places by default.
         restrict: Adds rows to each program; the bounds of a restricted program are not taken.
         improve: Improves the best schedule by other means until a deadline, between rounds that take long.
-        reserve_s: Seconds of the time limit to leave for others.
+        reserve_s: Seconds of work to leave for others.
     """
     checks = checks or first_checks(search.model)
     share = SHARE_OF_ROUND if improve is None else SHARE_BESIDE_IMPROVING
@@ -74,7 +73,7 @@ def refine(
         left = search.left_s() - reserve_s
         is_late = left < ALONE_SHARE * search.problem.options.time_limit_s
         if improve is not None and search.best is not None and (is_cut or is_late):
-            improve(checks, time.monotonic() + IMPROVING_SHARE * left)
+            improve(checks, search.model.work.done_s + IMPROVING_SHARE * left)
 
 
 def _round(
@@ -86,7 +85,14 @@ def _round(
     if restrict is not None:
         restrict(program)
         start = ()  # the best found so far need not obey the restriction
-    result = solve(program.program, search.problem.options, seconds, absolute_gap=search.gap_ms, start=start)
+    result = solve(
+        program.program,
+        search.problem.options,
+        seconds,
+        absolute_gap=search.gap_ms,
+        start=start,
+        work=search.model.work,
+    )
     if restrict is None:
         _take_bound(search, checks, result)
     if not result.values:
@@ -117,7 +123,8 @@ def _take_bound(search: Search, checks: Checks, result: Result) -> None:
 def polish(search: Search) -> None:
     """Spend what time is left, or half a second, on keeping more."""
     if search.best is not None and not search.is_done:
-        search.offer(keep_more(search.model, search.best, search.limit, time.monotonic() + max(0.5, search.left_s())))
+        deadline = search.model.work.done_s + max(0.5, search.left_s())
+        search.offer(keep_more(search.model, search.best, search.limit, deadline))
 
 
 def improve_segments(search: Search, improve: Callable[[Search], None]) -> None:

@@ -9,7 +9,6 @@ optimal in memory nor in time; fast and never far off.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from itertools import accumulate
 
@@ -77,7 +76,7 @@ def try_segments(search: Search, deadline: float) -> None:
 def try_evictions(search: Search, deadline: float) -> None:
     """Evict from all segmentations; the way to a small peak is not the same for each."""
     for policy in segment_policies(search.model):
-        if time.monotonic() > deadline or search.is_done:
+        if search.model.work.is_past(deadline) or search.is_done:
             return
         search.repair(policy, deadline)
 

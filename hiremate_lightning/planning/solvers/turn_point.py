@@ -18,7 +18,6 @@ which models every instant.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -44,18 +43,18 @@ def lower_bound(model: StepModel, limit_bytes: int, deadline: float) -> float | 
     Args:
         model: The step.
         limit_bytes: Most bytes at any moment.
-        deadline: Stop at this `time.monotonic`; fewer positions give a weaker bound.
+        deadline: Stop when so much work was done; fewer positions give a weaker bound.
 
     Returns:
         Milliseconds, or None where no schedule fits.
     """
     best = 0.0
     for position in _instants(model):
-        left = deadline - time.monotonic()
+        left = model.work.left_s(deadline)
         if left <= 0:
             break
         program, _ = _program(model, limit_bytes, instant=position)
-        result = solve(program, model.problem.options, left, relax=True)
+        result = solve(program, model.problem.options, left, relax=True, work=model.work)
         if result.status is Status.INFEASIBLE:
             return None
         if result.status is Status.OPTIMAL:
@@ -137,11 +136,11 @@ def _under_limits(search: Search, shares: Sequence[float], relax: bool, deadline
     model = search.model
     at_turn = model.gradients[0] if model.gradients else 0
     for share in shares:
-        left = deadline - time.monotonic()
+        left = model.work.left_s(deadline)
         if left <= 0 or search.is_done:
             return
         program, keep = _program(model, int(share * max(0, search.limit - at_turn)))
-        result = solve(program, search.problem.options, left, relax=relax, absolute_gap=search.gap_ms)
+        result = solve(program, search.problem.options, left, relax=relax, absolute_gap=search.gap_ms, work=model.work)
         if result.values:
             yield Policy(frozenset(s for s, v in keep.items() if result.values[v] >= 0.5))
 

@@ -25,9 +25,10 @@ from typing import IO, Any, TypeVar
 from ...errors import ConfigurationError, HiRemateWarning
 from . import mip_backend
 from .base import Problem, Solution, Status, Strategy, get_strategy, needs_programs
+from .work import clock_limit_s
 
 log = logging.getLogger("hiremate_lightning")
-GRACE_S = 60.0  # after its time limit a solve is given up
+GRACE_S = 60.0  # after the clock should have ended a solve it is given up
 MENDING = "pip install --force-reinstall highsbox"
 READY, PROGRESS, ANSWER, ERROR = range(4)  # kinds of messages from the process
 Progress = Callable[[float, float], None]
@@ -200,7 +201,7 @@ def solving_in(worker: Worker, name: str) -> Strategy:
         return strategy
 
     def solve(problem: Problem) -> Solution:
-        return worker.solve(_with_backend(problem, name), name, problem.options.time_limit_s + GRACE_S)
+        return worker.solve(_with_backend(problem, name), name, clock_limit_s(problem.options.time_limit_s) + GRACE_S)
 
     return solve
 
@@ -214,7 +215,7 @@ def _with_backend(problem: Problem, name: str) -> Problem:
 
 def _solve_apart(problem: Problem, name: str, in_place: Strategy) -> Solution:
     problem = _with_backend(problem, name)
-    limit_s = problem.options.time_limit_s + GRACE_S
+    limit_s = clock_limit_s(problem.options.time_limit_s) + GRACE_S
     try:
         return _apart(lambda worker: worker.solve(problem, name, limit_s), lambda: in_place(problem))
     except WorkerLostError as error:

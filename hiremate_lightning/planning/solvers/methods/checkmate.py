@@ -49,6 +49,7 @@ def propose(search: Search) -> Iterator[Policy]:
 def rounded(search: Search) -> Iterator[Policy]:
     """Propose what thresholds make of the relaxation, solved with some budget left free."""
     program = PhasedProgram(search.model, int((1 - SLACK) * search.limit), Checks(search.model.neediest(MOST_INSTANTS)))
-    result = solve(program.program, search.problem.options, max(1.0, 0.5 * search.left_s()), relax=True)
+    left_s = max(1.0, 0.5 * search.left_s())
+    result = solve(program.program, search.problem.options, left_s, relax=True, work=search.model.work)
     for threshold in THRESHOLDS if result.values else ():
         yield program.policy(result.values, threshold)

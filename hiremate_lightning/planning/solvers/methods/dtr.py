@@ -21,7 +21,6 @@ over and over. Where its schedule passes the budget by the replay, it runs again
 
 from __future__ import annotations
 
-import time
 from collections.abc import Container, Iterable, Iterator, Mapping
 
 from ..chain import last_needs
@@ -31,6 +30,7 @@ from ..proposals import PROPOSING_SHARE, method
 
 WORKING_BUDGETS = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6)  # of the real one, until a schedule fits
 LEAST_STALENESS_MS = 1e-6
+SCORED_TIMES = 2  # a value that is scored is as much work as so many operations that are gone through
 
 
 @method("dtr")
@@ -60,7 +60,7 @@ class Run:
         Args:
             model: The step.
             limit_bytes: Bytes at which it evicts.
-            deadline: Stop at this `time.monotonic`.
+            deadline: Stop when so much work was done.
         """
         self._model, self._limit, self._deadline = model, limit_bytes, deadline
         self._last_need = last_needs(self._model)
@@ -77,7 +77,7 @@ class Run:
             return None
         kept = set(self.live)
         for position in range(len(self._model.reads) + 1):
-            if time.monotonic() > self._deadline:
+            if self._model.work.is_past(self._deadline):
                 return None
             self._backward(position)
         kept.difference_update(s for s, position in self._drops if position < 0)
@@ -89,7 +89,7 @@ class Run:
         model, graph = self._model, self._model.graph
         wanted = set(model.choices)
         for position, node in enumerate(graph.forward):
-            if time.monotonic() > self._deadline:
+            if self._model.work.is_past(self._deadline):
                 return False
             reads = {s for t in graph.nodes[node].inputs if (s := model.storage_of[t]) in wanted}
             made = [s for s in graph.allocates[node] if s in wanted]
@@ -121,6 +121,7 @@ class Run:
 
     def _read(self, position: int, node: int, storages: Iterable[int]) -> None:
         """Advance the clock by the time of a node, and note which choices the node read or made."""
+        self._model.work.add_operations(1)
         self._clock_ms += self._model.problem.profile.time_ms[node]
         for storage in storages:
             self._read_ms[storage], self._read_at[storage] = self._clock_ms, position
@@ -145,6 +146,7 @@ class Run:
             storage = min(free, key=lambda s: (self._score(s), s), default=None)
             if storage is None:
                 return
+            model.work.add_operations(SCORED_TIMES * len(self.live))
             self._remove([storage])
             self._near.change(storage, is_evicted=True)
             if position >= 0:

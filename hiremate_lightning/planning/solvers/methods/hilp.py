@@ -88,7 +88,7 @@ def _options(model: StepModel, inside: Sequence[int]) -> list[frozenset[int]]:
     options = dict[frozenset[int], None]()
     for share in SAVED_SHARES:
         program, keep = keeping_program(model, inside, used, share * total, ms_per_byte=MS_PER_BYTE)
-        result = solve(program, model.problem.options, OPTION_LIMIT_S)
+        result = solve(program, model.problem.options, OPTION_LIMIT_S, work=model.work)
         if result.status is Status.INFEASIBLE:
             break
         if result.values:

@@ -60,7 +60,7 @@ def _options(search: Search, link: Link, handed_on: frozenset[int]) -> list[Sequ
     for share in SAVED_SHARES:
         limit = stays + share * (total - stays)
         program, keep = keeping_program(model, link.tape, used, limit, operands, MS_PER_BYTE)
-        result = solve(program, model.problem.options, OPTION_SHARE * max(0.1, search.left_s()))
+        result = solve(program, model.problem.options, OPTION_SHARE * max(0.1, search.left_s()), work=model.work)
         if result.status is Status.INFEASIBLE:
             break
         if result.values:
