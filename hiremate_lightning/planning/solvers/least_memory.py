@@ -3,8 +3,8 @@
 Where that does not fit the budget, evictions go on from each value at the peak, since to give up one that lowers
 nothing by itself may open the way to others.
 
-Where the segments lead to a peak next to a proven bound, other starts are left out: they evict from what keeps
-everything, or the largest values first, and can't end with a peak that is smaller by more.
+Where the segments lead to a peak that fits, next to a proven bound, other starts are left out: they evict from what
+keeps everything, or the largest values first, and can't end with a peak that is smaller by more.
 
 What need not be given up for that peak is kept in the end. Where the last evictions recompute without end for next to
 nothing, a peak half a per cent larger is taken. All of it goes by estimated times: measured ones differ from run to
@@ -63,7 +63,7 @@ def _find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int) -> 
     deadline = model.work.done_s + min(SEARCH_S, time_limit_s)
     for order, first in product((cheapest, largest), (*segments[:STARTS], everything)):
         is_needed = order is cheapest and first is not everything
-        if not is_needed and _least(near) <= (1 + AT_BOUND) * model.least_bytes:
+        if not is_needed and _least(near) <= min(budget_bytes, (1 + AT_BOUND) * model.least_bytes):
             break
         low, stalled = first, 0
         for step in evict(model, first.policy, 0, deadline, order):
@@ -74,11 +74,10 @@ def _find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int) -> 
         lowest.append(low)
     starts = iter([_filled(model, min(near, key=_by_peak), time_limit_s), *lowest])
     deadline = model.work.done_s + min(DEEP_S, time_limit_s)
-    enough_bytes = max(budget_bytes, model.least_bytes)
-    while _least(near) > enough_bytes and (start := next(starts, None)) is not None:
+    while _least(near) > budget_bytes and (start := next(starts, None)) is not None:
         for better in _deepen(model, start, deadline):
             near = _near([*near, better], budget_bytes)
-            if _least(near) <= enough_bytes:
+            if _least(near) <= budget_bytes:
                 break
     smallest, fastest = min(near, key=_by_peak), min(near, key=lambda f: f.rank)
     smallest = _filled(model, smallest, time_limit_s)
