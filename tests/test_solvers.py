@@ -105,6 +105,42 @@ def test_the_fast_replay_agrees_with_the_simulator_to_the_byte(seed: int, length
         assert fast.recompute_ms == pytest.approx(simulated.recompute_ms, abs=TOLERANCE_MS)
 
 
+@settings(derandomize=True, deadline=None, max_examples=250)
+@given(st.integers(0, 10**6), st.integers(2, 30))
+def test_rows_from_near_ones_are_those_made_anew(seed: int, length: int):
+    """Near ones are those of a policy that keeps, drops or recomputes early one value more, or one fewer."""
+    model, rng = StepModel(problem_of(random_graph(seed, length), 0)), random.Random(seed)
+    policy = random_policy(model, rng)
+    if not model.choices:
+        return
+    for _ in range(6):
+        storage, position = rng.choice(model.choices), rng.randrange(len(model.reads))
+        policies = (
+            replace(policy, kept=policy.kept ^ {storage}),
+            replace(policy, drops=policy.drops ^ {(storage, position)}),
+            replace(policy, early=policy.early ^ {(storage, position)}),
+        )
+        moved = rng.choice(policies)
+        assert model.rows(moved, (policy, model.rows(policy))) == model.rows(moved)
+        policy = moved
+
+
+@settings(derandomize=True, deadline=None, max_examples=250)
+@given(st.integers(0, 10**6), st.integers(2, 12), st.booleans())
+def test_no_policy_is_below_what_some_node_needs(seed: int, length: int, is_retained: bool):
+    step, rng = random_graph(seed, length), random.Random(seed)
+    model = StepModel(problem_of(retaining(step) if is_retained else step, 0))
+    for _ in range(5):
+        assert model.replay(random_policy(model, rng)).peak_bytes >= model.least_bytes
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_schedule_is_below_what_some_node_needs(seed: int):
+    step, frontier = frontier_of(seed)
+    if frontier:
+        assert frontier[-1][0] >= StepModel(problem_of(step, 0)).least_bytes > 0
+
+
 def test_keeping_everything_is_plain_training():
     for seed in range(60):
         step = random_graph(seed // 2)

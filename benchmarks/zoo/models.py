@@ -83,16 +83,15 @@ def bert() -> Built:
     return LanguageModel(BertForMaskedLM(config)), (_tokens(8, 128, 1024),)
 
 
-@model
-def t5() -> Built:
-    """T5 encoder-decoder, 6 + 6 layers."""
+def t5_of(layers: int) -> Built:
+    """Build a T5 of so many layers in its encoder, and as many in its decoder."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
         d_model=256,
         d_kv=32,
         d_ff=1024,
-        num_layers=6,
+        num_layers=layers,
         num_heads=8,
         vocab_size=1024,
         use_cache=False,
@@ -101,13 +100,20 @@ def t5() -> Built:
     return LanguageModel(T5ForConditionalGeneration(config)), (_tokens(4, 128, 1024),)
 
 
-def _llama(vocabulary: int) -> Built:
+@model
+def t5() -> Built:
+    """T5 encoder-decoder, 6 + 6 layers."""
+    return t5_of(6)
+
+
+def llama_of(layers: int, vocabulary: int = 1024) -> Built:
+    """Build a Llama of any depth and vocabulary, with its batch."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         hidden_size=256,
         intermediate_size=704,
-        num_hidden_layers=8,
+        num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=4,
         vocab_size=vocabulary,
@@ -119,13 +125,13 @@ def _llama(vocabulary: int) -> Built:
 @model
 def llama() -> Built:
     """Llama-like decoder, 8 layers."""
-    return _llama(1024)
+    return llama_of(8)
 
 
 @model
 def llama_words() -> Built:
     """Llama-like decoder, 8 layers, 32,000 words, in bfloat16: its loss needs more than its layers."""
-    net, inputs = _llama(32_000)
+    net, inputs = llama_of(8, 32_000)
     return net.bfloat16(), inputs
 
 
@@ -133,10 +139,16 @@ def _timm(name: str, batch: int, size: int, **options: Any) -> Built:
     return WithLoss(timm_model(name, **options), F.cross_entropy), _images(batch, size)
 
 
+def vit_of(layers: int) -> Built:
+    """Build a ViT-tiny of any depth, stochastic depth and dropout on, with its batch."""
+    rates = {"drop_rate": 0.1, "proj_drop_rate": 0.1, "drop_path_rate": 0.1}
+    return _timm("vit_tiny_patch16_224", 8, 224, depth=layers, **rates)
+
+
 @model
 def vit() -> Built:
     """ViT-tiny, 12 blocks, stochastic depth and dropout on."""
-    return _timm("vit_tiny_patch16_224", 8, 224, drop_rate=0.1, proj_drop_rate=0.1, drop_path_rate=0.1)
+    return vit_of(12)
 
 
 @model

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from ..capturing.absent import without_missing
 from ..capturing.capture import Captured
+from ..garbage import collecting_what_it_leaves
 from ..measuring.resident import Resident
 from ..memory.allocator import in_blocks
 from ..planning.planner import FirstSolution, fastest_that_fits, first_solution
@@ -134,7 +135,7 @@ class FirstSteps:
         if part not in self._least:
             options, is_alone = self._maker.options, runtime.process_group_store() is None
             is_checked = is_alone and options.budget.share is None and options.plan.on_infeasible == "raise"
-            with self._stages.stage("solve_s", "solving"):
+            with self._stages.stage("solve_s", "solving"), collecting_what_it_leaves():
                 captured, before = part.captured, self._resident()
                 graph, costs = _without_doubtful(captured, profile)
                 step = merge([Call(in_blocks(graph, captured.device), costs)], [0])

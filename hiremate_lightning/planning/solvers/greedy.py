@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .model import Policy, Replay, StepModel
+from .model import Near, Policy, Replay, StepModel
+
+LEAST_GAIN_MS = 1e-9  # of what is kept in place of being recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,11 @@ class Found:
     def rank(self) -> tuple[float, int]:
         """Faster first, then smaller."""
         return (self.replay.recompute_ms, self.replay.peak_bytes)
+
+    @property
+    def near(self) -> Near:
+        """What a policy that differs little is replayed from."""
+        return self.policy, self.replay.lazy_rows
 
 
 Order = Callable[[StepModel, Candidate, set[int]], float]
@@ -89,7 +96,7 @@ def _evictions(model: StepModel, current: Found, order: Order) -> Iterator[Found
         moved = _without(current.policy, candidate)
         if moved == current.policy:
             continue
-        after = model.replay(moved)
+        after = model.replay(moved, current.near)
         same_place = after.node == current.replay.node and after.position == current.replay.position
         if after.peak_bytes < current.replay.peak_bytes or not same_place:
             yield Found(moved, after)
@@ -187,6 +194,10 @@ def keep_more(model: StepModel, found: Found, limit_bytes: int, deadline: float)
 
 def _take_if_better(model: StepModel, found: Found, limit_bytes: int, **changes: frozenset) -> Found:  # type: ignore[type-arg]
     changed = replace(found.policy, **changes)
-    after = model.replay(changed)
-    better = after.peak_bytes <= limit_bytes and after.recompute_ms < found.replay.recompute_ms - 1e-9
+    rows, limit_ms = model.rows(changed, found.near), found.replay.recompute_ms - LEAST_GAIN_MS
+    if model.recompute_ms(rows) >= limit_ms:
+        model.work.add_operations(len(model.reads))
+        return found  # whatever its peak
+    after = model.replay_lazy(rows)
+    better = after.peak_bytes <= limit_bytes and after.recompute_ms < limit_ms
     return Found(changed, after) if better else found

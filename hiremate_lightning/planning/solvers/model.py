@@ -9,7 +9,7 @@ word on what leaves the planner.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -53,6 +53,7 @@ class Replay:
         row_peaks: For each backward position, most bytes while values are recomputed before it, 0 where none are.
         forward_position: Position of the forward where the forward's own peak is.
         forward_peak: Bytes there.
+        lazy_rows: The rows as `StepModel.rows` gives them, before any ran in the forward's order.
     """
 
     peak_bytes: int
@@ -64,6 +65,10 @@ class Replay:
     row_peaks: list[int]
     forward_position: int
     forward_peak: int
+    lazy_rows: Rows
+
+
+Near = tuple[Policy, Rows]  # a policy, and its rows as `StepModel.rows` gives them
 
 
 def _by_position(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
@@ -71,6 +76,12 @@ def _by_position(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
     for storage, position in sorted(pairs):
         found.setdefault(position, []).append(storage)
     return found
+
+
+def _first_row(rows: Rows, storages_of: Mapping[int, Sequence[int]], storage: int) -> int:
+    """Find the first row in which a node has a storage among its own; the number of rows where there is none."""
+    found = (position for position, row in enumerate(rows) if any(storage in storages_of[node] for node in row))
+    return next(found, len(rows))
 
 
 class StepModel:
@@ -246,6 +257,15 @@ class StepModel:
             rest + sum(self.sizes[s] for s in reads) for rest, reads in zip(self.gradients, self.reads, strict=True)
         ]
 
+    @cached_property
+    def least_bytes(self) -> int:
+        """A peak that no schedule is below: what some node needs while it runs, whatever is kept."""
+        chosen, peak_bytes = set(self.choices), max(self.need_bytes, default=0)
+        for rest, node in zip(self.forward_rest, self.graph.forward, strict=True):
+            own = {*self._forward_storages(self.graph.nodes[node].inputs), *self.graph.allocates[node]}
+            peak_bytes = max(peak_bytes, rest + sum(self.sizes[s] for s in own & chosen))
+        return peak_bytes
+
     def neediest(self, parts: int) -> tuple[int, ...]:
         """Find the neediest position of each of so many equal parts of the backward."""
         count = len(self.reads)
@@ -274,13 +294,28 @@ class StepModel:
 
     # ---------------------------------------------------------------- replay
 
-    def rows(self, policy: Policy) -> Rows:
-        """Recompute lazily: each value just before its first use that finds it missing."""
+    def rows(self, policy: Policy, near: Near | None = None) -> Rows:
+        """Recompute lazily: each value just before its first use that finds it missing.
+
+        Args:
+            policy: What to keep and to drop.
+            near: A policy that differs little, with its rows, of which the first ones are the same.
+        """
         live = set(policy.kept) | self.fixed
         dropped, early = _by_position(policy.drops), _by_position(policy.early)
-        rows: Rows = []
-        for position, reads in enumerate(self._all_reads):
-            row: list[int] = []
+
+        def drop(position: int) -> None:
+            gone = (s for s in dropped[position] if s not in self.fixed and not self._is_pinned(s, position))
+            live.difference_update(gone)
+
+        rows: Rows = [] if near is None else near[1][: self._first_difference(policy, *near)]
+        for position, row in enumerate(rows):
+            for node in row:
+                live.update(self.makes[node])
+            if position in dropped:
+                drop(position)
+        for position, reads in enumerate(self._all_reads[len(rows) :], start=len(rows)):
+            row = []
             if position in early:
                 reads = (*early[position], *reads)
             if not live.issuperset(reads):
@@ -288,9 +323,21 @@ class StepModel:
                     row.extend(self.recompute(storage, live))
             rows.append(row)
             if position in dropped:
-                gone = (s for s in dropped[position] if s not in self.fixed and not self._is_pinned(s, position))
-                live.difference_update(gone)
+                drop(position)
         return rows
+
+    def _first_difference(self, policy: Policy, other: Policy, rows: Rows) -> int:
+        """Find a backward position before which the rows of a policy are those of another one."""
+        positions = [len(rows)]
+        positions += [position for _, position in policy.early ^ other.early]
+        positions += [position + 1 for _, position in policy.drops ^ other.drops]
+        for storage in other.kept - policy.kept:  # where it is used first
+            positions += self.uses.get(storage, ())[:1]
+            positions += [position for early, position in policy.early if early == storage]
+            positions.append(_first_row(rows[: min(positions)], self.needs, storage))
+        for storage in policy.kept - other.kept:  # where it is there first
+            positions.append(_first_row(rows[: min(positions)], self.makes, storage))
+        return min(positions)
 
     def _is_pinned(self, storage: int, position: int) -> bool:
         """Whether a view that the backward made holds a storage beyond a position."""
@@ -319,16 +366,20 @@ class StepModel:
         """Run what is recomputed before a backward position in the order of the forward."""
         return [*rows[:position], sorted(rows[position], key=self.order.__getitem__), *rows[position + 1 :]]
 
-    def replay(self, policy: Policy) -> Replay:
-        """Return the peak and the time of a policy; the row at the peak runs as the forward does where that is less."""
-        found = self.replay_rows(self.rows(policy))
+    def replay(self, policy: Policy, near: Near | None = None) -> Replay:
+        """Return the peak and the time of a policy, see `rows` and `replay_lazy`."""
+        return self.replay_lazy(self.rows(policy, near))
+
+    def replay_lazy(self, lazy_rows: Rows) -> Replay:
+        """Return the peak and the time of rows; the row at the peak runs as the forward does where that is less."""
+        found = self.replay_rows(lazy_rows)
         while found.position >= 0 and found.row_peaks[found.position] == found.peak_bytes:
             rows = self.in_order(found.rows, found.position)
             other = found if rows == found.rows else self.replay_rows(rows)
             if other.row_peaks[found.position] >= found.peak_bytes:
                 break
             found = other
-        return found
+        return replace(found, lazy_rows=lazy_rows)
 
     def replay_rows(self, rows: Rows) -> Replay:
         """Return the peak and the time of recomputing given producers before each backward position."""
@@ -342,9 +393,23 @@ class StepModel:
         node_peaks.append(0)
         row_peaks = [max(self._row_bytes(rows, p, at, live)) if rows[p] else 0 for p in range(count + 1)]
         peak = max(forward_peak, max(node_peaks), max(row_peaks))
-        time_ms = sum(self.cost_ms[n] for row in rows for n in row)
         position, node = self._place(peak, rows, at, live, (forward_peak, forward_position), node_peaks, row_peaks)
-        return Replay(peak, time_ms, position, node, rows, node_peaks, row_peaks, forward_position, forward_peak)
+        return Replay(
+            peak,
+            self.recompute_ms(rows),
+            position,
+            node,
+            rows,
+            node_peaks,
+            row_peaks,
+            forward_position,
+            forward_peak,
+            rows,
+        )
+
+    def recompute_ms(self, rows: Rows) -> float:
+        """Return the time of recomputing given producers."""
+        return sum(self.cost_ms[node] for row in rows for node in row)
 
     def _place(
         self,

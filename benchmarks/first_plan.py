@@ -1,0 +1,172 @@
+"""Measure the way to the first plan: the first step of planned training beside torch.compile's and eager PyTorch's.
+
+    python benchmarks/first_plan.py [--models gpt2,llama,vit,t5] [--depths 6,12,24,48] [--repeats 3] [--budget 50%]
+                                    [--where]
+
+Each first step is taken in a process of its own, forked from one that has imported everything and compiled nothing: of
+eager PyTorch, of `torch.compile(backend="aot_eager")`, and planned. These run in turn, in one thread, and each ratio is
+of processes that ran one after the other. Times are CPU time of the process. The first step captures, proves, searches
+for the least memory and runs; the second one makes the plan. Prints a Markdown table: medians, and the least and the
+most. With --where, it prints instead where the CPU time of both planned steps goes, by stage: each stage without those
+within it. The timers stand around whole stages, so they slow nothing down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import multiprocessing
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import page_tables
+import torch
+import torch._dynamo  # before the processes are forked, as all that compilers import
+from provenance import provenance
+from zoo.models import Built, gpt2_of, llama_of, t5_of, vit_of
+
+from hiremate_lightning import get_plan, hiremate
+
+OF_DEPTH: dict[str, Callable[[int], Built]] = {"gpt2": gpt2_of, "llama": llama_of, "vit": vit_of, "t5": t5_of}
+WAYS = ("eager", "aot_eager", "planned")
+COLUMNS = (
+    *("model", "layers", "eager, CPU s", "aot_eager, CPU s", "planned, CPU s"),
+    *("planned over aot_eager", "over eager", "the first two steps, over aot_eager"),
+)
+STAGES = (  # each with the functions that it is spent in: module, owner if any, and name
+    ("Dynamo", "hiremate_lightning.torch_private.dynamo", "_capture_with"),
+    ("AOTAutograd", "hiremate_lightning.capturing.backend", "_Compilation.compile"),
+    ("passes and records", "hiremate_lightning.capturing.backend", "_Compilation._partition"),
+    ("measuring operations", "hiremate_lightning.sessions.parts", "Parts.prepare"),
+    ("least memory", "hiremate_lightning.sessions.first_steps", "first_solution"),
+    ("programs", "hiremate_lightning.sessions.first_steps", "build"),
+    ("programs", "hiremate_lightning.sessions.plan_maker", "build"),
+    ("proof", "hiremate_lightning.sessions.proving", "Prover.prove"),
+    ("planning", "hiremate_lightning.sessions.planned", "PlannedKinds.meet"),
+)
+RUNNING = "running, and all else"
+
+
+def take_steps(name: str, depth: int, way: str, budget: str, begin: Callable[[], None] = lambda: None) -> list[float]:
+    """Take two steps in this process; return the CPU seconds of each. A function is called once the model is built."""
+    torch.manual_seed(0)
+    module, batch = OF_DEPTH[name](depth)
+    call: Callable[..., Any] = module
+    if way == "planned":
+        hiremate(module, budget, verbose=False)
+    elif way == "aot_eager":
+        call = torch.compile(module, backend="aot_eager")
+    times = []
+    begin()
+    for _ in range(2):
+        start = time.process_time()
+        call(*batch).backward()
+        times.append(time.process_time() - start)
+        module.zero_grad()
+    assert way != "planned" or get_plan(module) is not None, "a plan is there after the second step"
+    return times
+
+
+def find_stages(name: str, depth: int, budget: str) -> dict[str, float]:
+    """Take two planned steps in this process; return the CPU seconds of each stage, those within it left out."""
+    spent, begun = Counter[str](), [(RUNNING, 0.0)]
+
+    def switch(stage: str) -> None:
+        now = time.process_time()
+        spent[begun[-1][0]] += now - begun[-1][1]
+        begun[-1] = stage, now
+
+    def timed(stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*arguments: Any, **options: Any) -> Any:
+            outer = begun[-1][0]
+            switch(stage)
+            try:
+                return function(*arguments, **options)
+            finally:
+                switch(outer)
+
+        return run
+
+    for stage, module, path in STAGES:
+        owner: Any = importlib.import_module(module)
+        *owners, attribute = path.split(".")
+        for step in owners:
+            owner = getattr(owner, step)
+        setattr(owner, attribute, timed(stage, getattr(owner, attribute)))
+
+    def begin() -> None:
+        begun[-1] = RUNNING, time.process_time()
+
+    take_steps(name, depth, "planned", budget, begin)
+    switch(RUNNING)
+    return dict(spent)
+
+
+def apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a process of its own, forked from one that has imported everything and run nothing."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def spread(values: Sequence[float]) -> str:
+    """Write the median of some values, the least and the most."""
+    return f"{statistics.median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
+
+
+def row(name: str, depth: int, rounds: Sequence[dict[str, list[float]]]) -> str:
+    """Write a row of the table, of what was measured in each round."""
+    seconds = (f"{statistics.median(taken[way][0] for taken in rounds):.1f}" for way in WAYS)
+    ratios = (spread([taken["planned"][0] / taken[way][0] for taken in rounds]) for way in ("aot_eager", "eager"))
+    both = spread([sum(taken["planned"]) / sum(taken["aot_eager"]) for taken in rounds])
+    return page_tables.row(name, depth, *seconds, *ratios, both)
+
+
+def show_steps(options: argparse.Namespace) -> None:
+    """Print the table of first steps."""
+    sys.stdout.write(page_tables.head(*COLUMNS))
+    for name in options.models.split(","):
+        for depth in map(int, options.depths.split(",")):
+            rounds = [
+                {way: apart(take_steps, name, depth, way, options.budget) for way in (WAYS, WAYS[::-1])[index % 2]}
+                for index in range(options.repeats)
+            ]
+            sys.stdout.write(row(name, depth, rounds))
+            sys.stdout.flush()
+
+
+def show_stages(options: argparse.Namespace) -> None:
+    """Print the table of stages: medians of the seconds, and their share."""
+    names = [*dict.fromkeys(stage for stage, *_ in STAGES), RUNNING]
+    sys.stdout.write(page_tables.head("model", "layers", "CPU s", *names))
+    for name in options.models.split(","):
+        for depth in map(int, options.depths.split(",")):
+            rounds = [apart(find_stages, name, depth, options.budget) for _ in range(options.repeats)]
+            medians = {stage: statistics.median(taken.get(stage, 0.0) for taken in rounds) for stage in names}
+            total = sum(medians.values())
+            cells = (f"{seconds:.2f} ({seconds / total:.0%})" for seconds in medians.values())
+            sys.stdout.write(page_tables.row(name, depth, f"{total:.1f}", *cells))
+            sys.stdout.flush()
+
+
+def main() -> None:
+    """Read the command line and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(OF_DEPTH))
+    parser.add_argument("--depths", default="6,12,24,48")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--budget", default="50%")
+    parser.add_argument("--where", action="store_true", help="print the stages of the planned steps")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    sys.stdout.write(f"{provenance('transformers', 'timm')}; 1 thread, {options.repeats} repeats\n\n")
+    show_stages(options) if options.where else show_steps(options)
+
+
+if __name__ == "__main__":
+    main()
