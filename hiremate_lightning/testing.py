@@ -78,13 +78,13 @@ def end_step(model: nn.Module) -> None:
 def step_under_way(model: nn.Module) -> StepView | None:
     """Describe the step under way, None between two steps. A step lasts until the next one begins."""
     step = session_of(model).steps.current
-    return None if step is None else StepView(step.kind, tuple(_ways(step)))
+    return None if step is None else StepView(step.graphs, tuple(_ways(step)))
 
 
 def _ways(step: CurrentStep) -> Iterator[str]:
     if step.plain is None:
         for forward in step.forwards:
-            is_own = forward.is_planned and forward.kind == step.kind
+            is_own = forward.is_planned and forward.kind is not None and forward.kind.graphs == step.graphs
             yield OWN_PLAN if is_own else OTHER_PLAN if forward.is_planned else LEAST_MEMORY
     elif step.plain.released is not None:
         yield RELEASED

@@ -12,13 +12,14 @@ from ..measuring.resident import Resident
 from ..records.costs import Profile
 from ..records.step import Decisions
 from ..running.program import Program
-from .kinds import Kind, Start
-from .known import Known
-from .plain_steps import ModuleCall, Prediction
+from .given import ModuleCall
+from .plain_steps import Prediction
+from .recorded_step import RecordedStep
 from .releasing import Timing
+from .step_kind import GraphNumbers, Start, StepKind
 from .watching import Look
 
-Planned = tuple[Known, Decisions]  # a step, and what was decided for it
+DecidedStep = tuple[RecordedStep, Decisions]  # a planned step, and what its plan computes again
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Forward:
     captured: Captured
     profile: Profile
     program: Program
-    kind: Kind | None
+    kind: StepKind | None
     is_planned: bool
 
     @property
@@ -55,11 +56,11 @@ class Followed:
     """What was taken over for the rest of a step.
 
     Attributes:
-        known: The step that it was planned for, at least as large.
+        step: The step that it was planned for, at least as large.
         decisions: For each call.
     """
 
-    known: Known
+    step: RecordedStep
     decisions: tuple[Decisions, ...]
 
 
@@ -75,10 +76,10 @@ class Comparison:
             known.
     """
 
-    alike: list[Planned] = field(default_factory=list)
+    alike: list[DecidedStep] = field(default_factory=list)
     compared: int = 0
     followed: Followed | None = None
-    foreseen: tuple[Known, Known] | None = None
+    foreseen: tuple[RecordedStep, RecordedStep] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,8 @@ class PlainRun:
     """
 
     prediction: Prediction
-    likely: Kind
-    released: Kind | None = None
+    likely: StepKind
+    released: StepKind | None = None
 
 
 @dataclass(eq=False)
@@ -124,13 +125,13 @@ class CurrentStep:
 
     size_bytes: int = 0
     waiting: int = 0
-    foreseen: tuple[Kind, ...] = ()
+    foreseen: tuple[StepKind, ...] = ()
     calls: list[ModuleCall] = field(default_factory=list)
     has_backward: bool = False
     is_unseen: bool = False
     resident: Resident | None = None
     plain: PlainRun | None = None
-    expected: Kind | None = None
+    expected: StepKind | None = None
     look: Look | None = None
     timing: Timing | None = None
     record: StepRecord | None = None
@@ -159,8 +160,8 @@ class CurrentStep:
         return self.has_backward or self.is_unseen
 
     @property
-    def kind(self) -> Kind:
-        """The numbers of the captured graphs that have run forward."""
+    def graphs(self) -> GraphNumbers:
+        """The captured graphs that have run forward, by number."""
         return tuple(forward.number for forward in self.forwards)
 
     @property
@@ -173,10 +174,10 @@ class CurrentStep:
         self.is_replanned = self.is_replanned or bool(self.forwards)
         self.comparison.followed = None
 
-    def ran_by(self, own: Collection[Kind]) -> bool:
+    def ran_by(self, kinds: Collection[StepKind]) -> bool:
         """Whether it ran throughout by the plans of these kinds: its own, and those that it is taken for."""
         chosen = {forward.kind for forward in self.forwards}
-        return bool(chosen) and chosen <= set(own) and not self.is_replanned
+        return bool(chosen) and chosen <= set(kinds) and not self.is_replanned
 
     @property
     def is_by_plans(self) -> bool:

@@ -25,15 +25,18 @@ from ..reporting.report import Stages
 from ..running.execution import Part
 from ..running.program import Program, build
 from ..torch_private import runtime
-from .current_step import CurrentStep, Followed, Forward, Planned
-from .kinds import Kind, Kinds
-from .known import Known
+from .current_step import CurrentStep, DecidedStep, Followed, Forward
+from .history import History
 from .parts import Parts
 from .plan_maker import PlanMaker
+from .recorded_step import RecordedStep
+from .step_kind import GraphNumbers, StepKind
 
 REMEMBERED = 8  # searches, whose result may serve at another size
 KEPT = 64  # programs of a part, by what ran before it in its step
 TRACING_BYTES = 2**14  # that tracing takes for itself: states of the random generator, three deep
+
+TakenOver = dict[GraphNumbers, Program | None]  # programs of a part by other steps' plans, by what ran before it
 
 
 class FirstSteps:
@@ -42,7 +45,7 @@ class FirstSteps:
     Args:
         name: Of the model.
         maker: Knows the budget.
-        kinds: The kinds of steps, with their plans.
+        history: The kinds of steps, with their plans.
         parts: The captured graphs.
         stages: Shows solving, and adds up its seconds.
         resident: Counts what existed when the step under way began.
@@ -53,17 +56,17 @@ class FirstSteps:
         self,
         name: str,
         maker: PlanMaker,
-        kinds: Kinds,
+        history: History,
         parts: Parts,
         stages: Stages,
         resident: Callable[[], Resident],
         spare_bytes: Callable[[], int],
     ) -> None:
-        self._name, self._maker, self._kinds, self._parts, self._stages = name, maker, kinds, parts, stages
+        self._name, self._maker, self._history, self._parts, self._stages = name, maker, history, parts, stages
         self._resident, self._spare_bytes = resident, spare_bytes
         self._found: deque[FirstSolution] = deque(maxlen=REMEMBERED)
         self._least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
-        self._taken_over: weakref.WeakKeyDictionary[Part, dict[Kind, Program | None]] = weakref.WeakKeyDictionary()
+        self._taken_over: weakref.WeakKeyDictionary[Part, TakenOver] = weakref.WeakKeyDictionary()
         self._most_bytes = 0  # that were resident
         maker.least = self.least
 
@@ -94,34 +97,34 @@ class FirstSteps:
             InfeasibleBudgetError: If the part alone fits neither the budget nor what is free.
         """
         number, profile = self._parts.prepare(part)
-        ran = (*step.kind, number)
-        kind, program = self._kinds.choose(ran, step.expected, step.start)
+        ran = (*step.graphs, number)
+        kind, program = self._history.choose(ran, step.expected, step.start)
         if program is None and kind is not None:
             program = self._without_backward(kind, part, profile)
         program = program or self._take_over(step, part, ran, profile)
         is_planned = program is not None
         return Forward(number, part.captured, profile, program or self._find_least(part, profile), kind, is_planned)
 
-    def _without_backward(self, kind: Kind, part: Part, profile: Profile) -> Program:
+    def _without_backward(self, kind: StepKind, part: Part, profile: Profile) -> Program:
         """Return the program of a forward that has no backward in its step: it waits for a later one, or is dropped.
 
         One that is dropped holds the least. That takes no time, and a plan counts what it held as it was recorded.
         """
-        waits = any(own is part for own, _ in self._kinds.described(kind).unfinished)
+        waits = any(unfinished is part for unfinished, _ in kind.recorded.unfinished)
         return self._maker.waiting.program(part) if waits else self._find_least(part, profile)
 
-    def _take_over(self, step: CurrentStep, part: Part, ran: Kind, profile: Profile) -> Program | None:
+    def _take_over(self, step: CurrentStep, part: Part, ran: GraphNumbers, profile: Profile) -> Program | None:
         """Return the program of a part by a plan for the same step at other sizes; None where none fits."""
-        found = self._taken_over.setdefault(part, {})
-        if ran not in found:
+        programs = self._taken_over.setdefault(part, {})
+        if ran not in programs:
             with self._stages.stage("solve_s", "solving"):
-                if len(found) == KEPT:
-                    found.clear()
+                if len(programs) == KEPT:
+                    programs.clear()
                 decisions = self._decide(step, part.captured, profile)
                 schedule = None if decisions is None else lower(part.captured.graph, decisions)
-                alike = (known for known in found.values() if known is not None and known.schedule == schedule)
-                found[ran] = None if schedule is None else next(alike, None) or _build(part.captured, schedule)
-        return found[ran]
+                alike = (old for old in programs.values() if old is not None and old.schedule == schedule)
+                programs[ran] = None if schedule is None else next(alike, None) or _build(part.captured, schedule)
+        return programs[ran]
 
     def _find_least(self, part: Part, profile: Profile) -> Program:
         """Return the program of least memory of a part.
@@ -157,16 +160,16 @@ class FirstSteps:
         """Decide for the next forward of the step under way."""
         place, seen = len(step.forwards), step.comparison
         self._compare(step)
-        seen.alike = [(known, decided) for known, decided in seen.alike if known.runs_at(place, captured)]
+        seen.alike = [(recorded, decided) for recorded, decided in seen.alike if recorded.runs_at(place, captured)]
         seen.compared = place + 1
         if not seen.alike:
             return None
         first = seen.alike[0][0]
-        if place not in first.places or not all(known.goes_on_as(first, place) for known, _ in seen.alike):
+        if place not in first.places or not all(recorded.goes_on_as(first, place) for recorded, _ in seen.alike):
             return None  # nobody knows how the step goes on
         call = first.places.index(place)
         followed, is_last = seen.followed, call + 1 == len(first.calls)  # all sizes are known then
-        if followed is None or is_last or not is_no_larger(captured.graph, followed.known.calls[call].captured.graph):
+        if followed is None or is_last or not is_no_larger(captured.graph, followed.step.calls[call].captured.graph):
             followed = seen.followed = self._follow(step, captured, profile, call)
         return None if followed is None else followed.decisions[call]
 
@@ -174,33 +177,35 @@ class FirstSteps:
         """Find the planned steps that are the same code so far."""
         seen = step.comparison
         if not seen.compared:
-            seen.alike = list(self._kinds.decided())
+            seen.alike = list(self._history.decided())
         for place in range(seen.compared, len(step.forwards)):
             captured = step.forwards[place].captured
-            seen.alike = [(known, decided) for known, decided in seen.alike if known.runs_at(place, captured)]
+            seen.alike = [(recorded, decided) for recorded, decided in seen.alike if recorded.runs_at(place, captured)]
 
     def _follow(self, step: CurrentStep, captured: Captured, profile: Profile, call: int) -> Followed | None:
         """Choose, of what was decided for steps of the same code, the fastest that fits; None where none does."""
         alike = step.comparison.alike
         begun = [step.forwards[place] for place in alike[0][0].places[:call]]
         resident = self._resident()
-        known = foresee(alike, [*((f.captured, f.profile) for f in begun), (captured, profile)], resident)
-        if known is None:
+        foreseen = foresee(alike, [*((f.captured, f.profile) for f in begun), (captured, profile)], resident)
+        if foreseen is None:
             return None
-        whole = known.merge()
-        margin_bytes = max(known.margin_bytes for known, _ in alike)
-        traced_bytes = TRACING_BYTES if len(known.calls) > 1 else 0  # graphs are traced while values of others live
+        whole = foreseen.merge()
+        margin_bytes = max(recorded.margin_bytes for recorded, _ in alike)
+        traced_bytes = TRACING_BYTES if len(foreseen.calls) > 1 else 0  # graphs are traced while values of others live
         budget_bytes = self._maker.budget_bytes(whole, resident) - resident.size_bytes - margin_bytes - traced_bytes
         before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]
         decided = dict.fromkeys([keep_all(whole.graph), *(decisions for _, decisions in alike)])
         candidates = [whole.join([*before, *whole.split(decisions)[call:]]) for decisions in decided]
         decisions = fastest_that_fits(whole, budget_bytes, candidates)
-        if call + 1 == len(known.calls):
-            step.comparison.foreseen = alike[0][0], known
-        return None if decisions is None else Followed(known, whole.split(decisions))
+        if call + 1 == len(foreseen.calls):
+            step.comparison.foreseen = alike[0][0], foreseen
+        return None if decisions is None else Followed(foreseen, whole.split(decisions))
 
 
-def foresee(alike: Sequence[Planned], calls: Sequence[tuple[Captured, Profile]], resident: Resident) -> Known | None:
+def foresee(
+    alike: Sequence[DecidedStep], calls: Sequence[tuple[Captured, Profile]], resident: Resident
+) -> RecordedStep | None:
     """Foresee the step under way: what is still to come as in the smallest known step that is not smaller so far.
 
     Args:
@@ -211,19 +216,20 @@ def foresee(alike: Sequence[Planned], calls: Sequence[tuple[Captured, Profile]],
     Returns:
         The step; None where it is larger than all that is known: what is still to come may be larger too.
     """
-    codes = [own for own, _ in calls]
+    codes = [captured for captured, _ in calls]
 
     @functools.cache
     def as_run(index: int, missing: frozenset[int]) -> tuple[Graph, Profile]:
-        own, costs = calls[index]
-        return without_missing(own, missing, costs)
+        captured, costs = calls[index]
+        return without_missing(captured, missing, costs)
 
-    steps, count = [known for known, _ in alike], len(calls)
+    steps, count = [recorded for recorded, _ in alike], len(calls)
     if count < len(steps[0].calls):
-        steps = [known for known in steps if known.is_no_smaller(codes)]
-        least_bytes = min((known.bytes_from(count) for known in steps), default=0)
-        steps = [known for known in steps if known.bytes_from(count) == least_bytes]
-    foreseen = [step for known in steps if (step := known.at_sizes(codes, as_run, resident)) is not None]
+        steps = [step for step in steps if step.is_no_smaller(codes)]
+        least_bytes = min((step.bytes_from(count) for step in steps), default=0)
+        steps = [step for step in steps if step.bytes_from(count) == least_bytes]
+    at_sizes = (step.at_sizes(codes, as_run, resident) for step in steps)
+    foreseen = [step for step in at_sizes if step is not None]
     return max(foreseen, key=lambda step: step.outside_bytes, default=None)
 
 

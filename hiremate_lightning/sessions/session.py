@@ -45,15 +45,15 @@ from .current_step import CurrentStep
 from .eager_paths import eager_paths
 from .first_steps import FirstSteps
 from .first_wait import FirstWait, modules_without_parts
-from .given import tensors_inside
-from .kinds import Kind, Kinds
+from .given import ModuleCall, tensors_inside
+from .history import History
 from .largest import Arguments, LargestSizes
 from .parts import Parts
-from .plain_steps import ModuleCall
 from .plan_maker import PlanMaker
 from .planned import PlannedKinds
 from .proving import Proof, Prover
 from .replaced import ReplacedCheckpointing, ReplacedCompiling
+from .step_kind import GraphNumbers
 from .steps import Steps
 from .unplanned import UnplannedSteps
 from .watching import WatchPolicy
@@ -95,14 +95,14 @@ class Session:
         def resident() -> Resident:
             return self.steps.resident()
 
-        kinds, watching = Kinds(), WatchPolicy()
+        history, watching = History(), WatchPolicy()
         self.largest = largest = LargestSizes(options.sizes, parts, said)
         self._varying = VaryingSizes(lambda: (tuple(weight.shape) for weight in root.parameters()))
         self.first_wait = FirstWait(options.cache_dir, memory.describe_model)
-        maker = PlanMaker(options, self._name, kinds, memory, parts, stages, self.first_wait.took)
-        self._first_steps = FirstSteps(self._name, maker, kinds, parts, stages, resident, self._spare_bytes)
+        maker = PlanMaker(options, self._name, history, memory, parts, stages, self.first_wait.took)
+        self._first_steps = FirstSteps(self._name, maker, history, parts, stages, resident, self._spare_bytes)
         self.planned = PlannedKinds(
-            self._name, maker, kinds, self._first_steps, memory, stages.reporter, watching, said, largest
+            self._name, maker, history, self._first_steps, memory, stages.reporter, watching, said, largest
         )
         self.unplanned = UnplannedSteps(root, self.planned, stages.reporter, self.say, is_allowed=self.kernels is None)
         self.steps = Steps(memory, self.planned, self.unplanned, self._first_steps, watching, said, parts, largest)
@@ -129,8 +129,8 @@ class Session:
         return self.planned.latest
 
     @property
-    def plans(self) -> Mapping[Kind, Plan]:
-        """The plans so far, by kind of step."""
+    def plans(self) -> Mapping[GraphNumbers, Plan]:
+        """The plans so far, by the captured graphs of their steps."""
         return self.planned.plans
 
     @property

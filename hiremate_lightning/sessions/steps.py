@@ -27,12 +27,12 @@ from .announcements import Announcements
 from .current_step import CurrentStep, PlainRun
 from .deciding import Decision
 from .first_steps import FirstSteps
-from .kinds import Kind
+from .given import ModuleCall
 from .largest import LargestSizes
 from .parts import Parts
-from .plain_steps import ModuleCall
 from .planned import PlannedKinds
 from .small_parts import SmallParts
+from .step_kind import StepKind
 from .unplanned import UnplannedSteps
 from .watching import Expected, Saw, Watch, WatchPolicy
 
@@ -76,10 +76,9 @@ class Steps:
         self.small_parts = SmallParts()
         self._memory, self._planned, self._unplanned = memory, planned, unplanned
         self._first_steps, self._watching, self._announcements = first_steps, watching, announcements
-        self._parts, self._kinds, self._largest = parts, planned.kinds, largest
+        self._parts, self._history, self._largest = parts, planned.history, largest
         self._is_passed_by = False  # by steps that ran since the latest one
         self._next_is_timed = False
-        self._met: dict[Kind, tuple[int, int]] = {}  # growths, and retained bytes, that the plan of each kind has met
 
     @property
     def plain(self) -> PlainRun | None:
@@ -158,7 +157,7 @@ class Steps:
         self.count += 1
         size_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in arguments)
         waiting = len(self._parts.waiting())
-        foreseen = self._kinds.foresee((size_bytes, waiting))
+        foreseen = self._history.foresee((size_bytes, waiting))
         step = self.current = CurrentStep(size_bytes, waiting, foreseen, calls, began_at=began_at)
         self._planned.take_better()
         self._watching.settle()
@@ -183,12 +182,12 @@ class Steps:
     def _counts_resident(self, step: CurrentStep) -> bool:
         """Whether to count resident bytes now: they settle within a few steps, and counting takes time."""
         is_due = self.count < WATCHED_STEPS or self.count % COUNTED_AGAIN == 0 or self._memory.has_grown()
-        is_due = is_due or self._planned.shortage.is_held or self._kinds.any_is_unfit(step.foreseen)
+        is_due = is_due or self._planned.shortage.is_held or self._history.any_is_unfit(step.foreseen)
         return is_due or not all(map(self._has_met, self._planned.likely(step)))
 
-    def _has_met(self, kind: Kind) -> bool:
+    def _has_met(self, kind: StepKind) -> bool:
         """Whether the plan of a kind has met as much as exists: other plans let more be retained, state has grown."""
-        growths, retained_bytes = self._met.get(kind, (0, 0))
+        growths, retained_bytes = kind.met
         return growths == self._memory.growths and retained_bytes >= self._memory.retained_bytes()
 
     def first_forward(self, number: int, arguments: Sequence[Any]) -> None:
@@ -199,14 +198,16 @@ class Steps:
             arguments: What it is given.
         """
         step = self.current
-        kind = None if step is None else self._kinds.choose((number,), step.expected, step.start)[0]
+        kind = None if step is None else self._history.choose((number,), step.expected, step.start)[0]
         if step is not None and kind is not None and not self._has_met(kind):
             resident = step.resident or self._memory.count_before_step(tensors_among(arguments))
             self._planned.meet_all([kind], resident)
             self._note_met([kind])
 
-    def _note_met(self, kinds: Iterable[Kind]) -> None:
-        self._met |= dict.fromkeys(kinds, (self._memory.growths, self._memory.retained_bytes()))
+    def _note_met(self, kinds: Iterable[StepKind]) -> None:
+        met = self._memory.growths, self._memory.retained_bytes()
+        for kind in kinds:
+            kind.met = met
 
     def _meet(self, finished: CurrentStep | None, step: CurrentStep, resident: Resident) -> None:
         """Plan the step that has ended, and check plans against the memory that exists now.
@@ -224,20 +225,21 @@ class Steps:
             if named := str(self._largest):
                 explain(error, f"hiremate: the budget is to be enough for the largest sizes: {named}.")
             raise
-        if finished is not None and finished.kind not in self._planned.plans:
-            self._watching.missed(finished.kind)
-        elif finished is not None:
-            self._unplanned.was_planned(finished.kind, finished.calls)
-            for kind, calls in self._largest.called_ahead(finished.kind, finished.calls):
-                self._unplanned.was_planned(kind, calls)
+        if finished is None:
+            return
+        kind = self._history[finished.graphs]
+        if kind.plan is None:
+            self._watching.missed(kind)
+        else:
+            self._planned.note_given(kind, finished.calls)
 
     def _watch(self, step: CurrentStep, arguments: list[torch.Tensor]) -> None:
         """Choose by whose plan a step begins, and begin to watch it."""
         if step.plain is not None:
             step.look = self._watching.plain_step_begins(self._unplanned.is_to_be_measured(step.plain))
         else:
-            plans, all_likely = self._planned.plans, self._kinds.all_likely(step.foreseen)
-            step.expected = max(all_likely, key=lambda kind: plans[kind].unplanned_peak_bytes, default=None)
+            all_likely = self._history.all_likely(step.foreseen)
+            step.expected = max(all_likely, key=lambda kind: kind.own_plan.unplanned_peak_bytes, default=None)
             step.look = self._watching.step_begins(self._expect(step))
         if step.look.is_measured:
             step.record = self._begin_record(step, arguments)
@@ -246,7 +248,7 @@ class Steps:
 
     def _expect(self, step: CurrentStep) -> Expected:
         """Return what is known of a step that begins."""
-        kind, following = self._kinds.likely(step.foreseen), self._kinds.following(step.foreseen)
+        kind, following = self._history.likely(step.foreseen), self._history.following(step.foreseen)
         foreseen = next(iter(step.foreseen), None)
         if kind is None:
             is_on_host = self._memory.device.type == "cpu"
@@ -254,15 +256,15 @@ class Steps:
         next_one = None if following is None else self._expect_planned(following, following, 0)
         return replace(self._expect_planned(kind, foreseen, step.size_bytes), following=next_one)
 
-    def _expect_planned(self, kind: Kind, foreseen: Kind | None, size_bytes: int) -> Expected:
+    def _expect_planned(self, kind: StepKind, foreseen: StepKind | None, size_bytes: int) -> Expected:
         """Return what is known of a step of a planned kind."""
-        record, plan = self._kinds[kind], self._planned.plans[kind]
-        higher_bytes = 0 if record.seen_bytes is None else plan.planned_peak_bytes - record.seen_bytes
-        may_grow = self._kinds.described(kind).outside_bytes > GUARD_BYTES
+        plan = kind.own_plan
+        higher_bytes = 0 if kind.seen_bytes is None else plan.planned_peak_bytes - kind.seen_bytes
+        may_grow = kind.recorded.outside_bytes > GUARD_BYTES
         is_higher = higher_bytes > guard_bytes(plan.budget_bytes)  # and not by a loss that is kept
         is_free = (may_grow or is_higher) and not MemoryMeter.is_running(self._memory.device)
         return Expected(
-            kind, foreseen, size_bytes, record.status, may_grow=is_free and may_grow, is_higher=is_free and is_higher
+            kind, foreseen, size_bytes, kind.state, may_grow=is_free and may_grow, is_higher=is_free and is_higher
         )
 
     def _begin_record(self, step: CurrentStep, arguments: list[torch.Tensor]) -> StepRecord:
@@ -318,8 +320,8 @@ class Steps:
     def _end_plain(self, step: CurrentStep, plain: PlainRun, at_once: bool) -> None:
         self.ended = step
         if plain.released is not None:
-            self._kinds.note(plain.released, step.start)
-        self._memory.step_ended(step.record, plain.likely)
+            self._history.note(plain.released, step.start)
+        self._memory.step_ended(step.record, plain.likely.graphs)
         if step.record is not None:
             step.record.close(at_once)
         self._unplanned.ended(step, plain)
@@ -327,40 +329,40 @@ class Steps:
     def _end_captured(self, step: CurrentStep, at_once: bool) -> None:
         is_usual = self._announcements.step_ended(self._parts.count)
         step.has_captured = not is_usual
-        self.ended, kind, expected, record = step, step.kind, step.expected, step.record
-        is_own = step.ran_by(self._kinds.taken_for(kind))
-        self._kinds.ended(kind, step.start, step.is_by_plans)
-        self._unplanned.was_foreseen(step)
-        plans = self._planned.plans
-        if not is_own and expected is not None and kind in plans and expected != kind:
+        self.ended, kind, expected, record = step, self._history[step.graphs], step.expected, step.record
+        is_own = step.ran_by(self._history.taken_for(kind))
+        self._history.ended(kind, step.start, step.is_by_plans)
+        self._unplanned.was_foreseen(step, kind)
+        if not is_own and expected is not None and kind.plan is not None and expected is not kind:
             self._planned.confused(expected, kind)
-        self._memory.step_ended(record, kind)
+        self._memory.step_ended(record, kind.graphs)
         if record is not None:
             record.close(at_once)
-        saw = self._learn_from(step, is_own)
+        saw = self._learn_from(step, kind, is_own)
         if step.look is not None:
             self._watching.step_ended(step.look, kind, saw, is_usual)
-        is_missed = kind not in plans and (record is None or not record.is_whole)
+        is_missed = kind.plan is None and (record is None or not record.is_whole)
         if is_missed and self._planned.decide_to_plan(kind) is Decision.FIRST:
             self._watching.missed(kind)
 
-    def _learn_from(self, step: CurrentStep, is_own: bool) -> Saw:
+    def _learn_from(self, step: CurrentStep, kind: StepKind, is_own: bool) -> Saw:
         """Keep the record of a step to plan its kind, or compare its peak or time with those of its plan.
 
         Args:
             step: The step.
+            kind: Its kind.
             is_own: Whether it ran by the plan of its kind throughout, or of a kind that it is taken for.
         """
-        record, kind, plans = step.record, step.kind, self._planned.plans
+        record = step.record
         if record is None:
-            is_planned = is_own and kind in plans
-            if step.timed is not None and is_planned and plans[kind].measured.peak_bytes is not None:
+            is_measured = is_own and kind.plan is not None and kind.plan.measured.peak_bytes is not None
+            if step.timed is not None and is_measured:
                 self._planned.update(kind, step_ms=step.timed.total_ms, recompute_ms=step.timed.recompute_ms)
             return Saw.NOTHING
         if not record.is_whole:
             return Saw.NOTHING
         self._planned.see_backwards(kind, record)
-        if kind not in self._planned.plans:
+        if kind.plan is None:
             if record.backwards:
                 record.timed = step.timed
                 step.is_to_be_planned = self._planned.decide_to_plan(kind) is Decision.FIRST

@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
 from functools import cache
@@ -29,13 +29,13 @@ from ..torch_private import saved_hooks, sharding, tensor_state
 from ..units import format_bytes
 from .captured_steps import CapturedSteps
 from .current_step import CurrentStep, PlainRun
-from .given import tensors_inside
-from .kinds import Kind
+from .given import ModuleCall, tensors_inside
 from .new_sizes import NewSizes, TimedStep
-from .plain_steps import ModuleCall, PlainSteps, Prediction
-from .planned import PlannedKinds
+from .plain_steps import PlainSteps, Prediction
+from .planned import PlannedKinds, saves_nothing
 from .releasing import Releases, Timing
 from .second_calls import SecondCalls
+from .step_kind import StepKind
 
 log = logging.getLogger("hiremate_lightning")
 WORTH_A_PLAN = 1.0  # of the time that a plan takes to make, spent on saving memory at one size without a plan
@@ -61,18 +61,17 @@ class UnplannedSteps:
     ) -> None:
         self.releases = Releases()
         self._root, self._name = root, type(root).__name__
-        self._planned, self._reporter, self._say = planned, reporter, say
+        self._planned, self._history, self._reporter, self._say = planned, planned.history, reporter, say
         self._is_allowed = is_allowed
         self._note = cache(reporter.note)  # each text once
         self._second_calls = SecondCalls(root)
         self._captured, self._plain = CapturedSteps(self._second_calls), PlainSteps()
-        self._found = dict[Kind, tuple[tuple[ModuleCall, ...], Kind]]()  # what planned kinds are given, and their code
         self._new_sizes = NewSizes(self._name)
         self._may_put_aside = HAS_FILES and not sharding.has_units(root)
         self._sizes_vary = False  # whether any step ran plain since its sizes were not known
         self._extra_ms = defaultdict[tuple[ModuleCall, ...], float](float)  # spent on saving memory so far, by calls
 
-    def step_begins(self, step: CurrentStep) -> Kind | None:
+    def step_begins(self, step: CurrentStep) -> StepKind | None:
         """Decide whether a step that begins with some calls runs as the user wrote it.
 
         Returns:
@@ -139,7 +138,7 @@ class UnplannedSteps:
     def is_to_be_measured(self, plain: PlainRun) -> bool:
         """Whether to measure a step that runs plain."""
         released = plain.released
-        if released is not None and self._planned.saves_nothing(released):
+        if released is not None and saves_nothing(released.own_plan):
             return self.releases.is_to_be_measured(released)
         return self._plain.is_to_be_measured(plain.prediction, self._room_bytes())
 
@@ -156,9 +155,9 @@ class UnplannedSteps:
         self._plain.measured(step.calls, plain.likely, plain.prediction, added_bytes)
         if plain.released is not None and self._planned.options.budget.share == 1:
             return  # the budget is what plain training takes
-        if plain.released is not None and self._planned.saves_nothing(plain.released):
-            own = self._planned.plans[plain.released]
-            self.releases.measured(plain.released, peak_bytes, own.measured.peak_bytes or own.planned_peak_bytes)
+        if plain.released is not None and saves_nothing(released := plain.released.own_plan):
+            plan_bytes = released.measured.peak_bytes or released.planned_peak_bytes
+            self.releases.measured(plain.released, peak_bytes, plan_bytes)
             return
         if peak_bytes is not None and plan is not None and peak_bytes > plan.budget_bytes:
             self._is_over(plain, peak_bytes, plan.budget_bytes)
@@ -185,29 +184,24 @@ class UnplannedSteps:
         self._is_allowed = False
         self._note("Steps that retain a graph run by plans from now on, which count what it holds.")
 
-    def was_planned(self, kind: Kind, calls: Sequence[ModuleCall]) -> None:
-        """Learn that a kind of step has a plan now, and what its calls are given."""
-        self._found[kind] = tuple(calls), self._planned.kinds.same_code(kind)
-
-    def was_foreseen(self, step: CurrentStep) -> None:
+    def was_foreseen(self, step: CurrentStep, kind: StepKind) -> None:
         """Learn of the step that ends, where it ran by the plan of another size and has none of its own."""
-        found = step.comparison.foreseen
-        if found is not None and step.kind not in self._planned.plans and self._is_allowed:
-            code = self._planned.kinds.same_code(found[0])
-            self._plain.learn_foreseen(self._captured.describe(found[1], step.calls, code))
+        foreseen = step.comparison.foreseen
+        if foreseen is not None and kind.plan is None and self._is_allowed:
+            planned, at_sizes = foreseen
+            self._plain.learn_foreseen(self._captured.describe(at_sizes, step.calls, self._history.same_code(planned)))
 
     def _describe_planned(self) -> None:
         """Let predictions know what was captured."""
-        for kind, (calls, code) in self._found.items():
-            if kind in self._planned.plans and self._is_allowed:
-                known = self._planned.kinds.described(kind)
-                self._plain.learn(kind, self._captured.described(kind, known, calls, code))
+        for kind in self._history.planned if self._is_allowed else ():
+            if kind.given is not None:
+                self._plain.learn(kind, self._captured.described(kind))
 
     def note_release(self, timing: Timing) -> None:
         """Learn that the step after one that was timed begins; announce where its kind runs without its plan now."""
         ratio = self.releases.next_begins(timing)
         if ratio is not None:
-            gains = "saves no memory" if self._planned.saves_nothing(timing.kind) else "recomputes nothing"
+            gains = "saves no memory" if saves_nothing(timing.kind.own_plan) else "recomputes nothing"
             text = (
                 f"A plan of {self._name} {gains} and takes {ratio:.2f} times as long as the code without it: such "
                 "steps run without it from now on."
@@ -222,33 +216,31 @@ class UnplannedSteps:
             before: The step.
             seconds: From its beginning to that of the next one.
         """
-        plans = self._planned.plans
-        likely = before.plain.likely if before.plain is not None else before.kind
-        if not before.calls or likely not in plans or not self._is_allowed:
+        likely = before.plain.likely if before.plain is not None else self._history[before.graphs]
+        if not before.calls or likely.plan is None or not self._is_allowed:
             return
-        found = self._plain.predict(before.calls, likely, sys.maxsize, (Way(),))
-        if found is None or not found.captured_bytes:
+        prediction = self._plain.predict(before.calls, likely, sys.maxsize, (Way(),))
+        if prediction is None or not prediction.captured_bytes:
             return
-        step = TimedStep(found.captured_bytes, seconds)
+        step = TimedStep(prediction.captured_bytes, seconds)
         if before.plain is not None and before.plain.prediction.way.saves_memory:
-            most_bytes = max(plan.resident_bytes for plan in plans.values())
-            text = self._new_sizes.saved_memory(step, most_bytes + found.added_bytes)
+            most_bytes = max(kind.own_plan.resident_bytes for kind in self._history.planned)
+            text = self._new_sizes.saved_memory(step, most_bytes + prediction.added_bytes)
             if text is not None:
                 log.info(text)
                 self._reporter.note(text)
         elif before.plain is not None:
             self._new_sizes.ran_plain(step)
         else:
-            plan = plans[likely]
-            recompute_ms = plan.measured.recompute_ms
-            self._new_sizes.ran_planned(step, (recompute_ms or plan.solution.recompute_ms) / 1000)
+            recompute_ms = likely.plan.measured.recompute_ms
+            self._new_sizes.ran_planned(step, (recompute_ms or likely.plan.solution.recompute_ms) / 1000)
 
-    def _released(self, step: CurrentStep, kind: Kind) -> PlainRun | None:
+    def _released(self, step: CurrentStep, kind: StepKind) -> PlainRun | None:
         """Return how a step of a kind runs whose plan gains nothing; None where its calls are another kind's."""
-        if kind not in self._plain.called_like(step.calls, self._planned.plans):
+        if kind not in self._plain.called_like(step.calls):
             return None
-        found = self._plain.predict(step.calls, kind, sys.maxsize, (Way(),))
-        return None if found is None else PlainRun(found, kind, kind)
+        prediction = self._plain.predict(step.calls, kind, sys.maxsize, (Way(),))
+        return None if prediction is None else PlainRun(prediction, kind, kind)
 
     def _plainly(self, step: CurrentStep, begun: Prediction | None = None) -> PlainRun | None:
         """Return how the step under way runs plain, of sizes that have no plan; None where it is to be captured.
@@ -257,18 +249,20 @@ class UnplannedSteps:
             step: The step.
             begun: How it began, for a further call.
         """
-        likely, plans = self._planned.kinds.likely(step.foreseen), self._planned.plans
+        likely = self._history.likely(step.foreseen)
         if likely is None or not self._is_allowed or not step.calls:
             return None
-        like = self._plain.called_like(step.calls, plans)
+        like = self._plain.called_like(step.calls)
         ways: tuple[Way, ...] | None = None if begun is None else (begun.way,)
         if like:  # its plan recomputes something, or it runs as other sizes do
-            gains_nothing = all(plans[kind].solution.recompute_ms == 0 for kind in like)
+            gains_nothing = all(kind.own_plan.solution.recompute_ms == 0 for kind in like)
             ways = (Way(),) if self._sizes_vary and gains_nothing else ()
-        found = self._plain.predict(step.calls, likely, self._room_bytes(), ways)
-        if found is None or (begun is None and (self._is_to_be_planned(step, found) or not self._has_room(found))):
+        prediction = self._plain.predict(step.calls, likely, self._room_bytes(), ways)
+        if prediction is None:
             return None
-        return PlainRun(found, likely)
+        if begun is None and (self._is_to_be_planned(step, prediction) or not self._has_room(prediction)):
+            return None
+        return PlainRun(prediction, likely)
 
     def _has_room(self, prediction: Prediction) -> bool:
         """Whether there is room for what a step puts aside."""
@@ -280,7 +274,8 @@ class UnplannedSteps:
 
     def _room_bytes(self) -> int:
         """Return what a step may add to the resident bytes."""
-        plans, is_share = self._planned.plans.values(), self._planned.options.budget.share is not None
+        plans = [kind.own_plan for kind in self._history.planned]
+        is_share = self._planned.options.budget.share is not None
         most_resident_bytes = max(plan.resident_bytes for plan in plans)
         return max(plan.budget_bytes - (plan.resident_bytes if is_share else most_resident_bytes) for plan in plans)
 
@@ -290,10 +285,10 @@ class UnplannedSteps:
         planning_ms = 0.0 if plan is None else 1000 * float(sum(astuple(plan.planning)))
         return prediction.way.saves_memory and extra_ms > WORTH_A_PLAN * planning_ms
 
-    def _settled_kind(self, step: CurrentStep) -> Kind | None:
+    def _settled_kind(self, step: CurrentStep) -> StepKind | None:
         """Return the kind of the step that begins, where nothing else is called like it and its plan gains nothing."""
-        likely, plans = self._planned.kinds.likely(step.foreseen), self._planned.plans
-        if likely is None or not self._is_allowed or self._plain.called_like(step.calls, plans) != [likely]:
+        likely = self._history.likely(step.foreseen)
+        if likely is None or not self._is_allowed or self._plain.called_like(step.calls) != [likely]:
             return None
-        plain_bytes = self._plain.with_margin(plans[likely].unplanned.peak_bytes)
+        plain_bytes = self._plain.with_margin(likely.own_plan.unplanned.peak_bytes)
         return likely if self._planned.gains_nothing(likely, plain_bytes) else None
