@@ -71,7 +71,7 @@ def train(make: Callable[[], nn.Module], is_planned: bool, **options: Any) -> tu
         torch.manual_seed(2)
         log = simple_loop(rows, steps=3)(module)
     targets = targets_of(module)
-    words = targets.session.prover.words() if targets is not None else ""
+    words = targets.session.proofs.words() if targets is not None else ""
     return log, words, [str(w.message) for w in caught if issubclass(w.category, HiRemateWarning)]
 
 

@@ -87,7 +87,10 @@ def test_a_plan_that_does_not_fit_stays_where_a_plain_step_takes_more():
             assert releases.is_to_be_measured(kind)
             releases.measured(kind, peak_bytes, 100)
         assert releases.is_to_be_measured(kind) == is_kept
-        assert (releases.runs_plain(kind), run(releases, kind, Clock(), 2.0, SETTLED_STEPS + 1)[-1]) == (False, not is_kept)
+        assert (releases.runs_plain(kind), run(releases, kind, Clock(), 2.0, SETTLED_STEPS + 1)[-1]) == (
+            False,
+            not is_kept,
+        )
 
 
 @pytest.mark.parametrize(

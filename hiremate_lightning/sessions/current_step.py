@@ -9,6 +9,7 @@ from ..capturing.capture import Captured
 from ..measuring.profiling import TimedRun
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
+from ..measuring.resident_memory import ResidentMemory
 from ..records.costs import Profile
 from ..records.step import Decisions
 from ..running.program import Program
@@ -163,6 +164,10 @@ class CurrentStep:
     def graphs(self) -> GraphNumbers:
         """The captured graphs that have run forward, by number."""
         return tuple(forward.number for forward in self.forwards)
+
+    def resident_in(self, memory: ResidentMemory) -> Resident:
+        """Return what existed when it began; where that was not counted, what exists now."""
+        return self.resident or memory.count(())
 
     @property
     def live_bytes(self) -> int:

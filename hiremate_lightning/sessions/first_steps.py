@@ -8,27 +8,26 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..capturing.absent import without_missing
 from ..capturing.capture import Captured
 from ..measuring.resident import Resident
 from ..memory.allocator import in_blocks
+from ..memory.free_memory import free_bytes
 from ..planning.planner import FirstSolution, fastest_that_fits, first_solution
 from ..records.costs import Profile, step_time_ms
 from ..records.graph import Graph
 from ..records.scaling import is_no_larger
 from ..records.schedule import Schedule, keep_all, lower
 from ..records.step import Call, Decisions, merge
-from ..reporting.report import Stages
 from ..running.execution import Part
 from ..running.program import Program, build
 from ..torch_private import runtime
 from .current_step import CurrentStep, DecidedStep, Followed, Forward
-from .history import History
-from .parts import Parts
 from .plan_maker import PlanMaker
+from .planned_model import PlannedModel
 from .recorded_step import RecordedStep
 from .step_kind import GraphNumbers, StepKind
 
@@ -43,32 +42,17 @@ class FirstSteps:
     """Chooses the programs of the steps of one model.
 
     Args:
-        name: Of the model.
+        model: The planned model.
         maker: Knows the budget.
-        history: The kinds of steps, with their plans.
-        parts: The captured graphs.
-        stages: Shows solving, and adds up its seconds.
-        resident: Counts what existed when the step under way began.
-        spare_bytes: Returns the bytes that a first step may take beyond the budget.
+        may_exceed: Whether a first step may run above the budget, where a plan may follow.
     """
 
-    def __init__(
-        self,
-        name: str,
-        maker: PlanMaker,
-        history: History,
-        parts: Parts,
-        stages: Stages,
-        resident: Callable[[], Resident],
-        spare_bytes: Callable[[], int],
-    ) -> None:
-        self._name, self._maker, self._history, self._parts, self._stages = name, maker, history, parts, stages
-        self._resident, self._spare_bytes = resident, spare_bytes
-        self._found: deque[FirstSolution] = deque(maxlen=REMEMBERED)
-        self._least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
+    def __init__(self, model: PlannedModel, maker: PlanMaker, may_exceed: bool) -> None:
+        self._model, self._maker, self._may_exceed = model, maker, may_exceed
+        self._history, self._parts, self._stages = model.history, model.parts, model.stages
+        self._searches: deque[FirstSolution] = deque(maxlen=REMEMBERED)
         self._taken_over: weakref.WeakKeyDictionary[Part, TakenOver] = weakref.WeakKeyDictionary()
         self._most_bytes = 0  # that were resident
-        maker.least = self.least
 
     def forget_plans(self) -> None:
         """Decide anew what to take over: there is another plan, or more is resident."""
@@ -82,13 +66,8 @@ class FirstSteps:
 
     def forget_least(self, part: Part) -> None:
         """Learn that a part can't run any more as it did."""
-        self._least.pop(part, None)
+        self._parts.least.pop(part, None)
         self._taken_over.pop(part, None)
-
-    def least(self, part: Part) -> Decisions | None:
-        """Return the decisions by which a part has run at the least memory; None where it has not."""
-        program = self._least.get(part)
-        return None if program is None else program.schedule.decisions(part.captured.graph)
 
     def choose(self, step: CurrentStep, part: Part) -> Forward:
         """Choose the program of a part that is about to run in the step under way, which gets no forward by that.
@@ -100,18 +79,19 @@ class FirstSteps:
         ran = (*step.graphs, number)
         kind, program = self._history.choose(ran, step.expected, step.start)
         if program is None and kind is not None:
-            program = self._without_backward(kind, part, profile)
+            program = self._without_backward(step, kind, part, profile)
         program = program or self._take_over(step, part, ran, profile)
         is_planned = program is not None
-        return Forward(number, part.captured, profile, program or self._find_least(part, profile), kind, is_planned)
+        program = program or self._find_least(step, part, profile)
+        return Forward(number, part.captured, profile, program, kind, is_planned)
 
-    def _without_backward(self, kind: StepKind, part: Part, profile: Profile) -> Program:
+    def _without_backward(self, step: CurrentStep, kind: StepKind, part: Part, profile: Profile) -> Program:
         """Return the program of a forward that has no backward in its step: it waits for a later one, or is dropped.
 
         One that is dropped holds the least. That takes no time, and a plan counts what it held as it was recorded.
         """
         waits = any(unfinished is part for unfinished, _ in kind.recorded.unfinished)
-        return self._maker.waiting.program(part) if waits else self._find_least(part, profile)
+        return self._maker.waiting.program(part) if waits else self._find_least(step, part, profile)
 
     def _take_over(self, step: CurrentStep, part: Part, ran: GraphNumbers, profile: Profile) -> Program | None:
         """Return the program of a part by a plan for the same step at other sizes; None where none fits."""
@@ -126,7 +106,7 @@ class FirstSteps:
                 programs[ran] = None if schedule is None else next(alike, None) or _build(part.captured, schedule)
         return programs[ran]
 
-    def _find_least(self, part: Part, profile: Profile) -> Program:
+    def _find_least(self, step: CurrentStep, part: Part, profile: Profile) -> Program:
         """Return the program of least memory of a part.
 
         Where not even the captured part alone fits, training stops before it runs, or, if there is memory to run it
@@ -134,27 +114,37 @@ class FirstSteps:
         Where there are several processes it runs in any case: one that stops alone leaves the others waiting in a
         collective.
         """
-        if part not in self._least:
-            options, is_alone = self._maker.options, runtime.process_group_store() is None
+        programs = self._parts.least
+        if part not in programs:
+            options, is_alone = self._model.options, runtime.process_group_store() is None
             is_checked = is_alone and options.budget.share is None and options.plan.on_infeasible == "raise"
             with self._stages.stage("solve_s", "solving"):
-                captured, before = part.captured, self._resident()
+                captured, before = part.captured, step.resident_in(self._model.memory)
                 graph, costs = _without_doubtful(captured, profile)
-                step = merge([Call(in_blocks(graph, captured.device), costs)], [0])
+                alone = merge([Call(in_blocks(graph, captured.device), costs)], [0])
                 least = first_solution(
-                    step,
+                    alone,
                     options.budget,
-                    self._maker.budget_bytes(step, before) if is_checked else 0,
+                    self._maker.budget_bytes(alone, before) if is_checked else 0,
                     before.size_bytes,
                     options.plan,
-                    self._name,
+                    self._model.name,
                     self._stages.reporter.solving(step_time_ms(captured.graph, profile)),
-                    self._found,
+                    self._searches,
                     self._spare_bytes,
                 )
-                self._found.append(FirstSolution(step, least))
-                self._least[part] = _build(captured, lower(captured.graph, step.split(least.recompute)[0]))
-        return self._least[part]
+                self._searches.append(FirstSolution(alone, least))
+                programs[part] = _build(captured, lower(captured.graph, alone.split(least.recompute)[0]))
+        return programs[part]
+
+    def _spare_bytes(self) -> int:
+        """Return the bytes that a first step may take beyond the budget; none, announced, where no plan may follow."""
+        if not self._may_exceed:
+            return 0
+        if self._model.has_place:
+            return free_bytes(self._model.memory.device)
+        self._model.announce_full()
+        return 0
 
     def _decide(self, step: CurrentStep, captured: Captured, profile: Profile) -> Decisions | None:
         """Decide for the next forward of the step under way."""
@@ -186,7 +176,7 @@ class FirstSteps:
         """Choose, of what was decided for steps of the same code, the fastest that fits; None where none does."""
         alike = step.comparison.alike
         begun = [step.forwards[place] for place in alike[0][0].places[:call]]
-        resident = self._resident()
+        resident = step.resident_in(self._model.memory)
         foreseen = foresee(alike, [*((f.captured, f.profile) for f in begun), (captured, profile)], resident)
         if foreseen is None:
             return None

@@ -11,11 +11,9 @@ from functools import cached_property, partial
 from ..measuring.describing import describe
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
-from ..measuring.resident_memory import ResidentMemory
 from ..memory.free_memory import free_bytes
-from ..options import SessionOptions
 from ..planning.background import BackgroundPlan
-from ..planning.plan import MEANWHILE, Plan, PlanningTime
+from ..planning.plan import MEANWHILE, Plan
 from ..planning.planner import DECIDED, fastest_that_fits, make_plan, resolve
 from ..planning.shared_solving import announce, shared
 from ..planning.solvers import worker
@@ -25,14 +23,13 @@ from ..records.costs import step_time_ms
 from ..records.scaling import are_same
 from ..records.schedule import keep_all, lower
 from ..records.step import Decisions, Step
-from ..reporting.report import Stages
-from ..running.execution import Part
 from ..running.program import Program, build
 from ..torch_private import runtime
 from ..units import Budget
-from .history import History
+from .first_wait import FirstWait
 from .limits import Limits
-from .parts import Parts
+from .planned_model import PlannedModel
+from .proofs import Proofs
 from .recorded_step import RecordedCall, RecordedStep
 from .step_kind import StepKind
 from .waiting import WaitingGraphs
@@ -44,47 +41,25 @@ class PlanMaker:
     """Makes the plans of one model.
 
     Args:
-        options: What was asked for.
-        name: Of the model.
-        history: The kinds of its steps.
-        memory: What exists before a step.
-        parts: The captured graphs.
-        stages: Shows the stages of planning, and counts their time.
-        took: Told how long planning took so far.
+        model: The planned model.
+        proofs: What is proved of its captured graphs.
+        first_wait: Keeps how long planning took so far.
 
     Attributes:
-        options: What was asked for; the budget may change.
         left_bytes: Bytes that each plan leaves free for code that runs without one.
         waiting: What forwards run whose backward comes in a later step.
-        proved: Says how many captured graphs are proved.
-        rounded: Lists the values of these that differ by rounding.
-        least: Returns the decisions by which a part has run at the least memory, None where it has not.
-        failed: Called where no plan could be made in the background, with the reason.
     """
 
-    def __init__(
-        self,
-        options: SessionOptions,
-        name: str,
-        history: History,
-        memory: ResidentMemory,
-        parts: Parts,
-        stages: Stages,
-        took: Callable[[PlanningTime], None],
-    ) -> None:
-        self.options, self.left_bytes = options, 0
-        self.waiting = WaitingGraphs(options, parts, stages)
-        self.proved: Callable[[], str] = str
-        self.rounded: Callable[[], tuple[str, ...]] = tuple
-        self.least: Callable[[Part], Decisions | None] = lambda _: None
-        self.failed: Callable[[BaseException | None], None] = log.info
-        self._name, self._history, self._memory, self._parts, self._stages = name, history, memory, parts, stages
-        self._took = took
+    def __init__(self, model: PlannedModel, proofs: Proofs, first_wait: FirstWait) -> None:
+        self._model, self._proofs, self._first_wait = model, proofs, first_wait
+        self._history, self._parts, self._stages = model.history, model.parts, model.stages
+        self.left_bytes = 0
+        self.waiting = WaitingGraphs(model.options, model.parts, model.stages)
         self._auto_bytes: int | None = None  # what was free at first
 
     def new_limits(self) -> Limits:
         """Return the budgets of a kind of step of which none was seen."""
-        return Limits(self.options.budget.share is not None)
+        return Limits(self._model.options.budget.share is not None)
 
     def budget_bytes(self, step: Step, resident: Resident, kind: StepKind | None = None) -> int:
         """Return the budget of a step, resident bytes included; a share is of the largest step that is known.
@@ -97,12 +72,12 @@ class PlanMaker:
             kind: Its kind, None where that is not known yet.
         """
         if self._auto_bytes is None:
-            self._auto_bytes = resolve(Budget(), resident.size_bytes, 0, free_bytes(self._memory.device))
-        if self.options.budget.is_auto:
+            self._auto_bytes = resolve(Budget(), resident.size_bytes, 0, free_bytes(self._model.memory.device))
+        if self._model.options.budget.is_auto:
             return self._auto_bytes
         of_others = (self._plain_bytes(other) for other in self._history.planned if other is not kind)
         added_bytes = max(step.plain_bytes + resident.plain_waiting_bytes, *of_others, 0)
-        return resolve(self.options.budget, resident.size_bytes - resident.waiting_bytes, added_bytes, 0)
+        return resolve(self._model.options.budget, resident.size_bytes - resident.waiting_bytes, added_bytes, 0)
 
     def _plain_bytes(self, kind: StepKind) -> int:
         """Count what a planned kind of step adds in plain training, with the graphs that wait for their backward."""
@@ -133,12 +108,12 @@ class PlanMaker:
 
     def announce(self) -> None:
         """Announce to the other processes which model this one trains."""
-        announce(runtime.process_group_store(), self._model)
+        announce(runtime.process_group_store(), self._model_description)
 
     @cached_property
-    def _model(self) -> str:
+    def _model_description(self) -> str:
         """The name of the model before its first step: FSDP2 may keep whole parameters of another type after it."""
-        return self._memory.describe_model()
+        return self._model.memory.describe_model()
 
     def captured_before(self, kind: StepKind) -> RecordedStep | None:
         """Find the same step at the same sizes: Dynamo captures a size anew once it has symbols for it."""
@@ -175,7 +150,8 @@ class PlanMaker:
         return replace(step, solve=self._new_solve(), limits=self.new_limits(), corrections=0, decided=())
 
     def _new_solve(self) -> Strategy:
-        return shared(Remembering(worker.apart(self.options.plan.solver)), runtime.process_group_store(), self._model)
+        solver = Remembering(worker.apart(self._model.options.plan.solver))
+        return shared(solver, runtime.process_group_store(), self._model_description)
 
     def make(self, kind: StepKind) -> tuple[Plan, dict[int, Program]]:
         """Plan a recorded kind of step, and build its programs.
@@ -183,18 +159,18 @@ class PlanMaker:
         Raises:
             InfeasibleBudgetError: If nothing fits the budget.
         """
-        recorded = kind.recorded
+        recorded, options = kind.recorded, self._model.options
         step, before = recorded.merge(), recorded.resident
         limits = self.limits(kind, recorded)
         recorded = kind.step = replace(recorded, limits=limits)
         asked = partial(
             make_plan,
             step,
-            self.options.budget,
+            options.budget,
             limits.budget_bytes,
             before.size_bytes,
-            replace(self.options.plan, on_infeasible="warn") if recorded.is_provisional else self.options.plan,
-            target=self._name,
+            replace(options.plan, on_infeasible="warn") if recorded.is_provisional else options.plan,
+            target=self._model.name,
             margin_bytes=recorded.margin_bytes,
         )
         decided = step.join(recorded.decided) if recorded.decided else self._meanwhile(kind, step, asked)
@@ -206,14 +182,14 @@ class PlanMaker:
             )
         if kind.background is not None:
             plan = plan.changed(solution=replace(plan.solution, strategy=MEANWHILE))
-        self._took(self._stages.total)
+        self._first_wait.took(self._stages.total)
         return self._finish(recorded, step, plan)
 
     def _finish(self, recorded: RecordedStep, step: Step, plan: Plan) -> tuple[Plan, dict[int, Program]]:
         plan = plan.changed(
             resident_parts=recorded.resident.kinds,
-            proved=self.proved(),
-            rounded=self.rounded(),
+            proved=self._proofs.words(),
+            rounded=self._proofs.rounded(),
             planning=self._stages.total,
         )
         pairs = zip(recorded.calls, step.split(plan.solution.recompute), strict=True)
@@ -228,14 +204,14 @@ class PlanMaker:
         these agree on their plans as they make them.
         """
         self.drop(kind)
-        if not self.options.background or not self._history.planned or runtime.process_group_store() is not None:
+        if not self._model.options.background or not self._history.planned or runtime.process_group_store() is not None:
             return None
         everything = keep_all(step.graph)
         decisions = self._fastest(kind, step, [everything, *self._decided_like(kind.recorded, step)])
         if decisions is None or decisions == everything:
             return None
         try:
-            kind.background = BackgroundPlan(lambda solve: make(solve=solve), self.options.plan.solver)
+            kind.background = BackgroundPlan(lambda solve: make(solve=solve), self._model.options.plan.solver)
         except OSError as error:
             log.info("No process for solving in the background could be started (%s): training waits", error)
             return None
@@ -244,10 +220,10 @@ class PlanMaker:
     def _decided_like(self, recorded: RecordedStep, step: Step) -> list[Decisions]:
         """List what was decided for the same code, and the least memory of each call, as far as that is known."""
         of_plans = [decisions for other, decisions in self._history.decided() if other.goes_on_as(recorded, 0)]
-        least = [decisions for call in recorded.calls if (decisions := self.least(call.part)) is not None]
-        if recorded.waits or len(least) < len(recorded.calls):
+        least = self._parts.least
+        if recorded.waits or not all(call.part in least for call in recorded.calls):
             return of_plans
-        joined = step.join(least)
+        joined = step.join([least[c.part].schedule.decisions(c.part.captured.graph) for c in recorded.calls])
         is_valid = all(step.graph.nodes[node].is_repeatable for before in joined for node in before)
         return [*of_plans, joined] if is_valid else of_plans
 
@@ -281,7 +257,7 @@ class PlanMaker:
         plan, recorded = kind.own_plan, kind.recorded
         now, step = plan.changed(solution=replace(plan.solution, strategy=DECIDED)), recorded.merge()
         if (error := made.exception()) is not None:
-            self.failed(error)
+            self._model.announcements.not_made(error)
             return self._finish(recorded, step, now)
         asked, room_bytes = made.result(), self._room_bytes(kind)
         self._stages.add("solve_s", asked.planning.solve_s)

@@ -11,26 +11,23 @@ from typing import Any
 from ..garbage import collecting_what_it_leaves
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
-from ..measuring.resident_memory import ResidentMemory
 from ..memory.free_memory import free_bytes
-from ..options import SessionOptions
 from ..out_of_memory import InfeasibleBudgetError
 from ..planning.plan import Plan
 from ..planning.planner import GUARD_BYTES
-from ..reporting.report import Reporter
 from ..rewriting.joint import may_choose_anew
 from ..running.execution import Part
 from ..running.program import Program
 from ..units import Budget, format_bytes
-from .announcements import Announcements
 from .current_step import CurrentStep
 from .deciding import Decision, decide_beside, decide_first, decide_measured
 from .first_steps import FirstSteps
 from .given import ModuleCall
-from .history import CERTAIN, History, starts_so
+from .history import CERTAIN, starts_so
 from .largest import LargestSizes, given_at
 from .plan_maker import PlanMaker
 from .plan_reports import PlanReports
+from .planned_model import PlannedModel
 from .shortage import HELD_STEPS, Shortage
 from .step_kind import GraphNumbers, StepKind
 from .waiting import LAST
@@ -46,18 +43,13 @@ class PlannedKinds:
     """The plans of one model, by kind of step.
 
     Args:
-        name: Of the model.
+        model: The planned model.
         maker: Makes the plans.
-        history: The kinds of its steps.
         first_steps: Chooses what steps run, those too that have no plan of their own.
-        memory: What exists before a step.
-        reporter: Shows plans.
         watching: Decides which steps are measured.
-        announcements: Warns.
         largest: Foresees steps of the largest sizes.
 
     Attributes:
-        name: Of the model.
         maker: Makes the plans.
         history: The kinds of steps, with their plans.
         listeners: Called with each plan when it is made, and again when it has been measured.
@@ -66,30 +58,20 @@ class PlannedKinds:
 
     def __init__(
         self,
-        name: str,
+        model: PlannedModel,
         maker: PlanMaker,
-        history: History,
         first_steps: FirstSteps,
-        memory: ResidentMemory,
-        reporter: Reporter,
         watching: WatchPolicy,
-        announcements: Announcements,
         largest: LargestSizes,
     ) -> None:
-        self.name, self.maker, self.history, self._first_steps = name, maker, history, first_steps
-        self._memory, self._watching, self._announcements = memory, watching, announcements
-        self._reports = PlanReports(reporter)
-        self._largest = largest
+        self._model, self._name, self.history = model, model.name, model.history
+        self.maker, self._first_steps = maker, first_steps
+        self._memory, self._watching, self._announcements = model.memory, watching, model.announcements
+        self._reports, self._largest = PlanReports(model.stages.reporter), largest
         self.listeners: list[Callable[[Plan], None]] = []
         self.shortage = Shortage()
         self._dropped: Plan | None = None  # the latest one of those that were dropped
         self._said_bytes = 0  # the largest peak that was announced, where nothing fits
-        maker.failed = announcements.not_made
-
-    @property
-    def options(self) -> SessionOptions:
-        """What was asked for."""
-        return self.maker.options
 
     @property
     def plans(self) -> Mapping[GraphNumbers, Plan]:
@@ -113,9 +95,9 @@ class PlannedKinds:
         Raises:
             InfeasibleBudgetError: If nothing fits it; then all is as it was.
         """
-        before, level = self.options, self.maker.waiting.level
+        before, level = self._model.options, self.maker.waiting.level
         steps = {kind: kind.recorded for kind in self.history.recorded}
-        self.maker.options = replace(before, budget=budget)
+        self._model.options = replace(before, budget=budget)
         for kind, step in steps.items():
             kind.step = replace(step, limits=self.maker.new_limits())
         try:
@@ -123,7 +105,7 @@ class PlannedKinds:
             made = {kind: self.maker.make(kind) for kind in steps}
         except BaseException as error:  # Ctrl-C too: budgets change for all kinds of steps or for none
             enough = self._error_of_all() if isinstance(error, InfeasibleBudgetError) else None
-            self.maker.options, self.maker.waiting.level = before, level
+            self._model.options, self.maker.waiting.level = before, level
             self.maker.drop()  # it is for the other budget
             for kind, step in steps.items():
                 kind.step = step
@@ -180,7 +162,7 @@ class PlannedKinds:
             for kind in self.history.recorded:  # what needed more has gone
                 self._replan(kind)
         if self.shortage.is_to_be_announced:
-            self._announcements.held(self.options.budget, HELD_STEPS)
+            self._announcements.held(self._model.options.budget, HELD_STEPS)
         return likely
 
     def meet_all(self, kinds: Sequence[StepKind], resident: Resident) -> None:
@@ -197,12 +179,12 @@ class PlannedKinds:
         try:
             yield
         except InfeasibleBudgetError as error:
-            log.info("%s goes on, to find out what all of its steps need: %s", self.name, error)
+            log.info("%s goes on, to find out what all of its steps need: %s", self._name, error)
             self.shortage.hold(error)
 
     def _error_of_all(self) -> InfeasibleBudgetError | None:
         steps = [(kind, self.maker.waiting.at(kind, kind.recorded, LAST)) for kind in self.history.recorded]
-        return self.shortage.error(steps, self.options, self.maker.budget_bytes, self.name)
+        return self.shortage.error(steps, self._model.options, self.maker.budget_bytes, self._name)
 
     def see_backwards(self, kind: StepKind, record: StepRecord) -> None:
         """See whether a step has other backwards than the one that was seen of its kind.
@@ -233,19 +215,11 @@ class PlannedKinds:
     def decide_to_plan(self, kind: StepKind) -> Decision:
         """Decide whether a kind of step gets a plan that has none; announce it where there are too many."""
         is_worth_it = kind.sights.count > 1 or not kind.sights.is_by_plans
-        has_place = is_worth_it and (self.maker.captured_before(kind) is not None or self.has_place())
+        has_place = is_worth_it and (self.maker.captured_before(kind) is not None or self._model.has_place)
         decision = decide_first(is_worth_it, has_place)
         if decision is Decision.FULL:
-            self.announce_full()
+            self._model.announce_full()
         return decision
-
-    def has_place(self) -> bool:
-        """Whether there are fewer plans than allowed."""
-        return self.history.plan_count < self.options.max_plans
-
-    def announce_full(self) -> None:
-        """Warn that there are as many plans as allowed."""
-        self._announcements.full(self.history.plan_count)
 
     def learn(self, record: StepRecord, resident: Resident) -> None:
         """Plan a kind of step that was not seen before; one that may be small by chance waits where nothing fits."""
@@ -261,7 +235,7 @@ class PlannedKinds:
             self._replan(*(self.maker.settle(resident) if waiting.concerns(kind, step) else ()), *ahead, kind)
         except InfeasibleBudgetError as error:
             if self._may_be_small_by_chance(kind):
-                log.info("%s waits for larger steps: %s", self.name, error)
+                log.info("%s waits for larger steps: %s", self._name, error)
                 kind.step = None
                 return
             if not self.maker.left_bytes:
@@ -306,7 +280,7 @@ class PlannedKinds:
     def _may_be_small_by_chance(self, kind: StepKind) -> bool:
         """Whether a share says little at the first sight: forwards have no backward, as of dropped layers."""
         has_dropped = len(kind.recorded.calls) < len(kind.graphs)
-        return self.options.budget.share is not None and has_dropped and kind.sights.count == 1
+        return self._model.options.budget.share is not None and has_dropped and kind.sights.count == 1
 
     # ---------------------------------------------------------------- plans are made
 
@@ -393,7 +367,7 @@ class PlannedKinds:
     def _adapt(self, kind: StepKind, adapted: Plan, peak_bytes: int, decision: Decision) -> None:
         """Let a plan stay that meets what exists, or make another one."""
         if decision is Decision.LESS_ROOM:
-            log.info("%s is planned anew: resident bytes are now %s", self.name, format_bytes(adapted.resident_bytes))
+            log.info("%s is planned anew: resident bytes are now %s", self._name, format_bytes(adapted.resident_bytes))
             self._replan(kind)
             return
         kind.plan = adapted
@@ -402,7 +376,7 @@ class PlannedKinds:
         if adapted.planned_peak_bytes > adapted.budget_bytes:
             self._say_least(kind, adapted.planned_peak_bytes)
         if decision is Decision.MORE_ROOM:
-            log.info("%s is planned anew: the budget is now %s", self.name, format_bytes(adapted.budget_bytes))
+            log.info("%s is planned anew: the budget is now %s", self._name, format_bytes(adapted.budget_bytes))
             kind.step = replace(kind.recorded, limits=kind.recorded.limits.with_plan(peak_bytes))  # tried once
             with suppress(InfeasibleBudgetError):  # then the plan stays
                 self._replan(kind)
@@ -491,7 +465,7 @@ class PlannedKinds:
             return saves_nothing(plan) and more_bytes < free_bytes(self._memory.device)
         if plan.solution.recompute_ms:
             return False
-        is_whole = self.options.budget.share == 1  # of what plain training adds
+        is_whole = self._model.options.budget.share == 1  # of what plain training adds
         return is_whole or plan.resident_bytes + plain_bytes + step.margin_bytes <= plan.budget_bytes
 
 

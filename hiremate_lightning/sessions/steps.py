@@ -17,20 +17,19 @@ import torch
 from ..measuring.profiling import TimedRun
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
-from ..measuring.resident_memory import ALL, LITTERED_STEPS, WATCHED_STEPS, YOUNG, ResidentMemory
+from ..measuring.resident_memory import ALL, LITTERED_STEPS, WATCHED_STEPS, YOUNG
 from ..memory.metering import MemoryMeter
 from ..out_of_memory import InfeasibleBudgetError, explain
 from ..planning.planner import GUARD_BYTES, guard_bytes
 from ..torch_private import backward_pass
 from ..torch_private.tensor_state import tensors_among
-from .announcements import Announcements
 from .current_step import CurrentStep, PlainRun
 from .deciding import Decision
 from .first_steps import FirstSteps
 from .given import ModuleCall
 from .largest import LargestSizes
-from .parts import Parts
 from .planned import PlannedKinds
+from .planned_model import PlannedModel
 from .small_parts import SmallParts
 from .step_kind import StepKind
 from .unplanned import UnplannedSteps
@@ -43,13 +42,11 @@ class Steps:
     """Begins and ends the steps of one model.
 
     Args:
-        memory: What exists before a step.
+        model: The planned model.
         planned: The plans.
         unplanned: Decides which steps run as the user wrote them.
         first_steps: Chooses what steps run.
         watching: Decides which steps are measured.
-        announcements: Warns.
-        parts: The captured graphs.
         largest: Foresees steps of the largest sizes.
 
     Attributes:
@@ -61,22 +58,20 @@ class Steps:
 
     def __init__(
         self,
-        memory: ResidentMemory,
+        model: PlannedModel,
         planned: PlannedKinds,
         unplanned: UnplannedSteps,
         first_steps: FirstSteps,
         watching: WatchPolicy,
-        announcements: Announcements,
-        parts: Parts,
         largest: LargestSizes,
     ) -> None:
         self.current: CurrentStep | None = None
         self.ended: CurrentStep | None = None
         self.count = 0
         self.small_parts = SmallParts()
-        self._memory, self._planned, self._unplanned = memory, planned, unplanned
-        self._first_steps, self._watching, self._announcements = first_steps, watching, announcements
-        self._parts, self._history, self._largest = parts, planned.history, largest
+        self._planned, self._unplanned, self._first_steps = planned, unplanned, first_steps
+        self._watching, self._largest, self._announcements = watching, largest, model.announcements
+        self._memory, self._parts, self._history = model.memory, model.parts, model.history
         self._is_passed_by = False  # by steps that ran since the latest one
         self._next_is_timed = False
 
@@ -85,10 +80,14 @@ class Steps:
         """How the step under way runs as the user wrote it; None where it runs captured, or there is none."""
         return None if self.current is None else self.current.plain
 
+    @property
+    def under_way(self) -> CurrentStep:
+        """The step under way; an empty one where there is none."""
+        return self.current or CurrentStep()
+
     def resident(self) -> Resident:
         """Return what existed when the step began; where that was not counted, what exists now."""
-        found = None if self.current is None else self.current.resident
-        return found or self._memory.count(())
+        return self.under_way.resident_in(self._memory)
 
     def was_passed_by(self) -> None:
         """Learn that a step ran without its plan: its gradients were made unseen, so are not seen freed in the next."""

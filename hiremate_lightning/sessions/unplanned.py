@@ -13,18 +13,15 @@ import shutil
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
 from functools import cache
 from typing import Any
 
-from torch import nn
-
 from ..measuring.aside import HAS_FILES, SavedAside
 from ..memory.free_memory import free_host_bytes
 from ..records.ways import Way
-from ..reporting.report import Reporter
 from ..torch_private import saved_hooks, sharding, tensor_state
 from ..units import format_bytes
 from .captured_steps import CapturedSteps
@@ -33,6 +30,7 @@ from .given import ModuleCall, tensors_inside
 from .new_sizes import NewSizes, TimedStep
 from .plain_steps import PlainSteps, Prediction
 from .planned import PlannedKinds, saves_nothing
+from .planned_model import PlannedModel
 from .releasing import Releases, Timing
 from .second_calls import SecondCalls
 from .step_kind import StepKind
@@ -46,28 +44,23 @@ class UnplannedSteps:
     """Decides which steps run as the user wrote them, and learns from those that do.
 
     Args:
-        root: The model.
+        model: The planned model.
         planned: The plans.
-        reporter: Shows what is decided.
-        say: Warns, once for each text, and of what was found.
-        is_allowed: Whether any step may: not where fused kernels give other bits than PyTorch's own.
 
     Attributes:
         releases: Times kinds of steps with and without their plans.
     """
 
-    def __init__(
-        self, root: nn.Module, planned: PlannedKinds, reporter: Reporter, say: Callable[..., None], is_allowed: bool
-    ) -> None:
+    def __init__(self, model: PlannedModel, planned: PlannedKinds) -> None:
         self.releases = Releases()
-        self._root, self._name = root, type(root).__name__
-        self._planned, self._history, self._reporter, self._say = planned, planned.history, reporter, say
-        self._is_allowed = is_allowed
-        self._note = cache(reporter.note)  # each text once
-        self._second_calls = SecondCalls(root)
+        self._model, self._root, self._name, self._planned = model, model.root, model.name, planned
+        self._history, self._reporter, self._say = model.history, model.stages.reporter, model.announcements.say
+        self._is_allowed = not model.parts.fuses  # fused kernels give other bits than PyTorch's own
+        self._note = cache(self._reporter.note)  # each text once
+        self._second_calls = SecondCalls(model.root)
         self._captured, self._plain = CapturedSteps(self._second_calls), PlainSteps()
         self._new_sizes = NewSizes(self._name)
-        self._may_put_aside = HAS_FILES and not sharding.has_units(root)
+        self._may_put_aside = HAS_FILES and not sharding.has_units(model.root)
         self._sizes_vary = False  # whether any step ran plain since its sizes were not known
         self._extra_ms = defaultdict[tuple[ModuleCall, ...], float](float)  # spent on saving memory so far, by calls
 
@@ -153,7 +146,7 @@ class UnplannedSteps:
         peak_bytes, plan = step.record.peak_bytes, self._planned.latest
         added_bytes = None if peak_bytes is None else peak_bytes - step.record.resident_bytes
         self._plain.measured(step.calls, plain.likely, plain.prediction, added_bytes)
-        if plain.released is not None and self._planned.options.budget.share == 1:
+        if plain.released is not None and self._model.options.budget.share == 1:
             return  # the budget is what plain training takes
         if plain.released is not None and saves_nothing(released := plain.released.own_plan):
             plan_bytes = released.measured.peak_bytes or released.planned_peak_bytes
@@ -275,7 +268,7 @@ class UnplannedSteps:
     def _room_bytes(self) -> int:
         """Return what a step may add to the resident bytes."""
         plans = [kind.own_plan for kind in self._history.planned]
-        is_share = self._planned.options.budget.share is not None
+        is_share = self._model.options.budget.share is not None
         most_resident_bytes = max(plan.resident_bytes for plan in plans)
         return max(plan.budget_bytes - (plan.resident_bytes if is_share else most_resident_bytes) for plan in plans)
 
