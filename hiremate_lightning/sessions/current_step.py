@@ -14,11 +14,11 @@ from ..records.costs import Profile
 from ..records.step import Decisions
 from ..running.program import Program
 from .given import ModuleCall
-from .plain_steps import Prediction
 from .recorded_step import RecordedStep
 from .releasing import Timing
 from .step_kind import GraphNumbers, Start, StepKind
 from .watching import Look
+from .ways import BY_GRAPHS, AsWritten, ByProgram, Way
 
 DecidedStep = tuple[RecordedStep, Decisions]  # a planned step, and what its plan computes again
 
@@ -31,18 +31,18 @@ class Forward:
         number: Number of the captured graph.
         captured: What runs.
         profile: Its costs.
-        program: The program that runs it.
-        kind: The kind of step whose own plan the program is part of, or would be if the forward had a backward; None
-            where the step began like no planned kind.
-        is_planned: Whether the program comes from a plan, be it of another step.
+        way: How it runs.
     """
 
     number: int
     captured: Captured
     profile: Profile
-    program: Program
-    kind: StepKind | None
-    is_planned: bool
+    way: ByProgram
+
+    @property
+    def program(self) -> Program:
+        """The program that runs it."""
+        return self.way.program
 
     @property
     def left_bytes(self) -> int:
@@ -83,21 +83,6 @@ class Comparison:
     foreseen: tuple[RecordedStep, RecordedStep] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PlainRun:
-    """How a step runs as the user wrote it.
-
-    Attributes:
-        prediction: Which of its modules it calls twice, and what it takes then.
-        likely: The kind whose code it is expected to run.
-        released: Its kind, where that has a plan which gains nothing; else None.
-    """
-
-    prediction: Prediction
-    likely: StepKind
-    released: StepKind | None = None
-
-
 @dataclass(eq=False)
 class CurrentStep:
     """A step from its beginning to its end.
@@ -110,7 +95,7 @@ class CurrentStep:
         has_backward: Whether a backward has begun.
         is_unseen: Whether a part of it was not seen, so that nothing can be learned from it.
         resident: What existed when it began, None where that was not counted.
-        plain: How it runs as the user wrote it; None where it runs captured.
+        way: How it runs.
         expected: The kind by whose plan it begins, None for none.
         look: What is watched in it, None where that was not asked.
         timing: How its whole time is taken, None where it is not.
@@ -131,7 +116,7 @@ class CurrentStep:
     has_backward: bool = False
     is_unseen: bool = False
     resident: Resident | None = None
-    plain: PlainRun | None = None
+    way: Way = BY_GRAPHS
     expected: StepKind | None = None
     look: Look | None = None
     timing: Timing | None = None
@@ -143,6 +128,11 @@ class CurrentStep:
     is_to_be_planned: bool = False
     began_at: float = 0.0
     has_captured: bool = False
+
+    @property
+    def plain(self) -> AsWritten | None:
+        """How it runs as the user wrote it; None where it runs captured."""
+        return self.way if isinstance(self.way, AsWritten) else None
 
     @property
     def is_usual(self) -> bool:
@@ -181,13 +171,13 @@ class CurrentStep:
 
     def ran_by(self, kinds: Collection[StepKind]) -> bool:
         """Whether it ran throughout by the plans of these kinds: its own, and those that it is taken for."""
-        chosen = {forward.kind for forward in self.forwards}
+        chosen = {forward.way.kind for forward in self.forwards}
         return bool(chosen) and chosen <= set(kinds) and not self.is_replanned
 
     @property
     def is_by_plans(self) -> bool:
         """Whether it ran by plans throughout, be they of other kinds."""
-        return all(forward.is_planned for forward in self.forwards)
+        return all(forward.way.is_planned for forward in self.forwards)
 
     def drop(self) -> None:
         """End its measurement, of which nothing is learned."""

@@ -29,7 +29,8 @@ from .current_step import CurrentStep, DecidedStep, Followed, Forward
 from .plan_maker import PlanMaker
 from .planned_model import PlannedModel
 from .recorded_step import RecordedStep
-from .step_kind import GraphNumbers, StepKind
+from .step_kind import GraphNumbers
+from .ways import ByProgram, Choices, LeastMemory, OwnPlan, PlanOfOtherSizes, Way, choose_way
 
 REMEMBERED = 8  # searches, whose result may serve at another size
 KEPT = 64  # programs of a part, by what ran before it in its step
@@ -45,11 +46,15 @@ class FirstSteps:
         model: The planned model.
         maker: Knows the budget.
         may_exceed: Whether a first step may run above the budget, where a plan may follow.
+
+    Attributes:
+        maker: Knows the budget.
+        history: The kinds of steps, with their plans.
     """
 
     def __init__(self, model: PlannedModel, maker: PlanMaker, may_exceed: bool) -> None:
-        self._model, self._maker, self._may_exceed = model, maker, may_exceed
-        self._history, self._parts, self._stages = model.history, model.parts, model.stages
+        self._model, self.maker, self._may_exceed = model, maker, may_exceed
+        self.history, self._parts, self._stages = model.history, model.parts, model.stages
         self._searches: deque[FirstSolution] = deque(maxlen=REMEMBERED)
         self._taken_over: weakref.WeakKeyDictionary[Part, TakenOver] = weakref.WeakKeyDictionary()
         self._most_bytes = 0  # that were resident
@@ -76,24 +81,11 @@ class FirstSteps:
             InfeasibleBudgetError: If the part alone fits neither the budget nor what is free.
         """
         number, profile = self._parts.prepare(part)
-        ran = (*step.graphs, number)
-        kind, program = self._history.choose(ran, step.expected, step.start)
-        if program is None and kind is not None:
-            program = self._without_backward(step, kind, part, profile)
-        program = program or self._take_over(step, part, ran, profile)
-        is_planned = program is not None
-        program = program or self._find_least(step, part, profile)
-        return Forward(number, part.captured, profile, program, kind, is_planned)
+        way = choose_way(GraphChoices(self, step, part, number, profile))
+        assert isinstance(way, ByProgram), "captured graphs run by programs"
+        return Forward(number, part.captured, profile, way)
 
-    def _without_backward(self, step: CurrentStep, kind: StepKind, part: Part, profile: Profile) -> Program:
-        """Return the program of a forward that has no backward in its step: it waits for a later one, or is dropped.
-
-        One that is dropped holds the least. That takes no time, and a plan counts what it held as it was recorded.
-        """
-        waits = any(unfinished is part for unfinished, _ in kind.recorded.unfinished)
-        return self._maker.waiting.program(part) if waits else self._find_least(step, part, profile)
-
-    def _take_over(self, step: CurrentStep, part: Part, ran: GraphNumbers, profile: Profile) -> Program | None:
+    def take_over(self, step: CurrentStep, part: Part, ran: GraphNumbers, profile: Profile) -> Program | None:
         """Return the program of a part by a plan for the same step at other sizes; None where none fits."""
         programs = self._taken_over.setdefault(part, {})
         if ran not in programs:
@@ -106,7 +98,7 @@ class FirstSteps:
                 programs[ran] = None if schedule is None else next(alike, None) or _build(part.captured, schedule)
         return programs[ran]
 
-    def _find_least(self, step: CurrentStep, part: Part, profile: Profile) -> Program:
+    def find_least(self, step: CurrentStep, part: Part, profile: Profile) -> Program:
         """Return the program of least memory of a part.
 
         Where not even the captured part alone fits, training stops before it runs, or, if there is memory to run it
@@ -125,7 +117,7 @@ class FirstSteps:
                 least = first_solution(
                     alone,
                     options.budget,
-                    self._maker.budget_bytes(alone, before) if is_checked else 0,
+                    self.maker.budget_bytes(alone, before) if is_checked else 0,
                     before.size_bytes,
                     options.plan,
                     self._model.name,
@@ -167,7 +159,7 @@ class FirstSteps:
         """Find the planned steps that are the same code so far."""
         seen = step.comparison
         if not seen.compared:
-            seen.alike = list(self._history.decided())
+            seen.alike = list(self.history.decided())
         for place in range(seen.compared, len(step.forwards)):
             captured = step.forwards[place].captured
             seen.alike = [(recorded, decided) for recorded, decided in seen.alike if recorded.runs_at(place, captured)]
@@ -183,7 +175,7 @@ class FirstSteps:
         whole = foreseen.merge()
         margin_bytes = max(recorded.margin_bytes for recorded, _ in alike)
         traced_bytes = TRACING_BYTES if len(foreseen.calls) > 1 else 0  # graphs are traced while values of others live
-        budget_bytes = self._maker.budget_bytes(whole, resident) - resident.size_bytes - margin_bytes - traced_bytes
+        budget_bytes = self.maker.budget_bytes(whole, resident) - resident.size_bytes - margin_bytes - traced_bytes
         before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]
         decided = dict.fromkeys([keep_all(whole.graph), *(decisions for _, decisions in alike)])
         candidates = [whole.join([*before, *whole.split(decisions)[call:]]) for decisions in decided]
@@ -191,6 +183,51 @@ class FirstSteps:
         if call + 1 == len(foreseen.calls):
             step.comparison.foreseen = alike[0][0], foreseen
         return None if decisions is None else Followed(foreseen, whole.split(decisions))
+
+
+class GraphChoices(Choices):
+    """What there is to choose from for a captured graph that is about to run.
+
+    Args:
+        programs: Finds programs for steps that have no plan of their own.
+        step: The step under way.
+        part: The part that runs the graph.
+        number: Of the graph.
+        profile: Its costs.
+    """
+
+    def __init__(self, programs: FirstSteps, step: CurrentStep, part: Part, number: int, profile: Profile) -> None:
+        self._programs, self._step, self._part, self._profile = programs, step, part, profile
+        self._ran = (*step.graphs, number)
+
+    def own_plan(self) -> Way | None:
+        """By the plan of the kind that the step has begun like.
+
+        A graph that has no backward there waits for a later one, or is dropped. One that is dropped holds the least:
+        that takes no time, and a plan counts what it held as it was recorded.
+        """
+        kind, program = self._programs.history.choose(self._ran, self._step.expected, self._step.start)
+        if kind is None:
+            return None
+        if program is None and any(unfinished is self._part for unfinished, _ in kind.recorded.unfinished):
+            program = self._programs.maker.waiting.program(self._part)
+        return OwnPlan(program or self._find_least(), kind)
+
+    def plan_of_other_sizes(self) -> Way | None:
+        """By what was decided for the same step at other sizes, where that fits."""
+        program = self._programs.take_over(self._step, self._part, self._ran, self._profile)
+        return None if program is None else PlanOfOtherSizes(program)
+
+    def least_memory(self) -> Way:
+        """At the least memory.
+
+        Raises:
+            InfeasibleBudgetError: If the graph alone fits neither the budget nor what is free.
+        """
+        return LeastMemory(self._find_least())
+
+    def _find_least(self) -> Program:
+        return self._programs.find_least(self._step, self._part, self._profile)
 
 
 def foresee(

@@ -23,7 +23,7 @@ from ..out_of_memory import InfeasibleBudgetError, explain
 from ..planning.planner import GUARD_BYTES, guard_bytes
 from ..torch_private import backward_pass
 from ..torch_private.tensor_state import tensors_among
-from .current_step import CurrentStep, PlainRun
+from .current_step import CurrentStep
 from .deciding import Decision
 from .first_steps import FirstSteps
 from .given import ModuleCall
@@ -34,6 +34,7 @@ from .small_parts import SmallParts
 from .step_kind import StepKind
 from .unplanned import UnplannedSteps
 from .watching import Expected, Saw, Watch, WatchPolicy
+from .ways import AsWritten
 
 COUNTED_AGAIN = 64  # steps, after which resident bytes are counted once more
 
@@ -76,7 +77,7 @@ class Steps:
         self._next_is_timed = False
 
     @property
-    def plain(self) -> PlainRun | None:
+    def plain(self) -> AsWritten | None:
         """How the step under way runs as the user wrote it; None where it runs captured, or there is none."""
         return None if self.current is None else self.current.plain
 
@@ -316,7 +317,7 @@ class Steps:
         elif step.forwards or step.record is not None:
             self._end_captured(step, at_once)
 
-    def _end_plain(self, step: CurrentStep, plain: PlainRun, at_once: bool) -> None:
+    def _end_plain(self, step: CurrentStep, plain: AsWritten, at_once: bool) -> None:
         self.ended = step
         if plain.released is not None:
             self._history.note(plain.released, step.start)

@@ -9,24 +9,19 @@ than eager PyTorch (`releasing`).
 from __future__ import annotations
 
 import logging
-import shutil
 import sys
-import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import astuple
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
-from ..measuring.aside import HAS_FILES, SavedAside
-from ..memory.free_memory import free_host_bytes
-from ..records.ways import Way
-from ..torch_private import saved_hooks, sharding, tensor_state
+from ..records.ways import Way as PlainWay
 from ..units import format_bytes
+from .aside_room import AsideRoom
 from .captured_steps import CapturedSteps
-from .current_step import CurrentStep, PlainRun
-from .given import ModuleCall, tensors_inside
+from .current_step import CurrentStep
+from .given import ModuleCall
 from .new_sizes import NewSizes, TimedStep
 from .plain_steps import PlainSteps, Prediction
 from .planned import PlannedKinds, saves_nothing
@@ -34,10 +29,10 @@ from .planned_model import PlannedModel
 from .releasing import Releases, Timing
 from .second_calls import SecondCalls
 from .step_kind import StepKind
+from .ways import BY_GRAPHS, AsWritten, Choices, ModulesTwice, PutAside, Way, choose_way
 
 log = logging.getLogger("hiremate_lightning")
 WORTH_A_PLAN = 1.0  # of the time that a plan takes to make, spent on saving memory at one size without a plan
-SHARE_ASIDE = 0.5  # of what the host could still hand out, and the disk of the temporary files, at most
 
 
 class UnplannedSteps:
@@ -49,18 +44,20 @@ class UnplannedSteps:
 
     Attributes:
         releases: Times kinds of steps with and without their plans.
+        second_calls: Finds modules that may be called twice, and calls them so.
+        aside: Where saved values are put aside.
     """
 
     def __init__(self, model: PlannedModel, planned: PlannedKinds) -> None:
         self.releases = Releases()
-        self._model, self._root, self._name, self._planned = model, model.root, model.name, planned
+        self._model, self._name, self._planned = model, model.name, planned
         self._history, self._reporter, self._say = model.history, model.stages.reporter, model.announcements.say
         self._is_allowed = not model.parts.fuses  # fused kernels give other bits than PyTorch's own
         self._note = cache(self._reporter.note)  # each text once
-        self._second_calls = SecondCalls(model.root)
-        self._captured, self._plain = CapturedSteps(self._second_calls), PlainSteps()
+        self.second_calls = SecondCalls(model.root)
+        self._captured, self._plain = CapturedSteps(self.second_calls), PlainSteps()
         self._new_sizes = NewSizes(self._name)
-        self._may_put_aside = HAS_FILES and not sharding.has_units(model.root)
+        self.aside = AsideRoom(model)
         self._sizes_vary = False  # whether any step ran plain since its sizes were not known
         self._extra_ms = defaultdict[tuple[ModuleCall, ...], float](float)  # spent on saving memory so far, by calls
 
@@ -70,76 +67,42 @@ class UnplannedSteps:
         Returns:
             The kind of the step, where its plan gains nothing; else None.
         """
-        self._second_calls.step_begins()
+        self.second_calls.step_begins()
         self._describe_planned()
         settled = self._settled_kind(step)
-        if settled is not None and self.releases.runs_plain(settled):
-            step.plain = self._released(step, settled)
-            return settled
-        step.plain = self._plainly(step)
-        if step.plain is not None:
-            way, self._sizes_vary = step.plain.prediction.way, True
-            self._extra_ms[tuple(step.calls)] += way.extra_ms
-            self._note(self._describe(way))
+        step.way = choose_way(StepChoices(self, step, settled))
+        if step.plain is not None and step.plain.released is None:
+            self._sizes_vary = True
+            self._extra_ms[tuple(step.calls)] += step.plain.prediction.way.extra_ms
+            self._note(step.plain.describe(self._name))
         return settled
-
-    def _describe(self, way: Way) -> str:
-        if not way.saves_memory:
-            return "Steps of other input sizes that fit the budget as they are run without a plan."
-        if way.paths:
-            how = f"call as many modules of {self._name} twice as they need to"
-        else:
-            how = "put what the backward reads aside, in temporary files or, from a GPU, in the host's memory"
-        return (
-            f"Steps of other input sizes that fit the budget only with less memory run without a plan, and {how}, "
-            "until their sizes have come often."
-        )
 
     def called(self, step: CurrentStep, call: ModuleCall) -> None:
         """Learn of a further call of the step under way: if it does not fit as it is, it is captured."""
         step.calls.append(call)
-        if step.plain is not None and step.plain.released is not None:
-            step.plain = self._released(step, step.plain.released)
-        elif step.plain is not None:
-            step.plain = self._plainly(step, step.plain.prediction)
+        if step.plain is not None:
+            step.way = choose_way(StepChoices(self, step, step.plain.released, step.plain))
 
-    @contextmanager
-    def calling(self, plain: PlainRun | None, arguments: Any) -> Iterator[None]:
-        """Surround a call of a step that runs plain, with some arguments."""
-        way = Way() if plain is None else plain.prediction.way
-        with ExitStack() as stack:
-            stack.enter_context(self._second_calls.twice(way.paths) if way.paths else self._second_calls.observed())
-            if way.puts_aside:
-                stack.enter_context(saved_hooks.giving_way_to_transforms())
-                given = (*tensors_inside(arguments), *self._root.parameters(), *self._root.buffers())
-                stack.enter_context(SavedAside(tensor_state.storages_among(given), self._files_are_full))
-            yield
-
-    def _files_are_full(self, error: OSError) -> None:
-        """Warn that what was to be put aside stays in memory."""
-        self._may_put_aside = False
-        self._say(
-            "There was no room for temporary files in which a step of a new input size was to put what its backward "
-            "reads, so that it took more memory; no further step does that.",
-            f" ({error})",
-        )
+    def calling(self, plain: AsWritten | None, arguments: Any) -> AbstractContextManager[None]:
+        """Surround a call that runs plain, with some arguments; of no step where it is seen by nobody."""
+        return self.second_calls.observed() if plain is None else plain.around(arguments)
 
     def backward_starts(self) -> None:
         """Learn that the backward of a step that runs plain starts."""
-        self._second_calls.backward_starts()
+        self.second_calls.backward_starts()
 
-    def is_to_be_measured(self, plain: PlainRun) -> bool:
+    def is_to_be_measured(self, plain: AsWritten) -> bool:
         """Whether to measure a step that runs plain."""
         released = plain.released
         if released is not None and saves_nothing(released.own_plan):
             return self.releases.is_to_be_measured(released)
         return self._plain.is_to_be_measured(plain.prediction, self._room_bytes())
 
-    def ended(self, step: CurrentStep, plain: PlainRun) -> None:
+    def ended(self, step: CurrentStep, plain: AsWritten) -> None:
         """Learn from a step that ran plain."""
-        before = self._second_calls.fit
-        self._second_calls.step_ended()
-        if self._second_calls.fit is not before:
+        before = self.second_calls.fit
+        self.second_calls.step_ended()
+        if self.second_calls.fit is not before:
             self._plain.read_again()
         if step.record is None:
             return
@@ -155,7 +118,7 @@ class UnplannedSteps:
         if peak_bytes is not None and plan is not None and peak_bytes > plan.budget_bytes:
             self._is_over(plain, peak_bytes, plan.budget_bytes)
 
-    def _is_over(self, plain: PlainRun, peak_bytes: int, budget_bytes: int) -> None:
+    def _is_over(self, plain: AsWritten, peak_bytes: int, budget_bytes: int) -> None:
         """Learn that a step that ran plain took more than the budget, and warn, once for each reason."""
         found = f" It took {format_bytes(peak_bytes)}; the budget is {format_bytes(budget_bytes)}."
         if plain.released is not None:
@@ -212,7 +175,7 @@ class UnplannedSteps:
         likely = before.plain.likely if before.plain is not None else self._history[before.graphs]
         if not before.calls or likely.plan is None or not self._is_allowed:
             return
-        prediction = self._plain.predict(before.calls, likely, sys.maxsize, (Way(),))
+        prediction = self._plain.predict(before.calls, likely, sys.maxsize, (PlainWay(),))
         if prediction is None or not prediction.captured_bytes:
             return
         step = TimedStep(prediction.captured_bytes, seconds)
@@ -228,43 +191,6 @@ class UnplannedSteps:
             recompute_ms = likely.plan.measured.recompute_ms
             self._new_sizes.ran_planned(step, (recompute_ms or likely.plan.solution.recompute_ms) / 1000)
 
-    def _released(self, step: CurrentStep, kind: StepKind) -> PlainRun | None:
-        """Return how a step of a kind runs whose plan gains nothing; None where its calls are another kind's."""
-        if kind not in self._plain.called_like(step.calls):
-            return None
-        prediction = self._plain.predict(step.calls, kind, sys.maxsize, (Way(),))
-        return None if prediction is None else PlainRun(prediction, kind, kind)
-
-    def _plainly(self, step: CurrentStep, begun: Prediction | None = None) -> PlainRun | None:
-        """Return how the step under way runs plain, of sizes that have no plan; None where it is to be captured.
-
-        Args:
-            step: The step.
-            begun: How it began, for a further call.
-        """
-        likely = self._history.likely(step.foreseen)
-        if likely is None or not self._is_allowed or not step.calls:
-            return None
-        like = self._plain.called_like(step.calls)
-        ways: tuple[Way, ...] | None = None if begun is None else (begun.way,)
-        if like:  # its plan recomputes something, or it runs as other sizes do
-            gains_nothing = all(kind.own_plan.solution.recompute_ms == 0 for kind in like)
-            ways = (Way(),) if self._sizes_vary and gains_nothing else ()
-        prediction = self._plain.predict(step.calls, likely, self._room_bytes(), ways)
-        if prediction is None:
-            return None
-        if begun is None and (self._is_to_be_planned(step, prediction) or not self._has_room(prediction)):
-            return None
-        return PlainRun(prediction, likely)
-
-    def _has_room(self, prediction: Prediction) -> bool:
-        """Whether there is room for what a step puts aside."""
-        aside_bytes = prediction.aside_bytes
-        if not aside_bytes:
-            return True
-        free_bytes = min(free_host_bytes(), shutil.disk_usage(tempfile.gettempdir()).free)
-        return self._may_put_aside and aside_bytes <= SHARE_ASIDE * free_bytes
-
     def _room_bytes(self) -> int:
         """Return what a step may add to the resident bytes."""
         plans = [kind.own_plan for kind in self._history.planned]
@@ -278,6 +204,10 @@ class UnplannedSteps:
         planning_ms = 0.0 if plan is None else 1000 * float(sum(astuple(plan.planning)))
         return prediction.way.saves_memory and extra_ms > WORTH_A_PLAN * planning_ms
 
+    def likely(self, step: CurrentStep) -> StepKind | None:
+        """Return the kind whose code a step is expected to run; None where nobody knows, or no step may run plain."""
+        return self._history.likely(step.foreseen) if self._is_allowed and step.calls else None
+
     def _settled_kind(self, step: CurrentStep) -> StepKind | None:
         """Return the kind of the step that begins, where nothing else is called like it and its plan gains nothing."""
         likely = self._history.likely(step.foreseen)
@@ -285,3 +215,87 @@ class UnplannedSteps:
             return None
         plain_bytes = self._plain.with_margin(likely.own_plan.unplanned.peak_bytes)
         return likely if self._planned.gains_nothing(likely, plain_bytes) else None
+
+    def predict(self, step: CurrentStep, kind: StepKind, begun: AsWritten | None) -> Prediction | None:
+        """Predict what the step under way takes without a plan; None where it is to be captured.
+
+        Args:
+            step: The step.
+            kind: The kind whose code it is expected to run.
+            begun: How it has begun, for a further call.
+        """
+        ways = None if begun is None else (begun.prediction.way,)
+        ways = (PlainWay(),) if self._plain.called_like(step.calls) else ways
+        prediction = self._plain.predict(step.calls, kind, self._room_bytes(), ways)
+        is_late = begun is None and prediction is not None and self._is_to_be_planned(step, prediction)
+        return None if is_late else prediction
+
+    def has_own_plan(self, step: CurrentStep) -> bool:
+        """Whether a kind that is called like a step has a plan of use: it recomputes, or all steps run by plans."""
+        kinds = self._plain.called_like(step.calls)
+        recomputes = any(kind.own_plan.solution.recompute_ms for kind in kinds)
+        return bool(kinds) and (recomputes or not self._sizes_vary)
+
+    def given_back(self, step: CurrentStep, kind: StepKind) -> AsWritten | None:
+        """Return how a step of a kind runs whose plan gains nothing; None where its calls are another kind's."""
+        if kind not in self._plain.called_like(step.calls):
+            return None
+        prediction = self._plain.predict(step.calls, kind, sys.maxsize, (PlainWay(),))
+        return None if prediction is None else AsWritten(prediction, kind, self.second_calls, kind)
+
+
+class StepChoices(Choices):
+    """What there is to choose from for a step.
+
+    Args:
+        steps: Knows what steps take without a plan.
+        step: The step, its calls so far.
+        settled: Its kind, where nothing else is called like it and its plan gains nothing; else None.
+        begun: How it has begun without a plan, for a further call.
+    """
+
+    def __init__(
+        self, steps: UnplannedSteps, step: CurrentStep, settled: StepKind | None, begun: AsWritten | None = None
+    ) -> None:
+        self._steps, self._step, self._settled, self._begun = steps, step, settled, begun
+
+    @cached_property
+    def _likely(self) -> StepKind | None:
+        return self._steps.likely(self._step)
+
+    @cached_property
+    def _prediction(self) -> Prediction | None:
+        return None if self._likely is None else self._steps.predict(self._step, self._likely, self._begun)
+
+    def given_back(self) -> Way | None:
+        """As the user wrote it, in turns with the plan until it is decided; a further call may be another kind's."""
+        if self._settled is None or not (self._begun or self._steps.releases.runs_plain(self._settled)):
+            return None
+        return self._steps.given_back(self._step, self._settled) or BY_GRAPHS
+
+    def own_plan(self) -> Way | None:
+        """Captured, where a kind that is called so has a plan."""
+        return BY_GRAPHS if self._likely is not None and self._steps.has_own_plan(self._step) else None
+
+    def as_written(self) -> Way | None:
+        """As it is, where that fits."""
+        prediction = self._prediction
+        if prediction is None or self._likely is None or prediction.way.saves_memory:
+            return None
+        return AsWritten(prediction, self._likely, self._steps.second_calls)
+
+    def modules_twice(self) -> Way | None:
+        """With modules called twice, where that fits."""
+        prediction = self._prediction
+        if prediction is None or self._likely is None or not prediction.way.paths:
+            return None
+        return ModulesTwice(prediction, self._likely, self._steps.second_calls)
+
+    def put_aside(self) -> Way | None:
+        """With saved values put aside, where that fits and there is room for them."""
+        prediction, room = self._prediction, self._steps.aside
+        if prediction is None or self._likely is None or not prediction.way.puts_aside:
+            return None
+        if self._begun is None and not room.holds(prediction.aside_bytes):
+            return None
+        return PutAside(prediction, self._likely, self._steps.second_calls, room=room)
