@@ -10,7 +10,7 @@ from torch import nn
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.sessions import first_steps, recorded_step, steps
+from hiremate_lightning.sessions import first_steps, recorded_step, step_watch
 from hiremate_lightning.sessions.targets import targets_of
 
 from .life import (
@@ -137,9 +137,9 @@ def test_other_sizes_are_measured_less_and_less_often(monkeypatch):
     model = warm_up(planned(), steps=4, rows=MANY)
     budget = get_plan(model).budget_bytes
     model, measured = planned(budget), []
-    measure = steps.StepRecord
+    measure = step_watch.StepRecord
     monkeypatch.setattr(
-        steps, "StepRecord", lambda *a: (measured.append(session_of(model).steps.count), measure(*a))[1]
+        step_watch, "StepRecord", lambda *a: (measured.append(session_of(model).steps.count), measure(*a))[1]
     )
     warm_up(model, steps=2, rows=MANY)
     for index in range(4):
@@ -158,9 +158,9 @@ def test_other_sizes_are_measured_less_and_less_often(monkeypatch):
 
 def test_an_epoch_is_not_measured_for_its_last_batch(monkeypatch):
     model, measured = warm_up(planned("90%"), steps=4), []
-    measure = steps.StepRecord
+    measure = step_watch.StepRecord
     monkeypatch.setattr(
-        steps, "StepRecord", lambda *a: (measured.append(session_of(model).steps.count), measure(*a))[1]
+        step_watch, "StepRecord", lambda *a: (measured.append(session_of(model).steps.count), measure(*a))[1]
     )
     for _ in range(2):  # the first one runs by the plan there is
         warm_up(model, steps=5)

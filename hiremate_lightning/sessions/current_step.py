@@ -17,7 +17,7 @@ from .given import ModuleCall
 from .recorded_step import RecordedStep
 from .releasing import Timing
 from .step_kind import GraphNumbers, Start, StepKind
-from .watching import Look
+from .watching import Look, Watch
 from .ways import BY_GRAPHS, AsWritten, ByProgram, Way
 
 DecidedStep = tuple[RecordedStep, Decisions]  # a planned step, and what its plan computes again
@@ -135,10 +135,15 @@ class CurrentStep:
         return self.way if isinstance(self.way, AsWritten) else None
 
     @property
+    def is_watched(self) -> bool:
+        """Whether anything is done in it beside running it."""
+        return self.look is not None and self.look.watch is not Watch.NOTHING
+
+    @property
     def is_usual(self) -> bool:
         """Whether nothing was watched, counted or captured in it: its time is that of others like it."""
-        is_watched = self.resident is not None or self.record is not None or self.timed is not None
-        return not is_watched and not self.has_captured
+        is_measured = self.resident is not None or self.record is not None or self.timed is not None
+        return not is_measured and not self.has_captured
 
     @property
     def start(self) -> Start:

@@ -1,27 +1,23 @@
-"""The steps of one model: each begins, is planned for and measured, and ends or fails.
+"""The life of a step: read `Steps.called`, `Steps._begin` and `Steps.end`, the rest is their detail.
 
-A forward after a backward begins a new one. What was learned from a step that has ended is used as the next one begins.
-Programs are chosen by the captured graphs that have run so far in the step, so several kinds of steps (a GAN's two,
-another input shape) have their own plans side by side.
+A call after a backward ends a step and begins the next one. What was learned from the step that has ended is used then:
+its kind is planned, plans that are likely meet the memory that exists now, the way of the new step is chosen, and what
+is watched in it. Its captured graphs choose their programs as they come (`first_steps`), by those that have run so far
+in the step, so several kinds of steps (a GAN's two, another input shape) have their own plans side by side.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..measuring.profiling import TimedRun
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
-from ..measuring.resident_memory import ALL, LITTERED_STEPS, WATCHED_STEPS, YOUNG
-from ..memory.metering import MemoryMeter
+from ..measuring.resident_memory import WATCHED_STEPS
 from ..out_of_memory import InfeasibleBudgetError, explain
-from ..planning.planner import GUARD_BYTES, guard_bytes
-from ..torch_private import backward_pass
 from ..torch_private.tensor_state import tensors_among
 from .current_step import CurrentStep
 from .deciding import Decision
@@ -32,8 +28,9 @@ from .planned import PlannedKinds
 from .planned_model import PlannedModel
 from .small_parts import SmallParts
 from .step_kind import StepKind
+from .step_watch import StepWatch
 from .unplanned import UnplannedSteps
-from .watching import Expected, Saw, Watch, WatchPolicy
+from .watching import Saw, WatchPolicy
 from .ways import AsWritten
 
 COUNTED_AGAIN = 64  # steps, after which resident bytes are counted once more
@@ -74,7 +71,7 @@ class Steps:
         self._watching, self._largest, self._announcements = watching, largest, model.announcements
         self._memory, self._parts, self._history = model.memory, model.parts, model.history
         self._is_passed_by = False  # by steps that ran since the latest one
-        self._next_is_timed = False
+        self._watch = StepWatch(model, unplanned, watching)
 
     @property
     def plain(self) -> AsWritten | None:
@@ -104,14 +101,14 @@ class Steps:
 
     def time_next(self) -> None:
         """Time the operations of the next step, whatever else is watched in it."""
-        self._next_is_timed = True
+        self._watch.next_is_timed = True
 
     def take_record(self) -> StepRecord | None:
         """Return the record of the step that has ended, where it was to be planned; it won't be any more."""
         ended, self.ended = self.ended, None
         return ended.record if ended is not None and ended.is_to_be_planned else None
 
-    # ---------------------------------------------------------------- the beginning
+    # ---------------------------------------------------------------- the life of a step
 
     def called(self, arguments: Any, call: ModuleCall | None = None) -> None:
         """Learn of a call of a planned module, or of what is around it: it may begin a step.
@@ -131,53 +128,63 @@ class Steps:
         elif call is not None:
             self._unplanned.called(self.current, call)
 
-    def _was_trial(self, step: CurrentStep, call: ModuleCall | None) -> bool:
-        """Whether a first step was one call to see what the same module returns, as pipelines make one."""
-        if self.count > 1 or len(step.forwards) != 1 or call is None or step.record is None:
-            return False
-        return [own.name for own in step.calls] == [call.name] and step.record.left_nothing
-
-    def called_inside_backward(self) -> None:
-        """Learn of a call inside of a backward: what it runs is not seen as a part of the step."""
-        self.current = self.current or CurrentStep()
-        self.current.is_unseen = True  # it can't be ended here: autograd would restore the profiler
-
     def _begin(self, arguments: list[torch.Tensor], calls: list[ModuleCall]) -> None:
+        """Begin a step. What was learned from the one before is used here, and nowhere else."""
         began_at = time.perf_counter()
         before, self.ended = self.ended, None
+        finished = self._finished(before)
+        step = self.current = self._made(arguments, calls, began_at)
+        self._planned.take_better()
+        self._watching.settle()
+        self._memory.step_begins(arguments)
+        self._announcements.step_begins(len(self._parts.retained()))
+        if finished is not None or self._counts_resident(step):
+            self._meet(finished, step, arguments)
+        self._note_times(before, began_at)
+        settled = self._unplanned.step_begins(step)
+        self._watch.begin(step, arguments)
+        if settled is not None:
+            step.timing = self._unplanned.releases.step_begins(settled, step.plain is not None, step.is_watched)
+
+    # ---------------------------------------------------------------- the beginning, in detail
+
+    def _finished(self, before: CurrentStep | None) -> CurrentStep | None:
+        """Return the step before, where its kind is to be planned now; make room for small parts that came in it."""
         if self._is_passed_by:
             self._memory.step_ended(None)
             self._is_passed_by = False
-        finished = before if before is not None and before.is_to_be_planned else None
         if self.small_parts.came_in(self.count):
             self._planned.leave(self.small_parts.size_bytes)
-            finished = None
+            return None
+        return before if before is not None and before.is_to_be_planned else None
+
+    def _made(self, arguments: list[torch.Tensor], calls: list[ModuleCall], began_at: float) -> CurrentStep:
+        """Make the step, with the kinds that it may be of."""
         if not self.count:
             self._planned.maker.announce()
         self.count += 1
         size_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in arguments)
         waiting = len(self._parts.waiting())
         foreseen = self._history.foresee((size_bytes, waiting))
-        step = self.current = CurrentStep(size_bytes, waiting, foreseen, calls, began_at=began_at)
-        self._planned.take_better()
-        self._watching.settle()
-        self._memory.step_begins(arguments)
-        self._announcements.step_begins(len(self._parts.retained()))
-        if finished is not None:
-            self._memory.collect_garbage()
-        if finished is not None or self._counts_resident(step):
-            step.resident = self._memory.count_before_step(arguments)
-            self._first_steps.count(step.resident)
-            self._meet(finished, step, step.resident)
+        return CurrentStep(size_bytes, waiting, foreseen, calls, began_at=began_at)
+
+    def _note_times(self, before: CurrentStep | None, began_at: float) -> None:
+        """Learn what the step before has taken until this one began."""
         if before is not None and before.timing is not None:
             self._unplanned.note_release(before.timing)
         if before is not None and before.is_usual:
             self._unplanned.next_begins(before, began_at - before.began_at)
-        settled = self._unplanned.step_begins(step)
-        self._watch(step, arguments)
-        if settled is not None:
-            is_watched = step.look is not None and step.look.watch is not Watch.NOTHING
-            step.timing = self._unplanned.releases.step_begins(settled, step.plain is not None, is_watched)
+
+    def _was_trial(self, step: CurrentStep, call: ModuleCall | None) -> bool:
+        """Whether a first step was one call to see what the same module returns, as pipelines make one."""
+        if self.count > 1 or len(step.forwards) != 1 or call is None or step.record is None:
+            return False
+        return [before.name for before in step.calls] == [call.name] and step.record.left_nothing
+
+    def called_inside_backward(self) -> None:
+        """Learn of a call inside of a backward: what it runs is not seen as a part of the step."""
+        self.current = self.current or CurrentStep()
+        self.current.is_unseen = True  # it can't be ended here: autograd would restore the profiler
 
     def _counts_resident(self, step: CurrentStep) -> bool:
         """Whether to count resident bytes now: they settle within a few steps, and counting takes time."""
@@ -209,12 +216,16 @@ class Steps:
         for kind in kinds:
             kind.met = met
 
-    def _meet(self, finished: CurrentStep | None, step: CurrentStep, resident: Resident) -> None:
-        """Plan the step that has ended, and check plans against the memory that exists now.
+    def _meet(self, finished: CurrentStep | None, step: CurrentStep, arguments: list[torch.Tensor]) -> None:
+        """Count what exists, plan the step that has ended, and check plans against the memory that exists now.
 
         Raises:
             InfeasibleBudgetError: If nothing fits the budget; it says what could not be captured.
         """
+        if finished is not None:
+            self._memory.collect_garbage()
+        resident = step.resident = self._memory.count_before_step(arguments)
+        self._first_steps.count(resident)
         record = None if finished is None else finished.record
         try:
             before = None if finished is None else finished.resident
@@ -232,54 +243,6 @@ class Steps:
             self._watching.missed(kind)
         else:
             self._planned.note_given(kind, finished.calls)
-
-    def _watch(self, step: CurrentStep, arguments: list[torch.Tensor]) -> None:
-        """Choose by whose plan a step begins, and begin to watch it."""
-        if step.plain is not None:
-            step.look = self._watching.plain_step_begins(self._unplanned.is_to_be_measured(step.plain))
-        else:
-            all_likely = self._history.all_likely(step.foreseen)
-            step.expected = max(all_likely, key=lambda kind: kind.own_plan.unplanned_peak_bytes, default=None)
-            step.look = self._watching.step_begins(self._expect(step))
-        if step.look.is_measured:
-            step.record = self._begin_record(step, arguments)
-        if step.look.is_timed or self._next_is_timed:
-            step.timed, self._next_is_timed = TimedRun(self._memory.device), False
-
-    def _expect(self, step: CurrentStep) -> Expected:
-        """Return what is known of a step that begins."""
-        kind, following = self._history.likely(step.foreseen), self._history.following(step.foreseen)
-        foreseen = next(iter(step.foreseen), None)
-        if kind is None:
-            is_on_host = self._memory.device.type == "cpu"
-            return Expected(None, foreseen, step.size_bytes, is_on_host=is_on_host)
-        next_one = None if following is None else self._expect_planned(following, following, 0)
-        return replace(self._expect_planned(kind, foreseen, step.size_bytes), following=next_one)
-
-    def _expect_planned(self, kind: StepKind, foreseen: StepKind | None, size_bytes: int) -> Expected:
-        """Return what is known of a step of a planned kind."""
-        plan = kind.own_plan
-        higher_bytes = 0 if kind.seen_bytes is None else plan.planned_peak_bytes - kind.seen_bytes
-        may_grow = kind.recorded.outside_bytes > GUARD_BYTES
-        is_higher = higher_bytes > guard_bytes(plan.budget_bytes)  # and not by a loss that is kept
-        is_free = (may_grow or is_higher) and not MemoryMeter.is_running(self._memory.device)
-        return Expected(
-            kind, foreseen, size_bytes, kind.state, may_grow=is_free and may_grow, is_higher=is_free and is_higher
-        )
-
-    def _begin_record(self, step: CurrentStep, arguments: list[torch.Tensor]) -> StepRecord:
-        """Begin to measure a step."""
-        generation = YOUNG if step.look is not None and step.look.watch is Watch.GLANCE else ALL
-        if self._memory.collect_garbage(LITTERED_STEPS, generation) or step.resident is None:
-            step.resident = self._memory.count_before_step(arguments, generation)
-        resident = step.resident
-        sees_frees = self._memory.sees_frees(resident)
-        sizes = (resident.size_bytes, resident.stale_bytes, resident.left_bytes)
-        record = StepRecord(self._memory.device, *sizes, sees_frees, self._memory.root)
-        self._memory.watch_releases(record, arguments, generation)
-        if not record.is_measured and not backward_pass.is_running():
-            self._announcements.profiled()
-        return record
 
     # ---------------------------------------------------------------- the end
 
