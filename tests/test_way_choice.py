@@ -37,26 +37,28 @@ def test_where_no_rule_has_a_way_graphs_choose():
     assert choose_way(Choices()) is BY_GRAPHS
 
 
+def without_plan(way: PlainWay, released: StepKind | None = None) -> AsWritten:
+    prediction = Prediction(way, 10, 10)
+    if way.puts_aside:
+        return PutAside(prediction, KIND, None, room=None)
+    return (ModulesTwice if way.paths else AsWritten)(prediction, KIND, None, released)
+
+
 def choose(
     way: PlainWay | None = PLAIN,
-    likely: StepKind | None = KIND,
     settled: StepKind | None = None,
     runs_plain: bool = True,
     has_own_plan: bool = False,
-    has_room: bool = True,
     is_begun: bool = False,
 ) -> Way:
     """Choose the way of a step of which so much is known; `way` is the fastest one that fits without a plan."""
     steps = SimpleNamespace(
-        likely=lambda step: likely,
-        predict=lambda step, kind, begun: way and Prediction(way, 10, 10, 10 * way.puts_aside),
+        without_plan=lambda step, begun: way and without_plan(way),
         has_own_plan=lambda step: has_own_plan,
-        given_back=lambda step, kind: way and AsWritten(Prediction(way, 10, 10), kind, None, kind),
+        given_back=lambda step, kind: way and without_plan(way, kind),
         releases=SimpleNamespace(runs_plain=lambda kind: runs_plain),
-        second_calls=None,
-        aside=SimpleNamespace(holds=lambda size_bytes: has_room),
     )
-    begun = AsWritten(Prediction(PLAIN, 10, 10), KIND, None, settled) if is_begun else None
+    begun = without_plan(PLAIN, settled) if is_begun else None
     return choose_way(StepChoices(steps, CurrentStep(), settled, begun))
 
 
@@ -66,12 +68,8 @@ def choose(
         ({}, AsWritten),
         ({"way": TWICE}, ModulesTwice),
         ({"way": ASIDE}, PutAside),
-        ({"way": ASIDE, "has_room": False}, type(BY_GRAPHS)),
-        ({"way": ASIDE, "has_room": False, "is_begun": True}, PutAside),  # its saved values lie there already
-        ({"way": None}, type(BY_GRAPHS)),  # it does not fit without a plan
-        ({"likely": None}, type(BY_GRAPHS)),  # nothing has a plan, or its numbers would be others
+        ({"way": None}, type(BY_GRAPHS)),  # it does not fit without a plan, or nothing has one yet
         ({"has_own_plan": True}, type(BY_GRAPHS)),
-        ({"has_own_plan": True, "likely": None}, type(BY_GRAPHS)),
         ({"has_own_plan": True, "settled": KIND}, AsWritten),  # the plan gains nothing
         ({"has_own_plan": True, "settled": KIND, "runs_plain": False}, type(BY_GRAPHS)),  # it is timed in turns
         ({"has_own_plan": True, "settled": KIND, "is_begun": True, "runs_plain": False}, AsWritten),

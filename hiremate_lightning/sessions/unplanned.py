@@ -44,8 +44,6 @@ class UnplannedSteps:
 
     Attributes:
         releases: Times kinds of steps with and without their plans.
-        second_calls: Finds modules that may be called twice, and calls them so.
-        aside: Where saved values are put aside.
     """
 
     def __init__(self, model: PlannedModel, planned: PlannedKinds) -> None:
@@ -54,10 +52,10 @@ class UnplannedSteps:
         self._history, self._reporter, self._say = model.history, model.stages.reporter, model.announcements.say
         self._is_allowed = not model.parts.fuses  # fused kernels give other bits than PyTorch's own
         self._note = cache(self._reporter.note)  # each text once
-        self.second_calls = SecondCalls(model.root)
-        self._captured, self._plain = CapturedSteps(self.second_calls), PlainSteps()
+        self._second_calls = SecondCalls(model.root)
+        self._captured, self._plain = CapturedSteps(self._second_calls), PlainSteps()
         self._new_sizes = NewSizes(self._name)
-        self.aside = AsideRoom(model)
+        self._aside = AsideRoom(model)
         self._sizes_vary = False  # whether any step ran plain since its sizes were not known
         self._extra_ms = defaultdict[tuple[ModuleCall, ...], float](float)  # spent on saving memory so far, by calls
 
@@ -67,7 +65,7 @@ class UnplannedSteps:
         Returns:
             The kind of the step, where its plan gains nothing; else None.
         """
-        self.second_calls.step_begins()
+        self._second_calls.step_begins()
         self._describe_planned()
         settled = self._settled_kind(step)
         step.way = choose_way(StepChoices(self, step, settled))
@@ -85,11 +83,11 @@ class UnplannedSteps:
 
     def calling(self, plain: AsWritten | None, arguments: Any) -> AbstractContextManager[None]:
         """Surround a call that runs plain, with some arguments; of no step where it is seen by nobody."""
-        return self.second_calls.observed() if plain is None else plain.around(arguments)
+        return self._second_calls.observed() if plain is None else plain.around(arguments)
 
     def backward_starts(self) -> None:
         """Learn that the backward of a step that runs plain starts."""
-        self.second_calls.backward_starts()
+        self._second_calls.backward_starts()
 
     def is_to_be_measured(self, plain: AsWritten) -> bool:
         """Whether to measure a step that runs plain."""
@@ -100,9 +98,9 @@ class UnplannedSteps:
 
     def ended(self, step: CurrentStep, plain: AsWritten) -> None:
         """Learn from a step that ran plain."""
-        before = self.second_calls.fit
-        self.second_calls.step_ended()
-        if self.second_calls.fit is not before:
+        before = self._second_calls.fit
+        self._second_calls.step_ended()
+        if self._second_calls.fit is not before:
             self._plain.read_again()
         if step.record is None:
             return
@@ -204,44 +202,50 @@ class UnplannedSteps:
         planning_ms = 0.0 if plan is None else 1000 * float(sum(astuple(plan.planning)))
         return prediction.way.saves_memory and extra_ms > WORTH_A_PLAN * planning_ms
 
-    def likely(self, step: CurrentStep) -> StepKind | None:
+    def _likely(self, step: CurrentStep) -> StepKind | None:
         """Return the kind whose code a step is expected to run; None where nobody knows, or no step may run plain."""
         return self._history.likely(step.foreseen) if self._is_allowed and step.calls else None
 
     def _settled_kind(self, step: CurrentStep) -> StepKind | None:
         """Return the kind of the step that begins, where nothing else is called like it and its plan gains nothing."""
-        likely = self._history.likely(step.foreseen)
-        if likely is None or not self._is_allowed or self._plain.called_like(step.calls) != [likely]:
+        likely = self._likely(step)
+        if likely is None or self._plain.called_like(step.calls) != [likely]:
             return None
         plain_bytes = self._plain.with_margin(likely.own_plan.unplanned.peak_bytes)
         return likely if self._planned.gains_nothing(likely, plain_bytes) else None
 
-    def predict(self, step: CurrentStep, kind: StepKind, begun: AsWritten | None) -> Prediction | None:
-        """Predict what the step under way takes without a plan; None where it is to be captured.
+    def has_own_plan(self, step: CurrentStep) -> bool:
+        """Whether a kind that is called like a step has a plan of use: it recomputes, or all steps run by plans."""
+        kinds = [] if self._likely(step) is None else self._plain.called_like(step.calls)
+        recomputes = any(kind.own_plan.solution.recompute_ms for kind in kinds)
+        return bool(kinds) and (recomputes or not self._sizes_vary)
+
+    def without_plan(self, step: CurrentStep, begun: AsWritten | None) -> AsWritten | None:
+        """Return the fastest way without a plan in which the step under way fits; None where it is to be captured.
 
         Args:
             step: The step.
-            kind: The kind whose code it is expected to run.
             begun: How it has begun, for a further call.
         """
+        likely = self._likely(step)
+        if likely is None:
+            return None
         ways = None if begun is None else (begun.prediction.way,)
         ways = (PlainWay(),) if self._plain.called_like(step.calls) else ways
-        prediction = self._plain.predict(step.calls, kind, self._room_bytes(), ways)
-        is_late = begun is None and prediction is not None and self._is_to_be_planned(step, prediction)
-        return None if is_late else prediction
-
-    def has_own_plan(self, step: CurrentStep) -> bool:
-        """Whether a kind that is called like a step has a plan of use: it recomputes, or all steps run by plans."""
-        kinds = self._plain.called_like(step.calls)
-        recomputes = any(kind.own_plan.solution.recompute_ms for kind in kinds)
-        return bool(kinds) and (recomputes or not self._sizes_vary)
+        prediction = self._plain.predict(step.calls, likely, self._room_bytes(), ways)
+        if prediction is None or (begun is None and self._is_to_be_planned(step, prediction)):
+            return None
+        if not prediction.way.puts_aside:
+            return (ModulesTwice if prediction.way.paths else AsWritten)(prediction, likely, self._second_calls)
+        has_room = begun is not None or self._aside.holds(prediction.aside_bytes)
+        return PutAside(prediction, likely, self._second_calls, room=self._aside) if has_room else None
 
     def given_back(self, step: CurrentStep, kind: StepKind) -> AsWritten | None:
         """Return how a step of a kind runs whose plan gains nothing; None where its calls are another kind's."""
         if kind not in self._plain.called_like(step.calls):
             return None
         prediction = self._plain.predict(step.calls, kind, sys.maxsize, (PlainWay(),))
-        return None if prediction is None else AsWritten(prediction, kind, self.second_calls, kind)
+        return None if prediction is None else AsWritten(prediction, kind, self._second_calls, kind)
 
 
 class StepChoices(Choices):
@@ -260,12 +264,8 @@ class StepChoices(Choices):
         self._steps, self._step, self._settled, self._begun = steps, step, settled, begun
 
     @cached_property
-    def _likely(self) -> StepKind | None:
-        return self._steps.likely(self._step)
-
-    @cached_property
-    def _prediction(self) -> Prediction | None:
-        return None if self._likely is None else self._steps.predict(self._step, self._likely, self._begun)
+    def _plain(self) -> AsWritten | None:
+        return self._steps.without_plan(self._step, self._begun)
 
     def given_back(self) -> Way | None:
         """As the user wrote it, in turns with the plan until it is decided; a further call may be another kind's."""
@@ -275,27 +275,16 @@ class StepChoices(Choices):
 
     def own_plan(self) -> Way | None:
         """Captured, where a kind that is called so has a plan."""
-        return BY_GRAPHS if self._likely is not None and self._steps.has_own_plan(self._step) else None
+        return BY_GRAPHS if self._steps.has_own_plan(self._step) else None
 
     def as_written(self) -> Way | None:
         """As it is, where that fits."""
-        prediction = self._prediction
-        if prediction is None or self._likely is None or prediction.way.saves_memory:
-            return None
-        return AsWritten(prediction, self._likely, self._steps.second_calls)
+        return self._plain if type(self._plain) is AsWritten else None
 
     def modules_twice(self) -> Way | None:
         """With modules called twice, where that fits."""
-        prediction = self._prediction
-        if prediction is None or self._likely is None or not prediction.way.paths:
-            return None
-        return ModulesTwice(prediction, self._likely, self._steps.second_calls)
+        return self._plain if isinstance(self._plain, ModulesTwice) else None
 
     def put_aside(self) -> Way | None:
         """With saved values put aside, where that fits and there is room for them."""
-        prediction, room = self._prediction, self._steps.aside
-        if prediction is None or self._likely is None or not prediction.way.puts_aside:
-            return None
-        if self._begun is None and not room.holds(prediction.aside_bytes):
-            return None
-        return PutAside(prediction, self._likely, self._steps.second_calls, room=room)
+        return self._plain if isinstance(self._plain, PutAside) else None

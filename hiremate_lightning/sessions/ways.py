@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ..running.program import Program
@@ -130,12 +130,11 @@ class PutAside(AsWritten):
         room: Where that is put.
     """
 
-    room: AsideRoom | None = None
+    room: AsideRoom = field(kw_only=True)
 
     @contextmanager
     def around(self, arguments: Any) -> Iterator[None]:
         """Put aside what autograd saves in a call."""
-        assert self.room is not None, "what is put aside has a place"
         with self.calls.observed(), self.room.saving(arguments):
             yield
 
