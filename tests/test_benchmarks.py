@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +21,33 @@ from rival_tables import Point, Row, Spread, Timing
 from torch import nn
 
 CLOCK = "cpu_s"
+SCRIPTS = Path(__file__).parents[1] / "benchmarks"
+OTHER_PACKAGES = {
+    *(
+        "hiremate_lightning",
+        "tests",
+        "torch",
+        "numpy",
+        "pytest",
+        "rich",
+        "psutil",
+        "torchvision",
+        "timm",
+        "transformers",
+    ),
+    *(
+        "diffusers",
+        "monai",
+        "neuralop",
+        "tensorly",
+        "peft",
+        "torch_geometric",
+        "x_transformers",
+        "bitsandbytes",
+        "torchao",
+    ),
+    "segmentation_models_pytorch",
+}
 
 
 def point(method: str, peak: float, time: float, width: float = 0.0) -> Point:
@@ -198,3 +226,23 @@ def test_growth_is_measured_and_drawn(monkeypatch):
     assert sizes[0].row.count("|") == len(growth.COLUMNS) + 1
     picture = ElementTree.fromstring(growth.draw(sizes, sizes))
     assert len(picture.findall("{http://www.w3.org/2000/svg}polyline")) == 8
+
+
+@pytest.mark.parametrize("path", sorted(SCRIPTS.rglob("*.py")), ids=lambda path: str(path.relative_to(SCRIPTS)))
+def test_scripts_import_only_what_there_is(path: Path):
+    """Imports within functions too, of neighbours as of the package; those of other packages may be missing."""
+    missing = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            inside = ".".join(path.relative_to(SCRIPTS).parts[: -node.level]) if node.level else ""
+            names = [".".join(filter(None, (inside, node.module)))]
+        missing += [name for name in names if not _is_there(name)]
+    assert missing == []
+
+
+def _is_there(name: str) -> bool:
+    first = name.partition(".")[0]
+    place = SCRIPTS / name.replace(".", "/")
+    is_neighbour = place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
+    return is_neighbour or first in sys.stdlib_module_names or first in OTHER_PACKAGES

@@ -424,6 +424,14 @@ def test_a_dry_run_stops_after_the_plan_was_measured(capsys):
     assert Path("plan.html").is_file()
 
 
+def test_a_dry_run_of_one_step_says_what_it_lacks(capsys):
+    write("train.py", LOOP.replace("range(4):", "range(1):"))
+    assert run("--dry-run", "train.py") == 0
+    said = capsys.readouterr().err
+    assert "Net: no plan was made. One is made in the second step; 2 are needed at least" in said
+    assert "stopped by --dry-run" not in said
+
+
 def test_targets_are_chosen_by_path(capsys):
     write("train.py", LOOP)
     assert run("--target", "layers.0,layers.1", "--json", "plan.json", "train.py", budget="100%") == 0

@@ -86,8 +86,7 @@ def task_of(
 ) -> Any:
     """Register the model, and describe a method's run on it."""
     from rival_worker import Setup
-
-    from models import MODELS
+    from zoo.models import MODELS
 
     from .trials import SOLVE_S, Task
 

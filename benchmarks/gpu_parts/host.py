@@ -27,8 +27,7 @@ def measure_model(send: Send, model: str, device: str, folder: Path, scratch: Pa
     """Measure eager, then ours with nothing and with half recomputed."""
     from rival_worker import Setup
     from zoo.large import TOYS
-
-    from models import MODELS
+    from zoo.models import MODELS
 
     from .others import named
     from .trials import Budget, Task, run_method, run_ours

@@ -38,8 +38,7 @@ def task_of(model: str, method: str, device: str, is_toy: bool, scratch: Path, b
     """Register a model, and describe a method's run on it."""
     from rival_worker import Setup
     from zoo.large import build_other
-
-    from models import MODELS
+    from zoo.models import MODELS
 
     from .trials import SOLVE_S, Task
 

@@ -163,7 +163,7 @@ def _run(asked: argparse.Namespace, given: Script) -> int:
         return PROBLEM
     finally:
         if os.getpid() == process:
-            Summary(finder, page, numbers, asked.dry_run).show()
+            Summary(finder, page, numbers).show()
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:

@@ -30,11 +30,10 @@ class Summary:
         finder: What found the models.
         page: Where to write the page of the plan, None for nowhere.
         numbers: Where to write the numbers as JSON; "-" for the output, None for nowhere.
-        is_dry: Whether the script was stopped after some steps.
     """
 
-    def __init__(self, finder: Finder, page: Path | None, numbers: str | None, is_dry: bool) -> None:
-        self._finder, self._page, self._numbers, self._is_dry = finder, page, numbers, is_dry
+    def __init__(self, finder: Finder, page: Path | None, numbers: str | None) -> None:
+        self._finder, self._page, self._numbers = finder, page, numbers
         self._planned = [found for found in finder.trained if found.plan is not None]
 
     def show(self) -> None:
@@ -49,7 +48,7 @@ class Summary:
                     write()
                 except (OSError, ConfigurationError) as error:  # the script has ended: its exit code stays
                     write_line(f"can't write what was asked for: {error}")
-        if self._is_dry and self._finder.trained:
+        if self._finder.seen.is_stopped:
             write_line(f"stopped by --dry-run after {self._finder.seen.updates} updates of the weights")
 
     def _write_page(self) -> None:

@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def told(say: Callable[[str], None]) -> Iterator[None]:
     start = subprocess.Popen.__init__
     known, process = set[Program](), os.getpid()
 
+    @wraps(start)
     def init(self: Any, args: Any, *rest: Any, **kwargs: Any) -> None:
         program = _program_of(_words_of(args), kwargs.get("env") or os.environ)
         if program is not None and program not in known and os.getpid() == process:

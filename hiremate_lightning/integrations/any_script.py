@@ -93,6 +93,7 @@ class Sightings:
         without_optimizer: Names of modules whose parameters no optimizer knows.
         planned_by_script: Names of models that the script plans by itself.
         ended_by: The exception that ended the script, None where it ended well.
+        is_stopped: Whether a dry run has stopped it.
     """
 
     updates: int = 0
@@ -102,6 +103,7 @@ class Sightings:
     without_optimizer: set[str] = field(default_factory=set)
     planned_by_script: set[str] = field(default_factory=set)
     ended_by: str | None = None
+    is_stopped: bool = False
 
 
 class Finder:
@@ -361,6 +363,7 @@ class Finder:
                 session.end_step()
         is_known = bool(self.trained) and all(found.is_measured for found in self.trained)
         if is_known or self.seen.updates >= MOST_DRY_STEPS:
+            self.seen.is_stopped = True
             raise DryRunEnds(0)
 
     # ---------------------------------------------------------------- words

@@ -432,6 +432,14 @@ class PlannedKinds:
         else:
             log.info("%s: planned again, with that margin", text)
 
+    def piece_measured(self, peak_bytes: int) -> None:
+        """Compare the peak of a step with the budget that runs backwards of earlier forwards only: it has no plan."""
+        plans = [kind.own_plan for kind in self.history.planned]
+        budget_bytes = max((plan.budget_bytes for plan in plans), default=peak_bytes)  # a share's differ
+        said_bytes = max((plan.planned_peak_bytes for plan in plans), default=0)  # where nothing fits
+        if peak_bytes > max(budget_bytes, said_bytes):
+            self._announcements.piece(peak_bytes, peak_bytes - budget_bytes)
+
     def update(self, kind: StepKind, **measured: Any) -> None:
         """Note on the plan of a kind of step what was measured."""
         plan = kind.plan = kind.own_plan.with_measured(**measured)

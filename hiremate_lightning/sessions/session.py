@@ -185,12 +185,16 @@ class Session:
         self._current.plans_changed()
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Learn of an optimizer; what follows its step is no longer part of the training step."""
+        """Learn of an optimizer; what follows its step is no longer part of the training step.
+
+        Where graphs wait, more of the iteration follows: to see what it makes, the measurement goes on.
+        """
         is_own = self._memory.stepped(optimizer)
         if is_own and self.runs > self._runs_of_update:
             self.updates, self._runs_of_update = self.updates + 1, self.runs
         record = self._current.record
-        if is_own and not backward_pass.is_running() and record is not None and record.backwards:
+        has_ended = is_own and not backward_pass.is_running() and record is not None and record.backwards
+        if has_ended and record is not None and not self.parts.waiting():
             record.close()
 
     def abandon_step(self) -> None:

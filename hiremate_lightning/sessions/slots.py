@@ -34,6 +34,9 @@ class Caller(Protocol):
     def call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module, planned or not."""
 
+    def call_copy(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a copy of a module of that name, which is not planned."""
+
 
 class Slot:
     """Stands in for the call of one module.
@@ -53,7 +56,13 @@ class Slot:
             if not self.targets.is_inside:
                 _refuse_outer_compile()
             return hooks.plain_call(self._module, *args, **kwargs)
-        return self.targets.call(self._name, self._module, args, kwargs)
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = hooks.called_module()
+        if module is None or module is self._module:
+            return self.targets.call(self._name, self._module, args, kwargs)
+        return self.targets.call_copy(self._name, module, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Leave copies of a module unplanned; LightningModule copies its whole state."""
@@ -73,7 +82,7 @@ class HookedSlot(Slot):
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, planned where it is to be."""
-        return self.targets.call(self._name, self._module, args, kwargs)
+        return self._call(args, kwargs)
 
 
 def slot_for(targets: Caller, name: str, module: nn.Module) -> Slot:

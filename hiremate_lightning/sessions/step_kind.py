@@ -45,6 +45,7 @@ class Reason(Enum):
     PEAK = "the peak of its plan was not measured"
     TIME = "its plan was not timed"
     AGAIN = "code outside of its plan may have come to take more"
+    ITERATION = "what its iteration makes beside graphs that wait was not seen"
 
 
 @dataclass

@@ -65,9 +65,16 @@ class StepWatch:
         higher_bytes = 0 if kind.seen_bytes is None else plan.planned_peak_bytes - kind.seen_bytes
         may_grow = kind.recorded.outside_bytes > GUARD_BYTES
         is_higher = higher_bytes > guard_bytes(plan.budget_bytes)  # and not by a loss that is kept
-        is_free = (may_grow or is_higher) and not MemoryMeter.is_running(self._memory.device)
+        is_piece = self._memory.iterations.are_to_be_seen
+        is_free = (may_grow or is_higher or is_piece) and not MemoryMeter.is_running(self._memory.device)
         return Expected(
-            kind, foreseen, size_bytes, kind.state, may_grow=is_free and may_grow, is_higher=is_free and is_higher
+            kind,
+            foreseen,
+            size_bytes,
+            kind.state,
+            may_grow=is_free and may_grow,
+            is_higher=is_free and is_higher,
+            is_piece=is_free and is_piece,
         )
 
     def _begin_record(self, step: CurrentStep, arguments: list[torch.Tensor]) -> StepRecord:

@@ -298,7 +298,7 @@ class Steps:
         self._unplanned.was_foreseen(step, kind)
         if not is_own and expected is not None and kind.plan is not None and expected is not kind:
             self._planned.confused(expected, kind)
-        self._memory.step_ended(record, kind.graphs)
+        self._memory.step_ended(record, kind.graphs, step.has_captured)
         if record is not None:
             record.close(at_once)
         saw = self._learn_from(step, kind, is_own)
@@ -330,6 +330,8 @@ class Steps:
                 record.timed = step.timed
                 step.is_to_be_planned = self._planned.decide_to_plan(kind) is Decision.FIRST
                 self._watching.found(kind)
+            elif step.has_backward and not step.has_captured and record.peak_bytes is not None:
+                self._planned.piece_measured(record.peak_bytes)
             return Saw.NOTHING
         if not is_own or step.resident is None or not record.is_measured:
             return Saw.NOTHING

@@ -168,6 +168,17 @@ class Targets:
                 return self._call_plain(module, args, kwargs)
             return self._call_outermost(name, module, args, kwargs)
 
+    def call_copy(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a copy of a candidate as the user wrote it: its weights are its own."""
+        if torch.is_grad_enabled() and _has_weights(module):
+            self.session.say(
+                f"A copy of {name or type(module).__name__} was called that shares its attributes, as learn2learn's "
+                "clone makes it: copies run without a plan, in the memory of plain PyTorch. Call the model itself, "
+                "with torch.func.functional_call for other weights.",
+                topic="copies",
+            )
+        return hooks.plain_call(module, *args, **kwargs)
+
     def _call_unlearned(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module, and all that it calls, as if nothing stood in for them."""
         self._is_waiting = True

@@ -6,6 +6,7 @@ they are.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -15,6 +16,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 CALL_SLOT = "_compiled_call_impl"
+CALLERS = 3  # functions between a module's call and what stands in for it, and one more
+_CALL = torch.nn.Module._wrapped_call_impl.__code__
 _CALLED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # What a module of PyTorch has by itself, beside its parameters, its buffers and the modules in it.
 OWN_ATTRIBUTES = frozenset(torch.nn.Module().__dict__) - {"_parameters", "_buffers", "_modules"}
@@ -66,6 +69,22 @@ def on_compile_in_place(stand_in: Callable[[torch.nn.Module, Any, Any, Any], Any
 def plain_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call a module as if nothing stood in for it: hooks, then its forward as found now."""
     return module._call_impl(*args, **kwargs)
+
+
+def called_module() -> torch.nn.Module | None:
+    """Return the module in whose place a function runs that stands in for its call; None where that is not known.
+
+    Copies of a module that share what its `__dict__` holds, as learn2learn's clones do, share that function too.
+    """
+    frame = sys._getframe(1)
+    for _ in range(CALLERS):
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+        if frame.f_code is _CALL:
+            module: torch.nn.Module = frame.f_locals["self"]
+            return module
+    return None
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:

@@ -1,0 +1,90 @@
+"""What an iteration has made that can't be counted tensor by tensor, where graphs wait for a later backward.
+
+Eager code between such a graph and its loss saves values, and a script holds gradients and weights that it has made. On
+CUDA all that is allocated counts. On a CPU the allocator's events show it, where each step of an iteration is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from ..torch_private import tensor_state
+from .recording import StepRecord
+from .resident import Resident
+
+Kind = tuple[int, ...]  # numbers of parts
+Place = tuple[Kind | None, Kind]  # of a step in its iteration: the kind of the step before, and the parts that wait
+
+
+class Iterations:
+    """Counts what steps in the middle of an iteration find beside what is counted tensor by tensor.
+
+    An iteration begins where nothing waits, and graphs have waited before or an optimizer has stepped. What a script
+    holds then, for ever perhaps, and is not counted, does not count in the following steps either. These find what was
+    allocated since then and not freed. A step before which something was not measured counts as many bytes as one of
+    the latest iteration that was: the one that came after the same kind of step, beside the same graphs.
+
+    Attributes:
+        are_to_be_seen: Whether steps are to be measured, since nothing is known of what they find.
+    """
+
+    def __init__(self) -> None:
+        self.are_to_be_seen = False
+        self._have_waited = False  # any graphs, before any step
+        self._begins = True  # with this step
+        self._existing_bytes: int | None = None  # before this step; None where the iteration was not seen so far
+        self._place: Place = (None, ())  # of this step
+        self._sizes: dict[Place, int] = {}  # of what was found, when that was seen last
+        self._own_sizes: dict[Place, int] = {}  # those of this iteration
+        self._before: dict[int, Callable[[], bool]] = {}  # storages before the iteration, and whether each lives
+
+    def step_begins(self, before: StepRecord | None, kind: Kind | None, waiting: Kind, has_stepped: bool) -> None:
+        """Begin a step.
+
+        Args:
+            before: The record of the step before, None where not all was seen that it allocated.
+            kind: The kind of the step before, None where that is not known.
+            waiting: Identities of the parts whose graphs wait for their backward.
+            has_stepped: Whether an optimizer has stepped since the latest backward.
+        """
+        waited, existing_bytes = bool(self._place[1]), self._existing_bytes
+        grown_bytes = None if before is None else before.grown_bytes
+        self._place, self._existing_bytes = (kind, waiting), None
+        self._have_waited = self._have_waited or bool(waiting)
+        self._begins = not waiting and (waited or has_stepped)
+        if self._begins:
+            self.are_to_be_seen = self.are_to_be_seen and not (waited and existing_bytes is not None)
+            self._own_sizes = {}
+        elif existing_bytes is not None and grown_bytes is not None:
+            self._existing_bytes = existing_bytes + grown_bytes
+        elif waiting and self._place not in self._sizes:
+            self.are_to_be_seen = True
+
+    def add_to(self, resident: Resident) -> Resident:
+        """Add what the iteration has made to a count of the rest, before the step that begins."""
+        counted_bytes = resident.size_bytes + resident.stale_bytes + resident.left_bytes
+        if self._begins:
+            self._existing_bytes = counted_bytes
+        if self._begins or not self._have_waited:
+            return resident
+        if self._existing_bytes is None:
+            return resident.with_beside(self._sizes.get(self._place, 0))
+        found_bytes = max(0, self._existing_bytes - counted_bytes)
+        self._own_sizes[self._place] = max(found_bytes, self._own_sizes.get(self._place, 0))
+        self._sizes[self._place] = self._own_sizes[self._place]
+        return resident.with_beside(found_bytes)
+
+    def not_counted(self, uncounted: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """List those of the tensors, counted nowhere else, that the iteration has not made: `add_to` counts the others.
+
+        Args:
+            uncounted: One for each storage.
+        """
+        tensors = list(uncounted)
+        if self._begins or not self._have_waited or self._existing_bytes is None:
+            self._before = {tensor_state.storage_id(t): tensor_state.watch_storage(t) for t in tensors}
+            return tensors
+        living = {storage for storage, lives in self._before.items() if lives()}
+        return [tensor for tensor in tensors if tensor_state.storage_id(tensor) in living]

@@ -1,0 +1,80 @@
+"""What an iteration makes beside graphs that wait is counted once: by what was allocated since it began."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from hiremate_lightning.measuring.iterations import Iterations
+from hiremate_lightning.measuring.resident import BESIDE, Resident
+
+KIND, GRAPH = (0,), (1,)  # a step, and what identifies a graph that waits
+
+
+def grown(size_bytes: int | None) -> Any:
+    """Make the record of a step in which memory grew."""
+    return SimpleNamespace(grown_bytes=size_bytes)
+
+
+def found(iterations: Iterations, counted_bytes: int) -> int:
+    return dict(iterations.add_to(Resident(counted_bytes, 0)).kinds).get(BESIDE, 0)
+
+
+def run_iteration(iterations: Iterations, grown_bytes: list[int | None]) -> list[int]:
+    """Run an iteration of three steps, each of 100 counted bytes, two of them beside a graph that waits."""
+    iterations.step_begins(None, KIND, (), has_stepped=True)
+    sizes = [found(iterations, 100)]
+    for size_bytes in grown_bytes:
+        iterations.step_begins(grown(size_bytes), KIND, GRAPH, has_stepped=False)
+        sizes.append(found(iterations, 100))
+    return sizes
+
+
+def test_what_was_allocated_and_not_freed_counts_beside_what_is_counted():
+    assert run_iteration(Iterations(), [30, 20]) == [0, 30, 50]
+
+
+def test_what_was_freed_since_does_not_count():
+    assert run_iteration(Iterations(), [30, -10]) == [0, 30, 20]
+
+
+def test_what_a_script_holds_before_an_iteration_is_not_counted():
+    iterations = Iterations()
+    run_iteration(iterations, [30, 20])
+    assert run_iteration(iterations, [0, 0]) == [0, 0, 0]
+
+
+def test_unmeasured_steps_count_the_most_of_the_last_one_seen():
+    iterations = Iterations()
+    run_iteration(iterations, [30, 20])
+    run_iteration(iterations, [40, -15])
+    assert run_iteration(iterations, [None, None]) == [0, 40, 40]
+
+
+def test_steps_are_measured_until_a_whole_iteration_was_seen():
+    iterations, asked = Iterations(), []
+    for size_bytes in (None, 30, 30):
+        run_iteration(iterations, [size_bytes, size_bytes])
+        asked.append(iterations.are_to_be_seen)
+    assert asked == [True, True, False]
+
+
+def test_nothing_is_asked_for_where_no_graph_waits():
+    iterations = Iterations()
+    for _ in range(3):
+        iterations.step_begins(grown(30), KIND, (), has_stepped=True)
+        assert found(iterations, 100) == 0
+    assert not iterations.are_to_be_seen
+
+
+def test_tensors_that_the_iteration_made_are_told_from_older_ones():
+    iterations, old = Iterations(), torch.ones(4)
+    run_iteration(iterations, [0])
+    iterations.step_begins(None, KIND, (), has_stepped=True)
+    found(iterations, 100)
+    assert len(iterations.not_counted([old])) == 1
+    iterations.step_begins(grown(0), KIND, GRAPH, has_stepped=False)
+    found(iterations, 100)
+    assert [tensor is old for tensor in iterations.not_counted([torch.ones(4), old])] == [True]
