@@ -21,7 +21,7 @@ import mip
 log = logging.getLogger("hiremate_lightning")
 PROGRAM_S, ENTRY_S = 1.5e-3, 4e-6  # to build, presolve and read a program: at least, and for each entry of its rows
 LINEAR_S, LINEAR_ROW_S = 2.5e-6, 4e-9  # an iteration of a linear program: at least, and for each row
-INTEGER_S, INTEGER_ENTRY_S = 5e-5, 8e-8  # the same of an integer program, with cuts and heuristics, for each entry
+INTEGER_S, INTEGER_ENTRY_S = 2e-4, 1e-8  # the same of an integer program, with cuts and heuristics, for each entry
 QUESTION_S = 2e-5  # from one question of HiGHS to the next, beside iterations
 NODE_ITERATIONS = 100  # of a node, where only nodes can be limited
 MOST_ITERATIONS = 2**31 - 1  # that HiGHS can count
