@@ -35,6 +35,7 @@ from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.planning.solvers import worker
 from hiremate_lightning.sessions.plan_maker import PlanMaker
+from hiremate_lightning.sessions.step_kind import StepKind
 from hiremate_lightning.sessions.targets import targets_of
 
 ROWS, WORDS, SHORT, LONG, WIDTH = 4, 1000, 64, 112, 128
@@ -105,7 +106,7 @@ def _count_waiting() -> list[float]:
     """Return a list that gets the seconds of solving that training waits for, plan by plan."""
     seconds, make = list[float](), PlanMaker.make
 
-    def timed(maker: PlanMaker, kind: tuple[int, ...]) -> Any:
+    def timed(maker: PlanMaker, kind: StepKind) -> Any:
         start = _waited_s()
         try:
             return make(maker, kind)

@@ -20,6 +20,7 @@ from .records.schedule import Compute
 from .sessions.current_step import CurrentStep
 from .sessions.session import Session
 from .sessions.targets import targets_of
+from .sessions.ways import ModulesTwice, PutAside
 
 OWN_PLAN, OTHER_PLAN, LEAST_MEMORY = "own plan", "plan of another step", "least memory"
 AS_WRITTEN, PUT_ASIDE, RELEASED = "as written", "as written, saved values put aside", "as written, its plan given back"
@@ -78,20 +79,20 @@ def end_step(model: nn.Module) -> None:
 def step_under_way(model: nn.Module) -> StepView | None:
     """Describe the step under way, None between two steps. A step lasts until the next one begins."""
     step = session_of(model).steps.current
-    return None if step is None else StepView(step.kind, tuple(_ways(step)))
+    return None if step is None else StepView(step.graphs, tuple(_ways(step)))
 
 
 def _ways(step: CurrentStep) -> Iterator[str]:
     if step.plain is None:
         for forward in step.forwards:
-            is_own = forward.is_planned and forward.kind == step.kind
-            yield OWN_PLAN if is_own else OTHER_PLAN if forward.is_planned else LEAST_MEMORY
+            is_own = forward.way.kind is not None and forward.way.kind.graphs == step.graphs
+            yield OWN_PLAN if is_own else OTHER_PLAN if forward.way.is_planned else LEAST_MEMORY
     elif step.plain.released is not None:
         yield RELEASED
+    elif isinstance(step.plain, ModulesTwice):
+        yield f"as written, {len(step.plain.prediction.way.paths)} modules called twice"
     else:
-        way = step.plain.prediction.way
-        twice = f"as written, {len(way.paths)} modules called twice"
-        yield PUT_ASIDE if way.puts_aside else twice if way.paths else AS_WRITTEN
+        yield PUT_ASIDE if isinstance(step.plain, PutAside) else AS_WRITTEN
 
 
 def plan_digest(plan: Plan) -> str:

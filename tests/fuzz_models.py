@@ -355,7 +355,7 @@ def compare(recipe: Recipe, time_limit_s: float = 5.0) -> Outcome:
     if differences:
         captured, _, _ = _train_planned(recipe, "1 TiB", time_limit_s)
         differences, deviation = _differences(planned, captured), _deviation(captured, plain)
-    corrected = max((known.margin_bytes for known in session.planned.kinds.known.values()), default=0)
+    corrected = max((kind.recorded.margin_bytes for kind in session.planned.history.recorded), default=0)
     said = [str(warning.message) for warning in caught if issubclass(warning.category, HiRemateWarning)]
     return Outcome(recipe, plan, planned.peaks, differences, deviation, session.captured_count, corrected, said)
 

@@ -12,7 +12,7 @@ from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.measuring.aside import LEAST_ASIDE, SavedAside
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.options import make_options
-from hiremate_lightning.sessions import unplanned
+from hiremate_lightning.sessions import aside_room, unplanned
 from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.sessions.step_target import StepTarget
 from hiremate_lightning.sessions.targets import targets_of
@@ -106,7 +106,7 @@ def test_a_size_that_comes_often_gets_a_plan(monkeypatch):
 @pytest.mark.parametrize(("name", "value"), [("free_host_bytes", lambda: 2**10), ("HAS_FILES", False)])
 def test_sizes_are_captured_where_nothing_can_be_put_aside(monkeypatch, name, value):
     budget = budget_of(60)
-    monkeypatch.setattr(unplanned, name, value)
+    monkeypatch.setattr(aside_room, name, value)
     assert "aside" not in ways(hiremate(Net(), budget, verbose=False))
 
 

@@ -95,7 +95,8 @@ def begin(solver: SlowSolver):
 
 
 def background_of(model):
-    return session_of(model).planned.maker._background
+    history = session_of(model).planned.history
+    return {kind.graphs: kind.background for kind in history if kind.background is not None}
 
 
 def plans_of(model):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.capturing import backend
 from hiremate_lightning.garbage import collecting_what_it_leaves
-from hiremate_lightning.sessions import first_steps, steps, watching
+from hiremate_lightning.sessions import first_steps, step_watch, watching
 from hiremate_lightning.sessions.targets import targets_of
 
 from .exact import simple_loop, train_both
@@ -83,8 +83,8 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def peaks_of(model: nn.Module, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Train on, each step measured; give the peaks."""
     records = []
-    measure = steps.StepRecord
-    monkeypatch.setattr(steps, "StepRecord", lambda *a: (records.append(measure(*a)), records[-1])[1])
+    measure = step_watch.StepRecord
+    monkeypatch.setattr(step_watch, "StepRecord", lambda *a: (records.append(measure(*a)), records[-1])[1])
     monkeypatch.setattr(watching.WatchPolicy, "step_begins", lambda *_: MEASURED)
     for length in lengths:
         step(model, length)
@@ -127,7 +127,7 @@ def test_all_programs_of_a_step_are_of_one_plan(monkeypatch):
         step(model, length)
         chosen += targets_of(model).session.steps.current.forwards
     assert len(chosen) == 8
-    assert all(forward.is_planned for forward in chosen)
+    assert all(forward.way.is_planned for forward in chosen)
     for one, other in zip(chosen[:3], chosen[4:7], strict=True):
         rows = [f.program.schedule.decisions(f.captured.graph) for f in (one, other)]
         assert rows[0] == rows[1]

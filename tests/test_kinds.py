@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.sessions.kinds import CERTAIN, Kinds, Order
+from hiremate_lightning.sessions.history import CERTAIN, History, Order
 
 from .exact import quiet
 
@@ -16,34 +16,62 @@ CRITIC, GENERATOR = (0,), (1, 2)
 PLAN = object()  # whatever it says
 
 
-def run(kinds, kind):
-    kinds.ended(kind, (0, 0), is_by_plans=False)
+def run(history, graphs):
+    history.ended(history[graphs], (0, 0), is_by_plans=False)
+
+
+def likely(history):
+    return history.likely(history.foresee((0, 0))).graphs
+
+
+def all_likely(history):
+    return {kind.graphs for kind in history.all_likely(history.foresee((0, 0)))}
 
 
 def alternating():
     """Two kinds that have come in turns; each was planned when the next step began."""
-    kinds = Kinds()
-    run(kinds, CRITIC)
-    kinds.install(CRITIC, PLAN, {})
-    run(kinds, GENERATOR)
-    kinds.install(GENERATOR, PLAN, {})
-    run(kinds, CRITIC)
-    return kinds
+    history = History()
+    run(history, CRITIC)
+    history.install(history[CRITIC], PLAN, {})
+    run(history, GENERATOR)
+    history.install(history[GENERATOR], PLAN, {})
+    run(history, CRITIC)
+    return history
 
 
 def test_kinds_that_come_in_turns_are_foreseen_as_soon_as_both_are_planned():
-    kinds = alternating()
-    assert kinds.likely(kinds.foresee((0, 0))) == GENERATOR
-    run(kinds, GENERATOR)
-    assert kinds.likely(kinds.foresee((0, 0))) == CRITIC
+    history = alternating()
+    assert likely(history) == GENERATOR
+    run(history, GENERATOR)
+    assert likely(history) == CRITIC
 
 
 def test_replanning_as_a_step_begins_keeps_the_order_of_kinds():
-    kinds = alternating()
-    run(kinds, GENERATOR)
-    kinds.install(CRITIC, PLAN, {})
-    run(kinds, CRITIC)
-    assert kinds.likely(kinds.foresee((0, 0))) == GENERATOR
+    history = alternating()
+    run(history, GENERATOR)
+    history.install(history[CRITIC], PLAN, {})
+    run(history, CRITIC)
+    assert likely(history) == GENERATOR
+
+
+def test_a_kind_that_is_dropped_has_no_plan_and_keeps_its_counts():
+    history = alternating()
+    history.drop(history[CRITIC])
+    assert [kind.graphs for kind in history.planned] == [*history.plans] == [GENERATOR]
+    assert history.latest is None
+    assert history[CRITIC].sights.count == 2
+
+
+def test_what_is_cleared_keeps_what_was_counted_beside_the_plan():
+    history = alternating()
+    critic = history[CRITIC]
+    critic.watched.steps, critic.before = 5, {frozenset(): PLAN}
+    history.clear()
+    assert history[CRITIC] is critic
+    assert (critic.plan, critic.sights.count, critic.watched.steps) == (None, 0, 5)
+    assert critic.before
+    assert not history.planned
+    assert not history.foresee((0, 0))
 
 
 def test_a_cycle_of_kinds_is_foreseen_when_it_has_come_twice():
@@ -75,12 +103,12 @@ def test_an_order_is_certain_after_many_foreseen_steps():
 
 
 def test_a_certain_order_tells_confused_kinds_apart():
-    kinds = alternating()
-    kinds.confuse(CRITIC, GENERATOR)
-    assert kinds.all_likely(kinds.foresee((0, 0))) == {CRITIC, GENERATOR}
+    history = alternating()
+    history.confuse(history[CRITIC], history[GENERATOR])
+    assert all_likely(history) == {CRITIC, GENERATOR}
     for index in range(2 * CERTAIN):
-        run(kinds, CRITIC if index % 2 else GENERATOR)
-    assert kinds.all_likely(kinds.foresee((0, 0))) == {GENERATOR}
+        run(history, CRITIC if index % 2 else GENERATOR)
+    assert all_likely(history) == {GENERATOR}
 
 
 def train_in_turns(model, optimizers, index):

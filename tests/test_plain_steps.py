@@ -13,23 +13,23 @@ from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.records.graph import StorageKind
 from hiremate_lightning.records.resizing import Sample
 from hiremate_lightning.records.ways import Way
+from hiremate_lightning.sessions.given import ModuleCall
 from hiremate_lightning.sessions.plain_steps import (
     NEAR,
     ROUNDING,
     TRIES,
     UNMEASURED_RATIO,
     UNMEASURED_WAY_RATIO,
-    CapturedStep,
-    ModuleCall,
     PlainSteps,
 )
+from hiremate_lightning.sessions.step_kind import CapturedStep, StepKind
 from hiremate_lightning.sessions.targets import targets_of
 
 from .exact import simple_loop, train_both
 from .tiny import Builder
 
 WIDTH = 32
-KIND, OTHER = (0,), (1,)
+KIND, OTHER = StepKind((0,)), StepKind((1,))
 CHANNELS = 7  # of the tensor that a step keeps: a number of the model
 
 
@@ -42,7 +42,7 @@ def bytes_at(rows: int, length: int) -> int:
 
 
 def captured(
-    rows: int, length: int, code: tuple[int, ...] = KIND, times: int = 1, margin_bytes: int = 0, width: int = 8
+    rows: int, length: int, code: StepKind = KIND, times: int = 1, margin_bytes: int = 0, width: int = 8
 ) -> CapturedStep:
     """A step that keeps one tensor of its rows, its length and channels, in a module that may be called twice."""
     b = Builder()
@@ -59,10 +59,11 @@ def captured(
 
 
 def known(*steps: CapturedStep) -> PlainSteps:
-    """Make predictions from captured steps, of the kinds (0,), (1,) and so on."""
-    plain = PlainSteps()
-    for number, step in enumerate(steps):
-        plain.learn((number,), step)
+    """Make predictions from captured steps: one of KIND, one of OTHER, and more."""
+    plain, more = PlainSteps(), (StepKind((number,)) for number in range(2, len(steps)))
+    KIND.captured = OTHER.captured = None
+    for kind, step in zip((KIND, OTHER, *more), steps, strict=False):
+        plain.learn(kind, step)
     return plain
 
 
@@ -96,7 +97,7 @@ def test_the_first_way_that_fits_is_chosen():
 def test_steps_without_a_plan_are_read_again_once_second_calls_are_known():
     larger, twice = captured(4, 200), dict[str, list[list[int]]]()
     plain = known(captured(4, 100))
-    plain.learn_foreseen(replace(larger, read=lambda: (larger.known[0], dict(twice))))
+    plain.learn_foreseen(replace(larger, read=lambda: (larger.sample[0], dict(twice))))
     found = [plain._codes_called((call(4, 60),), KIND)[0]._twice]
     twice["module"] = [[0]]
     plain.read_again()
@@ -117,8 +118,11 @@ def test_other_code_that_may_come_counts_too():
 
 def test_kinds_called_like_a_step_are_found_by_its_first_calls():
     plain = known(captured(4, 100), captured(4, 60))
-    assert plain.called_like([call(4, 60)], [KIND, OTHER]) == [OTHER]
-    assert plain.called_like([call(4, 60)], [KIND]) == []
+    KIND.plan = OTHER.plan = None
+    assert plain.called_like([call(4, 60)]) == []
+    OTHER.plan = object()
+    assert plain.called_like([call(4, 60)]) == [OTHER]
+    assert plain.called_like([call(4, 100)]) == []
 
 
 def added(plain: PlainSteps, length: int) -> int:

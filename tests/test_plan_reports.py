@@ -15,11 +15,16 @@ from hiremate_lightning import hiremate
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.reporting.report import Reporter
 from hiremate_lightning.sessions.plan_reports import PlanReports
+from hiremate_lightning.sessions.step_kind import StepKind
 
 from .test_report import blocks_plan
 
-KIND = (0,)
 STATE = ("optimizer state", 2**18)
+
+
+@pytest.fixture
+def kind() -> StepKind:
+    return StepKind((0,))
 
 
 @pytest.fixture
@@ -43,42 +48,42 @@ def measured(plan: Plan, peak_bytes: int) -> Plan:
     return plan.with_measured(peak_bytes=peak_bytes, step_ms=10.0, recompute_ms=1.0)
 
 
-def test_a_measurement_is_said_once(reports: PlanReports, console: Console):
+def test_a_measurement_is_said_once(reports: PlanReports, console: Console, kind: StepKind):
     plan = blocks_plan(2)
     for peak_bytes in (1000, 1001):
-        reports.measured(KIND, measured(plan, peak_bytes))
+        reports.measured(kind, measured(plan, peak_bytes))
     assert len(said(console)) == 1
 
 
-def test_a_measurement_above_the_budget_is_said_again(reports: PlanReports, console: Console):
+def test_a_measurement_above_the_budget_is_said_again(reports: PlanReports, console: Console, kind: StepKind):
     plan = blocks_plan(2)
     for peak_bytes in (1000, plan.budget_bytes + 1, plan.budget_bytes + 2):
-        reports.measured(KIND, measured(plan, peak_bytes))
+        reports.measured(kind, measured(plan, peak_bytes))
     assert [("OVER the budget" in line) for line in said(console)] == [False, True]
 
 
-def test_a_new_plan_is_measured_anew(reports: PlanReports, console: Console):
+def test_a_new_plan_is_measured_anew(reports: PlanReports, console: Console, kind: StepKind):
     for plan in (blocks_plan(2), blocks_plan(4)):
-        reports.measured(KIND, measured(plan, 1000))
+        reports.measured(kind, measured(plan, 1000))
     assert len(said(console)) == 2
 
 
-def test_a_budget_that_changes_comes_with_its_reason(reports: PlanReports, console: Console):
+def test_a_budget_that_changes_comes_with_its_reason(reports: PlanReports, console: Console, kind: StepKind):
     plan = blocks_plan(2)
-    reports.planned(KIND, plan)
+    reports.planned(kind, plan)
     said(console)
     more = plan.changed(budget_bytes=plan.budget_bytes + STATE[1], resident_parts=(*plan.resident_parts, STATE))
     for _ in range(2):
-        reports.kept(KIND, more)
+        reports.kept(kind, more)
     (line,) = said(console)
     assert line.startswith("HiRemate plan of GPT: budget ")
     assert line.endswith(", since 256 KiB of optimizer state came, and a share is of what a step adds to that")
 
 
-def test_a_plan_that_is_made_again_comes_with_its_reason(reports: PlanReports, console: Console):
+def test_a_plan_that_is_made_again_comes_with_its_reason(reports: PlanReports, console: Console, kind: StepKind):
     plan = blocks_plan(2)
-    reports.planned(KIND, plan)
-    reports.planned(KIND, plan.changed(resident_parts=(*plan.resident_parts, STATE)))
+    reports.planned(kind, plan)
+    reports.planned(kind, plan.changed(resident_parts=(*plan.resident_parts, STATE)))
     assert said(console)[1] == "HiRemate plan of GPT is made again, since 256 KiB of optimizer state came"
 
 

@@ -71,7 +71,7 @@ def train(make: Callable[[], nn.Module], is_planned: bool, **options: Any) -> tu
         torch.manual_seed(2)
         log = simple_loop(rows, steps=3)(module)
     targets = targets_of(module)
-    words = targets.session.prover.words() if targets is not None else ""
+    words = targets.session.proofs.words() if targets is not None else ""
     return log, words, [str(w.message) for w in caught if issubclass(w.category, HiRemateWarning)]
 
 
@@ -224,7 +224,7 @@ def test_a_proof_keeps_the_first_step_within_its_budget(monkeypatch, share):
     budget = resident + int(share * added)
     hiremate(module, budget, verbose=False)
     peaks.append(measure_peak(lambda: module(batch).sum().backward()))
-    assert targets_of(module).session.prover.words() == "forward 1 of 1 graph, gradients 1 of 1"
+    assert targets_of(module).session.proofs.words() == "forward 1 of 1 graph, gradients 1 of 1"
     assert len(peaks) == 4  # without gradients, in segments, as captured; and the step itself
     assert resident + max(peaks) <= budget, f"{peaks} beside {resident:,} of {budget:,} bytes"
 
@@ -244,7 +244,7 @@ def test_code_that_takes_gradients_by_itself_is_proved():
 
     module = hiremate(Penalty(), "70%", verbose=False)
     module(torch.randn(2048, 64)).backward()
-    words = targets_of(module).session.prover.words()
+    words = targets_of(module).session.proofs.words()
     assert re.fullmatch(r"forward (\d) of \1 graphs?, gradients (\d) of \2", words), words
 
 
@@ -262,7 +262,7 @@ def test_code_inside_of_vmap_is_proved_segment_by_segment():
 
     found = hiremate(make(), "60%", verbose=False)
     assert not differing(act(found), act(make()))
-    assert targets_of(found).session.prover.words() == "forward 1 of 1 graph, gradients 1 of 1"
+    assert targets_of(found).session.proofs.words() == "forward 1 of 1 graph, gradients 1 of 1"
 
 
 def test_wrong_gradients_are_seen_where_no_plain_backward_fits(monkeypatch):

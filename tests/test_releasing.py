@@ -11,11 +11,11 @@ from torch import nn
 from hiremate_lightning import hiremate
 from hiremate_lightning.sessions import releasing
 from hiremate_lightning.sessions.releasing import SAMPLES, SETTLED_STEPS, Releases
+from hiremate_lightning.sessions.step_kind import StepKind
 from hiremate_lightning.sessions.targets import targets_of
 
 from .exact import differing, leave_behind, quiet
 
-KIND = (0,)
 DECIDED = SETTLED_STEPS + 2 * SAMPLES - 1  # steps until it is decided
 
 
@@ -29,42 +29,47 @@ class Clock:
         return self.now_s
 
 
-def run(releases: Releases, clock: Clock, planned_s: float, steps: int) -> list[bool]:
+@pytest.fixture
+def kind() -> StepKind:
+    return StepKind((0,))
+
+
+def run(releases: Releases, kind: StepKind, clock: Clock, planned_s: float, steps: int) -> list[bool]:
     """Run steps that take a second plainly; list which ones ran plain."""
     found, timing = [], None
     for _ in range(steps):
         if timing is not None:
             releases.next_begins(timing)
-        is_plain = releases.runs_plain(KIND)
-        timing = releases.step_begins(KIND, is_plain, is_watched=False)
+        is_plain = releases.runs_plain(kind)
+        timing = releases.step_begins(kind, is_plain, is_watched=False)
         clock.now_s += 1.0 if is_plain else planned_s
         found.append(is_plain)
     return found
 
 
 @pytest.mark.parametrize(("planned_s", "is_released"), [(1.5, True), (1.1, False), (0.9, False)])
-def test_a_kind_with_a_slower_plan_is_given_back_once(planned_s, is_released):
+def test_a_kind_with_a_slower_plan_is_given_back_once(planned_s, is_released, kind):
     clock = Clock()
-    found = run(Releases(clock), clock, planned_s, DECIDED + 20)
+    found = run(Releases(clock), kind, clock, planned_s, DECIDED + 20)
     assert not any(found[:SETTLED_STEPS])
     assert sum(found[:DECIDED]) == SAMPLES, "both ways in turns"
     assert found[DECIDED:] == [is_released] * 20
 
 
-def test_a_kind_that_does_not_fit_without_its_plan_keeps_it():
+def test_a_kind_that_does_not_fit_without_its_plan_keeps_it(kind):
     clock = Clock()
     releases = Releases(clock)
-    run(releases, clock, 2.0, SETTLED_STEPS + 2)
-    releases.keep(KIND)
-    assert not any(run(releases, clock, 2.0, 30))
+    run(releases, kind, clock, 2.0, SETTLED_STEPS + 2)
+    releases.keep(kind)
+    assert not any(run(releases, kind, clock, 2.0, 30))
 
 
-def test_watched_steps_are_not_timed():
+def test_watched_steps_are_not_timed(kind):
     clock = Clock()
     releases = Releases(clock)
     for _ in range(50):
-        assert releases.step_begins(KIND, is_plain=False, is_watched=True) is None
-    assert not releases.runs_plain(KIND)
+        assert releases.step_begins(kind, is_plain=False, is_watched=True) is None
+    assert not releases.runs_plain(kind)
 
 
 def make() -> nn.Module:
@@ -77,12 +82,15 @@ def make() -> nn.Module:
 def test_a_plan_that_does_not_fit_stays_where_a_plain_step_takes_more():
     """Until a plain step has shown its peak, each is measured; of one that never shows it nothing is known."""
     for peaks, is_kept in (([None, 101], False), ([None, 102], True), ([None] * 4, True)):
-        releases = Releases(Clock())
+        releases, kind = Releases(Clock()), StepKind((0,))
         for peak_bytes in peaks:
-            assert releases.is_to_be_measured(KIND)
-            releases.measured(KIND, peak_bytes, 100)
-        assert releases.is_to_be_measured(KIND) == is_kept
-        assert (releases.runs_plain(KIND), run(releases, Clock(), 2.0, SETTLED_STEPS + 1)[-1]) == (False, not is_kept)
+            assert releases.is_to_be_measured(kind)
+            releases.measured(kind, peak_bytes, 100)
+        assert releases.is_to_be_measured(kind) == is_kept
+        assert (releases.runs_plain(kind), run(releases, kind, Clock(), 2.0, SETTLED_STEPS + 1)[-1]) == (
+            False,
+            not is_kept,
+        )
 
 
 @pytest.mark.parametrize(

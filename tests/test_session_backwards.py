@@ -177,7 +177,7 @@ def test_a_late_second_backward_does_not_cut_the_next_step_short():
     with recorded():
         output.sum().backward()
         (model(batch(1)) * model(batch(2))).sum().backward()
-    assert session.steps.current.kind == (0, 0)
+    assert session.steps.current.graphs == (0, 0)
 
 
 def test_a_forward_without_a_backward_leaks_nothing():

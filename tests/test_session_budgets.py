@@ -250,12 +250,12 @@ def test_the_least_memory_is_announced_again_as_it_grows():
             step(model, index)
         life = targets_of(model).session
         ((kind, plan),) = life.plans.items()
-        resident = life.planned.kinds[kind].known.resident
+        resident = life.planned.history[kind].recorded.resident
         more = replace(resident, size_bytes=resident.size_bytes + 2**20)
-        life.planned.adapt(kind, more)  # an optimizer's state has appeared, say
-        life.planned.adapt(kind, more)
+        life.planned.adapt(life.planned.history[kind], more)  # an optimizer's state has appeared, say
+        life.planned.adapt(life.planned.history[kind], more)
         for added in (2**21, 2**20):  # outside code takes more than at first
-            life.planned.peak_measured(kind, plan.planned_peak_bytes + added, more)
+            life.planned.peak_measured(life.planned.history[kind], plan.planned_peak_bytes + added, more)
     found = [text.rsplit(" found, ")[1] for text in said if "Nothing fits" in text]
     assert found == [f"{format_bytes(plan.planned_peak_bytes + added)}." for added in (0, 2**20, 2**21)]
 
@@ -309,10 +309,8 @@ def test_an_out_of_memory_error_says_what_was_planned(steps_before, monkeypatch)
 
     if steps_before:
         session = session_of(model)
-        kinds = session.planned.kinds
-        for kind in kinds.plans:
-            programs = kinds[kind].programs.items()
-            kinds.change(kind, programs={place: replace(p, backward=run_out(p)) for place, p in programs})
+        for kind in session.planned.history.planned:
+            kind.programs = {place: replace(p, backward=run_out(p)) for place, p in kind.programs.items()}
     else:
         monkeypatch.setattr(TimedRun, "_run", lambda *arguments, **options: run_out(None)(arguments))
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:

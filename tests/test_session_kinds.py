@@ -10,7 +10,7 @@ from torch import nn
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.sessions import first_steps, known, steps
+from hiremate_lightning.sessions import first_steps, recorded_step, step_watch
 from hiremate_lightning.sessions.targets import targets_of
 
 from .life import (
@@ -41,10 +41,10 @@ def test_another_input_shape_gets_a_plan_of_its_own():
 
 
 def test_new_batch_sizes_do_not_merge_a_plan_again(monkeypatch):
-    model, merged, merge = warm_up(planned(), steps=3, rows=MANY), [], known.merge
+    model, merged, merge = warm_up(planned(), steps=3, rows=MANY), [], recorded_step.merge
     for index in range(6):
         if index == 2:  # the first two of these sizes are captured
-            monkeypatch.setattr(known, "merge", lambda *arguments: (merged.append(1), merge(*arguments))[1])
+            monkeypatch.setattr(recorded_step, "merge", lambda *arguments: (merged.append(1), merge(*arguments))[1])
         step(model, index, rows=MANY // (2 + index))
     assert session_of(model).is_plain
     assert not merged
@@ -137,9 +137,9 @@ def test_other_sizes_are_measured_less_and_less_often(monkeypatch):
     model = warm_up(planned(), steps=4, rows=MANY)
     budget = get_plan(model).budget_bytes
     model, measured = planned(budget), []
-    measure = steps.StepRecord
+    measure = step_watch.StepRecord
     monkeypatch.setattr(
-        steps, "StepRecord", lambda *a: (measured.append(session_of(model).steps.count), measure(*a))[1]
+        step_watch, "StepRecord", lambda *a: (measured.append(session_of(model).steps.count), measure(*a))[1]
     )
     warm_up(model, steps=2, rows=MANY)
     for index in range(4):
@@ -158,9 +158,9 @@ def test_other_sizes_are_measured_less_and_less_often(monkeypatch):
 
 def test_an_epoch_is_not_measured_for_its_last_batch(monkeypatch):
     model, measured = warm_up(planned("90%"), steps=4), []
-    measure = steps.StepRecord
+    measure = step_watch.StepRecord
     monkeypatch.setattr(
-        steps, "StepRecord", lambda *a: (measured.append(session_of(model).steps.count), measure(*a))[1]
+        step_watch, "StepRecord", lambda *a: (measured.append(session_of(model).steps.count), measure(*a))[1]
     )
     for _ in range(2):  # the first one runs by the plan there is
         warm_up(model, steps=5)
@@ -179,11 +179,13 @@ def test_a_first_step_above_its_budget_is_announced_once():
         for index in range(3):
             step(model, index)
         planned_kinds = targets_of(model).session.planned
-        ((kind, plan),) = planned_kinds.plans.items()
-        planned_kinds.see_first(kind, plan.budget_bytes + 2**20)
-        planned_kinds.kinds.install((*kind, 1), plan, {})
+        history = planned_kinds.history
+        (kind,) = history.planned
+        planned_kinds.see_first(kind, kind.plan.budget_bytes + 2**20)
+        other = history[(*kind.graphs, 1)]
+        history.install(other, kind.plan, {})
         for excess in (2**10, 2**20, 2**21):
-            planned_kinds.see_first((*kind, 1), plan.budget_bytes + excess)
+            planned_kinds.see_first(other, kind.plan.budget_bytes + excess)
     (text,) = said
     assert "The first step of another kind took" in text
     assert "1.00 MiB above its budget, since it had no plan yet" in text
@@ -248,4 +250,4 @@ def test_a_peak_is_compared_with_what_existed_before_its_step(budget):
         for index in range(12):
             step(model, index, ROWS - 8 if index % 4 == 3 else ROWS)  # the last batch of each epoch is smaller
     assert not said
-    assert all(known.margin_bytes == 0 for known in session_of(model).planned.kinds.known.values())
+    assert all(kind.recorded.margin_bytes == 0 for kind in session_of(model).planned.history.recorded)

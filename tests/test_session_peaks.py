@@ -197,17 +197,17 @@ def test_a_plan_is_corrected_three_times_at_most():
         step(model, index)
     life = targets_of(model).session
     ((kind, plan),) = life.plans.items()
-    resident = life.planned.kinds[kind].known.resident
+    resident = life.planned.history[kind].recorded.resident
     for correction in range(1, deciding.CORRECTIONS + 1):
         peak_bytes = plan.budget_bytes + 1000  # what runs outside takes more, whatever is planned
-        life.planned.peak_measured(kind, peak_bytes, resident)
+        life.planned.peak_measured(life.planned.history[kind], peak_bytes, resident)
         margin_bytes = plan.budget_bytes + 1000 - plan.planned_peak_bytes
-        assert life.planned.kinds[kind].known.margin_bytes == margin_bytes
-        assert life.planned.kinds[kind].known.corrections == correction
+        assert life.planned.history[kind].recorded.margin_bytes == margin_bytes
+        assert life.planned.history[kind].recorded.corrections == correction
         plan = life.plans[kind]
         assert plan.planned_peak_bytes <= plan.budget_bytes - margin_bytes
     with pytest.warns(HiRemateWarning, match="after planning with a margin"):
-        life.planned.peak_measured(kind, plan.budget_bytes + 1000, resident)
+        life.planned.peak_measured(life.planned.history[kind], plan.budget_bytes + 1000, resident)
     assert life.plans[kind].planned_peak_bytes == plan.planned_peak_bytes
 
 
@@ -217,10 +217,10 @@ def test_a_margin_that_no_plan_leaves_stops_nothing():
         step(model, index)
     life = targets_of(model).session
     ((kind, plan),) = life.plans.items()
-    resident = life.planned.kinds[kind].known.resident
+    resident = life.planned.history[kind].recorded.resident
     with pytest.warns(HiRemateWarning, match="no plan leaves that margin: the plan stays"):
-        life.planned.peak_measured(kind, 2 * plan.budget_bytes, resident)
-    life.planned.adapt(kind, replace(resident, size_bytes=resident.size_bytes - 1024))
+        life.planned.peak_measured(life.planned.history[kind], 2 * plan.budget_bytes, resident)
+    life.planned.adapt(life.planned.history[kind], replace(resident, size_bytes=resident.size_bytes - 1024))
     assert life.plans[kind].solution == plan.solution
 
 

@@ -60,7 +60,7 @@ class Rank:
     def __init__(self, rank: int, store: Store, patience_s: float = 60.0, solver: str = "portfolio"):
         self.solved = 0
         self._solver = solver
-        self.solve = SharedSolving(self._count, store, rank, 2, patience_s)
+        self.solve = SharedSolving(self._count, (store, rank, 2), patience_s)
 
     def _count(self, problem: Problem) -> Solution:
         self.solved += 1
@@ -207,7 +207,7 @@ def test_ranks_agree_again_after_one_of_them_planned_alone(store, rank):
 
 
 def test_a_rank_that_plans_a_step_again_waits_less(ranks, store):
-    own = SharedSolving(get_strategy("none"), store, 0, 2, 60.0, patience_again_s=0.0)
+    own = SharedSolving(get_strategy("none"), (store, 0, 2), 60.0, patience_again_s=0.0)
     together(lambda: own(own.agree(problem())), lambda: ranks[1].plan(problem()))
     start = time.perf_counter()
 
@@ -229,7 +229,7 @@ def test_rank_zero_that_fails_lets_the_others_go_at_once(store):
     def fail(_):
         raise KeyError("no")
 
-    first, second = SharedSolving(fail, store, 0, 2, 60.0), Rank(1, store)
+    first, second = SharedSolving(fail, (store, 0, 2), 60.0), Rank(1, store)
 
     def solve_first():
         with pytest.raises(KeyError):
@@ -244,7 +244,7 @@ def test_decisions_that_are_no_schedule_here_are_not_run(store):
     def wrong(_):
         return Solution("portfolio", Status.OPTIMAL, ((0,) * 3,))
 
-    first, second = SharedSolving(wrong, store, 0, 2, 60.0), Rank(1, store)
+    first, second = SharedSolving(wrong, (store, 0, 2), 60.0), Rank(1, store)
 
     together(lambda: first(first.agree(problem())), lambda: second.plan(problem()))
 
@@ -271,7 +271,7 @@ def test_ranks_that_train_other_models_are_not_waited_for(store):
     for rank, model in enumerate(("first stage", "second stage")):
         announce((store, rank, 2), model)
     solve = [
-        SharedSolving(get_strategy("portfolio"), store, rank, 2, 60.0, model=f"{name} stage")
+        SharedSolving(get_strategy("portfolio"), (store, rank, 2), 60.0, model=f"{name} stage")
         for rank, name in enumerate(("first", "second"))
     ]
 
@@ -286,7 +286,7 @@ def test_the_first_rank_of_those_that_train_a_model_solves(store):
     """Ranks 1 and 2 of three: rank 0 trains something else, and answers nobody."""
     for rank, model in enumerate(("first", "second", "second")):
         announce((store, rank, 3), model)
-    solve = [SharedSolving(get_strategy("portfolio"), store, rank, 3, 60.0, model="second") for rank in (1, 2)]
+    solve = [SharedSolving(get_strategy("portfolio"), (store, rank, 3), 60.0, model="second") for rank in (1, 2)]
 
     found = together(*(lambda s=s: s(agreed(problem(), s)) for s in solve))
     assert found[1].stopped_by == "rank 1 solved" != found[0].stopped_by
@@ -297,7 +297,7 @@ def test_a_rank_that_called_its_model_otherwise_plans_alone(store):
     """The names of models are made of their parameters, which code of others may change."""
     for rank in range(2):
         announce((store, rank, 2), "before")
-    solve = SharedSolving(get_strategy("portfolio"), store, 1, 2, 60.0, model="after")
+    solve = SharedSolving(get_strategy("portfolio"), (store, 1, 2), 60.0, model="after")
 
     own = problem(LESS)
     assert agreed(own, solve).budget_bytes == own.budget_bytes

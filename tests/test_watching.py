@@ -8,14 +8,14 @@ from itertools import cycle, islice, pairwise
 
 import pytest
 
-from hiremate_lightning.sessions.kinds import Order, PlanState
+from hiremate_lightning.sessions.history import History, Order
+from hiremate_lightning.sessions.step_kind import PlanState, Reason
 from hiremate_lightning.sessions.watching import (
     FREE_TO_PLAN,
     MEASURED,
     SHARE,
     STEPS,
     Expected,
-    Reason,
     Saw,
     Watch,
     WatchPolicy,
@@ -42,7 +42,7 @@ class Training:
     ) -> None:
         self.clock = Clock()
         self.policy = WatchPolicy(self.clock)
-        self.order = Order()
+        self.history, self.order = History(), Order()
         self.planned: dict[tuple[int, ...], tuple[bool, bool]] = {}  # whether the peak was measured, and the time
         self.seconds: list[tuple[float, float]] = []  # of each step, and those of watching it
         self.measured = 0
@@ -63,14 +63,15 @@ class Training:
         extra_s = self._extra_s[watch]
         self.clock.now_s += 1.0 + extra_s
         self.seconds.append((1.0, extra_s))
-        self.policy.step_ended(look, kind, self._learn(kind, watch))
+        self.policy.step_ended(look, self.history[kind], self._learn(kind, watch))
         self.order.note(kind, size_bytes)
         return watch
 
     def _expect(self, kind: tuple[int, ...] | None, size_bytes: int, foreseen: tuple[int, ...] | None) -> Expected:
         has_peak, has_time = self.planned.get(kind, (False, False))
         status = PlanState.PLANNED if not has_peak else PlanState.TIMED if has_time else PlanState.MEASURED
-        return Expected(kind, foreseen, size_bytes, status, may_grow=self._may_grow)
+        seen = (graphs and self.history[graphs] for graphs in (kind, foreseen))
+        return Expected(*seen, size_bytes, status, may_grow=self._may_grow)
 
     def _learn(self, kind: tuple[int, ...], watch: Watch) -> Saw:
         sees_frees = self._sees_frees or self._was_measured
@@ -78,15 +79,15 @@ class Training:
         has_peak, has_time = self.planned.get(kind, (False, False))
         if watch not in MEASURED:
             if kind not in self.planned:
-                self.policy.missed(kind)
+                self.policy.missed(self.history[kind])
             elif watch is Watch.TIME and has_peak:
                 self.planned[kind] = True, True
             return Saw.NOTHING
         self.measured += 1
         if kind not in self.planned:
             self.planned[kind] = False, False
-            self.policy.found(kind)
-            self.policy.planned(kind)
+            self.policy.found(self.history[kind])
+            self.policy.planned(self.history[kind])
             return Saw.NOTHING
         if not sees_frees:
             return Saw.NO_FREES
@@ -98,6 +99,12 @@ def worst_share(seconds: list[tuple[float, float]]) -> float:
     """Return the largest share of the time of any 500 steps that was taken by watching them."""
     windows = (seconds[start : start + STEPS] for start in range(0, len(seconds) - STEPS + 1, 10))
     return max(sum(extra for _, extra in window) / sum(map(sum, window)) for window in windows)
+
+
+def among(history: History, expected: Expected) -> Expected:
+    """Return what is expected of a step with the kinds of a history, in place of their graphs."""
+    kind, foreseen = (graphs and history[graphs] for graphs in (expected.kind, expected.foreseen))
+    return replace(expected, kind=kind, foreseen=foreseen)
 
 
 @pytest.mark.parametrize(
@@ -114,11 +121,12 @@ def worst_share(seconds: list[tuple[float, float]]) -> float:
     ],
 )
 def test_each_step_has_its_reason_to_be_watched(expected, reason):
-    policy = WatchPolicy(Clock())
+    policy, history = WatchPolicy(Clock()), History()
+    expected = among(history, expected)
     for _ in range(8):
-        look = policy.step_begins(Expected(KIND, KIND, SIZE, status=PlanState.TIMED))
-        policy.step_ended(look, KIND)
-    policy.missed(OTHER)
+        look = policy.step_begins(among(history, Expected(KIND, KIND, SIZE, status=PlanState.TIMED)))
+        policy.step_ended(look, history[KIND])
+    policy.missed(history[OTHER])
     assert policy.reason(expected) is reason
     assert policy.reason(expected) is reason, "a query changes nothing"
     is_timed = reason is Reason.TIME
@@ -154,7 +162,7 @@ def test_plans_made_anew_after_the_first_steps_are_measured_within_one_percent()
         training.step(KIND)
         if index % 100 == 0 and index < 2000:
             training.planned[KIND] = False, False
-            training.policy.planned(KIND)
+            training.policy.planned(training.history[KIND])
     assert worst_share(training.seconds[STEPS:]) <= SHARE
     assert training.planned[KIND] == (True, True)
 
@@ -213,12 +221,12 @@ def test_what_failed_is_not_counted():
 
 
 def test_a_state_with_a_higher_predicted_peak_is_measured_at_its_third_step():
-    policy = WatchPolicy(lambda: 0.0)
-    policy.step_ended(policy.step_begins(Expected(KIND, KIND, SIZE)), KIND, Saw.PEAK)
-    higher = Expected(KIND, KIND, SIZE, status=PlanState.TIMED, is_higher=True)
+    policy, kind = WatchPolicy(lambda: 0.0), History()[KIND]
+    policy.step_ended(policy.step_begins(Expected(kind, kind, SIZE)), kind, Saw.PEAK)
+    higher = Expected(kind, kind, SIZE, status=PlanState.TIMED, is_higher=True)
     found = []
     for _ in range(3):
         look = policy.step_begins(higher)
         found.append(look.watch)
-        policy.step_ended(look, KIND)
+        policy.step_ended(look, kind)
     assert found == [Watch.NOTHING, Watch.NOTHING, Watch.MEASURE]

@@ -38,7 +38,7 @@ from ..reporting.report import calls_for
 from ..running.execution import Part
 from ..sessions import compiled
 from ..sessions.compiled import CompiledSession
-from ..sessions.proving import Proof
+from ..sessions.proofs import Proof
 from ..sessions.session import Session
 from ..sessions.slots import WITH_COMPILE
 from ..sessions.targets import planned_module_with

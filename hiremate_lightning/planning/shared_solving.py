@@ -51,7 +51,10 @@ class Store(Protocol):
         """Add to a number, 0 at first; give the sum."""
 
 
-def shared(strategy: Strategy, group: tuple[Store, int, int] | None, model: str = "") -> Strategy:
+Group = tuple[Store, int, int]  # what ranks share, the rank of this process, and how many there are
+
+
+def shared(strategy: Strategy, group: Group | None, model: str = "") -> Strategy:
     """Wrap a strategy so that it solves once for all ranks that train the same model.
 
     Args:
@@ -59,10 +62,10 @@ def shared(strategy: Strategy, group: tuple[Store, int, int] | None, model: str 
         group: The store that the ranks share, this process's rank, and their number; None for a process on its own.
         model: Names the model: ranks that train others, as stages of a pipeline do, are not waited for.
     """
-    return strategy if group is None else SharedSolving(strategy, *group, PATIENCE_S, PATIENCE_AGAIN_S, model)
+    return strategy if group is None else SharedSolving(strategy, group, PATIENCE_S, PATIENCE_AGAIN_S, model)
 
 
-def announce(group: tuple[Store, int, int] | None, model: str) -> None:
+def announce(group: Group | None, model: str) -> None:
     """Announce to the other ranks which model this one trains: ranks that train another one do not wait for it.
 
     A rank that has told nothing yet is waited for: all of them tell before the first of them plans.
@@ -88,9 +91,7 @@ class SharedSolving:
 
     Args:
         strategy: What solves.
-        store: What the ranks share.
-        rank: Number of this process.
-        world: How many processes there are.
+        group: What the ranks share, the rank of this process, and how many there are.
         patience_s: Seconds to wait until all ranks plan the same step.
         patience_again_s: Seconds to wait until they plan it once more.
         model: Names the model that this rank trains.
@@ -99,17 +100,13 @@ class SharedSolving:
     def __init__(
         self,
         strategy: Strategy,
-        store: Store,
-        rank: int,
-        world: int,
+        group: Group,
         patience_s: float,
         patience_again_s: float | None = None,
         model: str = "",
     ) -> None:
         self._strategy = strategy
-        self._store = store
-        self._rank = rank
-        self._world = world
+        self._store, self._rank, self._world = group
         self._patience_s = patience_s
         self._patience_again_s = patience_s if patience_again_s is None else patience_again_s
         self._model = model

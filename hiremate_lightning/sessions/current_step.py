@@ -9,16 +9,18 @@ from ..capturing.capture import Captured
 from ..measuring.profiling import TimedRun
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
+from ..measuring.resident_memory import ResidentMemory
 from ..records.costs import Profile
 from ..records.step import Decisions
 from ..running.program import Program
-from .kinds import Kind, Start
-from .known import Known
-from .plain_steps import ModuleCall, Prediction
+from .given import ModuleCall
+from .recorded_step import RecordedStep
 from .releasing import Timing
-from .watching import Look
+from .step_kind import GraphNumbers, Start, StepKind
+from .watching import Look, Watch
+from .ways import BY_GRAPHS, AsWritten, ByProgram, Way
 
-Planned = tuple[Known, Decisions]  # a step, and what was decided for it
+DecidedStep = tuple[RecordedStep, Decisions]  # a planned step, and what its plan computes again
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +31,18 @@ class Forward:
         number: Number of the captured graph.
         captured: What runs.
         profile: Its costs.
-        program: The program that runs it.
-        kind: The kind of step whose own plan the program is part of, or would be if the forward had a backward; None
-            where the step began like no planned kind.
-        is_planned: Whether the program comes from a plan, be it of another step.
+        way: How it runs.
     """
 
     number: int
     captured: Captured
     profile: Profile
-    program: Program
-    kind: Kind | None
-    is_planned: bool
+    way: ByProgram
+
+    @property
+    def program(self) -> Program:
+        """The program that runs it."""
+        return self.way.program
 
     @property
     def left_bytes(self) -> int:
@@ -55,11 +57,11 @@ class Followed:
     """What was taken over for the rest of a step.
 
     Attributes:
-        known: The step that it was planned for, at least as large.
+        step: The step that it was planned for, at least as large.
         decisions: For each call.
     """
 
-    known: Known
+    step: RecordedStep
     decisions: tuple[Decisions, ...]
 
 
@@ -75,25 +77,10 @@ class Comparison:
             known.
     """
 
-    alike: list[Planned] = field(default_factory=list)
+    alike: list[DecidedStep] = field(default_factory=list)
     compared: int = 0
     followed: Followed | None = None
-    foreseen: tuple[Known, Known] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PlainRun:
-    """How a step runs as the user wrote it.
-
-    Attributes:
-        prediction: Which of its modules it calls twice, and what it takes then.
-        likely: The kind whose code it is expected to run.
-        released: Its kind, where that has a plan which gains nothing; else None.
-    """
-
-    prediction: Prediction
-    likely: Kind
-    released: Kind | None = None
+    foreseen: tuple[RecordedStep, RecordedStep] | None = None
 
 
 @dataclass(eq=False)
@@ -108,7 +95,7 @@ class CurrentStep:
         has_backward: Whether a backward has begun.
         is_unseen: Whether a part of it was not seen, so that nothing can be learned from it.
         resident: What existed when it began, None where that was not counted.
-        plain: How it runs as the user wrote it; None where it runs captured.
+        way: How it runs.
         expected: The kind by whose plan it begins, None for none.
         look: What is watched in it, None where that was not asked.
         timing: How its whole time is taken, None where it is not.
@@ -124,13 +111,13 @@ class CurrentStep:
 
     size_bytes: int = 0
     waiting: int = 0
-    foreseen: tuple[Kind, ...] = ()
+    foreseen: tuple[StepKind, ...] = ()
     calls: list[ModuleCall] = field(default_factory=list)
     has_backward: bool = False
     is_unseen: bool = False
     resident: Resident | None = None
-    plain: PlainRun | None = None
-    expected: Kind | None = None
+    way: Way = BY_GRAPHS
+    expected: StepKind | None = None
     look: Look | None = None
     timing: Timing | None = None
     record: StepRecord | None = None
@@ -143,10 +130,20 @@ class CurrentStep:
     has_captured: bool = False
 
     @property
+    def plain(self) -> AsWritten | None:
+        """How it runs as the user wrote it; None where it runs captured."""
+        return self.way if isinstance(self.way, AsWritten) else None
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether anything is done in it beside running it."""
+        return self.look is not None and self.look.watch is not Watch.NOTHING
+
+    @property
     def is_usual(self) -> bool:
         """Whether nothing was watched, counted or captured in it: its time is that of others like it."""
-        is_watched = self.resident is not None or self.record is not None or self.timed is not None
-        return not is_watched and not self.has_captured
+        is_measured = self.resident is not None or self.record is not None or self.timed is not None
+        return not is_measured and not self.has_captured
 
     @property
     def start(self) -> Start:
@@ -159,9 +156,13 @@ class CurrentStep:
         return self.has_backward or self.is_unseen
 
     @property
-    def kind(self) -> Kind:
-        """The numbers of the captured graphs that have run forward."""
+    def graphs(self) -> GraphNumbers:
+        """The captured graphs that have run forward, by number."""
         return tuple(forward.number for forward in self.forwards)
+
+    def resident_in(self, memory: ResidentMemory) -> Resident:
+        """Return what existed when it began; where that was not counted, what exists now."""
+        return self.resident or memory.count(())
 
     @property
     def live_bytes(self) -> int:
@@ -173,15 +174,15 @@ class CurrentStep:
         self.is_replanned = self.is_replanned or bool(self.forwards)
         self.comparison.followed = None
 
-    def ran_by(self, own: Collection[Kind]) -> bool:
+    def ran_by(self, kinds: Collection[StepKind]) -> bool:
         """Whether it ran throughout by the plans of these kinds: its own, and those that it is taken for."""
-        chosen = {forward.kind for forward in self.forwards}
-        return bool(chosen) and chosen <= set(own) and not self.is_replanned
+        chosen = {forward.way.kind for forward in self.forwards}
+        return bool(chosen) and chosen <= set(kinds) and not self.is_replanned
 
     @property
     def is_by_plans(self) -> bool:
         """Whether it ran by plans throughout, be they of other kinds."""
-        return all(forward.is_planned for forward in self.forwards)
+        return all(forward.way.is_planned for forward in self.forwards)
 
     def drop(self) -> None:
         """End its measurement, of which nothing is learned."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..capturing.absent import without_missing
@@ -16,57 +16,49 @@ from ..capturing.capture import Captured
 from ..garbage import collecting_what_it_leaves
 from ..measuring.resident import Resident
 from ..memory.allocator import in_blocks
+from ..memory.free_memory import free_bytes
 from ..planning.planner import FirstSolution, fastest_that_fits, first_solution
 from ..records.costs import Profile, step_time_ms
 from ..records.graph import Graph
 from ..records.scaling import is_no_larger
 from ..records.schedule import Schedule, keep_all, lower
 from ..records.step import Call, Decisions, merge
-from ..reporting.report import Stages
 from ..running.execution import Part
 from ..running.program import Program, build
 from ..torch_private import runtime
-from .current_step import CurrentStep, Followed, Forward, Planned
-from .kinds import Kind, Kinds
-from .known import Known
-from .parts import Parts
+from .current_step import CurrentStep, DecidedStep, Followed, Forward
 from .plan_maker import PlanMaker
+from .planned_model import PlannedModel
+from .recorded_step import RecordedStep
+from .step_kind import GraphNumbers
+from .ways import ByProgram, Choices, LeastMemory, OwnPlan, PlanOfOtherSizes, Way, choose_way
 
 REMEMBERED = 8  # searches, whose result may serve at another size
 KEPT = 64  # programs of a part, by what ran before it in its step
 TRACING_BYTES = 2**14  # that tracing takes for itself: states of the random generator, three deep
+
+TakenOver = dict[GraphNumbers, Program | None]  # programs of a part by other steps' plans, by what ran before it
 
 
 class FirstSteps:
     """Chooses the programs of the steps of one model.
 
     Args:
-        name: Of the model.
+        model: The planned model.
         maker: Knows the budget.
-        kinds: The kinds of steps, with their plans.
-        parts: The captured graphs.
-        stages: Shows solving, and adds up its seconds.
-        resident: Counts what existed when the step under way began.
-        spare_bytes: Returns the bytes that a first step may take beyond the budget.
+        may_exceed: Whether a first step may run above the budget, where a plan may follow.
+
+    Attributes:
+        maker: Knows the budget.
+        history: The kinds of steps, with their plans.
     """
 
-    def __init__(
-        self,
-        name: str,
-        maker: PlanMaker,
-        kinds: Kinds,
-        parts: Parts,
-        stages: Stages,
-        resident: Callable[[], Resident],
-        spare_bytes: Callable[[], int],
-    ) -> None:
-        self._name, self._maker, self._kinds, self._parts, self._stages = name, maker, kinds, parts, stages
-        self._resident, self._spare_bytes = resident, spare_bytes
-        self._found: deque[FirstSolution] = deque(maxlen=REMEMBERED)
-        self._least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
-        self._taken_over: weakref.WeakKeyDictionary[Part, dict[Kind, Program | None]] = weakref.WeakKeyDictionary()
+    def __init__(self, model: PlannedModel, maker: PlanMaker, may_exceed: bool) -> None:
+        self._model, self.maker, self._may_exceed = model, maker, may_exceed
+        self.history, self._parts, self._stages = model.history, model.parts, model.stages
+        self._searches: deque[FirstSolution] = deque(maxlen=REMEMBERED)
+        self._taken_over: weakref.WeakKeyDictionary[Part, TakenOver] = weakref.WeakKeyDictionary()
         self._most_bytes = 0  # that were resident
-        maker.least = self.least
 
     def forget_plans(self) -> None:
         """Decide anew what to take over: there is another plan, or more is resident."""
@@ -80,13 +72,8 @@ class FirstSteps:
 
     def forget_least(self, part: Part) -> None:
         """Learn that a part can't run any more as it did."""
-        self._least.pop(part, None)
+        self._parts.least.pop(part, None)
         self._taken_over.pop(part, None)
-
-    def least(self, part: Part) -> Decisions | None:
-        """Return the decisions by which a part has run at the least memory; None where it has not."""
-        program = self._least.get(part)
-        return None if program is None else program.schedule.decisions(part.captured.graph)
 
     def choose(self, step: CurrentStep, part: Part) -> Forward:
         """Choose the program of a part that is about to run in the step under way, which gets no forward by that.
@@ -95,36 +82,24 @@ class FirstSteps:
             InfeasibleBudgetError: If the part alone fits neither the budget nor what is free.
         """
         number, profile = self._parts.prepare(part)
-        ran = (*step.kind, number)
-        kind, program = self._kinds.choose(ran, step.expected, step.start)
-        if program is None and kind is not None:
-            program = self._without_backward(kind, part, profile)
-        program = program or self._take_over(step, part, ran, profile)
-        is_planned = program is not None
-        return Forward(number, part.captured, profile, program or self._find_least(part, profile), kind, is_planned)
+        way = choose_way(GraphChoices(self, step, part, number, profile))
+        assert isinstance(way, ByProgram), "captured graphs run by programs"
+        return Forward(number, part.captured, profile, way)
 
-    def _without_backward(self, kind: Kind, part: Part, profile: Profile) -> Program:
-        """Return the program of a forward that has no backward in its step: it waits for a later one, or is dropped.
-
-        One that is dropped holds the least. That takes no time, and a plan counts what it held as it was recorded.
-        """
-        waits = any(own is part for own, _ in self._kinds.described(kind).unfinished)
-        return self._maker.waiting.program(part) if waits else self._find_least(part, profile)
-
-    def _take_over(self, step: CurrentStep, part: Part, ran: Kind, profile: Profile) -> Program | None:
+    def take_over(self, step: CurrentStep, part: Part, ran: GraphNumbers, profile: Profile) -> Program | None:
         """Return the program of a part by a plan for the same step at other sizes; None where none fits."""
-        found = self._taken_over.setdefault(part, {})
-        if ran not in found:
+        programs = self._taken_over.setdefault(part, {})
+        if ran not in programs:
             with self._stages.stage("solve_s", "solving"):
-                if len(found) == KEPT:
-                    found.clear()
+                if len(programs) == KEPT:
+                    programs.clear()
                 decisions = self._decide(step, part.captured, profile)
                 schedule = None if decisions is None else lower(part.captured.graph, decisions)
-                alike = (known for known in found.values() if known is not None and known.schedule == schedule)
-                found[ran] = None if schedule is None else next(alike, None) or _build(part.captured, schedule)
-        return found[ran]
+                alike = (old for old in programs.values() if old is not None and old.schedule == schedule)
+                programs[ran] = None if schedule is None else next(alike, None) or _build(part.captured, schedule)
+        return programs[ran]
 
-    def _find_least(self, part: Part, profile: Profile) -> Program:
+    def find_least(self, step: CurrentStep, part: Part, profile: Profile) -> Program:
         """Return the program of least memory of a part.
 
         Where not even the captured part alone fits, training stops before it runs, or, if there is memory to run it
@@ -132,42 +107,52 @@ class FirstSteps:
         Where there are several processes it runs in any case: one that stops alone leaves the others waiting in a
         collective.
         """
-        if part not in self._least:
-            options, is_alone = self._maker.options, runtime.process_group_store() is None
+        programs = self._parts.least
+        if part not in programs:
+            options, is_alone = self._model.options, runtime.process_group_store() is None
             is_checked = is_alone and options.budget.share is None and options.plan.on_infeasible == "raise"
             with self._stages.stage("solve_s", "solving"), collecting_what_it_leaves():
-                captured, before = part.captured, self._resident()
+                captured, before = part.captured, step.resident_in(self._model.memory)
                 graph, costs = _without_doubtful(captured, profile)
-                step = merge([Call(in_blocks(graph, captured.device), costs)], [0])
+                alone = merge([Call(in_blocks(graph, captured.device), costs)], [0])
                 least = first_solution(
-                    step,
+                    alone,
                     options.budget,
-                    self._maker.budget_bytes(step, before) if is_checked else 0,
+                    self.maker.budget_bytes(alone, before) if is_checked else 0,
                     before.size_bytes,
                     options.plan,
-                    self._name,
+                    self._model.name,
                     self._stages.reporter.solving(step_time_ms(captured.graph, profile)),
-                    self._found,
+                    self._searches,
                     self._spare_bytes,
                 )
-                self._found.append(FirstSolution(step, least))
-                self._least[part] = _build(captured, lower(captured.graph, step.split(least.recompute)[0]))
-        return self._least[part]
+                self._searches.append(FirstSolution(alone, least))
+                programs[part] = _build(captured, lower(captured.graph, alone.split(least.recompute)[0]))
+        return programs[part]
+
+    def _spare_bytes(self) -> int:
+        """Return the bytes that a first step may take beyond the budget; none, announced, where no plan may follow."""
+        if not self._may_exceed:
+            return 0
+        if self._model.has_place:
+            return free_bytes(self._model.memory.device)
+        self._model.announce_full()
+        return 0
 
     def _decide(self, step: CurrentStep, captured: Captured, profile: Profile) -> Decisions | None:
         """Decide for the next forward of the step under way."""
         place, seen = len(step.forwards), step.comparison
         self._compare(step)
-        seen.alike = [(known, decided) for known, decided in seen.alike if known.runs_at(place, captured)]
+        seen.alike = [(recorded, decided) for recorded, decided in seen.alike if recorded.runs_at(place, captured)]
         seen.compared = place + 1
         if not seen.alike:
             return None
         first = seen.alike[0][0]
-        if place not in first.places or not all(known.goes_on_as(first, place) for known, _ in seen.alike):
+        if place not in first.places or not all(recorded.goes_on_as(first, place) for recorded, _ in seen.alike):
             return None  # nobody knows how the step goes on
         call = first.places.index(place)
         followed, is_last = seen.followed, call + 1 == len(first.calls)  # all sizes are known then
-        if followed is None or is_last or not is_no_larger(captured.graph, followed.known.calls[call].captured.graph):
+        if followed is None or is_last or not is_no_larger(captured.graph, followed.step.calls[call].captured.graph):
             followed = seen.followed = self._follow(step, captured, profile, call)
         return None if followed is None else followed.decisions[call]
 
@@ -175,33 +160,80 @@ class FirstSteps:
         """Find the planned steps that are the same code so far."""
         seen = step.comparison
         if not seen.compared:
-            seen.alike = list(self._kinds.decided())
+            seen.alike = list(self.history.decided())
         for place in range(seen.compared, len(step.forwards)):
             captured = step.forwards[place].captured
-            seen.alike = [(known, decided) for known, decided in seen.alike if known.runs_at(place, captured)]
+            seen.alike = [(recorded, decided) for recorded, decided in seen.alike if recorded.runs_at(place, captured)]
 
     def _follow(self, step: CurrentStep, captured: Captured, profile: Profile, call: int) -> Followed | None:
         """Choose, of what was decided for steps of the same code, the fastest that fits; None where none does."""
         alike = step.comparison.alike
         begun = [step.forwards[place] for place in alike[0][0].places[:call]]
-        resident = self._resident()
-        known = foresee(alike, [*((f.captured, f.profile) for f in begun), (captured, profile)], resident)
-        if known is None:
+        resident = step.resident_in(self._model.memory)
+        foreseen = foresee(alike, [*((f.captured, f.profile) for f in begun), (captured, profile)], resident)
+        if foreseen is None:
             return None
-        whole = known.merge()
-        margin_bytes = max(known.margin_bytes for known, _ in alike)
-        traced_bytes = TRACING_BYTES if len(known.calls) > 1 else 0  # graphs are traced while values of others live
-        budget_bytes = self._maker.budget_bytes(whole, resident) - resident.size_bytes - margin_bytes - traced_bytes
+        whole = foreseen.merge()
+        margin_bytes = max(recorded.margin_bytes for recorded, _ in alike)
+        traced_bytes = TRACING_BYTES if len(foreseen.calls) > 1 else 0  # graphs are traced while values of others live
+        budget_bytes = self.maker.budget_bytes(whole, resident) - resident.size_bytes - margin_bytes - traced_bytes
         before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]
         decided = dict.fromkeys([keep_all(whole.graph), *(decisions for _, decisions in alike)])
         candidates = [whole.join([*before, *whole.split(decisions)[call:]]) for decisions in decided]
         decisions = fastest_that_fits(whole, budget_bytes, candidates)
-        if call + 1 == len(known.calls):
-            step.comparison.foreseen = alike[0][0], known
-        return None if decisions is None else Followed(known, whole.split(decisions))
+        if call + 1 == len(foreseen.calls):
+            step.comparison.foreseen = alike[0][0], foreseen
+        return None if decisions is None else Followed(foreseen, whole.split(decisions))
 
 
-def foresee(alike: Sequence[Planned], calls: Sequence[tuple[Captured, Profile]], resident: Resident) -> Known | None:
+class GraphChoices(Choices):
+    """What there is to choose from for a captured graph that is about to run.
+
+    Args:
+        programs: Finds programs for steps that have no plan of their own.
+        step: The step under way.
+        part: The part that runs the graph.
+        number: Of the graph.
+        profile: Its costs.
+    """
+
+    def __init__(self, programs: FirstSteps, step: CurrentStep, part: Part, number: int, profile: Profile) -> None:
+        self._programs, self._step, self._part, self._profile = programs, step, part, profile
+        self._ran = (*step.graphs, number)
+
+    def own_plan(self) -> Way | None:
+        """By the plan of the kind that the step has begun like.
+
+        A graph that has no backward there waits for a later one, or is dropped. One that is dropped holds the least:
+        that takes no time, and a plan counts what it held as it was recorded.
+        """
+        kind, program = self._programs.history.choose(self._ran, self._step.expected, self._step.start)
+        if kind is None:
+            return None
+        if program is None and any(unfinished is self._part for unfinished, _ in kind.recorded.unfinished):
+            program = self._programs.maker.waiting.program(self._part)
+        return OwnPlan(program or self._find_least(), kind)
+
+    def plan_of_other_sizes(self) -> Way | None:
+        """By what was decided for the same step at other sizes, where that fits."""
+        program = self._programs.take_over(self._step, self._part, self._ran, self._profile)
+        return None if program is None else PlanOfOtherSizes(program)
+
+    def least_memory(self) -> Way:
+        """At the least memory.
+
+        Raises:
+            InfeasibleBudgetError: If the graph alone fits neither the budget nor what is free.
+        """
+        return LeastMemory(self._find_least())
+
+    def _find_least(self) -> Program:
+        return self._programs.find_least(self._step, self._part, self._profile)
+
+
+def foresee(
+    alike: Sequence[DecidedStep], calls: Sequence[tuple[Captured, Profile]], resident: Resident
+) -> RecordedStep | None:
     """Foresee the step under way: what is still to come as in the smallest known step that is not smaller so far.
 
     Args:
@@ -212,19 +244,20 @@ def foresee(alike: Sequence[Planned], calls: Sequence[tuple[Captured, Profile]],
     Returns:
         The step; None where it is larger than all that is known: what is still to come may be larger too.
     """
-    codes = [own for own, _ in calls]
+    codes = [captured for captured, _ in calls]
 
     @functools.cache
     def as_run(index: int, missing: frozenset[int]) -> tuple[Graph, Profile]:
-        own, costs = calls[index]
-        return without_missing(own, missing, costs)
+        captured, costs = calls[index]
+        return without_missing(captured, missing, costs)
 
-    steps, count = [known for known, _ in alike], len(calls)
+    steps, count = [recorded for recorded, _ in alike], len(calls)
     if count < len(steps[0].calls):
-        steps = [known for known in steps if known.is_no_smaller(codes)]
-        least_bytes = min((known.bytes_from(count) for known in steps), default=0)
-        steps = [known for known in steps if known.bytes_from(count) == least_bytes]
-    foreseen = [step for known in steps if (step := known.at_sizes(codes, as_run, resident)) is not None]
+        steps = [step for step in steps if step.is_no_smaller(codes)]
+        least_bytes = min((step.bytes_from(count) for step in steps), default=0)
+        steps = [step for step in steps if step.bytes_from(count) == least_bytes]
+    at_sizes = (step.at_sizes(codes, as_run, resident) for step in steps)
+    foreseen = [step for step in at_sizes if step is not None]
     return max(foreseen, key=lambda step: step.outside_bytes, default=None)
 
 

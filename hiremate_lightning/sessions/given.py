@@ -1,8 +1,9 @@
-"""The tensors in what a call is given, and in what it returns: in containers, and in objects of any class."""
+"""What a call is given, or returns: the tensors in containers and in objects of any class, and their shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -16,6 +17,26 @@ from ..torch_private.tensor_state import tensors_among
 PLAIN_DATA = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 _WHOLE = (torch.Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
 MOST_THINGS = 4096  # in which to look for tensors
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """What one call of a planned module is given.
+
+    Attributes:
+        name: The path of the module, or what stands for it.
+        dtypes: The types of its tensors.
+        shapes: Their shapes.
+    """
+
+    name: str
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(name: str, tensors: Sequence[torch.Tensor]) -> ModuleCall:
+        """Describe a call with some tensors."""
+        return ModuleCall(name, tuple(t.dtype for t in tensors), tuple(tuple(t.shape) for t in tensors))
 
 
 def tensors_inside(values: Any) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,10 +30,10 @@ from ..torch_private import dynamo
 from ..torch_private.each_size import Sizes
 from .announcements import Announcements
 from .first_steps import foresee
-from .kinds import Kind
-from .known import Known
+from .given import ModuleCall
 from .parts import Parts
-from .plain_steps import ModuleCall
+from .recorded_step import RecordedStep
+from .step_kind import GraphNumbers, StepKind
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
@@ -59,7 +59,6 @@ class LargestSizes:
         self._taken: weakref.WeakKeyDictionary[Part, Mapping[int, int]] = weakref.WeakKeyDictionary()
         self._larger: weakref.WeakKeyDictionary[Part, Part] = weakref.WeakKeyDictionary()
         self._traced: weakref.WeakKeyDictionary[object, dict[Sizes, Part]] = weakref.WeakKeyDictionary()
-        self._foreseen: dict[Kind, tuple[Kind, Mapping[int, int]]] = {}
         self._latest: Part | None = None
 
     # ---------------------------------------------------------------- what calls are given
@@ -147,41 +146,42 @@ class LargestSizes:
         part, larger = self._latest, tuple(self.becomes.get(size, size) for size in sizes)
         if part is None or larger == sizes:
             return
-        known = self._traced.setdefault(code, {})
-        if larger not in known and trace(larger) and (latest := self._latest) is not None and latest is not part:
-            known[larger] = latest
-        if larger in known:
-            self._larger[part] = known[larger]
+        traced = self._traced.setdefault(code, {})
+        if larger not in traced and trace(larger) and (latest := self._latest) is not None and latest is not part:
+            traced[larger] = latest
+        if larger in traced:
+            self._larger[part] = traced[larger]
 
     # ---------------------------------------------------------------- steps
 
-    def foresee(self, kind: Kind, known: Known, resident: Resident) -> tuple[Kind, Known] | None:
+    def foresee(
+        self, kind: StepKind, resident: Resident
+    ) -> tuple[GraphNumbers, RecordedStep, Mapping[int, int]] | None:
         """Foresee a step of the largest sizes from another one.
 
         Args:
             kind: The kind of the other one.
-            known: What it runs.
             resident: What exists before it.
 
         Returns:
-            Its kind, and what it runs; None where nothing is named, or where it can't be foreseen, which is announced.
+            The captured graphs that it runs, the step, and what sizes become in it; None where nothing is named, or
+            where it can't be foreseen, which is announced.
 
         Raises:
             ConfigurationError: If no call was given an argument that is named.
         """
         self._check()
-        parts = [part for number in kind if (part := self._parts.find(number)) is not None]
+        parts = [part for number in kind.graphs if (part := self._parts.find(number)) is not None]
         if not any(self._taken[part] for part in parts):
             return None
         larger = {part: self._larger.get(part, part) for part in parts}
-        is_fixed = len(parts) < len(kind) or any(one is other and self._grows(one) for one, other in larger.items())
-        found = None if is_fixed or known.waits else self._at_largest(known, larger, resident)
-        if found is None:
+        is_fixed = len(parts) < len(kind.graphs) or any(one is at and self._grows(one) for one, at in larger.items())
+        step = None if is_fixed or kind.recorded.waits else self._at_largest(kind.recorded, larger, resident)
+        if step is None:
             self._announcements.size_is_fixed(", ".join(self._wishes))
             return None
-        kind_ahead = tuple(self._parts.prepare(larger[part])[0] for part in parts)
-        self._foreseen[kind] = kind_ahead, ChainMap(*(dict(self._taken[part]) for part in parts))
-        return kind_ahead, found
+        graphs = tuple(self._parts.prepare(larger[part])[0] for part in parts)
+        return graphs, step, ChainMap(*(dict(self._taken[part]) for part in parts))
 
     def _grows(self, part: Part) -> bool:
         """Whether the inputs of a part have sizes that become larger."""
@@ -190,25 +190,26 @@ class LargestSizes:
         others = (t for t in inputs if t.storage is None or graph.storages[t.storage].kind is not StorageKind.PARAMETER)
         return any(size in becomes for tensor in others for size in tensor.shape)
 
-    def _at_largest(self, known: Known, larger: Mapping[Part, Part], resident: Resident) -> Known | None:
-        profiles = [self._parts.prepare(larger[own.part])[1] for own in known.calls]
-        captured = [larger[own.part].captured for own in known.calls]
-        found = foresee([(known, ())], list(zip(captured, profiles, strict=True)), resident)
-        if found is None or not found.hands_on:
+    def _at_largest(
+        self, recorded: RecordedStep, larger: Mapping[Part, Part], resident: Resident
+    ) -> RecordedStep | None:
+        profiles = [self._parts.prepare(larger[call.part])[1] for call in recorded.calls]
+        captured = [larger[call.part].captured for call in recorded.calls]
+        step = foresee([(recorded, ())], list(zip(captured, profiles, strict=True)), resident)
+        if step is None or not step.hands_on:
             return None
-        more_bytes = found.given_bytes - known.given_bytes
-        calls = tuple(replace(own, part=larger[own.part]) for own in found.calls)
-        return replace(found, calls=calls, resident=resident.with_more("batch", more_bytes))
-
-    def called_ahead(self, kind: Kind, calls: Sequence[ModuleCall]) -> Iterator[tuple[Kind, list[ModuleCall]]]:
-        """Yield the kind that was foreseen from another one, if any, and what its calls are given."""
-        if kind in self._foreseen:
-            larger, becomes = self._foreseen[kind]
-            shapes = [tuple(tuple(becomes.get(n, n) for n in shape) for shape in call.shapes) for call in calls]
-            yield larger, [replace(call, shapes=own) for call, own in zip(calls, shapes, strict=True)]
+        more_bytes = step.given_bytes - recorded.given_bytes
+        calls = tuple(replace(call, part=larger[call.part]) for call in step.calls)
+        return replace(step, calls=calls, resident=resident.with_more("batch", more_bytes))
 
     def __str__(self) -> str:
         return ", ".join(f"{named} is {named.most}" for named in self._wishes.values())
+
+
+def given_at(becomes: Mapping[int, int], calls: Sequence[ModuleCall]) -> tuple[ModuleCall, ...]:
+    """Return what calls are given where their sizes become larger ones."""
+    shapes = (tuple(tuple(becomes.get(n, n) for n in shape) for shape in call.shapes) for call in calls)
+    return tuple(replace(call, shapes=larger) for call, larger in zip(calls, shapes, strict=True))
 
 
 def _by_name(

@@ -14,6 +14,7 @@ from ..records.costs import Profile
 from ..reporting.report import Stages
 from ..rewriting.fused_kernel import FusedKernels
 from ..running.execution import Conductor, Part, Saved
+from ..running.program import Program
 
 
 class Parts:
@@ -30,6 +31,7 @@ class Parts:
     Attributes:
         fuses: Whether operations are fused.
         count: How many parts were captured so far.
+        least: The program by which a part runs at the least memory, where that was looked for.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Parts:
         self._parts: dict[int, weakref.ref[Part]] = {}
         self._numbers: weakref.WeakKeyDictionary[Part, int] = weakref.WeakKeyDictionary()
         self._profiles: weakref.WeakKeyDictionary[Part, Profile] = weakref.WeakKeyDictionary()
+        self.least: weakref.WeakKeyDictionary[Part, Program] = weakref.WeakKeyDictionary()
 
     @property
     def all(self) -> list[Part]:

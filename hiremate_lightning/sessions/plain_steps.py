@@ -11,23 +11,23 @@ much shows the first plain step, which must be small enough that it fits in any 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..measuring.aside import LEAST_ASIDE
 from ..records.costs import as_plain
 from ..records.graph import OUTSIDE, bytes_of
-from ..records.resizing import Bytes, Resizing, Sample
+from ..records.resizing import Bytes, Resizing
 from ..records.schedule import as_written, lower, with_checkpoints
 from ..records.simulation import Allocations, allocations
-from ..records.ways import Calls, Way, may_lie_aside, ways_of
-from .kinds import Kind
+from ..records.ways import Way, may_lie_aside, ways_of
+from .given import ModuleCall
+from .step_kind import CapturedStep, StepKind
 
 UNMEASURED_RATIO = 1.3  # of what grows with the sizes in eager PyTorch to the same in the captured graph
 RANDOM_RATIO = 1.5  # the same where the code draws: eager PyTorch may keep what it draws in a larger type
@@ -42,52 +42,6 @@ COMPARED = 16  # steps that were measured: the largest
 SAMPLES = 4  # sizes of one code that predictions are made from
 ROUNDING = 1.01  # an allocator's blocks
 REMEMBERED = 1024  # predictions
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleCall:
-    """What one call of a planned module is given.
-
-    Attributes:
-        name: The path of the module, or what stands for it.
-        dtypes: The types of its tensors.
-        shapes: Their shapes.
-    """
-
-    name: str
-    dtypes: tuple[torch.dtype, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-    @staticmethod
-    def of(name: str, tensors: Sequence[torch.Tensor]) -> ModuleCall:
-        """Describe a call with some tensors."""
-        return ModuleCall(name, tuple(t.dtype for t in tensors), tuple(tuple(t.shape) for t in tensors))
-
-
-@dataclass(frozen=True, eq=False)
-class CapturedStep:
-    """A step that was captured.
-
-    Attributes:
-        calls: What each call of a planned module was given in it, in order.
-        code: The first kind that runs the same code at other sizes.
-        total_bytes: Bytes of all its values.
-        margin_bytes: By how much it was measured above what was predicted.
-        is_on_host: Whether it ran on a CPU, which reads what was put aside in the memory of its files.
-        read: Returns the step, its inputs left out, and the nodes of what may be called twice in it.
-    """
-
-    calls: tuple[ModuleCall, ...]
-    code: Kind
-    total_bytes: int
-    margin_bytes: int
-    is_on_host: bool
-    read: Callable[[], tuple[Sample, Calls]]
-
-    @cached_property
-    def known(self) -> tuple[Sample, Calls]:
-        """The step, and the nodes of what may be called twice in it."""
-        return self.read()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +65,9 @@ class _Code:
     """Steps of the same code, as far as their first calls tell them apart."""
 
     def __init__(self, steps: Sequence[CapturedStep], count: int) -> None:
-        samples = [replace(step.known[0], shapes=_shapes(step.calls[:count])) for step in steps]
+        samples = [replace(step.sample[0], shapes=_shapes(step.calls[:count])) for step in steps]
         self._is_on_host = steps[0].is_on_host
-        self._base, self._twice = steps[0].known
+        self._base, self._twice = steps[0].sample
         self._resizing = Resizing(samples)
         self._aside = may_lie_aside(self._resizing.graph, self._base.storages)
         self._allocations: dict[Way, Allocations] = {}
@@ -137,9 +91,9 @@ class _Code:
 
     def peaks(self, sizes: tuple[int, ...], way: Way) -> tuple[int, int]:
         """Bound the captured graph's peak at some sizes, from below and from above."""
-        found, bounds, aside = self._allocated(way), self._bytes_at(sizes), self._bytes_aside(sizes, way)
-        low = found.peak_bytes(bounds.low, bounds.low_workspaces)
-        high = found.peak_bytes(bounds.high, bounds.high_workspaces)
+        allocated, bounds, aside = self._allocated(way), self._bytes_at(sizes), self._bytes_aside(sizes, way)
+        low = allocated.peak_bytes(bounds.low, bounds.low_workspaces)
+        high = allocated.peak_bytes(bounds.high, bounds.high_workspaces)
         return low, high + int(aside[aside < LEAST_ASIDE].sum())  # what is too small to be put aside stays
 
     def growing(self, sizes: tuple[int, ...], way: Way) -> tuple[int, int]:
@@ -176,7 +130,7 @@ class _Measured:
     """A plain step that was measured: what its calls were given, and what it added."""
 
     calls: tuple[ModuleCall, ...]
-    likely: Kind
+    likely: StepKind
     added_bytes: int
 
 
@@ -184,19 +138,21 @@ class PlainSteps:
     """Predicts what plain steps take at sizes that were not planned, and corrects that by what is measured."""
 
     def __init__(self) -> None:
-        self._captured: dict[Kind, CapturedStep] = {}
+        self._learned: list[StepKind] = []  # the kinds whose steps predictions are made from
         self._foreseen = deque[CapturedStep](maxlen=SAMPLES)
-        self._codes: dict[tuple[Kind, int], tuple[tuple[CapturedStep, ...], _Code]] = {}
+        self._codes: dict[tuple[Hashable, int], tuple[tuple[CapturedStep, ...], _Code]] = {}
         self._predicted: dict[tuple[object, ...], Prediction | None] = {}
         self._measured: dict[Way, list[_Measured]] = {}
         self._largest_bytes: dict[Way, int] = {}  # that were measured
         self._tries = 0
         self._ratios: dict[tuple[Way, float], float] = {}
 
-    def learn(self, kind: Kind, step: CapturedStep) -> None:
+    def learn(self, kind: StepKind, step: CapturedStep) -> None:
         """Learn what a kind of step takes."""
-        if self._captured.get(kind) is not step:
-            self._captured[kind] = step
+        if kind.captured is None:
+            self._learned.append(kind)
+        if kind.captured is not step:
+            kind.captured = step
             self._forget_predictions()
 
     def learn_foreseen(self, step: CapturedStep) -> None:
@@ -213,13 +169,14 @@ class PlainSteps:
         self._predicted.clear()
         self._ratios.clear()
 
-    def called_like(self, calls: Sequence[ModuleCall], kinds: Collection[Kind]) -> list[Kind]:
-        """List those of some kinds whose first calls were given exactly what these are given."""
-        own, count = tuple(calls), len(calls)
-        return [kind for kind, step in self._captured.items() if kind in kinds and step.calls[:count] == own]
+    def called_like(self, calls: Sequence[ModuleCall]) -> list[StepKind]:
+        """List the planned kinds whose first calls were given exactly what these are given."""
+        given, count = tuple(calls), len(calls)
+        pairs = ((kind, kind.captured) for kind in self._learned if kind.plan is not None)
+        return [kind for kind, step in pairs if step is not None and step.calls[:count] == given]
 
     def predict(
-        self, calls: Sequence[ModuleCall], likely: Kind, room_bytes: int, ways: tuple[Way, ...] | None = None
+        self, calls: Sequence[ModuleCall], likely: StepKind, room_bytes: int, ways: tuple[Way, ...] | None = None
     ) -> Prediction | None:
         """Find the fastest way to run the step under way plain.
 
@@ -240,14 +197,14 @@ class PlainSteps:
         return self._predicted[key]
 
     def _predict(
-        self, calls: tuple[ModuleCall, ...], likely: Kind, room_bytes: int, ways: tuple[Way, ...] | None
+        self, calls: tuple[ModuleCall, ...], likely: StepKind, room_bytes: int, ways: tuple[Way, ...] | None
     ) -> Prediction | None:
         codes = self._codes_called(calls, likely)
         if not codes:
             return None
         for way in codes[0].ways if ways is None else ways:
-            found = [self._takes(code, _sizes(calls), way) for code in codes]  # other code may come instead
-            most = max(found, key=lambda prediction: prediction.added_bytes)
+            predictions = [self._takes(code, _sizes(calls), way) for code in codes]  # other code may come instead
+            most = max(predictions, key=lambda prediction: prediction.added_bytes)
             if most.added_bytes <= room_bytes:
                 return most
         return None
@@ -262,24 +219,25 @@ class PlainSteps:
         added_bytes = ceil(ROUNDING * (captured_bytes + excess_bytes)) + code.margin_bytes
         return Prediction(way, added_bytes, captured_bytes, code.aside_bytes(sizes, way))
 
-    def _codes_called(self, calls: tuple[ModuleCall, ...], likely: Kind) -> list[_Code]:
+    def _codes_called(self, calls: tuple[ModuleCall, ...], likely: StepKind) -> list[_Code]:
         """List the codes whose first calls have the form of these, that of the likely kind first; none without it."""
         form, count = _form(calls), len(calls)
-        found = dict[Kind, list[CapturedStep]]()
-        for step in (*self._captured.values(), *self._foreseen):
+        steps_of = dict[Hashable, list[CapturedStep]]()
+        learned = (kind.captured for kind in self._learned if kind.captured is not None)
+        for step in (*learned, *self._foreseen):
             if _form(step.calls[:count]) == form:
-                found.setdefault(step.code, []).append(step)
-        first = self._captured[likely].code if likely in self._captured else likely
-        if first not in found:
+                steps_of.setdefault(step.code, []).append(step)
+        first = likely if likely.captured is None else likely.captured.code
+        if first not in steps_of:
             return []
-        codes = [first, *(code for code in found if code != first)]
-        return [self._code(code, _some_of(found[code]), count) for code in codes]
+        codes = [first, *(code for code in steps_of if code != first)]
+        return [self._code(code, _some_of(steps_of[code]), count) for code in codes]
 
-    def _code(self, code: Kind, steps: tuple[CapturedStep, ...], count: int) -> _Code:
-        known = self._codes.get((code, count))
-        if known is None or known[0] != steps:
-            self._codes[code, count] = known = steps, _Code(steps, count)
-        return known[1]
+    def _code(self, code: Hashable, steps: tuple[CapturedStep, ...], count: int) -> _Code:
+        read = self._codes.get((code, count))
+        if read is None or read[0] != steps:
+            self._codes[code, count] = read = steps, _Code(steps, count)
+        return read[1]
 
     # ---------------------------------------------------------------- measured steps
 
@@ -289,7 +247,7 @@ class PlainSteps:
         return 0 < self._tries < TRIES or (is_larger and prediction.added_bytes > NEAR * room_bytes)
 
     def measured(
-        self, calls: Sequence[ModuleCall], likely: Kind, prediction: Prediction, added_bytes: int | None
+        self, calls: Sequence[ModuleCall], likely: StepKind, prediction: Prediction, added_bytes: int | None
     ) -> None:
         """Learn how much more eager PyTorch takes than the captured graph.
 
@@ -317,9 +275,9 @@ class PlainSteps:
             unmeasured: The ratio as long as no step was measured.
         """
         if (way, unmeasured) not in self._ratios:
-            found = [self._compare(way, measured) for measured in self._measured.get(way, ())]
-            largest_bytes = max((size_bytes for size_bytes, _ in found), default=0.0)
-            similar = [ratio for size_bytes, ratio in found if size_bytes >= SIMILAR * largest_bytes]
+            compared = [self._compare(way, measured) for measured in self._measured.get(way, ())]
+            largest_bytes = max((size_bytes for size_bytes, _ in compared), default=0.0)
+            similar = [ratio for size_bytes, ratio in compared if size_bytes >= SIMILAR * largest_bytes]
             others = (self._ratio(other, unmeasured) for other in self._measured if other != way and not largest_bytes)
             least = UNMEASURED_WAY_RATIO if way.saves_memory and self._measured else unmeasured
             self._ratios[way, unmeasured] = max([LEAST_RATIO, *similar]) if largest_bytes else max([least, *others])

@@ -11,11 +11,9 @@ from functools import cached_property, partial
 from ..measuring.describing import describe
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
-from ..measuring.resident_memory import ResidentMemory
 from ..memory.free_memory import free_bytes
-from ..options import SessionOptions
 from ..planning.background import BackgroundPlan
-from ..planning.plan import MEANWHILE, Plan, PlanningTime
+from ..planning.plan import MEANWHILE, Plan
 from ..planning.planner import DECIDED, fastest_that_fits, make_plan, resolve
 from ..planning.shared_solving import announce, shared
 from ..planning.solvers import worker
@@ -25,15 +23,15 @@ from ..records.costs import step_time_ms
 from ..records.scaling import are_same
 from ..records.schedule import keep_all, lower
 from ..records.step import Decisions, Step
-from ..reporting.report import Stages
-from ..running.execution import Part
 from ..running.program import Program, build
 from ..torch_private import runtime
 from ..units import Budget
-from .kinds import Kind, Kinds
-from .known import Known, KnownCall
+from .first_wait import FirstWait
 from .limits import Limits
-from .parts import Parts
+from .planned_model import PlannedModel
+from .proofs import Proofs
+from .recorded_step import RecordedCall, RecordedStep
+from .step_kind import StepKind
 from .waiting import WaitingGraphs
 
 log = logging.getLogger("hiremate_lightning")
@@ -43,50 +41,27 @@ class PlanMaker:
     """Makes the plans of one model.
 
     Args:
-        options: What was asked for.
-        name: Of the model.
-        kinds: The kinds of its steps.
-        memory: What exists before a step.
-        parts: The captured graphs.
-        stages: Shows the stages of planning, and counts their time.
-        took: Told how long planning took so far.
+        model: The planned model.
+        proofs: What is proved of its captured graphs.
+        first_wait: Keeps how long planning took so far.
 
     Attributes:
-        options: What was asked for; the budget may change.
         left_bytes: Bytes that each plan leaves free for code that runs without one.
         waiting: What forwards run whose backward comes in a later step.
-        proved: Says how many captured graphs are proved.
-        rounded: Lists the values of these that differ by rounding.
-        least: Returns the decisions by which a part has run at the least memory, None where it has not.
-        failed: Called where no plan could be made in the background, with the reason.
     """
 
-    def __init__(
-        self,
-        options: SessionOptions,
-        name: str,
-        kinds: Kinds,
-        memory: ResidentMemory,
-        parts: Parts,
-        stages: Stages,
-        took: Callable[[PlanningTime], None],
-    ) -> None:
-        self.options, self.left_bytes = options, 0
-        self.waiting = WaitingGraphs(options, parts, stages)
-        self.proved: Callable[[], str] = str
-        self.rounded: Callable[[], tuple[str, ...]] = tuple
-        self.least: Callable[[Part], Decisions | None] = lambda _: None
-        self.failed: Callable[[BaseException | None], None] = log.info
-        self._name, self._kinds, self._memory, self._parts, self._stages = name, kinds, memory, parts, stages
-        self._took = took
+    def __init__(self, model: PlannedModel, proofs: Proofs, first_wait: FirstWait) -> None:
+        self._model, self._proofs, self._first_wait = model, proofs, first_wait
+        self._history, self._parts, self._stages = model.history, model.parts, model.stages
+        self.left_bytes = 0
+        self.waiting = WaitingGraphs(model.options, model.parts, model.stages)
         self._auto_bytes: int | None = None  # what was free at first
-        self._background: dict[Kind, BackgroundPlan] = {}
 
     def new_limits(self) -> Limits:
         """Return the budgets of a kind of step of which none was seen."""
-        return Limits(self.options.budget.share is not None)
+        return Limits(self._model.options.budget.share is not None)
 
-    def budget_bytes(self, step: Step, resident: Resident, kind: Kind | None = None) -> int:
+    def budget_bytes(self, step: Step, resident: Resident, kind: StepKind | None = None) -> int:
         """Return the budget of a step, resident bytes included; a share is of the largest step that is known.
 
         A share is of what plain training adds, graphs that wait for their backward included.
@@ -97,67 +72,68 @@ class PlanMaker:
             kind: Its kind, None where that is not known yet.
         """
         if self._auto_bytes is None:
-            self._auto_bytes = resolve(Budget(), resident.size_bytes, 0, free_bytes(self._memory.device))
-        if self.options.budget.is_auto:
+            self._auto_bytes = resolve(Budget(), resident.size_bytes, 0, free_bytes(self._model.memory.device))
+        if self._model.options.budget.is_auto:
             return self._auto_bytes
-        others = (self._plain_bytes(other, plan) for other, plan in self._kinds.plans.items() if other != kind)
-        added_bytes = max(step.plain_bytes + resident.plain_waiting_bytes, *others, 0)
-        return resolve(self.options.budget, resident.size_bytes - resident.waiting_bytes, added_bytes, 0)
+        of_others = (self._plain_bytes(other) for other in self._history.planned if other is not kind)
+        added_bytes = max(step.plain_bytes + resident.plain_waiting_bytes, *of_others, 0)
+        return resolve(self._model.options.budget, resident.size_bytes - resident.waiting_bytes, added_bytes, 0)
 
-    def _plain_bytes(self, kind: Kind, plan: Plan) -> int:
+    def _plain_bytes(self, kind: StepKind) -> int:
         """Count what a planned kind of step adds in plain training, with the graphs that wait for their backward."""
-        known = self._kinds.described(kind)
-        if not known.waits:
-            return plan.unplanned.peak_bytes
-        return self.waiting.at(kind, known, 0).merge().plain_bytes + known.resident.plain_waiting_bytes
+        step = kind.recorded
+        if not step.waits:
+            return kind.own_plan.unplanned.peak_bytes
+        return self.waiting.at(kind, step, 0).merge().plain_bytes + step.resident.plain_waiting_bytes
 
-    def limits(self, kind: Kind, known: Known) -> Limits:
-        """Return the budgets of a kind of step with that of a known step."""
-        plain = self.waiting.at(kind, known, 0)
-        return known.limits.meeting(known.resident, self.budget_bytes(plain.merge(), plain.resident, kind))
+    def limits(self, kind: StepKind, step: RecordedStep) -> Limits:
+        """Return the budgets of a kind of step with that of one such step."""
+        plain = self.waiting.at(kind, step, 0)
+        return step.limits.meeting(step.resident, self.budget_bytes(plain.merge(), plain.resident, kind))
 
-    def settle(self, resident: Resident | None = None) -> list[Kind]:
+    def settle(self, resident: Resident | None = None) -> list[StepKind]:
         """Choose the level of graphs that wait; return the kinds of steps that are to be planned anew by it.
 
         Args:
             resident: What exists now: optimizers' state that has appeared exists before the other steps too.
         """
-        concerned = {kind: known for kind, known in self._kinds.known.items() if self.waiting.concerns(kind, known)}
+        concerned = [kind for kind in self._history.recorded if self.waiting.concerns(kind, kind.recorded)]
         state_bytes = 0 if resident is None else resident.state_bytes
-        grown = {kind: self.waiting.with_most(kind, known, state_bytes) for kind, known in concerned.items()}
-        if not self.waiting.settle([(k, known, self.limits(k, known).budget_bytes) for k, known in grown.items()]):
+        grown = [(kind, self.waiting.with_most(kind, state_bytes)) for kind in concerned]
+        if not self.waiting.settle([(kind, step, self.limits(kind, step).budget_bytes) for kind, step in grown]):
             return []
-        for kind, known in concerned.items():
-            self._kinds.change(kind, known=self.waiting.at(kind, known))
-        return list(concerned)
+        for kind in concerned:
+            kind.step = self.waiting.at(kind, kind.recorded)
+        return concerned
 
     def announce(self) -> None:
         """Announce to the other processes which model this one trains."""
-        announce(runtime.process_group_store(), self._model)
+        announce(runtime.process_group_store(), self._model_description)
 
     @cached_property
-    def _model(self) -> str:
+    def _model_description(self) -> str:
         """The name of the model before its first step: FSDP2 may keep whole parameters of another type after it."""
-        return self._memory.describe_model()
+        return self._model.memory.describe_model()
 
-    def captured_before(self, kind: Kind) -> Known | None:
+    def captured_before(self, kind: StepKind) -> RecordedStep | None:
         """Find the same step at the same sizes: Dynamo captures a size anew once it has symbols for it."""
-        parts = [part for number in kind if (part := self._parts.find(number)) is not None]
-        graphs = [part.captured.graph for part in parts]
-        if len(graphs) < len(kind):
+        parts = [part for number in kind.graphs if (part := self._parts.find(number)) is not None]
+        graphs, count = [part.captured.graph for part in parts], len(kind.graphs)
+        if len(graphs) < count:
             return None
-        whole = [k for other, k in self._kinds.known.items() if len(k.calls) == len(other) == len(graphs)]
-        return next((k for k in whole if are_same([call.captured.graph for call in k.calls], graphs)), None)
+        steps = [other.recorded for other in self._history.recorded if len(other.graphs) == count]
+        whole = [step for step in steps if len(step.calls) == count]
+        return next((step for step in whole if are_same([call.captured.graph for call in step.calls], graphs)), None)
 
-    def describe(self, record: StepRecord, resident: Resident) -> Known:
+    def describe(self, record: StepRecord, resident: Resident) -> RecordedStep:
         """Describe a kind of step by the record of one, and by what exists before the next."""
-        twin = self.captured_before(record.signature)
+        twin = self.captured_before(self._history[record.signature])
         described, order = describe(record, self._parts.profiles)
-        calls = described if twin is None else [own.call for own in twin.calls]
+        calls = described if twin is None else [call.call for call in twin.calls]
         runs = [run for run in record.runs if run.index in record.backwards]
-        return Known(
+        return RecordedStep(
             calls=tuple(
-                KnownCall(call, run.part, run.part.captured, run.index, run.parameters, run.missing, run.added)
+                RecordedCall(call, run.part, run.part.captured, run.index, run.parameters, run.missing, run.added)
                 for call, run in zip(calls, runs, strict=True)
             ),
             order=tuple(order),
@@ -169,126 +145,131 @@ class PlanMaker:
             is_provisional=record.has_dropped_by_plan,
         )
 
-    def anew(self, known: Known) -> Known:
+    def anew(self, step: RecordedStep) -> RecordedStep:
         """Return a step of known code that was not planned."""
-        return replace(known, solve=self._new_solve(), limits=self.new_limits(), corrections=0, decided=())
+        return replace(step, solve=self._new_solve(), limits=self.new_limits(), corrections=0, decided=())
 
     def _new_solve(self) -> Strategy:
-        return shared(Remembering(worker.apart(self.options.plan.solver)), runtime.process_group_store(), self._model)
+        solver = Remembering(worker.apart(self._model.options.plan.solver))
+        return shared(solver, runtime.process_group_store(), self._model_description)
 
-    def make(self, kind: Kind) -> tuple[Plan, dict[int, Program]]:
-        """Plan a described kind of step, and build its programs.
+    def make(self, kind: StepKind) -> tuple[Plan, dict[int, Program]]:
+        """Plan a recorded kind of step, and build its programs.
 
         Raises:
             InfeasibleBudgetError: If nothing fits the budget.
         """
-        known = self._kinds.described(kind)
-        step, before = known.merge(), known.resident
-        limits = self.limits(kind, known)
-        self._kinds.change(kind, known=replace(known, limits=limits))
+        recorded, options = kind.recorded, self._model.options
+        step, before = recorded.merge(), recorded.resident
+        limits = self.limits(kind, recorded)
+        recorded = kind.step = replace(recorded, limits=limits)
         asked = partial(
             make_plan,
             step,
-            self.options.budget,
+            options.budget,
             limits.budget_bytes,
             before.size_bytes,
-            replace(self.options.plan, on_infeasible="warn") if known.is_provisional else self.options.plan,
-            target=self._name,
-            margin_bytes=known.margin_bytes,
+            replace(options.plan, on_infeasible="warn") if recorded.is_provisional else options.plan,
+            target=self._model.name,
+            margin_bytes=recorded.margin_bytes,
         )
-        decided = step.join(known.decided) if known.decided else self._meanwhile(kind, known, step, asked)
+        decided = step.join(recorded.decided) if recorded.decided else self._meanwhile(kind, step, asked)
         with self._stages.stage("solve_s", "solving"):
             plan = asked(
-                solve=known.solve,
+                solve=recorded.solve,
                 progress=self._stages.reporter.solving(step_time_ms(step.graph, step.profile)),
                 decided=decided,
             )
-        if kind in self._background:
+        if kind.background is not None:
             plan = plan.changed(solution=replace(plan.solution, strategy=MEANWHILE))
-        self._took(self._stages.total)
-        return self._finish(known, step, plan)
+        self._first_wait.took(self._stages.total)
+        return self._finish(recorded, step, plan)
 
-    def _finish(self, known: Known, step: Step, plan: Plan) -> tuple[Plan, dict[int, Program]]:
+    def _finish(self, recorded: RecordedStep, step: Step, plan: Plan) -> tuple[Plan, dict[int, Program]]:
         plan = plan.changed(
-            resident_parts=known.resident.kinds,
-            proved=self.proved(),
-            rounded=self.rounded(),
+            resident_parts=recorded.resident.kinds,
+            proved=self._proofs.words(),
+            rounded=self._proofs.rounded(),
             planning=self._stages.total,
         )
-        pairs = zip(known.calls, step.split(plan.solution.recompute), strict=True)
-        return plan, {own.place: build(own.captured, lower(own.captured.graph, rows)) for own, rows in pairs}
+        pairs = zip(recorded.calls, step.split(plan.solution.recompute), strict=True)
+        return plan, {call.place: build(call.captured, lower(call.captured.graph, rows)) for call, rows in pairs}
 
     # ---------------------------------------------------------------- in the background
 
-    def _meanwhile(self, kind: Kind, known: Known, step: Step, make: Callable[..., Plan]) -> Decisions | None:
+    def _meanwhile(self, kind: StepKind, step: Step, make: Callable[..., Plan]) -> Decisions | None:
         """Find decisions that fit a step until a plan is made in the background; None where training waits for one.
 
         It waits for the first plan, where nothing known fits, where nothing is to be solved, and in several processes:
         these agree on their plans as they make them.
         """
         self.drop(kind)
-        if not self.options.background or not self._kinds.plans or runtime.process_group_store() is not None:
+        if not self._model.options.background or not self._history.planned or runtime.process_group_store() is not None:
             return None
         everything = keep_all(step.graph)
-        found = self._fastest(kind, known, step, [everything, *self._decided_like(known, step)])
-        if found is None or found == everything:
+        decisions = self._fastest(kind, step, [everything, *self._decided_like(kind.recorded, step)])
+        if decisions is None or decisions == everything:
             return None
         try:
-            self._background[kind] = BackgroundPlan(lambda solve: make(solve=solve), self.options.plan.solver)
+            kind.background = BackgroundPlan(lambda solve: make(solve=solve), self._model.options.plan.solver)
         except OSError as error:
             log.info("No process for solving in the background could be started (%s): training waits", error)
             return None
-        return found
+        return decisions
 
-    def _decided_like(self, known: Known, step: Step) -> list[Decisions]:
+    def _decided_like(self, recorded: RecordedStep, step: Step) -> list[Decisions]:
         """List what was decided for the same code, and the least memory of each call, as far as that is known."""
-        others = [decided for other, decided in self._kinds.decided() if other.goes_on_as(known, 0)]
-        least = [decided for own in known.calls if (decided := self.least(own.part)) is not None]
-        if known.waits or len(least) < len(known.calls):
-            return others
-        joined = step.join(least)
+        of_plans = [decisions for other, decisions in self._history.decided() if other.goes_on_as(recorded, 0)]
+        least = self._parts.least
+        if recorded.waits or not all(call.part in least for call in recorded.calls):
+            return of_plans
+        joined = step.join([least[c.part].schedule.decisions(c.part.captured.graph) for c in recorded.calls])
         is_valid = all(step.graph.nodes[node].is_repeatable for before in joined for node in before)
-        return [*others, joined] if is_valid else others
+        return [*of_plans, joined] if is_valid else of_plans
 
-    def _fastest(self, kind: Kind, known: Known, step: Step, candidates: Iterable[Decisions]) -> Decisions | None:
-        return fastest_that_fits(step, max(0, self._room_bytes(kind, known)), candidates)
+    def _fastest(self, kind: StepKind, step: Step, candidates: Iterable[Decisions]) -> Decisions | None:
+        return fastest_that_fits(step, max(0, self._room_bytes(kind)), candidates)
 
-    def _room_bytes(self, kind: Kind, known: Known) -> int:
-        return self.limits(kind, known).budget_bytes - known.resident.size_bytes - known.margin_bytes
+    def _room_bytes(self, kind: StepKind) -> int:
+        step = kind.recorded
+        return self.limits(kind, step).budget_bytes - step.resident.size_bytes - step.margin_bytes
 
-    def drop(self, kind: Kind | None = None) -> None:
+    def drop(self, kind: StepKind | None = None) -> None:
         """Drop what is made in the background for a kind of step, or for all."""
-        for other in [other for other in self._background if kind in (None, other)]:
-            self._background.pop(other).close()
+        for dropped in self._history if kind is None else (kind,):
+            if dropped.background is not None:
+                dropped.background.close()
+                dropped.background = None
 
-    def better(self) -> Iterator[tuple[Kind, Plan, dict[int, Program]]]:
+    def better(self) -> Iterator[tuple[StepKind, Plan, dict[int, Program]]]:
         """Yield the plans that take the place of those by which steps ran until something was solved."""
-        for kind, plan in [(kind, plan) for kind, plan in self._kinds.plans.items() if plan.is_meanwhile]:
-            made = self._background.get(kind)
-            if made is None:  # it was dropped for another budget, which did not come
+        for kind in self._history.planned:
+            if not kind.own_plan.is_meanwhile:
+                continue
+            if kind.background is None:  # it was dropped for another budget, which did not come
                 yield kind, *self.make(kind)
-            elif made.future.done():
-                del self._background[kind]
-                yield kind, *self._take_over(kind, plan, made.future)
+            elif (future := kind.background.future).done():
+                kind.background = None
+                yield kind, *self._take_over(kind, future)
 
-    def _take_over(self, kind: Kind, plan: Plan, made: Future[Plan]) -> tuple[Plan, dict[int, Program]]:
+    def _take_over(self, kind: StepKind, made: Future[Plan]) -> tuple[Plan, dict[int, Program]]:
         """Return what was made in the background, where it fits the step as it is now and is faster than its plan."""
-        known, now = self._kinds.described(kind), plan.changed(solution=replace(plan.solution, strategy=DECIDED))
-        step = known.merge()
+        plan, recorded = kind.own_plan, kind.recorded
+        now, step = plan.changed(solution=replace(plan.solution, strategy=DECIDED)), recorded.merge()
         if (error := made.exception()) is not None:
-            self.failed(error)
-            return self._finish(known, step, now)
-        asked, room_bytes = made.result(), self._room_bytes(kind, known)
+            self._model.announcements.not_made(error)
+            return self._finish(recorded, step, now)
+        asked, room_bytes = made.result(), self._room_bytes(kind)
         self._stages.add("solve_s", asked.planning.solve_s)
-        found = asked.changed(
+        better = asked.changed(
             graph=step.graph,
             profile=step.profile,
-            budget_bytes=self.limits(kind, known).budget_bytes,
-            resident_bytes=known.resident.size_bytes,
+            budget_bytes=self.limits(kind, recorded).budget_bytes,
+            resident_bytes=recorded.resident.size_bytes,
         )
-        has_less_room = room_bytes < asked.budget_bytes - asked.resident_bytes - known.margin_bytes
-        if has_less_room and found.planned.peak_bytes > room_bytes:
+        has_less_room = room_bytes < asked.budget_bytes - asked.resident_bytes - recorded.margin_bytes
+        if has_less_room and better.planned.peak_bytes > room_bytes:
             return self.make(kind)
-        both = [now.solution.recompute, found.solution.recompute]
-        is_faster = self._fastest(kind, known, step, both) == found.solution.recompute
-        return self._finish(known, step, found if is_faster else now)
+        both = [now.solution.recompute, better.solution.recompute]
+        is_faster = self._fastest(kind, step, both) == better.solution.recompute
+        return self._finish(recorded, step, better if is_faster else now)

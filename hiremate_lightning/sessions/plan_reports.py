@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..planning.plan import Plan, plan_title
-from ..planning.solvers.base import Solution
 from ..reporting.report import Reporter
 from ..units import format_bytes
-from .kinds import Kind
+from .step_kind import StepKind, Told
 
 CLEARLY = 0.002  # of a budget: smaller changes are not said
-
-
-@dataclass(frozen=True)
-class _Told:
-    """What was said last of a kind of step."""
-
-    budget_bytes: int
-    asked: str
-    parts: tuple[tuple[str, int], ...]
-    measured: Solution | None = None
-    is_over: bool = False
 
 
 class PlanReports:
@@ -33,9 +21,8 @@ class PlanReports:
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
-        self._told: dict[Kind, _Told] = {}
 
-    def planned(self, kind: Kind, plan: Plan, remark: str = "") -> None:
+    def planned(self, kind: StepKind, plan: Plan, remark: str = "") -> None:
         """Show a new plan; before it, what came since the one before."""
         self._say_why(kind, plan, is_new=True)
         self._reporter.planned(plan, remark)
@@ -44,21 +31,21 @@ class PlanReports:
         """Print a line that belongs to the plan shown last."""
         self._reporter.note(text)
 
-    def kept(self, kind: Kind, plan: Plan) -> None:
+    def kept(self, kind: StepKind, plan: Plan) -> None:
         """Print why the budget changed under a plan that stays."""
         self._say_why(kind, plan, is_new=False)
 
-    def measured(self, kind: Kind, plan: Plan) -> None:
+    def measured(self, kind: StepKind, plan: Plan) -> None:
         """Show what was measured of a plan, once; again where it takes more than the budget, and did not before."""
-        told = self._told.get(kind) or _told(plan)
+        told = kind.told or _told(plan)
         is_over = (plan.measured.peak_bytes or 0) > plan.budget_bytes
         if told.measured is not plan.solution or (is_over and not told.is_over):
             self._reporter.measured(plan)
-        self._told[kind] = replace(told, measured=plan.solution, is_over=is_over)
+        kind.told = replace(told, measured=plan.solution, is_over=is_over)
 
-    def _say_why(self, kind: Kind, plan: Plan, is_new: bool) -> None:
-        before, now = self._told.get(kind), _told(plan)
-        self._told[kind] = now if before is None else replace(now, measured=before.measured, is_over=before.is_over)
+    def _say_why(self, kind: StepKind, plan: Plan, is_new: bool) -> None:
+        before, now = kind.told, _told(plan)
+        kind.told = now if before is None else replace(now, measured=before.measured, is_over=before.is_over)
         if before is None or before.asked != now.asked:
             return
         is_moved = abs(now.budget_bytes - before.budget_bytes) > CLEARLY * before.budget_bytes
@@ -71,11 +58,11 @@ class PlanReports:
             self._reporter.note(f"{plan_title(plan)} is made again, since {came}")
 
 
-def _told(plan: Plan) -> _Told:
-    return _Told(plan.budget_bytes, str(plan.budget), plan.resident_parts)
+def _told(plan: Plan) -> Told:
+    return Told(plan.budget_bytes, str(plan.budget), plan.resident_parts)
 
 
-def _came(before: _Told, now: _Told) -> str:
+def _came(before: Told, now: Told) -> str:
     """Return, in words or "", what exists before a step that did not exist before the one before."""
     known = dict(before.parts)
     more = [(size - known.get(name, 0), name) for name, size in now.parts]

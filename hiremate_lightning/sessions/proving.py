@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import re
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -28,127 +27,50 @@ from ..measuring.apart import unmeasured
 from ..measuring.aside import saving_aside
 from ..measuring.custom_operators import has_unsteady
 from ..measuring.differences import Difference, differences
-from ..measuring.resident import Resident
 from ..measuring.segments import Observed, cut
 from ..measuring.trials import Outcome, Trial
 from ..memory.free_memory import free_bytes
 from ..records.step import Call, Step, merge
-from ..reporting.report import Stages
 from ..rewriting.joint import is_collective
 from ..running.execution import Part
 from ..running.program import Program
 from ..torch_private import backward_pass, checkpoints, double_backward, failures, saved_hooks, tensor_state
-from .parts import Parts
+from .first_steps import FirstSteps
 from .planned import PlannedKinds
+from .planned_model import PlannedModel
 from .proof_memory import ProofMemory, proof_memory
+from .proofs import Proof, Proofs, Verdict
+from .steps import Steps
 
 log = logging.getLogger("hiremate_lightning")
 
 TRIES = 3  # runs, for gradients whose memory is not there at the first one
 _NOT_PARTS = re.compile(r"_(?:modules|parameters|buffers)_")
-_UNKNOWN, _PROVED, _ROUNDED, _REFUSED = "unknown", "proved", "rounded", "refused"
-
-
-class Proof:
-    """Captured code: it runs as captured, or as the user wrote it where that gives other numbers.
-
-    Args:
-        written: The code as Dynamo has read it.
-        captured: Runs it as captured.
-        part: The part that runs inside of that, None where it has no gradients.
-        prove: Called before a run, as long as there is something to prove.
-
-    Attributes:
-        forward: What is known of outputs, changed inputs and generators.
-        backward: What is known of gradients.
-        runs: How often it has run while there was something to prove.
-        rounded: The values that differ by rounding, in words.
-    """
-
-    def __init__(
-        self,
-        written: fx.GraphModule,
-        captured: Callable[..., Any],
-        part: Part | None,
-        prove: Callable[[Proof, Sequence[Any]], None],
-    ) -> None:
-        self.written: fx.GraphModule | None = written
-        self.captured, self.part = captured, part
-        self.forward, self.backward = _UNKNOWN, _PROVED if part is None else _UNKNOWN
-        self.runs = 0
-        self.rounded: tuple[str, ...] = ()
-        self._run, self._prove = captured, prove
-
-    def __call__(self, *arguments: Any) -> Any:
-        """Run the code."""
-        if self.written is not None and not any(map(tensor_state.is_fake, arguments)):  # DDPOptimizer asks for shapes
-            self._prove(self, arguments)
-            self.runs += 1
-        return self._run(*arguments)
-
-    def refuse(self, ran: Callable[[], None]) -> None:
-        """Run the code as it was written, from now on, and call a function each time."""
-        written = self.written
-        assert written is not None, "code is refused while it is proved"
-        run_written = checkpoints.as_written(written)
-
-        def run(*arguments: Any) -> Any:
-            ran()
-            return run_written(*arguments)
-
-        self._run, self.forward, self.backward = run, _REFUSED, _REFUSED
-
-    def end(self) -> None:
-        """Learn that there is nothing more to prove, and let go of what that took."""
-        self.written = None
 
 
 class Prover:
     """Proves the captured code of one session.
 
     Args:
+        model: The planned model.
+        proofs: What is proved so far.
         planned: The session's plans.
-        parts: Its captured graphs.
-        stages: Shows the proof as a stage of planning, and counts its time.
-        say: Warns.
-        foresee: Finds the program by which a part is about to run.
-        resident: Counts what exists before the step under way.
-        left_bytes: Counts what its forwards have left.
-        traced: Called before a proof: the capture has ended.
-        ran: Called when code runs as it was written since it was refused.
+        first_steps: Chooses the program by which a part is about to run.
+        steps: The step under way, and what existed before it.
+        tracing: Measures the capture, which has ended where code is proved.
     """
 
     def __init__(
         self,
+        model: PlannedModel,
+        proofs: Proofs,
         planned: PlannedKinds,
-        parts: Parts,
-        stages: Stages,
-        say: Callable[[str], None],
-        foresee: Callable[[Part], Program],
-        resident: Callable[[], Resident],
-        left_bytes: Callable[[], int],
-        traced: ExitStack,
-        ran: Callable[[], None],
+        first_steps: FirstSteps,
+        steps: Steps,
+        tracing: ExitStack,
     ) -> None:
-        self._planned, self._parts, self._stages, self._say = planned, parts, stages, say
-        self._foresee, self._resident, self._left_bytes = foresee, resident, left_bytes
-        self._traced, self._ran = traced, ran
-        self._proofs: weakref.WeakSet[Proof] = weakref.WeakSet()
-        planned.maker.proved, planned.maker.rounded = self.words, self.rounded
-
-    def words(self) -> str:
-        """What is proved so far, "" where nothing was to be proved."""
-        proofs = list(self._proofs)
-        trained = [proof for proof in proofs if proof.part is not None]
-        if not proofs:
-            return ""
-        found = [_count([p.forward for p in proofs], "forward", " graph" + "s" * (len(proofs) > 1))]
-        found += [_count([p.backward for p in trained], "gradients")] if trained else []
-        return ", ".join(found)
-
-    def rounded(self) -> tuple[str, ...]:
-        """The values that differ from eager PyTorch's by rounding, in words."""
-        return tuple(sorted({words for proof in self._proofs for words in proof.rounded}))
+        self._model, self._proofs, self._planned = model, proofs, planned
+        self._first_steps, self._steps, self._tracing = first_steps, steps, tracing
 
     def prove(self, proof: Proof, arguments: Sequence[Any]) -> None:
         """Prove captured code that is about to run, as far as it was not and the memory is there.
@@ -164,13 +86,13 @@ class Prover:
         if any(map(tensor_state.has_parts, arguments)) or any(is_collective(str(node.target)) for node in nodes):
             proof.end()  # other processes would wait for what it sends once more
             return
-        self._traced.close()
+        self._tracing.close()
         device = _device_of(proof, arguments)
-        program = None if proof.part is None else self._foresee(proof.part)
+        program = None if proof.part is None else self._first_steps.choose(self._steps.under_way, proof.part).program
         if proof.part is not None and _may_differ_from_itself(proof.part, arguments):
             proof.end()
             return
-        with self._stages.stage("prove_s", "proving"), unmeasured(device):
+        with self._model.stages.stage("prove_s", "proving"), unmeasured(device):
             memory = self._memory_of(proof.part, program, device)
             if memory is None or memory.has_plain or memory.has_forward:
                 with trying(proof.part, program), failures.not_printed():
@@ -179,9 +101,13 @@ class Prover:
 
     def _conclude(self, proof: Proof) -> None:
         """End the proof where all is known, or where it was tried often enough."""
-        asked, runs = self._planned.options.verify, proof.runs + 1
-        is_known = _UNKNOWN not in (proof.forward, proof.backward)
-        if _REFUSED in (proof.forward, proof.backward) or (is_known and runs >= asked) or runs >= max(TRIES, asked):
+        asked, runs = self._model.options.verify, proof.runs + 1
+        is_known = Verdict.UNKNOWN not in (proof.forward, proof.backward)
+        if (
+            Verdict.REFUSED in (proof.forward, proof.backward)
+            or (is_known and runs >= asked)
+            or runs >= max(TRIES, asked)
+        ):
             proof.end()
 
     def _try(self, proof: Proof, arguments: Sequence[Any], memory: ProofMemory | None) -> None:
@@ -223,7 +149,7 @@ class Prover:
         if not is_plain and double_backward.takes_gradients(written):  # by itself: it needs what it saves
             trial = replace(trial, with_gradients=proof.part is not None)
             return _first_outcome(trial, saving_aside(written), keeps_all=True)
-        if memory is None or is_plain or proof.backward != _UNKNOWN:
+        if memory is None or is_plain or proof.backward is not Verdict.UNKNOWN:
             return _first_outcome(trial, written)
         return _outcome_in_segments(trial, written, memory)
 
@@ -236,14 +162,14 @@ class Prover:
             return
         proof.rounded = tuple(difference.words for difference in (*of_values, *of_gradients))
         for words in proof.rounded:
-            log.info("Captured code of %s differs by rounding: %s", self._planned.name, words)
+            log.info("Captured code of %s differs by rounding: %s", self._model.name, words)
         proof.forward = _verdict(of_values)
         if with_gradients:
             proof.backward = _verdict(of_gradients)
 
     def _half_of(self, part: Part | None) -> torch.dtype | None:
         """Return the type of half precision that fused kernels skip, None where there are none or they skip nothing."""
-        if part is None or not self._parts.fuses:
+        if part is None or not self._model.parts.fuses:
             return None
         dtypes = {tensor.dtype for tensor in part.captured.graph.tensors}
         return next(
@@ -251,9 +177,9 @@ class Prover:
         )
 
     def _refuse(self, proof: Proof, why: str) -> None:
-        proof.refuse(self._ran)
-        self._say(
-            f"Code of {self._planned.name} runs as it was written, without a plan, since {why}. Its memory and time "
+        proof.refuse(self._proofs)
+        self._model.announcements.say(
+            f"Code of {self._model.name} runs as it was written, without a plan, since {why}. Its memory and time "
             "are those of plain PyTorch. This is a fault of torch.compile or of hiremate_lightning; please report it."
         )
 
@@ -261,18 +187,18 @@ class Prover:
         """Find out what the proof of a part takes, None for code without gradients: that takes what it takes."""
         if part is None or program is None:
             return None
-        _, profile = self._parts.prepare(part)
+        _, profile = self._model.parts.prepare(part)
         free = self._free_bytes(merge([Call(part.captured.graph, profile)], [0]), device)
         return proof_memory(part.captured, profile, program, free, device)
 
     def _free_bytes(self, step: Step, device: torch.device) -> int:
         """Return the bytes that the budget, and the device, leave beside what is there."""
-        resident = self._resident()
+        resident = self._steps.resident()
         budget_bytes = self._planned.maker.budget_bytes(step, resident)
         plan = self._planned.latest
         if plan is not None:
             budget_bytes = max(budget_bytes, plan.budget_bytes)
-        live_bytes = resident.size_bytes + self._left_bytes()
+        live_bytes = resident.size_bytes + self._steps.under_way.live_bytes
         if device.type == "cuda":
             live_bytes = max(live_bytes, torch.cuda.memory_allocated(device))
         return min(budget_bytes - live_bytes, free_bytes(device))
@@ -322,15 +248,8 @@ def trying(part: Part | None, program: Program | None) -> Iterator[None]:
         part.trial = None
 
 
-def _verdict(found: Sequence[Difference]) -> str:
-    return _ROUNDED if found else _PROVED
-
-
-def _count(verdicts: Sequence[str], name: str, unit: str = "") -> str:
-    """Write how many of the verdicts are good: "forward 3 of 3 graphs (1 up to rounding)"."""
-    rounded, proved = verdicts.count(_ROUNDED), verdicts.count(_PROVED)
-    remark = f" ({rounded} up to rounding)" if rounded else ""
-    return f"{name} {proved + rounded} of {len(verdicts)}{unit}{remark}"
+def _verdict(roundings: Sequence[Difference]) -> Verdict:
+    return Verdict.ROUNDED if roundings else Verdict.PROVED
 
 
 def _device_of(proof: Proof, arguments: Sequence[Any]) -> torch.device:

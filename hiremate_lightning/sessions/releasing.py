@@ -10,35 +10,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
-from .kinds import Kind
+from .step_kind import StepKind
 
 SETTLED_STEPS = 8  # of a kind that ran by its plan before plain steps are tried
 SAMPLES = 6  # steps of each way that are timed
 CLEARLY_SLOWER = 1.15  # a plan than eager PyTorch, or it stays
 TRIES = 4  # plain steps to measure in a row, until one shows its peak
 NO_MORE = 1.01  # of the peak of a plan that does not fit, beyond which a plain step takes more: an allocator's blocks
-
-
-@dataclass
-class _Timings:
-    """What is known of a kind of step.
-
-    Attributes:
-        settled: How many steps ran by its plan, unwatched.
-        seconds: Of steps that ran plain, and of those that ran by the plan.
-        is_released: Whether it runs plain from now on, None before that is decided.
-        tries: How many plain steps were measured that did not show their peak.
-        has_shown: Whether a plain step has shown that it takes no more than the plan.
-    """
-
-    settled: int = 0
-    seconds: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
-    is_released: bool | None = None
-    tries: int = 0
-    has_shown: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +33,7 @@ class Timing:
     """
 
     began_at: float
-    kind: Kind
+    kind: StepKind
     is_plain: bool
 
 
@@ -65,22 +46,21 @@ class Releases:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._trials: dict[Kind, _Timings] = {}
 
-    def runs_plain(self, kind: Kind) -> bool:
+    def runs_plain(self, kind: StepKind) -> bool:
         """Whether the next step of a kind, whose plan recomputes nothing and which fits plainly, is to run plain."""
-        trial = self._trials.get(kind, _Timings())
+        trial = kind.trial
         if trial.is_released is not None:
             return trial.is_released
         return trial.settled >= SETTLED_STEPS and len(trial.seconds[False]) > len(trial.seconds[True])
 
-    def step_begins(self, kind: Kind, is_plain: bool, is_watched: bool) -> Timing | None:
+    def step_begins(self, kind: StepKind, is_plain: bool, is_watched: bool) -> Timing | None:
         """Learn that a step begins; what is watched is not timed.
 
         Returns:
             What `next_begins` is to be given if the step does not fail; None where it is not timed.
         """
-        trial = self._trials.setdefault(kind, _Timings())
+        trial = kind.trial
         trial.settled += not is_plain and not is_watched
         is_timed = trial.is_released is None and trial.settled >= SETTLED_STEPS and not is_watched
         return Timing(self._clock(), kind, is_plain) if is_timed else None
@@ -91,7 +71,7 @@ class Releases:
         Returns:
             The time of the plan over that without it, where the kind is given back from now on; else None.
         """
-        trial = self._trials[timing.kind]
+        trial = timing.kind.trial
         trial.seconds[timing.is_plain].append(self._clock() - timing.began_at)
         if min(map(len, trial.seconds.values())) < SAMPLES:
             return None
@@ -99,11 +79,11 @@ class Releases:
         trial.is_released = ratio > CLEARLY_SLOWER
         return ratio if trial.is_released else None
 
-    def is_to_be_measured(self, kind: Kind) -> bool:
+    def is_to_be_measured(self, kind: StepKind) -> bool:
         """Whether to measure a plain step of a kind whose plan does not fit: it may take more than the plan."""
-        return not self._trials.get(kind, _Timings()).has_shown
+        return not kind.trial.has_shown
 
-    def measured(self, kind: Kind, peak_bytes: int | None, plan_bytes: int) -> None:
+    def measured(self, kind: StepKind, peak_bytes: int | None, plan_bytes: int) -> None:
         """Learn what a plain step takes of a kind whose plan does not fit, and takes so much.
 
         Args:
@@ -111,12 +91,12 @@ class Releases:
             peak_bytes: The peak of the plain step, None where the measurement did not see all.
             plan_bytes: The peak of its plan.
         """
-        trial = self._trials.setdefault(kind, _Timings())
+        trial = kind.trial
         trial.tries += 1
         trial.has_shown = trial.has_shown or (peak_bytes is not None and peak_bytes <= NO_MORE * plan_bytes)
         if not trial.has_shown and (peak_bytes is not None or trial.tries == TRIES):
             trial.is_released = False
 
-    def keep(self, kind: Kind) -> None:
+    def keep(self, kind: StepKind) -> None:
         """Learn that a kind takes more than its budget without its plan."""
-        self._trials.setdefault(kind, _Timings()).is_released = False
+        kind.trial.is_released = False

@@ -23,16 +23,11 @@ from ..capturing.backend import planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError
 from ..measuring.recording import Run
-from ..measuring.resident import Resident
-from ..measuring.resident_memory import ResidentMemory
-from ..memory.free_memory import free_bytes
 from ..options import SessionOptions
 from ..out_of_memory import explain
 from ..planning.plan import Plan, describe_peak
 from ..planning.solvers import worker
 from ..records.dimensions import VaryingSizes
-from ..reporting.report import Reporter, Stages
-from ..rewriting.fused_kernel import FusedKernels
 from ..rewriting.joint import updates_under_checkpoint
 from ..running.accumulation import Leaves
 from ..running.execution import Part
@@ -40,20 +35,19 @@ from ..running.program import Program
 from ..torch_private import backward_pass, dynamo, tensor_state
 from ..torch_private.tensor_state import tensors_among
 from ..units import Budget
-from .announcements import Announcements
 from .current_step import CurrentStep
 from .eager_paths import eager_paths
 from .first_steps import FirstSteps
 from .first_wait import FirstWait, modules_without_parts
-from .given import tensors_inside
-from .kinds import Kind, Kinds
+from .given import ModuleCall, tensors_inside
 from .largest import Arguments, LargestSizes
-from .parts import Parts
-from .plain_steps import ModuleCall
 from .plan_maker import PlanMaker
 from .planned import PlannedKinds
-from .proving import Proof, Prover
+from .planned_model import PlannedModel
+from .proofs import Proof, Proofs
+from .proving import Prover
 from .replaced import ReplacedCheckpointing, ReplacedCompiling
+from .step_kind import GraphNumbers
 from .steps import Steps
 from .unplanned import UnplannedSteps
 from .watching import WatchPolicy
@@ -66,13 +60,13 @@ class Session:
 
     Attributes:
         root: The module whose parameters and buffers are resident.
-        runs: Number of forwards of captured graphs so far.
-        ran_as_written: Whether some captured code ran as the user wrote it, since its proof failed.
+        may_exceed: Whether a first step may run above the budget, where a plan may follow.
         updates: Number of updates of the weights so far; optimizers that step after the same forwards make one.
         kernels: Where fused operations are kept, None where nothing is fused.
         stages: Shows the stages of planning, and counts their time.
         parts: The captured graphs.
         largest: Foresees steps of the largest sizes.
+        proofs: What is proved of captured code.
         prover: Proves captured code as it first runs.
         planned: The plans, by kind of step.
         unplanned: The steps that run as the user wrote them.
@@ -80,46 +74,28 @@ class Session:
         first_wait: Foresees how long it takes until the first plan.
     """
 
+    may_exceed = True
+
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:
-        self.root, self._name = root, type(root).__name__
-        self._announcements = said = Announcements(self._name)
-        self.say, self.why_uncaptured = said.say, said.why_uncaptured
-        self.kernels = FusedKernels(self.say) if options.compile else None
-        self.runs = self.updates = 0
+        self._model = model = PlannedModel(root, options)
+        self.root, self._name, self._announcements = root, model.name, model.announcements
+        self.say, self.why_uncaptured = model.announcements.say, model.announcements.why_uncaptured
+        self.kernels, self.stages, self.parts, self._memory = model.kernels, model.stages, model.parts, model.memory
+        self._runs = self.updates = 0
         self._runs_of_update = 0  # forwards before the latest update
-        self.ran_as_written = False
-        self.stages = stages = Stages(Reporter(options.verbose))
-        self.parts = parts = Parts(stages, options.cache_dir, self.kernels, self.say)
-        self._memory = memory = ResidentMemory(root, parts.waiting, parts.retained)
-
-        def resident() -> Resident:
-            return self.steps.resident()
-
-        kinds, watching = Kinds(), WatchPolicy()
-        self.largest = largest = LargestSizes(options.sizes, parts, said)
+        self.proofs, watching = Proofs(), WatchPolicy()
+        self.largest = LargestSizes(options.sizes, self.parts, self._announcements)
         self._varying = VaryingSizes(lambda: (tuple(weight.shape) for weight in root.parameters()))
-        self.first_wait = FirstWait(options.cache_dir, memory.describe_model)
-        maker = PlanMaker(options, self._name, kinds, memory, parts, stages, self.first_wait.took)
-        self._first_steps = FirstSteps(self._name, maker, kinds, parts, stages, resident, self._spare_bytes)
-        self.planned = PlannedKinds(
-            self._name, maker, kinds, self._first_steps, memory, stages.reporter, watching, said, largest
-        )
-        self.unplanned = UnplannedSteps(root, self.planned, stages.reporter, self.say, is_allowed=self.kernels is None)
-        self.steps = Steps(memory, self.planned, self.unplanned, self._first_steps, watching, said, parts, largest)
+        self.first_wait = FirstWait(options.cache_dir, self._memory.describe_model)
+        maker = PlanMaker(model, self.proofs, self.first_wait)
+        self._first_steps = FirstSteps(model, maker, self.may_exceed)
+        self.planned = PlannedKinds(model, maker, self._first_steps, watching, self.largest)
+        self.unplanned = UnplannedSteps(model, self.planned)
+        self.steps = Steps(model, self.planned, self.unplanned, self._first_steps, watching, self.largest)
         self._checkpointing, self._compiling = ReplacedCheckpointing(root), ReplacedCompiling(root)
         self.planned.listeners.append(self._say_replaced)
         self._tracing = ExitStack()
-        self.prover = Prover(
-            self.planned,
-            parts,
-            stages,
-            self.say,
-            lambda part: self._first_steps.choose(self._current, part).program,
-            resident,
-            lambda: self._current.live_bytes,
-            self._tracing,
-            self._ran_as_written,
-        )
+        self.prover = Prover(model, self.proofs, self.planned, self._first_steps, self.steps, self._tracing)
 
     # ---------------------------------------------------------------- what others ask and tell
 
@@ -129,19 +105,24 @@ class Session:
         return self.planned.latest
 
     @property
-    def plans(self) -> Mapping[Kind, Plan]:
-        """The plans so far, by kind of step."""
+    def plans(self) -> Mapping[GraphNumbers, Plan]:
+        """The plans so far, by the captured graphs of their steps."""
         return self.planned.plans
 
     @property
     def options(self) -> SessionOptions:
         """What was asked for."""
-        return self.planned.options
+        return self._model.options
 
     @property
     def listeners(self) -> list[Callable[[Plan], None]]:
         """Called with each plan when it is made, and again when it has been measured."""
         return self.planned.listeners
+
+    @property
+    def runs(self) -> int:
+        """Number of forwards of captured graphs so far, those included that ran as the user wrote them."""
+        return self._runs + self.proofs.runs_as_written
 
     @property
     def captured_count(self) -> int:
@@ -167,7 +148,7 @@ class Session:
     @property
     def _current(self) -> CurrentStep:
         """The step under way; an empty one where there is none."""
-        return self.steps.current or CurrentStep()
+        return self.steps.under_way
 
     def expect_wait(self, modules: int, operations: int = 0) -> None:
         """Estimate the seconds of the first plan from the number of leaf modules, or of operations."""
@@ -284,7 +265,7 @@ class Session:
             vary = chain(self.largest.becomes, self._varying)
             with dynamo.capturing_for_plans(tell, sizes_vary, vary), eager_paths():
                 yield
-            if self.ran_as_written and not self._current.forwards and not is_inside:
+            if self.proofs.runs_as_written and not self._current.forwards and not is_inside:
                 self.abandon_step()  # none of its backwards would end it
         except dynamo.CompileError as error:
             if not is_inside:
@@ -305,7 +286,7 @@ class Session:
 
     def start(self, part: Part, arguments: Sequence[Any]) -> tuple[Program, Run | None]:
         """Choose the program of a forward."""
-        self.runs += 1
+        self._runs += 1
         self._tracing.close()
         step = self._current
         if not step.forwards:
@@ -354,23 +335,11 @@ class Session:
         """Note on an error what was planned and what is allocated."""
         explain(error, f"hiremate: {describe_peak(self._name, self.plan)}{self._memory.describe()}")
 
-    def _ran_as_written(self) -> None:
-        """Note that captured code ran as the user wrote it, since its proof failed."""
-        self.runs += 1
-        self.ran_as_written = True
-
     def _say_replaced(self, plan: Plan) -> None:
         """Report, once, activation checkpointing in whose place plans are."""
         text = self._checkpointing.describe(plan)
         if text is not None:
             self.stages.reporter.note(text)
-
-    def _spare_bytes(self) -> int:
-        """Return the bytes that a first step may take beyond the budget; none, announced, where no plan may follow."""
-        if self.planned.has_place():
-            return free_bytes(self._memory.device)
-        self.planned.announce_full()
-        return 0
 
     # ---------------------------------------------------------------- steps
 
@@ -390,7 +359,7 @@ class Session:
         modes = [] if backward_pass.is_running() else tensor_state.watching_modes()
         if not modes:
             return False
-        self.runs += 1
+        self._runs += 1
         self.steps.ran_unseen()
         self.say(
             f"A call of {self._name} ran without its plan, in the memory of plain PyTorch: {' and '.join(modes)} is "
@@ -424,7 +393,7 @@ class Session:
 
     def ran_plain(self, result: Any) -> Any:
         """Note what a call returned that ran as the user wrote it, and see when its backward begins."""
-        self.runs += 1
+        self._runs += 1
         reference = weakref.ref(self)  # autograd's graph must not keep a session alive
 
         def begins(_: Any) -> None:

@@ -7,7 +7,7 @@ that was seen, at most a few; the error then names what is enough for each of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ..measuring.resident import Resident
@@ -18,15 +18,15 @@ from ..planning.options import PlanOptions
 from ..planning.planner import AT_LEAST, Need, infeasible, least_need
 from ..planning.solvers.base import Problem, SolveOptions
 from ..records.step import Step
-from .kinds import Kind, KindRecord
-from .known import Known
+from .recorded_step import RecordedStep
+from .step_kind import StepKind
 
 HELD_STEPS = 8  # that may run above a budget, to see what others need
 SILENT_STEPS = 2  # of them, after which it is said: mostly the error comes before
 SO_FAR = "The smallest budget found for the steps seen so far is"
 ADVICE = "Raise the budget, make the batch smaller, or pass on_infeasible='warn' to train with the least memory."
 
-BudgetOf = Callable[[Step, Resident, Kind], int]  # of a step of a kind, and what exists before it
+BudgetOf = Callable[[Step, Resident, StepKind], int]  # of a step of a kind, and what exists before it
 
 
 class Shortage:
@@ -78,25 +78,25 @@ class Shortage:
         return not self._waits or self._held_steps >= HELD_STEPS
 
     def error(
-        self, records: Mapping[Kind, KindRecord], options: SessionOptions, budget_of: BudgetOf, name: str
+        self, steps: Iterable[tuple[StepKind, RecordedStep]], options: SessionOptions, budget_of: BudgetOf, name: str
     ) -> InfeasibleBudgetError | None:
         """Build the error that names what is enough for the steps seen; None where all fit the budget after all.
 
         Args:
-            records: The kinds of steps.
+            steps: The kinds of steps, and what each runs.
             options: What was asked for.
             budget_of: Returns the budget of a step.
             name: What is planned.
         """
         needs, short = list[Need](), dict[int, int]()
-        for kind, record in records.items():
-            if record.known is None or not record.before:
+        for kind, step in steps:
+            if not kind.before:
                 continue
-            states = [replace(record.known, resident=self._with_all(seen)) for seen in record.before.values()]
+            states = [replace(step, resident=self._with_all(seen)) for seen in kind.before.values()]
             budget_bytes = max(budget_of(state.merge(), state.resident, kind) for state in states)
-            own = [_need(state, options.plan, self.less_bytes) for state in states]
-            short.update((need.peak_bytes, budget_bytes) for need in own if need.peak_bytes > budget_bytes)
-            needs += own
+            of_kind = [_need(state, options.plan, self.less_bytes) for state in states]
+            short.update((need.peak_bytes, budget_bytes) for need in of_kind if need.peak_bytes > budget_bytes)
+            needs += of_kind
         if not short:
             return None
         is_known = self._has_settled and self.are_measured
@@ -108,10 +108,10 @@ class Shortage:
         return replace(resident, size_bytes=resident.size_bytes + more_bytes)
 
 
-def _need(known: Known, options: PlanOptions, less_bytes: int) -> Need:
-    step, resident = known.merge(), known.resident
+def _need(recorded: RecordedStep, options: PlanOptions, less_bytes: int) -> Need:
+    step, resident = recorded.merge(), recorded.resident
     problem = Problem(step.graph, step.profile, 0, SolveOptions(options.time_limit_s))
-    decided = step.join(known.decided) if known.decided else None
+    decided = step.join(recorded.decided) if recorded.decided else None
     need = least_need(problem, resident.size_bytes, decided, options.files)
     waiting_bytes = resident.waiting_bytes, resident.plain_waiting_bytes
     return replace(need, waiting_bytes=waiting_bytes, is_guarded=True, less_bytes=less_bytes)

@@ -1,40 +1,37 @@
-"""The steps of one model: each begins, is planned for and measured, and ends or fails.
+"""The life of a step: read `Steps.called`, `Steps._begin` and `Steps.end`, the rest is their detail.
 
-A forward after a backward begins a new one. What was learned from a step that has ended is used as the next one begins.
-Programs are chosen by the captured graphs that have run so far in the step, so several kinds of steps (a GAN's two,
-another input shape) have their own plans side by side.
+A call after a backward ends a step and begins the next one. What was learned from the step that has ended is used then:
+its kind is planned, plans that are likely meet the memory that exists now, the way of the new step is chosen, and what
+is watched in it. Its captured graphs choose their programs as they come (`first_steps`), by those that have run so far
+in the step, so several kinds of steps (a GAN's two, another input shape) have their own plans side by side.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..measuring.profiling import TimedRun
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
-from ..measuring.resident_memory import ALL, LITTERED_STEPS, WATCHED_STEPS, YOUNG, ResidentMemory
-from ..memory.metering import MemoryMeter
+from ..measuring.resident_memory import WATCHED_STEPS
 from ..out_of_memory import InfeasibleBudgetError, explain
-from ..planning.planner import GUARD_BYTES, guard_bytes
-from ..torch_private import backward_pass
 from ..torch_private.tensor_state import tensors_among
-from .announcements import Announcements
-from .current_step import CurrentStep, PlainRun
+from .current_step import CurrentStep
 from .deciding import Decision
 from .first_steps import FirstSteps
-from .kinds import Kind
+from .given import ModuleCall
 from .largest import LargestSizes
-from .parts import Parts
-from .plain_steps import ModuleCall
 from .planned import PlannedKinds
+from .planned_model import PlannedModel
 from .small_parts import SmallParts
+from .step_kind import StepKind
+from .step_watch import StepWatch
 from .unplanned import UnplannedSteps
-from .watching import Expected, Saw, Watch, WatchPolicy
+from .watching import Saw, WatchPolicy
+from .ways import AsWritten
 
 COUNTED_AGAIN = 64  # steps, after which resident bytes are counted once more
 
@@ -43,13 +40,11 @@ class Steps:
     """Begins and ends the steps of one model.
 
     Args:
-        memory: What exists before a step.
+        model: The planned model.
         planned: The plans.
         unplanned: Decides which steps run as the user wrote them.
         first_steps: Chooses what steps run.
         watching: Decides which steps are measured.
-        announcements: Warns.
-        parts: The captured graphs.
         largest: Foresees steps of the largest sizes.
 
     Attributes:
@@ -61,35 +56,36 @@ class Steps:
 
     def __init__(
         self,
-        memory: ResidentMemory,
+        model: PlannedModel,
         planned: PlannedKinds,
         unplanned: UnplannedSteps,
         first_steps: FirstSteps,
         watching: WatchPolicy,
-        announcements: Announcements,
-        parts: Parts,
         largest: LargestSizes,
     ) -> None:
         self.current: CurrentStep | None = None
         self.ended: CurrentStep | None = None
         self.count = 0
         self.small_parts = SmallParts()
-        self._memory, self._planned, self._unplanned = memory, planned, unplanned
-        self._first_steps, self._watching, self._announcements = first_steps, watching, announcements
-        self._parts, self._kinds, self._largest = parts, planned.kinds, largest
+        self._planned, self._unplanned, self._first_steps = planned, unplanned, first_steps
+        self._watching, self._largest, self._announcements = watching, largest, model.announcements
+        self._memory, self._parts, self._history = model.memory, model.parts, model.history
         self._is_passed_by = False  # by steps that ran since the latest one
-        self._next_is_timed = False
-        self._met: dict[Kind, tuple[int, int]] = {}  # growths, and retained bytes, that the plan of each kind has met
+        self._watch = StepWatch(model, unplanned, watching)
 
     @property
-    def plain(self) -> PlainRun | None:
+    def plain(self) -> AsWritten | None:
         """How the step under way runs as the user wrote it; None where it runs captured, or there is none."""
         return None if self.current is None else self.current.plain
 
+    @property
+    def under_way(self) -> CurrentStep:
+        """The step under way; an empty one where there is none."""
+        return self.current or CurrentStep()
+
     def resident(self) -> Resident:
         """Return what existed when the step began; where that was not counted, what exists now."""
-        found = None if self.current is None else self.current.resident
-        return found or self._memory.count(())
+        return self.under_way.resident_in(self._memory)
 
     def was_passed_by(self) -> None:
         """Learn that a step ran without its plan: its gradients were made unseen, so are not seen freed in the next."""
@@ -105,14 +101,14 @@ class Steps:
 
     def time_next(self) -> None:
         """Time the operations of the next step, whatever else is watched in it."""
-        self._next_is_timed = True
+        self._watch.next_is_timed = True
 
     def take_record(self) -> StepRecord | None:
         """Return the record of the step that has ended, where it was to be planned; it won't be any more."""
         ended, self.ended = self.ended, None
         return ended.record if ended is not None and ended.is_to_be_planned else None
 
-    # ---------------------------------------------------------------- the beginning
+    # ---------------------------------------------------------------- the life of a step
 
     def called(self, arguments: Any, call: ModuleCall | None = None) -> None:
         """Learn of a call of a planned module, or of what is around it: it may begin a step.
@@ -132,63 +128,73 @@ class Steps:
         elif call is not None:
             self._unplanned.called(self.current, call)
 
+    def _begin(self, arguments: list[torch.Tensor], calls: list[ModuleCall]) -> None:
+        """Begin a step. What was learned from the one before is used here, and nowhere else."""
+        began_at = time.perf_counter()
+        before, self.ended = self.ended, None
+        finished = self._finished(before)
+        step = self.current = self._made(arguments, calls, began_at)
+        self._planned.take_better()
+        self._watching.settle()
+        self._memory.step_begins(arguments)
+        self._announcements.step_begins(len(self._parts.retained()))
+        if finished is not None or self._counts_resident(step):
+            self._meet(finished, step, arguments)
+        self._note_times(before, began_at)
+        settled = self._unplanned.step_begins(step)
+        self._watch.begin(step, arguments)
+        if settled is not None:
+            step.timing = self._unplanned.releases.step_begins(settled, step.plain is not None, step.is_watched)
+
+    # ---------------------------------------------------------------- the beginning, in detail
+
+    def _finished(self, before: CurrentStep | None) -> CurrentStep | None:
+        """Return the step before, where its kind is to be planned now; make room for small parts that came in it."""
+        if self._is_passed_by:
+            self._memory.step_ended(None)
+            self._is_passed_by = False
+        if self.small_parts.came_in(self.count):
+            self._planned.leave(self.small_parts.size_bytes)
+            return None
+        return before if before is not None and before.is_to_be_planned else None
+
+    def _made(self, arguments: list[torch.Tensor], calls: list[ModuleCall], began_at: float) -> CurrentStep:
+        """Make the step, with the kinds that it may be of."""
+        if not self.count:
+            self._planned.maker.announce()
+        self.count += 1
+        size_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in arguments)
+        waiting = len(self._parts.waiting())
+        foreseen = self._history.foresee((size_bytes, waiting))
+        return CurrentStep(size_bytes, waiting, foreseen, calls, began_at=began_at)
+
+    def _note_times(self, before: CurrentStep | None, began_at: float) -> None:
+        """Learn what the step before has taken until this one began."""
+        if before is not None and before.timing is not None:
+            self._unplanned.note_release(before.timing)
+        if before is not None and before.is_usual:
+            self._unplanned.next_begins(before, began_at - before.began_at)
+
     def _was_trial(self, step: CurrentStep, call: ModuleCall | None) -> bool:
         """Whether a first step was one call to see what the same module returns, as pipelines make one."""
         if self.count > 1 or len(step.forwards) != 1 or call is None or step.record is None:
             return False
-        return [own.name for own in step.calls] == [call.name] and step.record.left_nothing
+        return [before.name for before in step.calls] == [call.name] and step.record.left_nothing
 
     def called_inside_backward(self) -> None:
         """Learn of a call inside of a backward: what it runs is not seen as a part of the step."""
         self.current = self.current or CurrentStep()
         self.current.is_unseen = True  # it can't be ended here: autograd would restore the profiler
 
-    def _begin(self, arguments: list[torch.Tensor], calls: list[ModuleCall]) -> None:
-        began_at = time.perf_counter()
-        before, self.ended = self.ended, None
-        if self._is_passed_by:
-            self._memory.step_ended(None)
-            self._is_passed_by = False
-        finished = before if before is not None and before.is_to_be_planned else None
-        if self.small_parts.came_in(self.count):
-            self._planned.leave(self.small_parts.size_bytes)
-            finished = None
-        if not self.count:
-            self._planned.maker.announce()
-        self.count += 1
-        size_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in arguments)
-        waiting = len(self._parts.waiting())
-        foreseen = self._kinds.foresee((size_bytes, waiting))
-        step = self.current = CurrentStep(size_bytes, waiting, foreseen, calls, began_at=began_at)
-        self._planned.take_better()
-        self._watching.settle()
-        self._memory.step_begins(arguments)
-        self._announcements.step_begins(len(self._parts.retained()))
-        if finished is not None:
-            self._memory.collect_garbage()
-        if finished is not None or self._counts_resident(step):
-            step.resident = self._memory.count_before_step(arguments)
-            self._first_steps.count(step.resident)
-            self._meet(finished, step, step.resident)
-        if before is not None and before.timing is not None:
-            self._unplanned.note_release(before.timing)
-        if before is not None and before.is_usual:
-            self._unplanned.next_begins(before, began_at - before.began_at)
-        settled = self._unplanned.step_begins(step)
-        self._watch(step, arguments)
-        if settled is not None:
-            is_watched = step.look is not None and step.look.watch is not Watch.NOTHING
-            step.timing = self._unplanned.releases.step_begins(settled, step.plain is not None, is_watched)
-
     def _counts_resident(self, step: CurrentStep) -> bool:
         """Whether to count resident bytes now: they settle within a few steps, and counting takes time."""
         is_due = self.count < WATCHED_STEPS or self.count % COUNTED_AGAIN == 0 or self._memory.has_grown()
-        is_due = is_due or self._planned.shortage.is_held or self._kinds.any_is_unfit(step.foreseen)
+        is_due = is_due or self._planned.shortage.is_held or self._history.any_is_unfit(step.foreseen)
         return is_due or not all(map(self._has_met, self._planned.likely(step)))
 
-    def _has_met(self, kind: Kind) -> bool:
+    def _has_met(self, kind: StepKind) -> bool:
         """Whether the plan of a kind has met as much as exists: other plans let more be retained, state has grown."""
-        growths, retained_bytes = self._met.get(kind, (0, 0))
+        growths, retained_bytes = kind.met
         return growths == self._memory.growths and retained_bytes >= self._memory.retained_bytes()
 
     def first_forward(self, number: int, arguments: Sequence[Any]) -> None:
@@ -199,21 +205,27 @@ class Steps:
             arguments: What it is given.
         """
         step = self.current
-        kind = None if step is None else self._kinds.choose((number,), step.expected, step.start)[0]
+        kind = None if step is None else self._history.choose((number,), step.expected, step.start)[0]
         if step is not None and kind is not None and not self._has_met(kind):
             resident = step.resident or self._memory.count_before_step(tensors_among(arguments))
             self._planned.meet_all([kind], resident)
             self._note_met([kind])
 
-    def _note_met(self, kinds: Iterable[Kind]) -> None:
-        self._met |= dict.fromkeys(kinds, (self._memory.growths, self._memory.retained_bytes()))
+    def _note_met(self, kinds: Iterable[StepKind]) -> None:
+        met = self._memory.growths, self._memory.retained_bytes()
+        for kind in kinds:
+            kind.met = met
 
-    def _meet(self, finished: CurrentStep | None, step: CurrentStep, resident: Resident) -> None:
-        """Plan the step that has ended, and check plans against the memory that exists now.
+    def _meet(self, finished: CurrentStep | None, step: CurrentStep, arguments: list[torch.Tensor]) -> None:
+        """Count what exists, plan the step that has ended, and check plans against the memory that exists now.
 
         Raises:
             InfeasibleBudgetError: If nothing fits the budget; it says what could not be captured.
         """
+        if finished is not None:
+            self._memory.collect_garbage()
+        resident = step.resident = self._memory.count_before_step(arguments)
+        self._first_steps.count(resident)
         record = None if finished is None else finished.record
         try:
             before = None if finished is None else finished.resident
@@ -224,67 +236,13 @@ class Steps:
             if named := str(self._largest):
                 explain(error, f"hiremate: the budget is to be enough for the largest sizes: {named}.")
             raise
-        if finished is not None and finished.kind not in self._planned.plans:
-            self._watching.missed(finished.kind)
-        elif finished is not None:
-            self._unplanned.was_planned(finished.kind, finished.calls)
-            for kind, calls in self._largest.called_ahead(finished.kind, finished.calls):
-                self._unplanned.was_planned(kind, calls)
-
-    def _watch(self, step: CurrentStep, arguments: list[torch.Tensor]) -> None:
-        """Choose by whose plan a step begins, and begin to watch it."""
-        if step.plain is not None:
-            step.look = self._watching.plain_step_begins(self._unplanned.is_to_be_measured(step.plain))
+        if finished is None:
+            return
+        kind = self._history[finished.graphs]
+        if kind.plan is None:
+            self._watching.missed(kind)
         else:
-            plans, all_likely = self._planned.plans, self._kinds.all_likely(step.foreseen)
-            step.expected = max(all_likely, key=lambda kind: plans[kind].unplanned_peak_bytes, default=None)
-            step.look = self._watching.step_begins(self._expect(step))
-        if step.look.is_measured:
-            step.record = self._begin_record(step, arguments)
-        if step.look.is_timed or self._next_is_timed:
-            step.timed, self._next_is_timed = TimedRun(self._memory.device), False
-
-    def _expect(self, step: CurrentStep) -> Expected:
-        """Return what is known of a step that begins."""
-        kind, following = self._kinds.likely(step.foreseen), self._kinds.following(step.foreseen)
-        foreseen = next(iter(step.foreseen), None)
-        if kind is None:
-            is_on_host = self._memory.device.type == "cpu"
-            return Expected(None, foreseen, step.size_bytes, is_on_host=is_on_host)
-        next_one = None if following is None else self._expect_planned(following, following, 0)
-        return replace(self._expect_planned(kind, foreseen, step.size_bytes), following=next_one)
-
-    def _expect_planned(self, kind: Kind, foreseen: Kind | None, size_bytes: int) -> Expected:
-        """Return what is known of a step of a planned kind."""
-        record, plan = self._kinds[kind], self._planned.plans[kind]
-        higher_bytes = 0 if record.seen_bytes is None else plan.planned_peak_bytes - record.seen_bytes
-        may_grow = self._kinds.described(kind).outside_bytes > GUARD_BYTES
-        is_higher = higher_bytes > guard_bytes(plan.budget_bytes)  # and not by a loss that is kept
-        is_piece = self._memory.iterations.are_to_be_seen
-        is_free = (may_grow or is_higher or is_piece) and not MemoryMeter.is_running(self._memory.device)
-        return Expected(
-            kind,
-            foreseen,
-            size_bytes,
-            record.status,
-            may_grow=is_free and may_grow,
-            is_higher=is_free and is_higher,
-            is_piece=is_free and is_piece,
-        )
-
-    def _begin_record(self, step: CurrentStep, arguments: list[torch.Tensor]) -> StepRecord:
-        """Begin to measure a step."""
-        generation = YOUNG if step.look is not None and step.look.watch is Watch.GLANCE else ALL
-        if self._memory.collect_garbage(LITTERED_STEPS, generation) or step.resident is None:
-            step.resident = self._memory.count_before_step(arguments, generation)
-        resident = step.resident
-        sees_frees = self._memory.sees_frees(resident)
-        sizes = (resident.size_bytes, resident.stale_bytes, resident.left_bytes)
-        record = StepRecord(self._memory.device, *sizes, sees_frees, self._memory.root)
-        self._memory.watch_releases(record, arguments, generation)
-        if not record.is_measured and not backward_pass.is_running():
-            self._announcements.profiled()
-        return record
+            self._planned.note_given(kind, finished.calls)
 
     # ---------------------------------------------------------------- the end
 
@@ -322,11 +280,11 @@ class Steps:
         elif step.forwards or step.record is not None:
             self._end_captured(step, at_once)
 
-    def _end_plain(self, step: CurrentStep, plain: PlainRun, at_once: bool) -> None:
+    def _end_plain(self, step: CurrentStep, plain: AsWritten, at_once: bool) -> None:
         self.ended = step
         if plain.released is not None:
-            self._kinds.note(plain.released, step.start)
-        self._memory.step_ended(step.record, plain.likely)
+            self._history.note(plain.released, step.start)
+        self._memory.step_ended(step.record, plain.likely.graphs)
         if step.record is not None:
             step.record.close(at_once)
         self._unplanned.ended(step, plain)
@@ -334,40 +292,40 @@ class Steps:
     def _end_captured(self, step: CurrentStep, at_once: bool) -> None:
         is_usual = self._announcements.step_ended(self._parts.count)
         step.has_captured = not is_usual
-        self.ended, kind, expected, record = step, step.kind, step.expected, step.record
-        is_own = step.ran_by(self._kinds.taken_for(kind))
-        self._kinds.ended(kind, step.start, step.is_by_plans)
-        self._unplanned.was_foreseen(step)
-        plans = self._planned.plans
-        if not is_own and expected is not None and kind in plans and expected != kind:
+        self.ended, kind, expected, record = step, self._history[step.graphs], step.expected, step.record
+        is_own = step.ran_by(self._history.taken_for(kind))
+        self._history.ended(kind, step.start, step.is_by_plans)
+        self._unplanned.was_foreseen(step, kind)
+        if not is_own and expected is not None and kind.plan is not None and expected is not kind:
             self._planned.confused(expected, kind)
-        self._memory.step_ended(record, kind, step.has_captured)
+        self._memory.step_ended(record, kind.graphs, step.has_captured)
         if record is not None:
             record.close(at_once)
-        saw = self._learn_from(step, is_own)
+        saw = self._learn_from(step, kind, is_own)
         if step.look is not None:
             self._watching.step_ended(step.look, kind, saw, is_usual)
-        is_missed = kind not in plans and (record is None or not record.is_whole)
+        is_missed = kind.plan is None and (record is None or not record.is_whole)
         if is_missed and self._planned.decide_to_plan(kind) is Decision.FIRST:
             self._watching.missed(kind)
 
-    def _learn_from(self, step: CurrentStep, is_own: bool) -> Saw:
+    def _learn_from(self, step: CurrentStep, kind: StepKind, is_own: bool) -> Saw:
         """Keep the record of a step to plan its kind, or compare its peak or time with those of its plan.
 
         Args:
             step: The step.
+            kind: Its kind.
             is_own: Whether it ran by the plan of its kind throughout, or of a kind that it is taken for.
         """
-        record, kind, plans = step.record, step.kind, self._planned.plans
+        record = step.record
         if record is None:
-            is_planned = is_own and kind in plans
-            if step.timed is not None and is_planned and plans[kind].measured.peak_bytes is not None:
+            is_measured = is_own and kind.plan is not None and kind.plan.measured.peak_bytes is not None
+            if step.timed is not None and is_measured:
                 self._planned.update(kind, step_ms=step.timed.total_ms, recompute_ms=step.timed.recompute_ms)
             return Saw.NOTHING
         if not record.is_whole:
             return Saw.NOTHING
         self._planned.see_backwards(kind, record)
-        if kind not in self._planned.plans:
+        if kind.plan is None:
             if record.backwards:
                 record.timed = step.timed
                 step.is_to_be_planned = self._planned.decide_to_plan(kind) is Decision.FIRST

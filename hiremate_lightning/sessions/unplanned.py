@@ -9,70 +9,57 @@ than eager PyTorch (`releasing`).
 from __future__ import annotations
 
 import logging
-import shutil
 import sys
-import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import astuple
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
-from torch import nn
-
-from ..measuring.aside import HAS_FILES, SavedAside
-from ..memory.free_memory import free_host_bytes
-from ..records.ways import Way
-from ..reporting.report import Reporter
-from ..torch_private import saved_hooks, sharding, tensor_state
+from ..records.ways import Way as PlainWay
 from ..units import format_bytes
+from .aside_room import AsideRoom
 from .captured_steps import CapturedSteps
-from .current_step import CurrentStep, PlainRun
-from .given import tensors_inside
-from .kinds import Kind
+from .current_step import CurrentStep
+from .given import ModuleCall
 from .new_sizes import NewSizes, TimedStep
-from .plain_steps import ModuleCall, PlainSteps, Prediction
-from .planned import PlannedKinds
+from .plain_steps import PlainSteps, Prediction
+from .planned import PlannedKinds, saves_nothing
+from .planned_model import PlannedModel
 from .releasing import Releases, Timing
 from .second_calls import SecondCalls
+from .step_kind import StepKind
+from .ways import BY_GRAPHS, AsWritten, Choices, ModulesTwice, PutAside, Way, choose_way
 
 log = logging.getLogger("hiremate_lightning")
 WORTH_A_PLAN = 1.0  # of the time that a plan takes to make, spent on saving memory at one size without a plan
-SHARE_ASIDE = 0.5  # of what the host could still hand out, and the disk of the temporary files, at most
 
 
 class UnplannedSteps:
     """Decides which steps run as the user wrote them, and learns from those that do.
 
     Args:
-        root: The model.
+        model: The planned model.
         planned: The plans.
-        reporter: Shows what is decided.
-        say: Warns, once for each text, and of what was found.
-        is_allowed: Whether any step may: not where fused kernels give other bits than PyTorch's own.
 
     Attributes:
         releases: Times kinds of steps with and without their plans.
     """
 
-    def __init__(
-        self, root: nn.Module, planned: PlannedKinds, reporter: Reporter, say: Callable[..., None], is_allowed: bool
-    ) -> None:
+    def __init__(self, model: PlannedModel, planned: PlannedKinds) -> None:
         self.releases = Releases()
-        self._root, self._name = root, type(root).__name__
-        self._planned, self._reporter, self._say = planned, reporter, say
-        self._is_allowed = is_allowed
-        self._note = cache(reporter.note)  # each text once
-        self._second_calls = SecondCalls(root)
+        self._model, self._name, self._planned = model, model.name, planned
+        self._history, self._reporter, self._say = model.history, model.stages.reporter, model.announcements.say
+        self._is_allowed = not model.parts.fuses  # fused kernels give other bits than PyTorch's own
+        self._note = cache(self._reporter.note)  # each text once
+        self._second_calls = SecondCalls(model.root)
         self._captured, self._plain = CapturedSteps(self._second_calls), PlainSteps()
-        self._found = dict[Kind, tuple[tuple[ModuleCall, ...], Kind]]()  # what planned kinds are given, and their code
         self._new_sizes = NewSizes(self._name)
-        self._may_put_aside = HAS_FILES and not sharding.has_units(root)
+        self._aside = AsideRoom(model)
         self._sizes_vary = False  # whether any step ran plain since its sizes were not known
         self._extra_ms = defaultdict[tuple[ModuleCall, ...], float](float)  # spent on saving memory so far, by calls
 
-    def step_begins(self, step: CurrentStep) -> Kind | None:
+    def step_begins(self, step: CurrentStep) -> StepKind | None:
         """Decide whether a step that begins with some calls runs as the user wrote it.
 
         Returns:
@@ -81,69 +68,35 @@ class UnplannedSteps:
         self._second_calls.step_begins()
         self._describe_planned()
         settled = self._settled_kind(step)
-        if settled is not None and self.releases.runs_plain(settled):
-            step.plain = self._released(step, settled)
-            return settled
-        step.plain = self._plainly(step)
-        if step.plain is not None:
-            way, self._sizes_vary = step.plain.prediction.way, True
-            self._extra_ms[tuple(step.calls)] += way.extra_ms
-            self._note(self._describe(way))
+        step.way = choose_way(StepChoices(self, step, settled))
+        if step.plain is not None and step.plain.released is None:
+            self._sizes_vary = True
+            self._extra_ms[tuple(step.calls)] += step.plain.prediction.way.extra_ms
+            self._note(step.plain.describe(self._name))
         return settled
-
-    def _describe(self, way: Way) -> str:
-        if not way.saves_memory:
-            return "Steps of other input sizes that fit the budget as they are run without a plan."
-        if way.paths:
-            how = f"call as many modules of {self._name} twice as they need to"
-        else:
-            how = "put what the backward reads aside, in temporary files or, from a GPU, in the host's memory"
-        return (
-            f"Steps of other input sizes that fit the budget only with less memory run without a plan, and {how}, "
-            "until their sizes have come often."
-        )
 
     def called(self, step: CurrentStep, call: ModuleCall) -> None:
         """Learn of a further call of the step under way: if it does not fit as it is, it is captured."""
         step.calls.append(call)
-        if step.plain is not None and step.plain.released is not None:
-            step.plain = self._released(step, step.plain.released)
-        elif step.plain is not None:
-            step.plain = self._plainly(step, step.plain.prediction)
+        if step.plain is not None:
+            step.way = choose_way(StepChoices(self, step, step.plain.released, step.plain))
 
-    @contextmanager
-    def calling(self, plain: PlainRun | None, arguments: Any) -> Iterator[None]:
-        """Surround a call of a step that runs plain, with some arguments."""
-        way = Way() if plain is None else plain.prediction.way
-        with ExitStack() as stack:
-            stack.enter_context(self._second_calls.twice(way.paths) if way.paths else self._second_calls.observed())
-            if way.puts_aside:
-                stack.enter_context(saved_hooks.giving_way_to_transforms())
-                given = (*tensors_inside(arguments), *self._root.parameters(), *self._root.buffers())
-                stack.enter_context(SavedAside(tensor_state.storages_among(given), self._files_are_full))
-            yield
-
-    def _files_are_full(self, error: OSError) -> None:
-        """Warn that what was to be put aside stays in memory."""
-        self._may_put_aside = False
-        self._say(
-            "There was no room for temporary files in which a step of a new input size was to put what its backward "
-            "reads, so that it took more memory; no further step does that.",
-            f" ({error})",
-        )
+    def calling(self, plain: AsWritten | None, arguments: Any) -> AbstractContextManager[None]:
+        """Surround a call that runs plain, with some arguments; of no step where it is seen by nobody."""
+        return self._second_calls.observed() if plain is None else plain.around(arguments)
 
     def backward_starts(self) -> None:
         """Learn that the backward of a step that runs plain starts."""
         self._second_calls.backward_starts()
 
-    def is_to_be_measured(self, plain: PlainRun) -> bool:
+    def is_to_be_measured(self, plain: AsWritten) -> bool:
         """Whether to measure a step that runs plain."""
         released = plain.released
-        if released is not None and self._planned.saves_nothing(released):
+        if released is not None and saves_nothing(released.own_plan):
             return self.releases.is_to_be_measured(released)
         return self._plain.is_to_be_measured(plain.prediction, self._room_bytes())
 
-    def ended(self, step: CurrentStep, plain: PlainRun) -> None:
+    def ended(self, step: CurrentStep, plain: AsWritten) -> None:
         """Learn from a step that ran plain."""
         before = self._second_calls.fit
         self._second_calls.step_ended()
@@ -154,16 +107,16 @@ class UnplannedSteps:
         peak_bytes, plan = step.record.peak_bytes, self._planned.latest
         added_bytes = None if peak_bytes is None else peak_bytes - step.record.resident_bytes
         self._plain.measured(step.calls, plain.likely, plain.prediction, added_bytes)
-        if plain.released is not None and self._planned.options.budget.share == 1:
+        if plain.released is not None and self._model.options.budget.share == 1:
             return  # the budget is what plain training takes
-        if plain.released is not None and self._planned.saves_nothing(plain.released):
-            own = self._planned.plans[plain.released]
-            self.releases.measured(plain.released, peak_bytes, own.measured.peak_bytes or own.planned_peak_bytes)
+        if plain.released is not None and saves_nothing(released := plain.released.own_plan):
+            plan_bytes = released.measured.peak_bytes or released.planned_peak_bytes
+            self.releases.measured(plain.released, peak_bytes, plan_bytes)
             return
         if peak_bytes is not None and plan is not None and peak_bytes > plan.budget_bytes:
             self._is_over(plain, peak_bytes, plan.budget_bytes)
 
-    def _is_over(self, plain: PlainRun, peak_bytes: int, budget_bytes: int) -> None:
+    def _is_over(self, plain: AsWritten, peak_bytes: int, budget_bytes: int) -> None:
         """Learn that a step that ran plain took more than the budget, and warn, once for each reason."""
         found = f" It took {format_bytes(peak_bytes)}; the budget is {format_bytes(budget_bytes)}."
         if plain.released is not None:
@@ -185,29 +138,24 @@ class UnplannedSteps:
         self._is_allowed = False
         self._note("Steps that retain a graph run by plans from now on, which count what it holds.")
 
-    def was_planned(self, kind: Kind, calls: Sequence[ModuleCall]) -> None:
-        """Learn that a kind of step has a plan now, and what its calls are given."""
-        self._found[kind] = tuple(calls), self._planned.kinds.same_code(kind)
-
-    def was_foreseen(self, step: CurrentStep) -> None:
+    def was_foreseen(self, step: CurrentStep, kind: StepKind) -> None:
         """Learn of the step that ends, where it ran by the plan of another size and has none of its own."""
-        found = step.comparison.foreseen
-        if found is not None and step.kind not in self._planned.plans and self._is_allowed:
-            code = self._planned.kinds.same_code(found[0])
-            self._plain.learn_foreseen(self._captured.describe(found[1], step.calls, code))
+        foreseen = step.comparison.foreseen
+        if foreseen is not None and kind.plan is None and self._is_allowed:
+            planned, at_sizes = foreseen
+            self._plain.learn_foreseen(self._captured.describe(at_sizes, step.calls, self._history.same_code(planned)))
 
     def _describe_planned(self) -> None:
         """Let predictions know what was captured."""
-        for kind, (calls, code) in self._found.items():
-            if kind in self._planned.plans and self._is_allowed:
-                known = self._planned.kinds.described(kind)
-                self._plain.learn(kind, self._captured.described(kind, known, calls, code))
+        for kind in self._history.planned if self._is_allowed else ():
+            if kind.given is not None:
+                self._plain.learn(kind, self._captured.described(kind))
 
     def note_release(self, timing: Timing) -> None:
         """Learn that the step after one that was timed begins; announce where its kind runs without its plan now."""
         ratio = self.releases.next_begins(timing)
         if ratio is not None:
-            gains = "saves no memory" if self._planned.saves_nothing(timing.kind) else "recomputes nothing"
+            gains = "saves no memory" if saves_nothing(timing.kind.own_plan) else "recomputes nothing"
             text = (
                 f"A plan of {self._name} {gains} and takes {ratio:.2f} times as long as the code without it: such "
                 "steps run without it from now on."
@@ -222,65 +170,29 @@ class UnplannedSteps:
             before: The step.
             seconds: From its beginning to that of the next one.
         """
-        plans = self._planned.plans
-        likely = before.plain.likely if before.plain is not None else before.kind
-        if not before.calls or likely not in plans or not self._is_allowed:
+        likely = before.plain.likely if before.plain is not None else self._history[before.graphs]
+        if not before.calls or likely.plan is None or not self._is_allowed:
             return
-        found = self._plain.predict(before.calls, likely, sys.maxsize, (Way(),))
-        if found is None or not found.captured_bytes:
+        prediction = self._plain.predict(before.calls, likely, sys.maxsize, (PlainWay(),))
+        if prediction is None or not prediction.captured_bytes:
             return
-        step = TimedStep(found.captured_bytes, seconds)
+        step = TimedStep(prediction.captured_bytes, seconds)
         if before.plain is not None and before.plain.prediction.way.saves_memory:
-            most_bytes = max(plan.resident_bytes for plan in plans.values())
-            text = self._new_sizes.saved_memory(step, most_bytes + found.added_bytes)
+            most_bytes = max(kind.own_plan.resident_bytes for kind in self._history.planned)
+            text = self._new_sizes.saved_memory(step, most_bytes + prediction.added_bytes)
             if text is not None:
                 log.info(text)
                 self._reporter.note(text)
         elif before.plain is not None:
             self._new_sizes.ran_plain(step)
         else:
-            plan = plans[likely]
-            recompute_ms = plan.measured.recompute_ms
-            self._new_sizes.ran_planned(step, (recompute_ms or plan.solution.recompute_ms) / 1000)
-
-    def _released(self, step: CurrentStep, kind: Kind) -> PlainRun | None:
-        """Return how a step of a kind runs whose plan gains nothing; None where its calls are another kind's."""
-        if kind not in self._plain.called_like(step.calls, self._planned.plans):
-            return None
-        found = self._plain.predict(step.calls, kind, sys.maxsize, (Way(),))
-        return None if found is None else PlainRun(found, kind, kind)
-
-    def _plainly(self, step: CurrentStep, begun: Prediction | None = None) -> PlainRun | None:
-        """Return how the step under way runs plain, of sizes that have no plan; None where it is to be captured.
-
-        Args:
-            step: The step.
-            begun: How it began, for a further call.
-        """
-        likely, plans = self._planned.kinds.likely(step.foreseen), self._planned.plans
-        if likely is None or not self._is_allowed or not step.calls:
-            return None
-        like = self._plain.called_like(step.calls, plans)
-        ways: tuple[Way, ...] | None = None if begun is None else (begun.way,)
-        if like:  # its plan recomputes something, or it runs as other sizes do
-            gains_nothing = all(plans[kind].solution.recompute_ms == 0 for kind in like)
-            ways = (Way(),) if self._sizes_vary and gains_nothing else ()
-        found = self._plain.predict(step.calls, likely, self._room_bytes(), ways)
-        if found is None or (begun is None and (self._is_to_be_planned(step, found) or not self._has_room(found))):
-            return None
-        return PlainRun(found, likely)
-
-    def _has_room(self, prediction: Prediction) -> bool:
-        """Whether there is room for what a step puts aside."""
-        aside_bytes = prediction.aside_bytes
-        if not aside_bytes:
-            return True
-        free_bytes = min(free_host_bytes(), shutil.disk_usage(tempfile.gettempdir()).free)
-        return self._may_put_aside and aside_bytes <= SHARE_ASIDE * free_bytes
+            recompute_ms = likely.plan.measured.recompute_ms
+            self._new_sizes.ran_planned(step, (recompute_ms or likely.plan.solution.recompute_ms) / 1000)
 
     def _room_bytes(self) -> int:
         """Return what a step may add to the resident bytes."""
-        plans, is_share = self._planned.plans.values(), self._planned.options.budget.share is not None
+        plans = [kind.own_plan for kind in self._history.planned]
+        is_share = self._model.options.budget.share is not None
         most_resident_bytes = max(plan.resident_bytes for plan in plans)
         return max(plan.budget_bytes - (plan.resident_bytes if is_share else most_resident_bytes) for plan in plans)
 
@@ -290,10 +202,89 @@ class UnplannedSteps:
         planning_ms = 0.0 if plan is None else 1000 * float(sum(astuple(plan.planning)))
         return prediction.way.saves_memory and extra_ms > WORTH_A_PLAN * planning_ms
 
-    def _settled_kind(self, step: CurrentStep) -> Kind | None:
+    def _likely(self, step: CurrentStep) -> StepKind | None:
+        """Return the kind whose code a step is expected to run; None where nobody knows, or no step may run plain."""
+        return self._history.likely(step.foreseen) if self._is_allowed and step.calls else None
+
+    def _settled_kind(self, step: CurrentStep) -> StepKind | None:
         """Return the kind of the step that begins, where nothing else is called like it and its plan gains nothing."""
-        likely, plans = self._planned.kinds.likely(step.foreseen), self._planned.plans
-        if likely is None or not self._is_allowed or self._plain.called_like(step.calls, plans) != [likely]:
+        likely = self._likely(step)
+        if likely is None or self._plain.called_like(step.calls) != [likely]:
             return None
-        plain_bytes = self._plain.with_margin(plans[likely].unplanned.peak_bytes)
+        plain_bytes = self._plain.with_margin(likely.own_plan.unplanned.peak_bytes)
         return likely if self._planned.gains_nothing(likely, plain_bytes) else None
+
+    def has_own_plan(self, step: CurrentStep) -> bool:
+        """Whether a kind that is called like a step has a plan of use: it recomputes, or all steps run by plans."""
+        kinds = [] if self._likely(step) is None else self._plain.called_like(step.calls)
+        recomputes = any(kind.own_plan.solution.recompute_ms for kind in kinds)
+        return bool(kinds) and (recomputes or not self._sizes_vary)
+
+    def without_plan(self, step: CurrentStep, begun: AsWritten | None) -> AsWritten | None:
+        """Return the fastest way without a plan in which the step under way fits; None where it is to be captured.
+
+        Args:
+            step: The step.
+            begun: How it has begun, for a further call.
+        """
+        likely = self._likely(step)
+        if likely is None:
+            return None
+        ways = None if begun is None else (begun.prediction.way,)
+        ways = (PlainWay(),) if self._plain.called_like(step.calls) else ways
+        prediction = self._plain.predict(step.calls, likely, self._room_bytes(), ways)
+        if prediction is None or (begun is None and self._is_to_be_planned(step, prediction)):
+            return None
+        if not prediction.way.puts_aside:
+            return (ModulesTwice if prediction.way.paths else AsWritten)(prediction, likely, self._second_calls)
+        has_room = begun is not None or self._aside.holds(prediction.aside_bytes)
+        return PutAside(prediction, likely, self._second_calls, room=self._aside) if has_room else None
+
+    def given_back(self, step: CurrentStep, kind: StepKind) -> AsWritten | None:
+        """Return how a step of a kind runs whose plan gains nothing; None where its calls are another kind's."""
+        if kind not in self._plain.called_like(step.calls):
+            return None
+        prediction = self._plain.predict(step.calls, kind, sys.maxsize, (PlainWay(),))
+        return None if prediction is None else AsWritten(prediction, kind, self._second_calls, kind)
+
+
+class StepChoices(Choices):
+    """What there is to choose from for a step.
+
+    Args:
+        steps: Knows what steps take without a plan.
+        step: The step, its calls so far.
+        settled: Its kind, where nothing else is called like it and its plan gains nothing; else None.
+        begun: How it has begun without a plan, for a further call.
+    """
+
+    def __init__(
+        self, steps: UnplannedSteps, step: CurrentStep, settled: StepKind | None, begun: AsWritten | None = None
+    ) -> None:
+        self._steps, self._step, self._settled, self._begun = steps, step, settled, begun
+
+    @cached_property
+    def _plain(self) -> AsWritten | None:
+        return self._steps.without_plan(self._step, self._begun)
+
+    def given_back(self) -> Way | None:
+        """As the user wrote it, in turns with the plan until it is decided; a further call may be another kind's."""
+        if self._settled is None or not (self._begun or self._steps.releases.runs_plain(self._settled)):
+            return None
+        return self._steps.given_back(self._step, self._settled) or BY_GRAPHS
+
+    def own_plan(self) -> Way | None:
+        """Captured, where a kind that is called so has a plan."""
+        return BY_GRAPHS if self._steps.has_own_plan(self._step) else None
+
+    def as_written(self) -> Way | None:
+        """As it is, where that fits."""
+        return self._plain if type(self._plain) is AsWritten else None
+
+    def modules_twice(self) -> Way | None:
+        """With modules called twice, where that fits."""
+        return self._plain if isinstance(self._plain, ModulesTwice) else None
+
+    def put_aside(self) -> Way | None:
+        """With saved values put aside, where that fits and there is room for them."""
+        return self._plain if isinstance(self._plain, PutAside) else None

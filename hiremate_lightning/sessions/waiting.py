@@ -31,9 +31,9 @@ from ..records.step import Call, Decisions, Step, merge
 from ..reporting.report import Stages
 from ..running.execution import Part
 from ..running.program import Program, build
-from .kinds import Kind
-from .known import Known
 from .parts import Parts
+from .recorded_step import RecordedStep
+from .step_kind import StepKind
 
 LAST = 7  # level, at which forwards that wait hold the least
 
@@ -85,13 +85,11 @@ class WaitingGraphs:
     def __init__(self, options: SessionOptions, parts: Parts, stages: Stages) -> None:
         self._options, self._parts, self._stages = options.plan, parts, stages
         self._alone: weakref.WeakKeyDictionary[Part, _Alone] = weakref.WeakKeyDictionary()
-        self._alike: set[Kind] = set()  # kinds of which some steps have other backwards than others
-        self._most: dict[Kind, Resident] = {}  # before the steps of each kind
         self._most_bytes = 0  # that were resident beside what waits
         self._is_due = False
         self.level = LAST
 
-    def is_to_settle(self, resident: Resident, kinds: Iterable[Kind]) -> bool:
+    def is_to_settle(self, resident: Resident, kinds: Iterable[StepKind]) -> bool:
         """Whether to choose the level now: pieces are known to look alike, or more exists than ever.
 
         Args:
@@ -104,67 +102,68 @@ class WaitingGraphs:
         has_grown, self._most_bytes = size_bytes > self._most_bytes, max(size_bytes, self._most_bytes)
         return self._is_due or has_grown
 
-    def _see(self, kind: Kind, resident: Resident) -> None:
+    def _see(self, kind: StepKind, resident: Resident) -> None:
         """Learn what existed before a step of a kind, and remember the most."""
-        most = self._most.get(kind)
+        most = kind.most_before
         is_more = most is not None and _plain_bytes(resident) > _plain_bytes(most)
         if most is None or is_more:
-            self._most[kind] = resident
+            kind.most_before = resident
         self._is_due = self._is_due or (is_more and bool(resident.waiting))
 
-    def with_most(self, kind: Kind, known: Known, state_bytes: int) -> Known:
-        """Return a known step as it is where most waits beside it, and optimizers keep so many bytes, or more."""
-        most = max(self._most.get(kind, known.resident), known.resident, key=_plain_bytes)
-        return replace(known, resident=most.with_state(state_bytes))
+    def with_most(self, kind: StepKind, state_bytes: int) -> RecordedStep:
+        """Return the step of a kind where most waits beside it, and optimizers keep so many bytes, or more."""
+        step = kind.recorded
+        most = max(kind.most_before or step.resident, step.resident, key=_plain_bytes)
+        return replace(step, resident=most.with_state(state_bytes))
 
-    def concerns(self, kind: Kind, known: Known) -> bool:
-        """Whether graphs wait beside a known step, or what it runs has to fit such steps too."""
-        return known.waits or kind in self._alike
+    def concerns(self, kind: StepKind, step: RecordedStep) -> bool:
+        """Whether graphs wait beside a step of a kind, or what it runs has to fit such steps too."""
+        return step.waits or kind.backwards_vary
 
-    def found_alike(self, kind: Kind) -> None:
+    def found_alike(self, kind: StepKind) -> None:
         """Learn that steps of a kind have other backwards than others of the same kind."""
-        self._is_due = self._is_due or kind not in self._alike
-        self._alike.add(kind)
+        self._is_due = self._is_due or not kind.backwards_vary
+        kind.backwards_vary = True
 
-    def settle(self, known: Iterable[tuple[Kind, Known, int]]) -> bool:
+    def settle(self, steps: Iterable[tuple[StepKind, RecordedStep, int]]) -> bool:
         """Choose the level; return whether anything has changed.
 
         Args:
-            known: Each kind of step beside which graphs wait, with its budget.
+            steps: Each kind of step beside which graphs wait, with what it runs then and its budget.
         """
-        was_due, before, kinds = self._is_due, self.level, tuple(known)
+        was_due, before, steps = self._is_due, self.level, tuple(steps)
         self._is_due = False
-        if not kinds:
+        if not steps:
             return False
         with self._stages.stage("solve_s", "solving"):
-            self.level = bisect_left(range(LAST), True, key=lambda level: self._all_fit(kinds, level))
+            self.level = bisect_left(range(LAST), True, key=lambda level: self._all_fit(steps, level))
         return was_due or self.level != before
 
-    def _all_fit(self, kinds: Iterable[tuple[Kind, Known, int]], level: int) -> bool:
-        return all(self._fits(self.at(kind, known, level), budget_bytes) for kind, known, budget_bytes in kinds)
+    def _all_fit(self, steps: Iterable[tuple[StepKind, RecordedStep, int]], level: int) -> bool:
+        return all(self._fits(self.at(kind, step, level), budget_bytes) for kind, step, budget_bytes in steps)
 
-    def _fits(self, known: Known, budget_bytes: int) -> bool:
+    def _fits(self, recorded: RecordedStep, budget_bytes: int) -> bool:
         """Whether a step fits with what waits beside it, its own calls at the least memory unless they are decided."""
-        step = known.merge()
-        decided = known.decided or tuple(self.decisions(own.part, LAST) for own in known.calls)
-        size_bytes = budget_bytes - known.resident.size_bytes - known.margin_bytes
+        step = recorded.merge()
+        decided = recorded.decided or tuple(self.decisions(call.part, LAST) for call in recorded.calls)
+        size_bytes = budget_bytes - recorded.resident.size_bytes - recorded.margin_bytes
         peak_bytes = replay(Problem(step.graph, step.profile, size_bytes), step.join(decided)).peak_bytes
         return peak_bytes + guard_bytes(max(0, size_bytes)) <= size_bytes
 
-    def at(self, kind: Kind, known: Known, level: int | None = None) -> Known:
-        """Return a known step as it is with all that waits at a level, by default the one of now."""
-        if not self.concerns(kind, known):
-            return known
+    def at(self, kind: StepKind, step: RecordedStep, level: int | None = None) -> RecordedStep:
+        """Return the step of a kind as it is with all that waits at a level, by default the one of now."""
+        if not self.concerns(kind, step):
+            return step
         level = self.level if level is None else level
-        resident = self.resident_at(known.resident, level)
+        resident = self.resident_at(step.resident, level)
         return replace(
-            known,
+            step,
             resident=resident,
-            unfinished_bytes=sum(self._more_bytes(part, schedule, level) for part, schedule in known.unfinished),
+            unfinished_bytes=sum(self._more_bytes(part, schedule, level) for part, schedule in step.unfinished),
             others_bytes=max(
                 (self._work_bytes(part, level, bool(resident.kept)) for part, _ in resident.waiting), default=0
             ),
-            decided=tuple(self.decisions(own.part, level) for own in known.calls) if kind in self._alike else (),
+            decided=tuple(self.decisions(call.part, level) for call in step.calls) if kind.backwards_vary else (),
         )
 
     def resident_at(self, resident: Resident, level: int | None = None) -> Resident:

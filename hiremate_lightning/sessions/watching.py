@@ -8,17 +8,16 @@ So peaks get glances then. A look that alone takes more waits until it is 1 % of
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from statistics import median
 
-from .kinds import Kind, PlanState
+from .step_kind import PlanState, Reason, StepKind, Watched
 
 SHARE = 0.01  # of the time of so many steps that watching may take
 STEPS = 500
-AGAIN_AFTER = 8  # steps of a kind, then 16 more, 32, ...: code outside of its plan may come to take more
 OFTEN = 2  # such steps that came before: gradients may be left to a step by chance
 REMEMBERED = 64  # kinds that were missed
 
@@ -41,16 +40,6 @@ class Saw(Enum):
     NOTHING = "nothing of use for its plan"
     NO_FREES = "not what it freed, since the step before was not measured"
     PEAK = "its peak"
-
-
-class Reason(Enum):
-    """Why to watch a step."""
-
-    PLAN = "it may be of a kind that has no plan"
-    PEAK = "the peak of its plan was not measured"
-    TIME = "its plan was not timed"
-    AGAIN = "code outside of its plan may have come to take more"
-    ITERATION = "what its iteration makes beside graphs that wait was not seen"
 
 
 OF_PEAKS = (Reason.PEAK, Reason.AGAIN, Reason.ITERATION)
@@ -84,8 +73,8 @@ class Expected:
         following: What is known of the step that is likely to come after it, None for nothing.
     """
 
-    kind: Kind | None
-    foreseen: Kind | None
+    kind: StepKind | None
+    foreseen: StepKind | None
     size_bytes: int
     status: PlanState = PlanState.PLANNED
     may_grow: bool = False
@@ -111,35 +100,12 @@ class Look:
     watch: Watch
     reason: Reason | None
     is_timed: bool
-    for_next: Kind | None
+    for_next: StepKind | None
 
     @property
     def is_measured(self) -> bool:
         """Whether its memory is measured."""
         return self.watch in MEASURED
-
-
-@dataclass
-class _Watched:
-    """What was watched of one kind of step.
-
-    Attributes:
-        looks: How often it was watched, by reason.
-        free_looks: How often in all.
-        steps: Steps so far.
-        higher: Steps for which more was predicted than for measured ones.
-        gap: Steps until it is measured again.
-        since: Steps since it was measured again.
-        needs_step_before: Whether its peak is seen only where the step before was measured.
-    """
-
-    looks: Counter[Reason] = field(default_factory=Counter)
-    free_looks: int = 0
-    steps: int = 0
-    higher: int = 0
-    gap: int = AGAIN_AFTER
-    since: int = 0
-    needs_step_before: bool = False
 
 
 class WatchPolicy:
@@ -152,18 +118,18 @@ class WatchPolicy:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._account = _Account()
-        self._watched = dict[Kind | None, _Watched]()
+        self._without_plans = Watched()  # steps that came before there was any plan
         self._looks_to_plan = self._count = 0  # of steps that have ended
-        self._missed: dict[Kind, None] = {}
+        self._missed: dict[StepKind, None] = {}
         self._largest_bytes = 0
         self._before: Look | None = None  # the step before
-        self._ended: tuple[float, Watch, Kind] | None = None  # the step before, until the next one begins
+        self._ended: tuple[float, Watch, StepKind] | None = None  # the step before, until the next one begins
 
     # ---------------------------------------------------------------- the decision
 
     def reason(self, expected: Expected) -> Reason | None:
         """Find why to watch the step that begins, None for no reason."""
-        own = self._watched.get(expected.kind, _Watched())
+        own = self._of(expected.kind)
         is_larger = expected.size_bytes > self._largest_bytes
         if expected.kind is None or is_larger or expected.foreseen in self._missed:
             return Reason.PLAN
@@ -195,11 +161,11 @@ class WatchPolicy:
 
     def _needs_step_before(self, expected: Expected) -> bool:
         """Whether the peak of a kind is seen only where the step before was measured."""
-        return self._watched.get(expected.kind, _Watched()).needs_step_before
+        return self._of(expected.kind).needs_step_before
 
     def _is_free(self, reason: Reason, expected: Expected) -> bool:
         """Whether the kind, or the size, has not used up the looks that it has whatever they take."""
-        own = self._watched.get(expected.foreseen if reason is Reason.PLAN else expected.kind, _Watched())
+        own = self._of(expected.foreseen if reason is Reason.PLAN else expected.kind)
         if reason is Reason.PLAN:
             return own.looks[reason] < FREE[reason] and self._looks_to_plan < FREE_TO_PLAN
         if reason is Reason.AGAIN and self._count > STEPS:
@@ -208,8 +174,8 @@ class WatchPolicy:
 
     # ---------------------------------------------------------------- what it learns
 
-    def _of(self, kind: Kind | None) -> _Watched:
-        return self._watched.setdefault(kind, _Watched())
+    def _of(self, kind: StepKind | None) -> Watched:
+        return self._without_plans if kind is None else kind.watched
 
     def step_begins(self, expected: Expected) -> Look:
         """Decide about a step that begins now."""
@@ -231,7 +197,7 @@ class WatchPolicy:
         self._before = None
         return Look(self._clock(), Watch.MEASURE if is_informative else Watch.NOTHING, None, False, None)
 
-    def step_ended(self, look: Look, kind: Kind, saw: Saw = Saw.NOTHING, is_usual: bool = True) -> None:
+    def step_ended(self, look: Look, kind: StepKind, saw: Saw = Saw.NOTHING, is_usual: bool = True) -> None:
         """Learn that a step has ended; of one that failed nothing is learned.
 
         Args:
@@ -256,20 +222,20 @@ class WatchPolicy:
             self._ended = None
             self._account.add(self._clock() - began_at, watch, kind)
 
-    def planned(self, kind: Kind) -> None:
+    def planned(self, kind: StepKind) -> None:
         """Learn that a kind of step has another plan, whose peak and time are to be seen."""
         looks = self._of(kind).looks
         for reason in (Reason.PEAK, Reason.TIME):
             looks[reason] = min(looks[reason], FREE[reason] - 2)
 
-    def missed(self, kind: Kind) -> None:
+    def missed(self, kind: StepKind) -> None:
         """Learn that a step was to be measured, for its kind to be planned, and was not."""
         self._missed.pop(kind, None)
         self._missed[kind] = None
         if len(self._missed) > REMEMBERED:
             del self._missed[next(iter(self._missed))]
 
-    def found(self, kind: Kind) -> None:
+    def found(self, kind: StepKind) -> None:
         """Learn that a step was measured whose kind has no plan."""
         self._missed.pop(kind, None)
 
@@ -279,18 +245,17 @@ class _Account:
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS)  # seconds of each, and those for watching
-        self._usual: dict[Kind, float] = {}  # seconds of the latest unwatched step of each kind
         self._extra = {watch: deque[float](maxlen=5) for watch in (Watch.TIME, *MEASURED)}
         self._unwatched_s = 0.0  # since a step was watched
 
-    def add(self, seconds: float, watch: Watch, kind: Kind) -> None:
+    def add(self, seconds: float, watch: Watch, kind: StepKind) -> None:
         """Add a step."""
         if watch is Watch.NOTHING:
-            self._usual[kind] = seconds
+            kind.watched.usual_s = seconds
             self._unwatched_s += seconds
             self._steps.append((seconds, 0.0))
             return
-        usual_s = min(seconds, self._usual.get(kind, self._mean_s()))
+        usual_s = min(seconds, self._mean_s() if kind.watched.usual_s is None else kind.watched.usual_s)
         self._extra[watch].append(seconds - usual_s)
         self._unwatched_s = 0.0
         self._steps.append((usual_s, seconds - usual_s))

@@ -41,6 +41,8 @@ class TrialSession(Session):
         peaks: Measured peaks of planned steps.
     """
 
+    may_exceed = False  # refuses to run a size that may not fit: a smaller one comes next
+
     def __init__(self, root: nn.Module, options: SessionOptions) -> None:
         super().__init__(root, options)
         self.plans_first = False
@@ -79,10 +81,6 @@ class TrialSession(Session):
         self.calls = tuple(calls), tuple(order)
         if self.plans_first:
             self.planned.learn(record, self.resident)
-
-    def _spare_bytes(self) -> int:
-        """Refuse to run a size that may not fit: a smaller one comes next."""
-        return 0
 
     def peak_of(self, function: Callable[[], Any], batch: Any) -> int:
         """Run a function, and give its peak with all that exists beside it, gradients included."""

@@ -1,4 +1,4 @@
-"""What a kind of step runs, as described by the record of one such step."""
+"""What a kind of step runs, as the record of one such step shows it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MERGED = 4  # graphs of one step that are kept, by what exists before it
 
 
 @dataclass(frozen=True, slots=True)
-class KnownCall:
-    """One call of a known step.
+class RecordedCall:
+    """One call of a recorded step.
 
     Attributes:
         call: What it runs, forward and backward, and what runs outside around it.
@@ -52,8 +52,8 @@ class KnownCall:
 
 
 @dataclass(frozen=True)
-class Known:
-    """A kind of step that has been seen.
+class RecordedStep:
+    """A step as it was recorded, and what a plan of it has to keep to.
 
     Attributes:
         calls: Its calls that have a backward, in the order of their forwards.
@@ -71,7 +71,7 @@ class Known:
         merged: The graphs that its calls were put into, by what existed before the step.
     """
 
-    calls: tuple[KnownCall, ...]
+    calls: tuple[RecordedCall, ...]
     order: tuple[int, ...]
     resident: Resident
     solve: Strategy
@@ -97,8 +97,8 @@ class Known:
 
     def merge(self) -> Step:
         """Put it into one graph, as allocated."""
-        before, own = self.resident, (self.waits, self.unfinished_bytes, self.others_bytes)
-        state = before.kept, before.stale_bytes, before.left_bytes, *own
+        before, held = self.resident, (self.waits, self.unfinished_bytes, self.others_bytes)
+        state = before.kept, before.stale_bytes, before.left_bytes, *held
         if state not in self.merged:
             if len(self.merged) == MERGED:
                 self.merged.clear()
@@ -117,10 +117,10 @@ class Known:
 
         Of forwards without a backward nothing is known.
         """
-        own = next((call for call in self.calls if call.place == place), None)
-        return place < self.calls[-1].place if own is None else own.runs(captured)
+        at_place = next((call for call in self.calls if call.place == place), None)
+        return place < self.calls[-1].place if at_place is None else at_place.runs(captured)
 
-    def goes_on_as(self, other: Known, place: int) -> bool:
+    def goes_on_as(self, other: RecordedStep, place: int) -> bool:
         """Whether it is the same code as another step from a place on."""
         pairs = zip(self.calls, other.calls, strict=False)
         is_alike = (self.places, self.order) == (other.places, other.order)
@@ -131,7 +131,7 @@ class Known:
         begun: Sequence[Captured],
         as_run: Callable[[int, frozenset[int]], tuple[Graph, Profile]],
         resident: Resident,
-    ) -> Known | None:
+    ) -> RecordedStep | None:
         """Foresee the step from its first calls at other sizes; the others take what they take here.
 
         Args:
@@ -152,7 +152,8 @@ class Known:
 
     def is_no_smaller(self, begun: Sequence[Captured]) -> bool:
         """Whether its first calls are nowhere smaller than these, of the same code."""
-        return all(is_no_larger(one.graph, own.captured.graph) for one, own in zip(begun, self.calls, strict=False))
+        pairs = zip(begun, self.calls, strict=False)
+        return all(is_no_larger(captured.graph, call.captured.graph) for captured, call in pairs)
 
     def bytes_from(self, call: int) -> int:
         """Add up the bytes of all values of a call and those after it."""
@@ -161,34 +162,35 @@ class Known:
     @property
     def given_bytes(self) -> int:
         """Add up the bytes that its calls are given from outside, weights aside."""
-        calls = [own.call for own in self.calls]
+        calls = [recorded.call for recorded in self.calls]
         given = (
             (call.graph, {call.graph.tensors[t].storage for t in call.graph.inputs if t not in call.links})
             for call in calls
         )
-        storages = [graph.storages[s] for graph, own in given for s in own if s is not None]
+        storages = [graph.storages[s] for graph, inputs in given for s in inputs if s is not None]
         return sum(storage.size_bytes for storage in storages if storage.kind is StorageKind.INPUT)
 
     @property
     def hands_on(self) -> bool:
         """Whether what its calls return has the same sizes where other calls are given it."""
-        calls = [own.call for own in self.calls]
-        pairs = ((one, t, calls[other], result) for one in calls for t, (other, result) in one.links.items())
-        return all(one.graph.tensors[t].shape == other.graph.tensors[result].shape for one, t, other, result in pairs)
+        calls = [recorded.call for recorded in self.calls]
+        links = ((call, t, calls[giver], result) for call in calls for t, (giver, result) in call.links.items())
+        return all(call.graph.tensors[t].shape == giver.graph.tensors[r].shape for call, t, giver, r in links)
 
     @property
     def outside_bytes(self) -> int:
         """Add up what runs outside of its calls, each at its peak."""
-        return sum(own.call.outside_bytes for own in self.calls)
+        return sum(recorded.call.outside_bytes for recorded in self.calls)
 
-    def returning(self, part: Part, positions: Collection[int]) -> Known:
+    def returning(self, part: Part, positions: Collection[int]) -> RecordedStep:
         """Know that gradients of a part are not only added; the same where that was known."""
-        found, values = {part.captured.backward_outputs[position] for position in positions}, part.captured.fx_values
+        returned = {part.captured.backward_outputs[position] for position in positions}
+        values = part.captured.fx_values
         calls = tuple(
-            own
-            if own.part is not part
-            else replace(own, added={t: of for t, of in own.added.items() if values[t] not in found})
-            for own in self.calls
+            call
+            if call.part is not part
+            else replace(call, added={t: of for t, of in call.added.items() if values[t] not in returned})
+            for call in self.calls
         )
-        is_same = all(own.added == known.added for own, known in zip(calls, self.calls, strict=True))
+        is_same = all(call.added == before.added for call, before in zip(calls, self.calls, strict=True))
         return self if is_same else replace(self, calls=calls, merged={})

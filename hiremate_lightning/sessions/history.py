@@ -1,0 +1,223 @@
+"""The history of a model's steps: the kinds that have come, in which order, and which one is likely to come next.
+
+Which kind a step is of shows for sure when it has ended, since kinds may begin alike (a GAN's two, for example). So the
+one that begins is foreseen from what came after the latest kind the last time, and a step that turns out another is
+told apart: what was measured in it says nothing about a plan.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Generic, TypeVar
+
+from ..planning.plan import Plan
+from ..records.step import Decisions
+from ..running.program import Program
+from .recorded_step import RecordedStep
+from .step_kind import GraphNumbers, Start, StepKind
+
+LENGTHS = (32, 16, 8, 4, 2, 1, 0)  # of what came before a step, by which it is foreseen
+REMEMBERED = 4096  # sequences
+ANY_START = -1  # in place of how a step starts
+CERTAIN = 64  # steps that came as foreseen, one after the other, after which the next one is trusted to
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Order(Generic[K]):
+    """In which order kinds of steps come: what came after the latest ones, the last time, for a step that starts so."""
+
+    def __init__(self) -> None:
+        self._recent: deque[K] = deque(maxlen=LENGTHS[0])
+        self._followers: dict[tuple[Hashable, ...], K] = {}  # by start and the latest kinds, few or many
+        self._in_a_row = 0  # that came as foreseen
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the latest steps came as foreseen, so many that the next one is trusted to."""
+        return self._in_a_row >= CERTAIN
+
+    def _contexts(self, start: Hashable, *latest: K) -> Iterator[tuple[Hashable, ...]]:
+        """List what a step may be foreseen by: the longest sequence of kinds before it first, its start alone last."""
+        recent = *self._recent, *latest
+        for length in LENGTHS:
+            if length <= len(recent):
+                yield start, *recent[len(recent) - length :]
+
+    def foresee(self, start: Hashable) -> Iterator[K]:
+        """List the kinds that a step may be of, the likeliest first; nothing where none has started so."""
+        followers = (self._followers.get(context) for context in self._contexts(start))
+        return (kind for kind in followers if kind is not None)
+
+    def follower(self, kind: K) -> K | None:
+        """Foresee what comes after a step of a kind that begins, however it starts; None where nothing is known."""
+        followers = (self._followers.get(context) for context in self._contexts(ANY_START, kind))
+        return next((follower for follower in followers if follower is not None), None)
+
+    def note(self, kind: K, start: Hashable) -> None:
+        """Learn of a step that has ended."""
+        self._in_a_row = self._in_a_row + 1 if kind == next(self.foresee(start), None) else 0
+        for context in (*self._contexts(start), *self._contexts(ANY_START)):
+            self._followers.pop(context, None)
+            self._followers[context] = kind
+        while len(self._followers) > REMEMBERED:
+            del self._followers[next(iter(self._followers))]
+        self._recent.append(kind)
+
+
+class History:
+    """The kinds of steps that a session has seen. It makes them, and is the only one that keeps them.
+
+    Attributes:
+        latest: The planned kind that ran last, None before there is one.
+    """
+
+    def __init__(self) -> None:
+        self.latest: StepKind | None = None
+        self._kinds: dict[GraphNumbers, StepKind] = {}  # those that were recorded last, in the order of that
+        self._order = Order[StepKind]()
+        self._planned: tuple[StepKind, ...] | None = None
+
+    def __getitem__(self, graphs: GraphNumbers) -> StepKind:
+        """Return the kind that runs some captured graphs; it is made the first time."""
+        kind = self._kinds.get(graphs)
+        if kind is None:
+            kind = self._kinds[graphs] = StepKind(graphs)
+        return kind
+
+    def __iter__(self) -> Iterator[StepKind]:
+        return iter(tuple(self._kinds.values()))
+
+    @property
+    def planned(self) -> tuple[StepKind, ...]:
+        """The kinds that have a plan, in the order in which they were recorded."""
+        if self._planned is None:
+            self._planned = tuple(kind for kind in self._kinds.values() if kind.plan is not None)
+        return self._planned
+
+    @property
+    def plans(self) -> Mapping[GraphNumbers, Plan]:
+        """The plans so far, by the captured graphs of their steps."""
+        return {kind.graphs: kind.own_plan for kind in self.planned}
+
+    @property
+    def recorded(self) -> list[StepKind]:
+        """The kinds whose step was recorded, in the order of that."""
+        return [kind for kind in self._kinds.values() if kind.step is not None]
+
+    @property
+    def plan_count(self) -> int:
+        """The number of plans; what is the same step at the same sizes has one."""
+        return len({id(kind.recorded.solve) for kind in self.recorded})
+
+    # ---------------------------------------------------------------- what is learned of kinds
+
+    def record(self, kind: StepKind, step: RecordedStep) -> None:
+        """Learn what a kind runs; where nobody knew, it comes after all others from now on."""
+        if kind.step is None:
+            self._kinds[kind.graphs] = self._kinds.pop(kind.graphs, kind)
+            self._planned = None
+        kind.step = step
+
+    def install(self, kind: StepKind, plan: Plan, programs: Mapping[int, Program]) -> None:
+        """Take the plan of a kind and its programs; a kind that is planned for the first time has just ended."""
+        if kind.plan is None:
+            self.latest, self._planned = kind, None
+        kind.plan, kind.programs, kind.seen_bytes = plan, programs, None
+
+    def drop(self, kind: StepKind) -> None:
+        """Drop what a kind runs and its plan: its next step is recorded anew."""
+        kind.forget_step()
+        self.latest, self._planned = None if self.latest is kind else self.latest, None
+
+    def clear(self) -> None:
+        """Drop between two steps what all kinds run, their plans and their order."""
+        self.latest, self._order, self._planned = None, Order(), None
+        for kind in self._kinds.values():
+            kind.forget()
+
+    def ended(self, kind: StepKind, start: Start, is_by_plans: bool) -> None:
+        """Learn of a step that ran captured, how it started, and whether it ran by plans throughout."""
+        self.note(kind, start)
+        if kind.plan is not None:
+            self.latest = kind
+        sights = kind.sights
+        sights.count, sights.waited = sights.count + 1, sights.waited | {start[1]}
+        sights.is_by_plans = sights.is_by_plans or is_by_plans
+
+    def note(self, kind: StepKind, start: Start) -> None:
+        """Learn in which order kinds come, from a step that has ended."""
+        self._order.note(kind, start)
+
+    def confuse(self, one: StepKind, other: StepKind) -> None:
+        """Learn that a step that began as one kind turned out another."""
+        group = one.sights.confused_with | other.sights.confused_with | {one, other}
+        for kind in group:
+            kind.sights.confused_with = group
+
+    # ---------------------------------------------------------------- which kind a step is of
+
+    def foresee(self, start: Start) -> tuple[StepKind, ...]:
+        """List the kinds that a step may be of, the likeliest first."""
+        return tuple(dict.fromkeys(self._order.foresee(start)))
+
+    def likely(self, foreseen: Iterable[StepKind]) -> StepKind | None:
+        """Return the planned kind that a step is likely to be of; None where nothing has a plan."""
+        return next((kind for kind in foreseen if kind.plan is not None), self.latest)
+
+    def following(self, foreseen: Iterable[StepKind]) -> StepKind | None:
+        """Return the planned kind that is likely to come after the step that begins; None where none is."""
+        likely = self.likely(foreseen)
+        kind = None if likely is None else self._order.follower(likely)
+        return kind if kind is not None and kind.plan is not None else None
+
+    def all_likely(self, foreseen: Iterable[StepKind]) -> tuple[StepKind, ...]:
+        """Return the planned kinds by whose plan a step may run: none before there is one."""
+        likely = self.likely(foreseen)
+        if likely is None:
+            return ()
+        kinds = self.taken_for(likely)
+        return tuple(kind for kind in self.planned if kind in kinds)
+
+    def taken_for(self, kind: StepKind) -> frozenset[StepKind]:
+        """Return the kinds by whose plans a step of a kind may begin, itself included."""
+        return frozenset({kind}) if self._order.is_certain else kind.sights.confused_with | {kind}
+
+    def choose(
+        self, ran: GraphNumbers, expected: StepKind | None, start: Start
+    ) -> tuple[StepKind | None, Program | None]:
+        """Choose the program of the graph that begins: of the expected kind, else of one that began like the step.
+
+        Args:
+            ran: The captured graphs of the step so far, this one last.
+            expected: The kind by whose plan the step begins, None for none.
+            start: How the step has started.
+
+        Returns:
+            The kind, None where no planned one begins so; and the program, None where the graph has no backward.
+        """
+        count = len(ran)
+        for kind in (expected, *reversed(self.planned)):
+            if kind is not None and kind.graphs[:count] == ran and kind.plan is not None and starts_so(kind, start):
+                return kind, kind.programs.get(count - 1)
+        return None, None
+
+    def any_is_unfit(self, foreseen: Iterable[StepKind]) -> bool:
+        """Whether a step of these kinds may run by a plan that counts on gradients to die which do not."""
+        return any(kind.is_unfit for kind in self.all_likely(foreseen))
+
+    # ---------------------------------------------------------------- what they run
+
+    def decided(self) -> Iterator[tuple[RecordedStep, Decisions]]:
+        """List what each planned kind runs, and what its plan recomputes."""
+        return ((kind.recorded, kind.own_plan.solution.recompute) for kind in self.planned)
+
+    def same_code(self, step: RecordedStep) -> StepKind:
+        """Return the first kind that runs the code of a recorded step, at whatever sizes."""
+        return next(kind for kind in self.recorded if kind.step is step or kind.recorded.goes_on_as(step, 0))
+
+
+def starts_so(kind: StepKind, start: Start) -> bool:
+    """Whether as many graphs wait as a step starts as did before a step of a kind."""
+    return start[1] in kind.sights.waited

@@ -1,0 +1,51 @@
+"""The model that a session plans, and what all that plans it asks for."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..measuring.resident_memory import ResidentMemory
+from ..options import SessionOptions
+from ..reporting.report import Reporter, Stages
+from ..rewriting.fused_kernel import FusedKernels
+from .announcements import Announcements
+from .history import History
+from .parts import Parts
+
+
+class PlannedModel:
+    """A model that is planned. It decides nothing: the objects of a session learn of each other's doings here.
+
+    Args:
+        root: The model.
+        options: What was asked for.
+
+    Attributes:
+        root: The model, whose parameters and buffers are resident.
+        name: Its class.
+        options: What was asked for; the budget may change.
+        announcements: Warns.
+        stages: Shows the stages of planning, and counts their time.
+        kernels: Where fused operations are kept, None where nothing is fused.
+        parts: Its captured graphs.
+        memory: What exists before its steps.
+        history: The kinds of its steps.
+    """
+
+    def __init__(self, root: nn.Module, options: SessionOptions) -> None:
+        self.root, self.name, self.options = root, type(root).__name__, options
+        self.announcements = Announcements(self.name)
+        self.stages = Stages(Reporter(options.verbose))
+        self.kernels = FusedKernels(self.announcements.say) if options.compile else None
+        self.parts = Parts(self.stages, options.cache_dir, self.kernels, self.announcements.say)
+        self.memory = ResidentMemory(root, self.parts.waiting, self.parts.retained)
+        self.history = History()
+
+    @property
+    def has_place(self) -> bool:
+        """Whether there are fewer plans than allowed."""
+        return self.history.plan_count < self.options.max_plans
+
+    def announce_full(self) -> None:
+        """Warn that there are as many plans as allowed."""
+        self.announcements.full(self.history.plan_count)

@@ -1,0 +1,229 @@
+"""One kind of step: the single record of all that a session keeps of it.
+
+Steps are of one kind where they run the same captured graphs forward in the same order. `History` owns the kinds, and
+hands them out by these graphs: nothing else in a session keeps a table of kinds. What a step runs, and its plan, are
+frozen records that are replaced as a whole. So what fails halfway is undone by putting the record before it back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+
+from ..measuring.resident import Resident
+from ..planning.background import BackgroundPlan
+from ..planning.plan import Plan
+from ..planning.solvers.base import Solution
+from ..records.resizing import Sample
+from ..records.ways import Calls
+from ..running.program import Program
+from .given import ModuleCall
+from .recorded_step import RecordedStep
+
+AGAIN_AFTER = 8  # steps of a kind, then 16 more, 32, ...: code outside of its plan may come to take more
+
+GraphNumbers = tuple[int, ...]  # of the captured graphs that a step runs forward, in order
+Start = tuple[int, int]  # of a step: bytes of its arguments, and how many graphs of earlier steps wait then
+
+
+class PlanState(Enum):
+    """How far the plan of a kind of step has come."""
+
+    SEEN = "it has run, and has no plan"
+    PLANNED = "it has a plan, whose peak was not measured"
+    MEASURED = "the peak of its plan was measured"
+    TIMED = "the peak and the time of its plan were measured"
+
+
+class Reason(Enum):
+    """Why to watch a step."""
+
+    PLAN = "it may be of a kind that has no plan"
+    PEAK = "the peak of its plan was not measured"
+    TIME = "its plan was not timed"
+    AGAIN = "code outside of its plan may have come to take more"
+    ITERATION = "what its iteration makes beside graphs that wait was not seen"
+
+
+@dataclass
+class Watched:
+    """What was watched of the steps of one kind (`watching`).
+
+    Attributes:
+        looks: How often they were watched, by reason.
+        free_looks: How often in all.
+        steps: Steps so far.
+        higher: Steps for which more was predicted than for measured ones.
+        gap: Steps until one is measured again.
+        since: Steps since one was measured again.
+        needs_step_before: Whether their peak is seen only where the step before was measured.
+        usual_s: Seconds of the latest one that was not watched; None before one was.
+    """
+
+    looks: Counter[Reason] = field(default_factory=Counter)
+    free_looks: int = 0
+    steps: int = 0
+    higher: int = 0
+    gap: int = AGAIN_AFTER
+    since: int = 0
+    needs_step_before: bool = False
+    usual_s: float | None = None
+
+
+@dataclass
+class Trial:
+    """What steps of one kind take with and without their plan (`releasing`).
+
+    Attributes:
+        settled: How many ran by the plan, unwatched.
+        seconds: Of those that ran plain, and of those that ran by the plan.
+        is_released: Whether they run plain from now on, None before that is decided.
+        tries: How many plain ones were measured that did not show their peak.
+        has_shown: Whether a plain one has shown that it takes no more than the plan.
+    """
+
+    settled: int = 0
+    seconds: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
+    is_released: bool | None = None
+    tries: int = 0
+    has_shown: bool = False
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a user was told last of a kind of step (`plan_reports`)."""
+
+    budget_bytes: int
+    asked: str
+    parts: tuple[tuple[str, int], ...]
+    measured: Solution | None = None
+    is_over: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedStep:
+    """A step that was captured, as predictions of plain steps need it (`plain_steps`).
+
+    Attributes:
+        calls: What each call of a planned module was given in it, in order.
+        code: Stands for its code: equal for all steps that run the same code, at whatever sizes.
+        total_bytes: Bytes of all its values.
+        margin_bytes: By how much it was measured above what was predicted.
+        is_on_host: Whether it ran on a CPU, which reads what was put aside in the memory of its files.
+        read: Returns the step, its inputs left out, and the nodes of what may be called twice in it.
+        source: What it was made from: where that changes, it is made anew.
+    """
+
+    calls: tuple[ModuleCall, ...]
+    code: Hashable
+    total_bytes: int
+    margin_bytes: int
+    is_on_host: bool
+    read: Callable[[], tuple[Sample, Calls]]
+    source: tuple[object, ...] = ()
+
+    @cached_property
+    def sample(self) -> tuple[Sample, Calls]:
+        """The step, and the nodes of what may be called twice in it."""
+        return self.read()
+
+
+@dataclass
+class Sights:
+    """How the steps of one kind have come.
+
+    Attributes:
+        count: How often.
+        is_by_plans: Whether every forward of some step ran by a plan, of this or another kind.
+        confused_with: The kinds that were confused with it, itself included; empty where none was.
+        waited: How many graphs of earlier steps waited for their backward as steps began.
+    """
+
+    count: int = 0
+    is_by_plans: bool = False
+    confused_with: frozenset[StepKind] = frozenset()
+    waited: frozenset[int] = frozenset()
+
+
+@dataclass(eq=False, slots=True)
+class StepKind:
+    """One kind of step.
+
+    Attributes:
+        graphs: The captured graphs that it runs forward, in order: no other kind has the same.
+        step: What it runs, as it was recorded; None before that, and where it is to be recorded anew.
+        given: What each call of a planned module is given in it; None before it is planned.
+        code: The first kind that runs the same code, at whatever sizes; None before it is planned.
+        largest: The kind that was foreseen from it at the largest sizes, and what its sizes become there.
+        before: What existed before its steps, by the parameters whose gradients existed.
+        most_before: What existed before the step of it before which most did, without optimizers' state.
+        met: How often the memory before steps had grown, and which bytes were retained, when its plan was checked last.
+        plan: Its plan, None before there is one.
+        programs: The program for each place in its sequence of forwards.
+        background: The plan that is made in the background, None for none.
+        is_ahead: Whether it is planned ahead of its first step, at the largest sizes.
+        is_unfit: Whether its plan counts on gradients to be freed that are not.
+        is_searching: Whether its next step is the first in which cuDNN chooses algorithms.
+        seen_bytes: The largest predicted peak of the states of its plan whose peak was measured; None for none.
+        backwards_vary: Whether some of its steps have other backwards than others.
+        sights: How its steps have come.
+        watched: What was watched of them.
+        trial: What they take with and without the plan.
+        captured: Its step as predictions of plain steps need it; None before these know it.
+        told: What a user was told last of it; None for nothing.
+    """
+
+    graphs: GraphNumbers
+    step: RecordedStep | None = None
+    given: tuple[ModuleCall, ...] | None = None
+    code: StepKind | None = None
+    largest: tuple[StepKind, Mapping[int, int]] | None = None
+    before: Mapping[frozenset[int], Resident] = field(default_factory=dict)
+    most_before: Resident | None = None
+    met: tuple[int, int] = (0, 0)
+    plan: Plan | None = None
+    programs: Mapping[int, Program] = field(default_factory=dict)
+    background: BackgroundPlan | None = None
+    is_ahead: bool = False
+    is_unfit: bool = False
+    is_searching: bool = False
+    seen_bytes: int | None = None
+    backwards_vary: bool = False
+    sights: Sights = field(default_factory=Sights)
+    watched: Watched = field(default_factory=Watched)
+    trial: Trial = field(default_factory=Trial)
+    captured: CapturedStep | None = None
+    told: Told | None = None
+
+    @property
+    def recorded(self) -> RecordedStep:
+        """What it runs, where it was recorded."""
+        assert self.step is not None, "only kinds that were recorded are planned"
+        return self.step
+
+    @property
+    def own_plan(self) -> Plan:
+        """Its plan, where it has one."""
+        assert self.plan is not None, "asked of kinds that have a plan"
+        return self.plan
+
+    @property
+    def state(self) -> PlanState:
+        """How far its plan has come."""
+        if self.plan is None:
+            return PlanState.SEEN
+        if self.plan.measured.peak_bytes is None:
+            return PlanState.PLANNED
+        return PlanState.MEASURED if self.plan.measured.step_ms is None else PlanState.TIMED
+
+    def forget_step(self) -> None:
+        """Forget what it runs, and its plan: both are to come anew."""
+        self.step, self.plan, self.programs = None, None, {}
+
+    def forget(self) -> None:
+        """Forget what its steps run, their plan, and that they came; what existed before them stays, and all counts."""
+        self.forget_step()
+        self.is_unfit, self.is_searching, self.seen_bytes, self.sights = False, False, None, Sights()

@@ -1,0 +1,194 @@
+"""The ways in which a step can run, and the rules by which one of them is chosen.
+
+A way is chosen as a step begins, or goes on with another call. Where that is `BY_GRAPHS`, the step runs captured, and a
+way is chosen for each captured graph as it comes. `choose_way` holds the order of the rules. What each rule looks at
+stands with the objects that know it: `unplanned` for steps, `first_steps` for graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from ..running.program import Program
+from .aside_room import AsideRoom
+from .plain_steps import Prediction
+from .second_calls import SecondCalls
+from .step_kind import StepKind
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a step, or a captured graph of one, runs."""
+
+
+# -------------------------------------------------------------------- captured
+
+
+@dataclass(frozen=True, slots=True)
+class ByGraphs(Way):
+    """The step runs captured: each of its graphs has its way."""
+
+
+BY_GRAPHS = ByGraphs()
+
+
+@dataclass(frozen=True, slots=True)
+class ByProgram(Way):
+    """A captured graph runs by a program.
+
+    Attributes:
+        program: The program.
+        is_planned: Whether it comes from a plan, be it of another step.
+    """
+
+    program: Program
+    is_planned: ClassVar[bool] = True
+
+    @property
+    def kind(self) -> StepKind | None:
+        """The kind of step whose own plan the program is part of, None for none."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPlan(ByProgram):
+    """A captured graph runs by the plan of the kind that its step has begun like.
+
+    Attributes:
+        of_kind: The kind. Where the graph has no backward in it, the program is not part of the plan.
+    """
+
+    of_kind: StepKind
+
+    @property
+    def kind(self) -> StepKind | None:
+        """The kind of step whose own plan the program is part of."""
+        return self.of_kind
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOfOtherSizes(ByProgram):
+    """A captured graph runs by what was decided for the same code at other sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeastMemory(ByProgram):
+    """A captured graph runs at the least memory: nothing was planned for it, or nothing planned fits."""
+
+    is_planned: ClassVar[bool] = False
+
+
+# -------------------------------------------------------------------- as the user wrote it
+
+
+@dataclass(frozen=True, slots=True)
+class AsWritten(Way):
+    """The step runs as the user wrote it, since it fits the budget so, or since its plan gains nothing.
+
+    Attributes:
+        prediction: What it takes then.
+        likely: The kind whose code it is expected to run.
+        calls: Sees which modules may be called twice, and calls them so.
+        released: Its kind, where that has a plan which gains nothing; else None.
+    """
+
+    prediction: Prediction
+    likely: StepKind
+    calls: SecondCalls
+    released: StepKind | None = None
+
+    def around(self, arguments: Any) -> AbstractContextManager[None]:
+        """Surround a call of the step that is given some arguments."""
+        return self.calls.observed()
+
+    def describe(self, name: str) -> str:
+        """Say of a model, by name, what its steps do that run so."""
+        return "Steps of other input sizes that fit the budget as they are run without a plan."
+
+
+@dataclass(frozen=True, slots=True)
+class ModulesTwice(AsWritten):
+    """The step fits where some of its modules are called twice."""
+
+    def around(self, arguments: Any) -> AbstractContextManager[None]:
+        """Call these modules once more in the backward."""
+        return self.calls.twice(self.prediction.way.paths)
+
+    def describe(self, name: str) -> str:
+        """Say of a model, by name, what its steps do that run so."""
+        return _with_less_memory(f"call as many modules of {name} twice as they need to")
+
+
+@dataclass(frozen=True, slots=True)
+class PutAside(AsWritten):
+    """The step fits where what autograd saves is put aside until the backward reads it.
+
+    Attributes:
+        room: Where that is put.
+    """
+
+    room: AsideRoom = field(kw_only=True)
+
+    @contextmanager
+    def around(self, arguments: Any) -> Iterator[None]:
+        """Put aside what autograd saves in a call."""
+        with self.calls.observed(), self.room.saving(arguments):
+            yield
+
+    def describe(self, name: str) -> str:
+        """Say of a model, by name, what its steps do that run so."""
+        return _with_less_memory(
+            "put what the backward reads aside, in temporary files or, from a GPU, in the host's memory"
+        )
+
+
+def _with_less_memory(how: str) -> str:
+    return (
+        f"Steps of other input sizes that fit the budget only with less memory run without a plan, and {how}, "
+        "until their sizes have come often."
+    )
+
+
+# -------------------------------------------------------------------- the choice
+
+
+class Choices:
+    """What there is to choose from for a step, or for a captured graph: each rule returns a way, or None."""
+
+    def given_back(self) -> Way | None:
+        """As the user wrote it: its plan gains nothing and is slower than plain PyTorch, or that is being measured."""
+
+    def own_plan(self) -> Way | None:
+        """By the plan of its own kind."""
+
+    def as_written(self) -> Way | None:
+        """As the user wrote it: its sizes have no plan, and it fits so."""
+
+    def modules_twice(self) -> Way | None:
+        """As the user wrote it, some modules called twice: its sizes have no plan, and it fits so."""
+
+    def put_aside(self) -> Way | None:
+        """As the user wrote it, what is saved put aside: its sizes have no plan, and it fits so."""
+
+    def plan_of_other_sizes(self) -> Way | None:
+        """Captured, by a plan for the same code at other sizes, where that fits."""
+
+    def least_memory(self) -> Way:
+        """Captured, at the least memory."""
+        return BY_GRAPHS
+
+
+def choose_way(choices: Choices) -> Way:
+    """Choose how a step runs, or a captured graph of one: by the first of these rules that has a way."""
+    rules = (
+        choices.given_back,
+        choices.own_plan,
+        choices.as_written,
+        choices.modules_twice,
+        choices.put_aside,
+        choices.plan_of_other_sizes,
+    )
+    return next((way for rule in rules if (way := rule()) is not None), None) or choices.least_memory()

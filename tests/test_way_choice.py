@@ -1,0 +1,86 @@
+"""Which way a step runs, as tables: the first rule that has a way decides."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from hiremate_lightning.records.ways import Way as PlainWay
+from hiremate_lightning.sessions.current_step import CurrentStep
+from hiremate_lightning.sessions.plain_steps import Prediction
+from hiremate_lightning.sessions.step_kind import StepKind
+from hiremate_lightning.sessions.unplanned import StepChoices
+from hiremate_lightning.sessions.ways import BY_GRAPHS, AsWritten, Choices, ModulesTwice, PutAside, Way, choose_way
+
+RULES = ("given_back", "own_plan", "as_written", "modules_twice", "put_aside", "plan_of_other_sizes", "least_memory")
+KIND = StepKind((0,))
+PLAIN, TWICE, ASIDE = PlainWay(), PlainWay(frozenset({"layer"}), 1.0), PlainWay(extra_ms=1.0, puts_aside=True)
+
+
+@pytest.mark.parametrize("first", range(len(RULES)))
+def test_the_first_rule_that_has_a_way_decides(first):
+    asked = []
+
+    def rule(number: int):
+        return lambda: (asked.append(number), None if number < first else ways[number])[1]
+
+    ways = [Way() for _ in RULES]
+    choices = Choices()
+    for number, name in enumerate(RULES):
+        setattr(choices, name, rule(number))
+    assert choose_way(choices) is ways[first]
+    assert asked == list(range(first + 1)), "what comes after it costs nothing"
+
+
+def test_where_no_rule_has_a_way_graphs_choose():
+    assert choose_way(Choices()) is BY_GRAPHS
+
+
+def without_plan(way: PlainWay, released: StepKind | None = None) -> AsWritten:
+    prediction = Prediction(way, 10, 10)
+    if way.puts_aside:
+        return PutAside(prediction, KIND, None, room=None)
+    return (ModulesTwice if way.paths else AsWritten)(prediction, KIND, None, released)
+
+
+def choose(
+    way: PlainWay | None = PLAIN,
+    settled: StepKind | None = None,
+    runs_plain: bool = True,
+    has_own_plan: bool = False,
+    is_begun: bool = False,
+) -> Way:
+    """Choose the way of a step of which so much is known; `way` is the fastest one that fits without a plan."""
+    steps = SimpleNamespace(
+        without_plan=lambda step, begun: way and without_plan(way),
+        has_own_plan=lambda step: has_own_plan,
+        given_back=lambda step, kind: way and without_plan(way, kind),
+        releases=SimpleNamespace(runs_plain=lambda kind: runs_plain),
+    )
+    begun = without_plan(PLAIN, settled) if is_begun else None
+    return choose_way(StepChoices(steps, CurrentStep(), settled, begun))
+
+
+@pytest.mark.parametrize(
+    ("known", "chosen"),
+    [
+        ({}, AsWritten),
+        ({"way": TWICE}, ModulesTwice),
+        ({"way": ASIDE}, PutAside),
+        ({"way": None}, type(BY_GRAPHS)),  # it does not fit without a plan, or nothing has one yet
+        ({"has_own_plan": True}, type(BY_GRAPHS)),
+        ({"has_own_plan": True, "settled": KIND}, AsWritten),  # the plan gains nothing
+        ({"has_own_plan": True, "settled": KIND, "runs_plain": False}, type(BY_GRAPHS)),  # it is timed in turns
+        ({"has_own_plan": True, "settled": KIND, "is_begun": True, "runs_plain": False}, AsWritten),
+        ({"settled": KIND, "is_begun": True, "way": None}, type(BY_GRAPHS)),  # a further call is another kind's
+    ],
+)
+def test_a_step_runs_by_the_first_way_that_is_open_to_it(known, chosen):
+    assert type(choose(**known)) is chosen
+
+
+def test_a_step_that_is_given_back_names_its_kind():
+    way = choose(settled=KIND, has_own_plan=True)
+    assert isinstance(way, AsWritten)
+    assert way.released is KIND
