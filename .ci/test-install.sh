@@ -61,4 +61,4 @@ cd "$place/checkout"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 "$place/bin/hiremate" doctor
 # New releases warn of what will change one day. Our own warnings, of what does not work now, are errors.
-exec "$own" -m pytest -n 2 -m install tests/test_install.py -o filterwarnings=default -W error::hiremate_lightning.HiRemateWarning "$@"
+exec "$own" -m pytest -n 2 -m install tests/project/test_install.py -o filterwarnings=default -W error::hiremate_lightning.HiRemateWarning "$@"

@@ -3,7 +3,7 @@
 An option is a field of `SessionOptions` (training within a budget) or of `SizeOptions` (searching for the largest
 batch). Its `Option` says all there is to say. Error messages and the flags of `hiremate run` are made from it;
 signatures and docstrings of the entry points, the table of docs/api.md, and the messages in docs/troubleshooting.md are
-written from it by `python -m tests.option_docs --write`, and tests/test_options.py compares them.
+written from it by `python -m tests.option_docs --write`, and test_options.py compares them.
 
 This module is imported for the help of a command, so it loads neither torch nor a solver.
 """

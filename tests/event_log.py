@@ -26,8 +26,7 @@ from torch.nn import functional as F
 
 from hiremate_lightning import HiRemateWarning, hiremate, remove_hiremate, testing
 from hiremate_lightning.units import format_bytes
-
-from .models import GPT, Model, ResNet, UNet, build_bert, build_vit
+from tests.models import GPT, Model, ResNet, UNet, build_bert, build_vit
 
 FILE = Path(__file__).with_name("event_log.json")
 STEPS = 5

@@ -25,8 +25,7 @@ from hiremate_lightning import HiRemateWarning, hiremate, remove_hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sessions.targets import targets_of
 from hiremate_lightning.sessions.watching import Watch, WatchPolicy
-
-from .exact import differing, leave_behind
+from tests.exact import differing, leave_behind
 
 WIDTH = 32
 ROWS = (1024, 1344, 1792)

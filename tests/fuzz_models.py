@@ -25,9 +25,8 @@ from hiremate_lightning.sessions.planned import CLEARLY_MORE
 from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.sessions.targets import targets_of
 from hiremate_lightning.units import parse_budget
-
-from .fuzz_operations import OPERATIONS, WORDS
-from .training import resident_bytes
+from tests.fuzz_operations import OPERATIONS, WORDS
+from tests.training import resident_bytes
 
 SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.95)
 ROWS = (24, 64, 96)

@@ -12,8 +12,7 @@ from hiremate_lightning.planning.solvers.decisions import decisions
 from hiremate_lightning.planning.solvers.model import Policy, Rows, StepModel
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import Graph, StorageKind
-
-from .tiny import Builder
+from tests.tiny import Builder
 
 KINDS = ("op", "op", "op", "skip", "view", "dropout", "pair", "norm", "buffer", "outside")
 

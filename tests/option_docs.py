@@ -2,8 +2,8 @@
 
     python -m tests.option_docs --write
 
-writes them after an option has changed; tests/test_options.py says where they differ. Signatures and docstrings are
-real text of the files, so that editors and the site find them without running anything.
+writes them after an option has changed; test_options.py says where they differ. Signatures and docstrings are real text
+of the files, so that editors and the site find them without running anything.
 """
 
 from __future__ import annotations

@@ -28,9 +28,8 @@ from benchmarks.zoo.stand_in import torchvision_or_stand_in
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.integrations.transformers_trainer import HiRemateTrainerCallback
 from hiremate_lightning.memory.metering import measure_peak
-
-from .sharding import STEPS, Left, local
-from .shared_memory import SharedMemory, communicate_through
+from tests.sharding import STEPS, Left, local
+from tests.shared_memory import SharedMemory, communicate_through
 
 BUDGET = "70%"
 WORDS, ROWS, LENGTH = 64, 8, 32

@@ -15,20 +15,19 @@ from typing import Any
 import torch
 
 from hiremate_lightning.planning import shared_solving
-
-from . import pipelines
-from .pipelines import PIPELINES
-from .processes import leave
-from .sharded_tools import TOOLS, too_small
-from .sharding import CASES, HEAVY, SCORED, TOO_SMALL, Left, train
-from .shared_memory import SharedMemory
+from tests import pipelines
+from tests.pipelines import PIPELINES
+from tests.processes import leave
+from tests.sharded_tools import TOOLS, too_small
+from tests.sharding import CASES, HEAVY, SCORED, TOO_SMALL, Left, train
+from tests.shared_memory import SharedMemory
 
 
 def models() -> dict[str, Callable[..., Left]]:
     """Return what trains models of transformers and timm, nothing where these are not installed."""
     if None in map(find_spec, ("transformers", "timm")):
         return {}
-    from .sharded_models import MODELS
+    from tests.sharded_models import MODELS
 
     return MODELS
 

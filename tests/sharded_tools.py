@@ -23,8 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hiremate_lightning import InfeasibleBudgetError, get_plan, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.integrations.accelerate import prepare_hiremate
-
-from .sharding import STEPS, Case, Left, gpt, local, tokens
+from tests.sharding import STEPS, Case, Left, gpt, local, tokens
 
 CASE = Case("tools", gpt)
 BUDGET: dict[str, Any] = {"budget": "60%", "verbose": False}

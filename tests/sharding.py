@@ -21,8 +21,7 @@ from hiremate_lightning import HiRemateWarning, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.sessions.targets import targets_of
-
-from .shared_memory import SharedMemory, collectives_through, communicate_through
+from tests.shared_memory import SharedMemory, collectives_through, communicate_through
 
 STEPS = 5
 TOO_SMALL = "too small for one rank"  # name of what two ranks with different budgets left

@@ -13,8 +13,7 @@ from hiremate_lightning.records.graph import OUTSIDE, Direction, Graph, Node, St
 from hiremate_lightning.records.schedule import lower
 from hiremate_lightning.records.simulation import simulate
 from hiremate_lightning.units import Budget
-
-from .lazily import recompute_lazily
+from tests.lazily import recompute_lazily
 
 KB = 1000
 

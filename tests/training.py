@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hiremate_lightning.memory.metering import measure_peak
-
-from .models import BUILDERS, Model
+from tests.models import BUILDERS, Model
 
 
 @dataclass

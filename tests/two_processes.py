@@ -22,9 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from hiremate_lightning import hiremate
 from hiremate_lightning.planning import shared_solving
 from hiremate_lightning.sessions import parts
-
-from .loops import BUDGET, Outcome, Script, make_batch, make_model, run
-from .processes import leave
+from tests.loops import BUDGET, Outcome, Script, make_batch, make_model, run
+from tests.processes import leave
 
 SCRIPTS = [
     Script("accelerate", "no", 1, "before"),

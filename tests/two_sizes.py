@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hiremate_lightning import find_max_batch_size
-
-from .processes import leave
+from tests.processes import leave
 
 BUDGETS = (2 * 2**20, 4 * 2**20)
 

@@ -14,7 +14,11 @@ from .runner import Context, Send
 ROOT = Path(__file__).parents[2]
 MODELS = ("gpt", "bert", "vit", "resnet50", "unet", "t5", "llama", "convnext")
 TOY_MODELS = ("gpt", "unet")  # small ones of these names
-TESTS = ("tests/test_gpu.py", "tests/test_loops.py", "tests/test_strategy.py")
+TESTS = (
+    "tests/behaviour/budget/test_gpu.py",
+    "tests/behaviour/exactness/test_loops.py",
+    "tests/behaviour/integrations/test_strategy.py",
+)
 TOY_TESTS = "known_allocations or intervals or every_operation"
 TESTS_SHARE = 0.45  # of the part's time
 STEPS, SOLVE_S = 2, 2.0

@@ -4,7 +4,7 @@ User code enters autocast with a `with` block. What Dynamo captures calls PyTorc
 leave it, so an error in between leaves autocast on for whatever runs next. What it has cast is then remembered for
 ever: later steps would use the weights of earlier ones. A transform that was not left makes all later code fail, and
 so does a ban on hooks on what autograd saves, which transforms of torch.func are captured with.
-`tests/test_torch_private.py` says on which versions this was checked.
+`test_torch_private.py` says on which versions this was checked.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every private torch API about a running backward, and nothing else: what it will do, and when it has ended.
 
-Checked on the torch versions in `CHECKED_VERSIONS`; `tests/test_backward_pass.py` fails loudly when one
+Checked on the torch versions in `CHECKED_VERSIONS`; `test_backward_pass.py` fails loudly when one
 moves. What these functions tell is of the innermost backward that runs in this thread.
 """
 

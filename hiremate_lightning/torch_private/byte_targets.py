@@ -1,6 +1,6 @@
 """Classes that are given as bytes: the kernels of `nll_loss` take them, torch's tracing of these doesn't.
 
-PyTorch's tables of decompositions are private; `tests/test_torch_private.py` says on which versions this was checked.
+PyTorch's tables of decompositions are private; `test_torch_private.py` says on which versions this was checked.
 """
 
 from __future__ import annotations

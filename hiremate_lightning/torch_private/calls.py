@@ -4,7 +4,7 @@ A call from Python costs a few microseconds, as much as a small kernel. PyTorch 
 schema, as captured graphs do, and by the functions that users call, which read their arguments half a microsecond to
 two microseconds faster. Which of these do the same is not assumed but seen, once for each form of a call.
 
-Checked on the torch versions in `CHECKED_VERSIONS`; `tests/test_calls.py` fails loudly when one moves.
+Checked on the torch versions in `CHECKED_VERSIONS`; `test_calls.py` fails loudly when one moves.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Dynamo, which reads the user's code. Where sizes vary its graph has symbols for 
 trace is made for each size that comes. Where that is another one each time, as with what a detector finds, small code
 may run as it was captured, without a plan.
 
-What tells symbols apart is private; `tests/test_torch_private.py` says on which versions of torch this was checked.
+What tells symbols apart is private; `test_torch_private.py` says on which versions of torch this was checked.
 """
 
 from __future__ import annotations

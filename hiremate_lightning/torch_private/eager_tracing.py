@@ -1,6 +1,6 @@
 """Tracing of the very operators that eager PyTorch runs, with the strides that they give.
 
-PyTorch's tables of decompositions are private; `tests/test_torch_private.py` says on which versions this was checked.
+PyTorch's tables of decompositions are private; `test_torch_private.py` says on which versions this was checked.
 """
 
 from __future__ import annotations

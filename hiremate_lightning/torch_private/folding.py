@@ -3,7 +3,7 @@
 PyTorch's Python version of `istft` adds up the windows' squares by other operators than its C++ does; the C++ looks at
 their sum, which ends a graph. And torch finds the shape of a sum of windows, where these don't come as `Tensor.unfold`
 gives them, by tracing one addition for each place of a window: a minute for windows of a thousand samples. PyTorch's
-tables are private; `tests/test_torch_private.py` says on which versions this was checked.
+tables are private; `test_torch_private.py` says on which versions this was checked.
 """
 
 from __future__ import annotations

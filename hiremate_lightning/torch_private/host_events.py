@@ -1,6 +1,6 @@
 """The host allocator's events, by a private torch API.
 
-Checked on the torch versions in `CHECKED_VERSIONS`; `tests/test_metering.py` fails loudly when it moves.
+Checked on the torch versions in `CHECKED_VERSIONS`; `test_metering.py` fails loudly when it moves.
 It is the older of torch's two profilers: the newer one writes into freed memory where it stops inside an operation that
 began while it ran, and nobody can know what surrounds a training step.
 """

@@ -1,6 +1,6 @@
 """Every private Inductor API that the project uses, and nothing else: a small graph in, one compiled function out.
 
-Checked on the torch versions in `CHECKED_VERSIONS`; `tests/test_fusion.py` fails loudly when one moves.
+Checked on the torch versions in `CHECKED_VERSIONS`; `test_fusion.py` fails loudly when one moves.
 Inductor is loaded when it is first used: that takes a second, and warns of what PyTorch itself has deprecated.
 """
 

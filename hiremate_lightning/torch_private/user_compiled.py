@@ -8,7 +8,7 @@ or computed again.
 What can't be one operation ends the graph, and runs as it does without a plan: functions compiled by another backend
 than Inductor, with CUDA graphs or with dynamic=True, and those that write to their arguments or return views of them.
 
-All of this is private to PyTorch; `tests/test_user_compiled.py` fails loudly where it moves.
+All of this is private to PyTorch; `test_user_compiled.py` fails loudly where it moves.
 """
 
 from __future__ import annotations

@@ -1,0 +1,250 @@
+"""Code between captured graphs: what it holds, saves and lets go of is foreseen."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning.planning.solvers.base import Problem, replay
+from hiremate_lightning.planning.solvers.decisions import decisions
+from hiremate_lightning.planning.solvers.model import StepModel
+from hiremate_lightning.planning.solvers.segments import segment_policies
+from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.torch_private import dynamo
+from tests.life import WIDTH, Net, batch, warm_up
+
+
+def test_what_one_part_hands_to_the_next_is_counted_once():
+    """The backward of the second part reads its input, which only the first part could compute again."""
+
+    class Breaks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = (
+                nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3))) for _ in range(2)
+            )
+
+        def forward(self, x):
+            y = self.first(x)
+            torch._dynamo.graph_break()
+            return self.second(y)
+
+    model = hiremate(Breaks(), "80%", verbose=False)
+    for _ in range(3):
+        model(torch.randn(512, WIDTH)).square().mean().backward()
+        model.zero_grad()
+    plan = get_plan(model)
+    problem = Problem(plan.graph, plan.profile, 0)
+    replayed = StepModel(problem)
+    for policy in segment_policies(replayed):
+        found = replayed.replay(policy)
+        assert found.peak_bytes == pytest.approx(replay(problem, decisions(replayed, found.rows)).peak_bytes, abs=64)
+    assert plan.solution.stopped_by == "proof"
+
+
+class HoldsAList(nn.Module):
+    """Code between captured graphs holds a large value that nobody reads any more, until the forward returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = self.first(x)
+        values = [wide, wide.mean(-1, keepdim=True)]
+        torch._dynamo.graph_break()
+        values.append(torch.sigmoid(self.second(x)))
+        torch._dynamo.graph_break()
+        return (values[1] * values[2]).sum(-1) / len(values)
+
+
+def test_what_code_between_graphs_holds_is_foreseen():
+    torch.manual_seed(1)
+    model = hiremate(HoldsAList(), "1 GiB", verbose=False)
+    warm_up(model, steps=4)
+    plan = get_plan(model)
+    assert targets_of(model).session.captured_count > 1
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
+
+
+class GivesMore(nn.Module):
+    """Computes its loss by itself, after code that is not captured, and gives the large values before it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Net()
+        self.head = nn.Linear(WIDTH, 8 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.body(x))
+        torch._dynamo.graph_break()
+        return {"loss": logits.log_softmax(1).square().mean(), "logits": logits}
+
+
+@pytest.fixture
+def no_automatic_collection():
+    """Let cycles live until somebody asks for their collection."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_automatic_collection")
+def test_what_tracing_keeps_is_not_taken_for_the_users(monkeypatch):
+    capture = dynamo._capture
+
+    def leaving_a_cycle(*arguments, **options):
+        cycle = [arguments]  # the values of the frame among them
+        cycle.append(cycle)
+        return capture(*arguments, **options)
+
+    monkeypatch.setattr(dynamo, "_capture", leaving_a_cycle)
+    torch.manual_seed(1)
+    model = hiremate(GivesMore(), "1 GiB", verbose=False)
+    for index in range(4):
+        model.zero_grad()
+        model(batch(index))["loss"].backward()
+    plan = get_plan(model)
+    assert targets_of(model).session.captured_count > 1
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
+
+
+class NormsBetween(nn.Module):
+    """Two captured parts; what is between them is not captured, and saves what it was given for its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, 32 * WIDTH)
+
+    @torch._dynamo.disable
+    def norm(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (8 * WIDTH,))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.norm(self.first(x))).tanh().square().mean()
+
+
+def test_what_code_between_graphs_saves_is_foreseen():
+    torch.manual_seed(1)
+    model = hiremate(NormsBetween(), "1 GiB", verbose=False)
+    for seed in range(4):
+        model.zero_grad()
+        model(batch(seed)).backward()
+    plan = get_plan(model)
+    assert targets_of(model).session.captured_count > 1
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.005)
+
+
+class CombinesBetween(nn.Module):
+    """Two captured parts, and a third that reads what code that is not captured makes of their results."""
+
+    def __init__(self, combine: Callable) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(WIDTH, 8 * WIDTH)
+        self.third = nn.Linear(8 * WIDTH, 32 * WIDTH)
+        self.combine = torch._dynamo.disable(combine)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = [self.first(x)]
+        torch._dynamo.graph_break()
+        values.append(self.second(x))
+        return self.third(self.combine(values)).tanh().square().mean()
+
+
+def added_up(values: list[torch.Tensor]) -> torch.Tensor:
+    """Let go of the values as soon as there is their sum, and take as much again."""
+    total = values[0] + values[1]
+    values.clear()
+    return total.sin()
+
+
+def multiplied(values: list[torch.Tensor]) -> torch.Tensor:
+    """Save both values, the first of which nobody holds any more when its own part's backward is next."""
+    product = values[0] * values[1]
+    values.clear()
+    return product
+
+
+def check_prediction(model: nn.Module) -> None:
+    """Take a few steps of a planned model that gives its loss, and compare the measured peak with the predicted one."""
+    for seed in range(4):
+        model.zero_grad()
+        model(batch(seed)).backward()
+    plan = get_plan(model)
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
+
+
+@pytest.mark.parametrize("combine", [added_up, multiplied])
+def test_results_that_code_between_graphs_frees_are_foreseen(combine):
+    torch.manual_seed(1)
+    model = hiremate(CombinesBetween(combine), "1 GiB", verbose=False)
+    check_prediction(model)
+    assert targets_of(model).session.captured_count > 2
+
+
+class GoesAround(nn.Module):
+    """Two captured parts, the second of which has a residual connection around it that is not captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 8 * WIDTH)
+        wide = [nn.Linear(8 * WIDTH, 32 * WIDTH), nn.GELU(), nn.Linear(32 * WIDTH, 32 * WIDTH), nn.GELU()]
+        self.second = nn.Sequential(*wide, nn.Linear(32 * WIDTH, 8 * WIDTH))
+
+    @torch._dynamo.disable
+    def loss_of(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x + y).square().mean()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.loss_of(x, self.second(x))
+
+
+@pytest.mark.filterwarnings("ignore:Nothing fits")
+def test_a_gradient_around_a_captured_graph_is_counted():
+    torch.manual_seed(1)
+    model = hiremate(GoesAround(), "30%", verbose=False, on_infeasible="warn")
+    check_prediction(model)
+    assert targets_of(model).session.captured_count > 1
+
+
+class Looks(Net):
+    """Code that ends graphs in ways of which torch logs many lines: a value that is read, and one of unknown shape."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        picked = torch.zeros_like(x)
+        picked[x > 0] = x[x > 0]
+        return super().forward(picked) * picked.max().item()
+
+
+def test_what_ends_graphs_is_one_sentence_and_is_not_logged(capfd):
+    model = warm_up(hiremate(Looks(), "80%"), steps=3)
+
+    error = capfd.readouterr().err
+    assert get_plan(model) is not None
+    assert re.search(r"What ends its graphs: .*: .* \(at .*between_graphs\.py:\d+, in forward\)", error)
+    assert not re.search(r"Graph break|Backend compiler|Error detected in|Traceback", error)
+    assert all(line.startswith(("HiRemate", "  ")) for line in error.splitlines())
+
+
+def test_a_plan_of_several_graphs_says_once_what_ended_them(capfd):
+    class Breaks(Net):
+        def forward(self, x):
+            x = super().forward(x)
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    warm_up(hiremate(Breaks(), "80%"), steps=4)
+
+    said = re.findall(r"The step is planned in parts; code between them has no plan\. What .*", capfd.readouterr().err)
+    assert len(said) == 1
+    assert re.search(r"between_graphs\.py:\d+, in forward\)\.$", said[0])

@@ -1,0 +1,319 @@
+"""Budgets: shares and bytes, changed while training, and too small."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hiremate_lightning import InfeasibleBudgetError, get_plan, hiremate
+from hiremate_lightning.measuring.profiling import TimedRun
+from hiremate_lightning.planning.planner import make_plan
+from hiremate_lightning.sessions import plan_maker
+from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.units import format_bytes
+from tests.life import (
+    MANY,
+    ROWS,
+    WIDTH,
+    Net,
+    assert_same,
+    batch,
+    planned,
+    recorded,
+    run_both,
+    session_of,
+    step,
+    warm_up,
+)
+
+
+@pytest.mark.usefixtures("_captures_all")
+def test_a_share_is_of_the_largest_step_so_far():
+    model = warm_up(planned("80%"), steps=4, rows=2 * ROWS)
+    large = get_plan(model)
+    warm_up(model, steps=5)
+    small = get_plan(model)
+    assert small is not large
+    assert small.solution.recompute_ms == 0
+    assert small.budget_bytes - small.resident_bytes == large.budget_bytes - large.resident_bytes
+    warm_up(model, steps=6, rows=3 * ROWS)
+    assert get_plan(model).budget_bytes > large.budget_bytes
+
+
+def test_a_share_is_of_the_step_not_of_one_part():
+    """Before the first step is known, gradients of all outputs are expected."""
+
+    class TwoOutputs(Net):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = self.body(x)
+            return self.head(hidden), torch.cat([hidden] * 20, 1)
+
+    model = hiremate(TwoOutputs(), "95%", verbose=False)
+    for index in range(4):
+        model.zero_grad()
+        model(batch(index))[0].square().mean().backward()
+    plan = get_plan(model)
+    assert plan.budget_bytes == plan.resident_bytes + int(0.95 * plan.unplanned.peak_bytes)
+
+
+def test_a_changed_budget_plans_anew_without_capturing():
+    model = warm_up(planned("90%"), steps=3)
+    before = get_plan(model)
+    hiremate(model, "70%", verbose=False)
+    after = get_plan(model)
+    assert after.planned_peak_bytes < before.planned_peak_bytes
+    assert session_of(model).captured_count == 1
+
+
+def test_a_budget_that_fits_everything_recomputes_nothing():
+    model = warm_up(planned("100%"), steps=3)
+    assert get_plan(model).predicted_overhead == 0
+    masks_bytes = 3 * ROWS * WIDTH  # of three dropouts: booleans, where plain PyTorch saves numbers of four bytes
+    assert get_plan(model).unplanned_peak_bytes - get_plan(model).planned_peak_bytes == 3 * masks_bytes
+
+
+def test_an_unreadable_budget_changes_nothing():
+    model = warm_up(planned())
+    plan = get_plan(model)
+    with pytest.raises(ValueError, match="bananas"):
+        hiremate(model, "10 bananas")
+    assert get_plan(model) is plan
+
+
+def test_a_budget_that_nothing_fits_changes_nothing():
+    model = warm_up(planned(), steps=5, rows=8 * MANY)
+    plan, options = get_plan(model), session_of(model).options
+    with pytest.raises(InfeasibleBudgetError):
+        hiremate(model, "1 MiB")
+    assert get_plan(model) is plan
+    assert session_of(model).options is options
+
+
+@pytest.fixture
+def two_kinds() -> tuple[nn.Module, int]:
+    """A model with two kinds of steps, and the budget that the smaller one needs to recompute nothing."""
+    model = planned("90%")
+    warm_up(model, steps=4, rows=MANY)
+    small_bytes = get_plan(model).unplanned_peak_bytes
+    warm_up(model, steps=4, rows=8 * MANY)
+    assert len(session_of(model).plans) == 2
+    return model, small_bytes
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "error"), [("solving", InfeasibleBudgetError), ("building programs", MemoryError)]
+)
+def test_a_budget_that_fails_at_the_second_kind_changes_nothing(two_kinds, fails_at, error, monkeypatch):
+    model, small_bytes = two_kinds
+    session, told, built = session_of(model), [], []
+    before, options = session.plans, session.options
+
+    def build_one(*arguments):
+        built.append(arguments)
+        if len(built) > 1:
+            raise MemoryError
+        return build(*arguments)
+
+    build = plan_maker.build
+    if fails_at == "building programs":
+        monkeypatch.setattr(plan_maker, "build", build_one)
+    session.listeners.append(told.append)
+    with pytest.raises(error):  # a warning would be another error
+        hiremate(model, small_bytes if fails_at == "solving" else "80%", verbose=False)
+    assert session.plans == before
+    assert session.options is options
+    assert told == []
+    monkeypatch.undo()
+    hiremate(model, "80%", verbose=False)
+    assert [plan.budget_bytes for plan in told] == [plan.budget_bytes for plan in session.plans.values()]
+
+
+def test_listeners_hear_of_a_budget_once_all_kinds_have_their_plans(two_kinds):
+    model, _ = two_kinds
+    session, seen = session_of(model), []
+    before = dict(session.plans)
+    session.listeners.append(lambda plan: seen.append(dict(session.plans)))
+    hiremate(model, "80%", verbose=False)
+    assert seen == [dict(session.plans)] * 2
+    assert all(seen[0][kind] is not before[kind] for kind in before)
+
+
+def test_an_absolute_budget_holds_when_optimizer_state_appears():
+    probe = warm_up(planned("75%"), steps=2)
+    weights = sum(p.nbytes for p in probe.parameters())
+    budget = max(2**20, get_plan(probe).budget_bytes + 3 * weights)
+    model = planned(budget)
+    optimizer = torch.optim.AdamW(model.parameters())
+    resident = []
+    for index in range(5):
+        optimizer.zero_grad()
+        model(batch(index)).square().mean().backward()
+        optimizer.step()
+        plan = get_plan(model)
+        if plan is not None:
+            resident.append(plan.resident_bytes)
+            assert plan.planned_peak_bytes <= plan.budget_bytes == budget
+    assert resident[-1] >= 3 * weights
+    assert plan.measured.peak_bytes <= budget
+
+
+def test_a_share_grows_with_what_is_resident():
+    model = planned("75%")
+    step(model)
+    step(model)
+    before = get_plan(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    step(model)
+    after = get_plan(model)
+    assert after.resident_bytes > before.resident_bytes
+    assert after.budget_bytes - after.resident_bytes == before.budget_bytes - before.resident_bytes
+    assert after.solution == before.solution
+
+
+class TwoBodies(nn.Module):
+    """A small body and a large one, called one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.small, self.large = nn.Linear(WIDTH, WIDTH), Net(depth=4)
+
+
+def sum_of_bodies(model, index, trains_large):
+    large, small = model.large(batch(index)), model.small(batch(index))
+    (large.sum() + small.sum() if trains_large else small.sum()).backward()
+    model.zero_grad()
+
+
+def test_a_share_waits_for_steps_that_run_the_whole_model():
+    model = hiremate(TwoBodies(), "70%", verbose=False)
+    sum_of_bodies(model, 0, trains_large=False)  # its share is too small for it
+    for index in range(1, 5):
+        sum_of_bodies(model, index, trains_large=True)
+    plan = get_plan(model)
+    assert plan.measured.peak_bytes <= plan.budget_bytes
+    assert len(plan.graph.backward) > 10
+    sum_of_bodies(model, 5, trains_large=False)
+
+
+def test_a_share_that_no_step_fits_is_an_error_at_the_third():
+    model = hiremate(
+        TwoBodies(), "40%", verbose=False
+    )  # of a step in which the large body keeps what no backward reads
+    sum_of_bodies(model, 0, trains_large=False)
+    sum_of_bodies(model, 1, trains_large=False)
+    with pytest.raises(InfeasibleBudgetError):
+        sum_of_bodies(model, 2, trains_large=False)
+
+
+def test_a_step_that_could_not_begin_is_dropped():
+    model = hiremate(Net(), "10 KiB", verbose=False)
+    with pytest.raises(InfeasibleBudgetError):
+        warm_up(model, steps=3)
+    assert session_of(model).steps.current is None
+    hiremate(model, "10 MiB", verbose=False)
+    warm_up(model, steps=3)
+    assert get_plan(model).measured.peak_bytes <= 10 * 2**20
+
+
+def test_accumulated_backwards_have_the_same_budget():
+    model, budgets = planned("50%"), []
+    for index in range(8):
+        if index % 2 == 0:
+            model.zero_grad()
+        model(batch(index)).square().mean().backward()
+        budgets.append(get_plan(model).budget_bytes if index else None)
+    assert len(set(budgets[1:])) == 1
+
+
+def test_a_budget_too_small_trains_with_one_warning():
+    """Of steps of other sizes it is said again where they need clearly more."""
+
+    def act(model):
+        return [step(model, index, rows) for index, rows in enumerate((64, 64, 62, 62))]
+
+    with recorded() as said:
+        found, expected = run_both(act, budget="1%", on_infeasible="warn")
+    assert_same(found, expected)
+    assert len([text for text in said if "Nothing fits the budget" in text]) == 1
+
+
+def test_the_least_memory_is_announced_again_as_it_grows():
+    model = planned("1%", on_infeasible="warn")
+    with recorded() as said:
+        for index in range(4):
+            step(model, index)
+        life = targets_of(model).session
+        ((kind, plan),) = life.plans.items()
+        resident = life.planned.history[kind].recorded.resident
+        more = replace(resident, size_bytes=resident.size_bytes + 2**20)
+        life.planned.adapt(life.planned.history[kind], more)  # an optimizer's state has appeared, say
+        life.planned.adapt(life.planned.history[kind], more)
+        for added in (2**21, 2**20):  # outside code takes more than at first
+            life.planned.peak_measured(life.planned.history[kind], plan.planned_peak_bytes + added, more)
+    found = [text.rsplit(" found, ")[1] for text in said if "Nothing fits" in text]
+    assert found == [f"{format_bytes(plan.planned_peak_bytes + added)}." for added in (0, 2**20, 2**21)]
+
+
+@pytest.mark.filterwarnings("ignore:Nothing fits")
+def test_what_cannot_fit_is_not_planned_again(monkeypatch):
+    made = []
+    monkeypatch.setattr(plan_maker, "make_plan", lambda *args, **options: made.append(1) or make_plan(*args, **options))
+    model = warm_up(planned("1 KiB", on_infeasible="warn"))
+    before = get_plan(model).resident_bytes
+    optimizer = torch.optim.AdamW(model.parameters())
+    for seed in range(4):
+        step(model, seed)
+        optimizer.step()
+    plan = get_plan(model)
+    assert plan.resident_bytes > before
+    assert len(made) == 1
+
+
+def test_a_share_holds_beside_a_part_that_cannot_shrink():
+    """After a graph break the loss is a graph of its own, and keeps all that it has."""
+
+    class Breaks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6)))
+
+        def forward(self, x):
+            y = self.net(x)
+            torch._dynamo.graph_break()
+            return F.cross_entropy(y, y.detach().argmax(dim=1))
+
+    model = hiremate(Breaks(), "70%", verbose=False)
+    for _ in range(3):
+        model(torch.randn(512, WIDTH)).backward()
+        model.zero_grad()
+    plan = get_plan(model)
+    assert session_of(model).captured_count == 2
+    assert plan.planned_peak_bytes <= plan.budget_bytes < plan.unplanned_peak_bytes
+
+
+@pytest.mark.parametrize("steps_before", [0, 4])
+def test_an_out_of_memory_error_says_what_was_planned(steps_before, monkeypatch):
+    model = warm_up(planned(), steps=steps_before) if steps_before else planned()
+
+    def run_out(module):
+        def run(arguments):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        return run
+
+    if steps_before:
+        session = session_of(model)
+        for kind in session.planned.history.planned:
+            kind.programs = {place: replace(p, backward=run_out(p)) for place, p in kind.programs.items()}
+    else:
+        monkeypatch.setattr(TimedRun, "_run", lambda *arguments, **options: run_out(None)(arguments))
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:
+        step(model, 0)
+    note = "\n".join(getattr(caught.value, "__notes__", caught.value.args))
+    assert ("planned for a peak of" if steps_before else "least memory found") in note
+    assert ("Measured before" in note) == bool(steps_before)

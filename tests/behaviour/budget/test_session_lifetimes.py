@@ -1,0 +1,184 @@
+"""What lives on after a step, and what a step leaves to the next one."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from hiremate_lightning import get_plan, hiremate, remove_hiremate
+from hiremate_lightning.reporting.breakdown import advice_lines
+from hiremate_lightning.units import format_bytes
+from tests.life import WIDTH, assert_same, batch, make, planned, run_both, warm_up
+
+
+class Caching(nn.Module):
+    """Returns what the next call could reuse, as language models return keys and values: callers drop it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        cache = []
+        for layer in self.layers:
+            cache.append(torch.tanh(layer(x)))
+            x = x + cache[-1].exp()
+        return self.head(x), cache
+
+
+@pytest.mark.parametrize("budget", ["100%", "75%"])
+def test_a_dropped_output_that_the_plan_keeps_is_counted(budget):
+    model = hiremate(Caching(), budget, verbose=False)
+    for seed in range(4):
+        model.zero_grad()
+        loss = (4 * model(batch(seed))[0]).exp().sin().square().mean()  # takes more than the backward of the model
+        loss.backward()
+    plan = get_plan(model)
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("drops_first", [False, True])
+def test_outputs_are_counted_until_callers_drop_them(drops_first):
+    model = hiremate(Caching(), "100%", verbose=False)
+    for seed in range(4):
+        model.zero_grad()
+        output, cache = model(batch(seed))
+        if drops_first:
+            del cache
+        loss = (4 * output).exp().sin().square().mean()
+        del output
+        cache = None
+        loss.backward()
+    plan = get_plan(model)
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
+
+
+def test_gradients_freed_before_the_backward_are_not_counted():
+    torch.manual_seed(0)
+    model = hiremate(nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512)), "100%", verbose=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def train(x):
+        loss = model(x).exp().sin().square().mean()  # its backward takes more than its forward
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    for index in range(6):
+        train(batch(index, width=512))
+    plan = get_plan(model)
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=1024)
+
+
+@pytest.mark.usefixtures("_captures_all")
+@pytest.mark.parametrize("share", ["100%", "95%"])
+@pytest.mark.parametrize("rows", [(64,), (64, 48)], ids=["one size", "two sizes"])
+def test_outputs_replaced_by_the_next_ones_are_not_counted(rows, share):
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(256, 256), nn.GELU())]
+    model = hiremate(nn.Sequential(*layers, nn.Linear(256, 1000)), share, verbose=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    for index in range(10):
+        size = rows[index % len(rows)]
+        output = model(batch(index, rows=size, width=256))  # those of the last step live until here
+        loss = nn.functional.cross_entropy(output, torch.arange(size))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    plan = get_plan(model)
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=1024)
+
+
+@pytest.mark.parametrize("share", ["100%", "75%"])
+@pytest.mark.parametrize("held", ["a loss on large storage", "a copy of the outputs"])
+def test_what_the_step_before_frees_is_not_given_back_by_this(held, share):
+    """PyTorch's mean squared error has its mean on the storage of all squares."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64))]
+    model = hiremate(nn.Sequential(*layers), share, verbose=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    for index in range(8):
+        optimizer.zero_grad()
+        x = batch(index, rows=256, width=64)
+        output = model(x)
+        if held == "a copy of the outputs":
+            output = output * 2
+        loss = nn.functional.mse_loss(output, x) if held == "a loss on large storage" else (output - x).square().mean()
+        loss.backward()
+        optimizer.step()
+
+    plan = get_plan(model)
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=1024)
+
+
+def test_a_planned_model_that_is_dropped_is_freed():
+    model = warm_up(planned(), steps=3)
+    watched = weakref.ref(model)
+    del model
+    gc.collect()
+    assert watched() is None
+
+
+def test_a_removed_model_that_is_dropped_is_freed():
+    model = remove_hiremate(warm_up(planned(), steps=3))
+    watched = weakref.ref(model)
+    del model
+    gc.collect()
+    assert watched() is None
+
+
+def test_outputs_that_users_keep_stay_as_they_were():
+    def act(model):
+        kept = []
+        for index in range(4):
+            model.zero_grad()
+            output = model(batch(index))
+            kept.append(output)
+            output.square().mean().backward()
+        return [output.detach().clone() for output in kept]
+
+    found, expected = run_both(act)
+    assert_same(found, expected)
+
+
+def test_a_batch_is_given_back_when_its_step_has_ended():
+    model = planned()
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = batch()
+    model(x).square().mean().backward()
+    optimizer.step()
+    watched = weakref.ref(x)
+    del x
+    gc.collect()
+    assert watched() is None
+
+
+def test_what_an_early_zero_grad_saves_is_said_and_true():
+    """The advice names the difference between the peaks of the two orders."""
+
+    def train(is_early: bool):
+        model = hiremate(make(width=64), "100%", verbose=False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for index in range(4):
+            if is_early:
+                optimizer.zero_grad()
+            loss = model(batch(index, rows=64, width=64)).square().mean()
+            if not is_early:
+                optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return get_plan(model)
+
+    late, early = train(is_early=False), train(is_early=True)
+    saved = late.planned_peak_bytes - early.planned_peak_bytes
+    (advice,) = advice_lines(late)
+    assert f"{format_bytes(saved)} less are needed where a zero_grad() before the forward frees them" in advice
+    assert not advice_lines(early)

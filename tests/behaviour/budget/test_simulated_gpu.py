@@ -1,0 +1,82 @@
+"""The tests for a GPU on a simulated one, where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.simulated_gpu import build
+
+CHECKED = ("2.13",)  # versions of torch whose interfaces the simulated device implements
+
+pytestmark = [
+    pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch has CUDA's own kernels"),
+    pytest.mark.skipif(not torch.__version__.startswith(CHECKED), reason=f"checked with torch {', '.join(CHECKED)}"),
+    pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler, or no headers of Python"),
+    pytest.mark.skipif(sys.platform != "linux", reason="the library is built for Linux"),
+]
+FILES = ("behaviour/budget/test_gpu", "behaviour/exactness/test_loops", "behaviour/integrations/test_strategy")
+PARTS = {
+    "training": "training_under_a_plan and tight",
+    "loops": "script",
+    # a search for the largest batch takes minutes of a CPU
+    "rest": "not training_under_a_plan and not script and not largest_batch",
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_tests_for_a_gpu_pass_on_a_simulated_one(part):
+    command = [sys.executable, "-m", "tests.simulated_gpu", "-p", "no:cacheprovider", "-q", "-m", "gpu"]
+    root = Path(__file__).parents[3]
+    run = subprocess.run(
+        [*command, "-k", PARTS[part], *(f"tests/{name}.py" for name in FILES)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-3000:]
+    assert " passed" in run.stdout
+
+
+EXPECTED = {
+    "environment": ("machine", "driver", "device", "device to device, read and written", "doctor: small plan on cuda"),
+    "truth": ("test_gpu.py::test_intervals_start_with_what_lives", "gpt, float32", "unet, autocast to bfloat16"),
+    "headline": (
+        *("eager", "checkpoint", "selective", "budget-0.5", "ours-100", "ours-40", "ours-at-selective"),
+        *("ours-50, its operations", "worst plan", "bar"),
+    ),
+    "others": ("gpt2_medium, checkpoint", "gpt2_medium, ours-50"),
+    "budget": (
+        "expandable_segments:False, planned at 1.00 of the budget",
+        "expandable_segments:False, plain at the same limit",
+    ),
+    "batch": ("plain", "planned, search", "planned"),
+    "host": ("gpt, eager", "gpt, ours-100", "gpt, ours-50"),
+    "allocator": ("tensors of 1 MiB", "cudnn.benchmark=True", "batch norm, with cuDNN and without", "worst plan"),
+}
+MOST_FILES, MOST_BYTES = 8, 16 * 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.models
+def test_the_check_of_a_gpu_rehearses_each_of_its_parts(tmp_path):
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "benchmarks/gpu_check.py", "--simulated", "--minutes", "10", "--out", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    records = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert {r["status"] for r in records} <= {"ok", "infeasible"}, (tmp_path / "report.md").read_text()
+    for part, names in EXPECTED.items():
+        assert set(names) <= {r["name"] for r in records if r["part"] == part}, part
+    files = list(tmp_path.iterdir())
+    assert len(files) <= MOST_FILES
+    assert all(path.stat().st_size <= MOST_BYTES for path in files)
+    assert run.stdout == (tmp_path / "report.md").read_text()

@@ -1,0 +1,806 @@
+"""The command line: each command, its exit code, and what it says where something is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import nullcontext
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+import torch
+
+from hiremate_lightning import torch_private
+from hiremate_lightning.command_line import commands, doctor
+from hiremate_lightning.command_line.arguments import HALF_TYPES, OPTIMIZERS, TYPES, check_factory
+from hiremate_lightning.command_line.cli import main
+from hiremate_lightning.command_line.doctor import Verdict
+from hiremate_lightning.command_line.factory import Workload, find_factory, parse_inputs
+from hiremate_lightning.command_line.importing import import_failures
+from hiremate_lightning.errors import ConfigurationError
+from hiremate_lightning.planning.solvers import Solution, Status, worker
+from hiremate_lightning.reporting.html_report import write_html
+from hiremate_lightning.units import format_bytes
+from tests.tiny import blocks_plan
+
+MODELS = """
+import torch
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, depth=3):
+        super().__init__(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(depth)))
+
+def with_inputs():
+    return Net(), torch.zeros(512, 32)
+
+class Scored(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, ids, labels=None):
+        return {"loss": (self.net(ids) - labels).square().mean()}
+
+def by_name():
+    return Scored(), {"ids": torch.zeros(8, 32), "labels": torch.zeros(8, 32)}
+
+def by_one_tensor():
+    ids = torch.zeros(8, 32)
+    return Scored(), {"ids": ids, "labels": ids}
+
+def of_trained_inputs():
+    return Net(), torch.zeros(8, 32, requires_grad=True)
+
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x):
+        return self.convolution(x)
+
+def needs_more(width):
+    return Net()
+
+class Picking(Net):
+    def forward(self, x):
+        return super().forward(x[x.sum(1) > 0])
+
+def picks():
+    return Picking(), torch.zeros(8, 32)
+
+class Split(Net):
+    def forward(self, x):
+        x = self[0](x)
+        torch._dynamo.graph_break()
+        return self[2](self[1](x))
+
+def fails():
+    raise RuntimeError("no weights\\nat all")
+
+def number():
+    return 3
+
+built = Net()
+frozen = Net().requires_grad_(False)
+compiled = torch.compile(Net())
+LARGE = 512
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    path = tmp_path / "zoo_of_models.py"
+    path.write_text(MODELS)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "zoo_of_models", raising=False)
+    return str(path)
+
+
+def plan(models, *more, name="Net", budget="70%"):
+    inputs = [] if name in ("with_inputs", "by_name") or "--input" in more else ["--input", "512x32"]
+    return main(["plan", f"{models}:{name}", *inputs, "--budget", budget, "--time-limit", "2", *more])
+
+
+class TestPlan:
+    def test_a_plan_is_shown_with_what_it_rests_on(self, models, capsys):
+        assert plan(models) == 0
+        output = capsys.readouterr().out
+        said = " ".join(output.split())
+        assert said.startswith("╭─ HiRemate plan of Net ─")
+        assert "Times are estimates from operation counts (0.05 TFLOP/s, 10 GB/s: about one core of a server)" in said
+        assert "Captured as one graph at batch size 512, without memory" in said
+        assert "optimizer: AdamW" in said
+        assert "\x1b" not in output
+
+    def test_json_is_all_that_goes_to_the_output(self, models, capsys):
+        assert plan(models, "--json", "-", "--optimizer", "none") == 0
+        numbers = json.loads(capsys.readouterr().out)
+        assert numbers["planned_peak_bytes"] <= numbers["budget_bytes"] < numbers["unplanned_peak_bytes"]
+        assert numbers["resident"]["optimizer state"] == 0
+        assert numbers["batch_size"] == 512
+        assert numbers["costs"] == "estimate"
+        assert numbers["planned_step_ms"] > numbers["step_ms"]
+
+    @pytest.mark.parametrize("name", ["with_inputs", "by_name", "built"])
+    def test_factories_have_several_forms(self, models, capsys, name):
+        assert plan(models, name=name, budget="100%") == 0
+        assert "HiRemate plan of" in capsys.readouterr().out
+
+    def test_costs_are_measured_where_asked_for(self, models, capsys):
+        assert plan(models, "--measure", "--json", "-") == 0
+        numbers = json.loads(capsys.readouterr().out)
+        assert numbers["costs"].startswith("cpu")
+        assert numbers["notes"][0].startswith("Times and workspaces of operations are measured")
+
+    def test_rates_are_as_given(self, models, capsys):
+        times = []
+        for bandwidth in ("1", "10"):
+            assert plan(models, "--json", "-", "--tflops", "1000", "--bandwidth", bandwidth) == 0
+            times.append(json.loads(capsys.readouterr().out)["step_ms"])
+        assert 5 < times[0] / times[1] < 10
+
+    def test_a_budget_that_nothing_fits_is_a_problem(self, models, capsys):
+        assert plan(models, budget="1MiB", name="with_inputs") == 0  # 512 rows of 32 need less
+        capsys.readouterr()
+        assert plan(models, "--input", "51200x32", budget="1MiB") == 1
+        error = capsys.readouterr().err
+        assert error.startswith("hiremate: The budget 1.00 MiB (1,048,576 bytes) is too small for Net.")
+        assert error.count("\n") == 1
+        assert "on_infeasible" not in error, "the command has no such option"
+        for named in re.search(r"smallest budget found is (.* [KM]iB) \((.*) bytes", error).groups():
+            size = named if named.endswith("iB") else f"{named}B"
+            assert plan(models, "--input", "51200x32", budget=size) == 0, size
+
+    def test_debug_shows_where_an_error_comes_from(self, models):
+        with pytest.raises(RuntimeError, match="no weights"):
+            plan(models, "--debug", name="fails")
+
+
+def test_inputs_that_are_listed_twice_are_an_error(models, capsys):
+    assert plan(models, "--input", "a=5x32", "--input", "b=5x32") == 2
+    assert "--input: given twice. Put what it lists behind one, with commas between" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["{}:fails", "--budget", "50%"], 1, "RuntimeError: no weights ({}:"),
+        (["{}:Net", "--budget", "50%"], 2, "gives a module without inputs. Name them, such as --input 64x3x224x224"),
+        (["{}:Net", "--input", "5x", "--budget", "50%"], 2, "Can't read the input '5x'. Expected SHAPE, SHAPE:DTYPE"),
+        (["{}:Net", "--input", "5x5:tiny", "--budget", "50%"], 2, "torch has no type 'tiny', in '5x5:tiny'"),
+        (["{}:Net", "--input", "5x32", "--budget", "12"], 2, "Cannot read the budget '12': it has no unit"),
+        (["{}:needs_more", "--budget", "50%"], 2, "can't be called without arguments (missing a required argument"),
+        (["{}:number", "--budget", "50%"], 2, "gives int. Expected a torch.nn.Module, (module, inputs)"),
+        (["{}:LARGE", "--budget", "50%"], 2, "gives int. Expected a torch.nn.Module, (module, inputs)"),
+        (["{}:nothing", "--budget", "50%"], 2, "has no 'nothing'. Name a function, a class or a module object in it."),
+        (["{}:Nett", "--budget", "50%"], 2, "has no 'Nett'. Did you mean 'Net'"),
+        (
+            ["{}:Net", "--input", "5x5:flaot32", "--budget", "50%"],
+            2,
+            "torch has no type 'flaot32', in '5x5:flaot32'. Did",
+        ),
+        (["{}:with_inputs", "--budget", "50%", "--optimizer", "Adan"], 2, "no optimizer 'Adan'. Did you mean 'Adam'"),
+        (
+            ["{}:with_inputs", "--budget", "50%", "--optimizer", "adamw"],
+            2,
+            "'adamw'. Did you mean 'AdamW'?",
+        ),
+        (["{}:with_inputs", "--budget", "50%", "--loss", "modle"], 2, "Unknown loss 'modle'. Did you mean 'model'?"),
+        (["{}:with_inputs", "--budget", "50%", "--autocast", "bf16"], 2, "found 'bf16'. Did you mean 'bfloat16'?"),
+        (
+            ["{}:fails", "--budget", "50%", "--html", "no/plan.html"],
+            2,
+            "There is no folder 'no' to write plan.html to.",
+        ),
+        (["{}:fails", "--budget", "50%", "--svg", "no/plan.svg"], 2, "There is no folder 'no' to write plan.svg to."),
+        (
+            ["{}:fails", "--budget", "50%", "--json", "no/plan.json"],
+            2,
+            "There is no folder 'no' to write plan.json to.",
+        ),
+        (["{}:fails", "--budget", "50%", "--svg", "."], 2, "'.' is a folder. Name a file in it."),
+        (["{}:Net", "--input", "5x31", "--budget", "50%"], 1, "could not capture Net: RuntimeError: a and b must have"),
+        (["{}:Images", "--input", "2x4x8x8", "--budget", "50%"], 1, "to have 3 channels, but got 4 channels instead ("),
+        (["{}", "--budget", "50%"], 2, "Expected PACKAGE.MODULE:NAME or path/to/file.py:NAME."),
+        (["nowhere.py:Net", "--budget", "50%"], 2, "There is no file 'nowhere.py'. Expected path/to/file.py:NAME."),
+        (["no_such_package:Net", "--budget", "50%"], 2, "There is no module 'no_such_package'."),
+        (
+            ["{}:compiled", "--input", "5x32", "--budget", "50%"],
+            2,
+            "Can't plan OptimizedModule: it is compiled already.",
+        ),
+        (["{}:with_inputs", "--budget", "50%", "--solver", "luck"], 2, "Unknown solver 'luck'. Choose one of: "),
+        (["{}:with_inputs", "--budget", "50%", "--time-limit", "0"], 2, "--time-limit must be above 0, found 0.0"),
+        (["{}:with_inputs", "--budget", "50%", "--autocast", "int8"], 2, "--autocast must be bfloat16 or float16"),
+        (
+            ["{}:with_inputs", "--budget", "50%", "--device", "abacus"],
+            2,
+            "Can't plan for device 'abacus'. Choose cpu or cuda.",
+        ),
+        (
+            ["{}:with_inputs", "--budget", "50%", "--device", "gpu"],
+            2,
+            "'gpu'. Did you mean 'cuda'? Choose cpu or cuda.",
+        ),
+        (
+            ["{}:with_inputs", "--budget", "50%", "--zero-grad", "befor"],
+            2,
+            "found 'befor'. Did you mean 'before'?",
+        ),
+        (
+            ["{}:Net", "--input", "4,8", "--budget", "50%"],
+            2,
+            "x joins the sizes of an input, a comma separates inputs.",
+        ),
+        (
+            ["{}:Net", "--input", "4x32,8x32", "--budget", "50%"],
+            2,
+            "Net can't be called with --input as it is (too many",
+        ),
+        (["{}:Net", "--input", "a=4x32", "--budget", "50%"], 2, "A comma separates inputs, and NAME=SHAPE passes one"),
+        (["{}:picks", "--budget", "50%"], 1, "The step of {}:picks depends on values of its tensors ({}:"),
+        (["./nowhere:Net", "--budget", "50%"], 2, "Can't read './nowhere:Net'. Expected PACKAGE.MODULE:NAME or path"),
+    ],
+)
+def test_mistakes_are_answered_in_one_line(models, capsys, arguments, code, words):
+    assert main(["plan", *(a.replace("{}", models) for a in arguments)]) == code
+    output, error = capsys.readouterr()
+    assert words.replace("{}", models) in error
+    assert error.startswith("hiremate: ")
+    assert error.count("\n") == 1
+    assert not output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_what_needs_the_device_is_refused_without_it(models, capsys):
+    assert plan(models, "--device", "cuda", budget="auto") == 2
+    assert '"auto" needs the device, and there is no CUDA device here' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["plan"], ["bake"], ["plan", "x:y"], ["show"], ["-x"]], ids=" ".join)
+def test_a_command_line_that_makes_no_sense_is_a_mistake(capsys, arguments):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(r"(hiremate[ a-z]*): .*\. See: \1 --help\n", error)
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 2), (["help"], 0), (["--help"], 0)], ids=str)
+def test_without_a_command_help_is_shown(capsys, arguments, code):
+    assert main(arguments) == code
+    output, error = capsys.readouterr()
+    assert "doctor    check versions" in output
+    assert not error
+
+
+EARLY = [
+    ["plan", "{}:Nett", "--input", "4x8", "--budget", "50%"],
+    ["plan", "zoo_of_models:Nett", "--input", "4x8", "--budget", "50%"],
+    ["plan", "broken.py:Net", "--input", "4x8", "--budget", "50%"],
+    ["plan", "nowhere.py:Net", "--input", "4x8", "--budget", "50%"],
+    ["plan", "no_such_package:Net", "--input", "4x8", "--budget", "50%"],
+    ["plan", "{}:Net", "--input", "4x8", "--budget", "12"],
+    ["plan", "{}:Net", "--input", "4,8", "--budget", "50%"],
+    ["plan", "{}:Net", "--input", "4x8:flaot32", "--budget", "50%"],
+    ["plan", "{}:Net", "--input", "4x8", "--budget", "50%", "--device", "gpu"],
+    ["plan", "{}:Net", "--input", "4x8", "--budget", "50%", "--optimizer", "adamw"],
+    ["plan", "{}:Net", "--input", "4x8", "--budget", "50%", "--solver", "luck"],
+    ["plan", "{}:Net", "--input", "4x8", "--budget", "50%", "--loss", "modle"],
+    ["plan", "{}:Net", "--input", "4x8", "--budget", "50%", "--autocast", "bf16"],
+    ["plan", "{}:Net", "--input", "4x8", "--budget", "50%", "--zero-grad", "after"],
+    ["plan", "{}:Net", "--input", "4x8", "--budget", "50%", "--html", "no/plan.html"],
+    ["plan", "{}:Net", "--input", "4x8", "--budget", "50%", "--time-limit", "0"],
+    ["plan", "{}:Net", "--input", "4x8", "--budget", "50%", "--fsdp", "auto"],
+    ["curve", "{}:Net", "--input", "4x8", "--points", "0"],
+    ["curve", "{}:Net", "--input", "4x8", "--fsdp", "2,4"],
+    ["fit", "{}:Net", "--input", "4x8", "--budget", "50%"],
+    ["fit", "{}:Net", "--input", "4x8", "--budget", "1GiB", "--max-overhead", "3"],
+    ["doctor", "{}:Nett"],
+]
+
+
+def test_mistakes_are_found_before_torch_is_loaded(models):
+    folder = Path(models).parent
+    (folder / "broken.py").write_text("def Net(:\n")
+    lines = [[argument.replace("{}", models) for argument in line] for line in EARLY]
+    code = (
+        "import sys; from hiremate_lightning.command_line.cli import main\n"
+        f"print([main(line) for line in {lines}], 'torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=folder)
+    assert result.stdout == f"{[2] * len(EARLY)} False\n"
+    assert result.stderr.count("\n") == len(EARLY)
+    assert "Can't read broken.py, line 1: invalid syntax." in result.stderr
+
+
+def test_names_that_are_made_as_the_file_runs_are_left_to_it(tmp_path):
+    path = tmp_path / "made.py"
+    for text, is_refused in [
+        ("globals()['Net'] = int", False),
+        ("from collections import *", False),
+        ("if True:\n    Net = int", False),
+        ("try:\n    import Net\nexcept ImportError:\n    pass", False),
+        ("for Net in (int,):\n    pass", False),
+        ("def make():\n    Net = int", True),
+        ("print(Net)", True),
+    ]:
+        path.write_text(text)
+        refusal = pytest.raises(ConfigurationError, match="has no 'Net'") if is_refused else nullcontext()
+        with refusal:
+            check_factory(f"{path}:Net")
+
+
+def test_the_names_that_are_checked_early_are_those_of_torch():
+    classes = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name != "Optimizer"}
+    assert set(OPTIMIZERS) == classes
+    assert all(isinstance(getattr(torch, name), torch.dtype) for name in (*TYPES, *HALF_TYPES))
+
+
+def test_ctrl_c_stops_a_command_and_is_told(models, capsys, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "capture_offline", stop)
+    assert plan(models) == 130
+    assert capsys.readouterr().err == "hiremate: stopped by Ctrl-C, before there was an answer\n"
+
+
+def test_what_ends_graphs_is_one_sentence_with_its_line(models, capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert plan(models, name="Split") == 0
+    output, error = capfd.readouterr()
+    assert re.search(r"without memory\. torch\.compile ends graphs, and .*zoo_of_models\.py:\d+, in forward", output)
+    assert not error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "usage", "words"),
+    [
+        (["plna", "x:y"], "hiremate", "there is no command 'plna'. Did you mean 'plan'? Choose one of: plan, curve"),
+        (
+            ["--budget", "1GiB", "plan"],
+            "hiremate",
+            "options come after the command, such as plan, ",
+        ),
+        (["bake"], "hiremate", "there is no command 'bake'. Choose one of: plan, curve, compare, fit, show, doctor"),
+        (["plan", "x:y", "--devise", "cuda"], "hiremate plan", "no option '--devise'. Did you mean '--device'?"),
+        (
+            ["plan", "x:y", "--batch", "3"],
+            "hiremate plan",
+            "no option '--batch'. The batch size is the first size of",
+        ),
+        (
+            ["plan", "x:y", "--memory", "3"],
+            "hiremate plan",
+            "no option '--memory'. The memory to stay within is --bu",
+        ),
+        (
+            ["curve", "x:y", "--budget", "3"],
+            "hiremate curve",
+            "This command looks at many budgets; plan, fit",
+        ),
+        (["fit", "x:y", "--bugdet=1GiB"], "hiremate fit", "there is no option '--bugdet'. Did you mean '--budget'"),
+        (["doctor", "--jsno", "-"], "hiremate doctor", "there is no option '--jsno'. Did you mean '--json'?"),
+    ],
+)
+def test_a_misspelt_name_is_answered_with_the_nearest(capsys, arguments, usage, words):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"{usage}: ")
+    assert words in error
+    assert error.endswith(f" See: {usage} --help\n")
+
+
+@pytest.mark.parametrize("command", ["plan", "curve", "compare", "fit", "show", "doctor"])
+def test_help_has_examples(capsys, command):
+    assert main([command, "--help"]) == 0
+    output = capsys.readouterr().out
+    assert f"examples:\n  hiremate {command}" in output
+    assert max(map(len, output.splitlines())) <= 80
+
+
+def test_help_is_quick_and_so_are_mistakes():
+    code = (
+        "import sys; from hiremate_lightning.command_line.cli import main; main(['plan', '--help']); main([]); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+class TestCurve:
+    def test_less_memory_takes_more_time(self, models, capsys):
+        arguments = ["curve", f"{models}:with_inputs", "--points", "3", "--time-limit", "3"]
+        assert main([*arguments, "--json", "-"]) == 0
+        points = json.loads(capsys.readouterr().out)["points"]
+        assert len(points) >= 2
+        peaks, times = [p["peak_bytes"] for p in points], [p["step_ms"] for p in points]
+        assert peaks == sorted(peaks)
+        assert times == sorted(times, reverse=True)
+        assert points[-1]["overhead"] == 0
+        assert all(p["bound_overhead"] <= p["overhead"] for p in points)
+
+    def test_it_is_a_table(self, models, capsys):
+        assert main(["curve", f"{models}:with_inputs", "--points", "2", "--time-limit", "2"]) == 0
+        output = capsys.readouterr().out
+        assert "peak memory" in output
+        assert "+0.0%" in output
+        assert output.isascii()
+
+    def test_its_peaks_are_budgets_that_can_be_met(self, models, capsys):
+        assert main(["curve", f"{models}:with_inputs", "--points", "2", "--time-limit", "2"]) == 0
+        peaks = re.findall(r"^ *([\d.]+ [KM]iB) ", capsys.readouterr().out, flags=re.MULTILINE)
+        assert len(peaks) >= 2
+        for peak in peaks:
+            assert plan(models, "--json", "-", budget=peak, name="with_inputs") == 0
+            numbers = json.loads(capsys.readouterr().out)
+        assert format_bytes(numbers["unplanned_peak_bytes"], up=True) == peaks[-1]
+
+
+class TestCompare:
+    def compare(self, models, *more, budget="80%,60%", methods="segments,portfolio"):
+        arguments = ["compare", f"{models}:with_inputs", "--budget", budget, "--methods", methods]
+        return main([*arguments, "--time-limit", "2", *more])
+
+    def test_each_method_has_a_row_under_each_budget(self, models, capsys):
+        assert self.compare(models) == 0
+        output = capsys.readouterr().out
+        assert re.findall(r"^(?:segments|portfolio|budget \S+)", output, flags=re.MULTILINE).count("budget 60%") == 1
+        assert len(re.findall(r"^(?:segments|portfolio) .*\+\d+\.\d%", output, flags=re.MULTILINE)) == 4
+        assert "Net: plain training takes " in output
+        assert max(map(len, output.splitlines())) <= 80
+
+    def test_peaks_are_within_budgets_and_times_above_bounds(self, models, capsys):
+        assert self.compare(models, "--json", "-") == 0
+        numbers = json.loads(capsys.readouterr().out)
+        budgets = [budget["budget_bytes"] for budget in numbers["budgets"]]
+        assert [budget["budget"] for budget in numbers["budgets"]] == ["80%", "60%"]
+        assert budgets == sorted(budgets, reverse=True)
+        for budget in numbers["budgets"]:
+            assert {found["method"] for found in budget["methods"]} == {"segments", "portfolio"}
+            for found in budget["methods"]:
+                assert numbers["resident_bytes"] < found["peak_bytes"] <= budget["budget_bytes"]
+                assert found["overhead"] == pytest.approx(found["distance"] + budget["bound_overhead"])
+
+    def test_a_plan_by_the_same_method_is_the_same(self, models, capsys):
+        assert self.compare(models, "--json", "-", budget="60%", methods="segments") == 0
+        (found,) = json.loads(capsys.readouterr().out)["budgets"][0]["methods"]
+        assert plan(models, "--solver", "segments", "--json", "-", name="with_inputs", budget="60%") == 0
+        numbers = json.loads(capsys.readouterr().out)
+        assert numbers["planned_peak_bytes"] == found["peak_bytes"]
+        assert numbers["predicted_overhead"] == pytest.approx(found["overhead"])
+
+    def test_a_picture_has_more_budgets_than_the_one_asked_for(self, models, capsys, tmp_path):
+        picture = tmp_path / "methods.svg"
+        assert self.compare(models, "--svg", str(picture), "--json", "-", budget="60%", methods="segments") == 0
+        budgets = json.loads(capsys.readouterr().out)["budgets"]
+        assert len(budgets) == 5
+        assert budgets[-1]["budget"] == "60%"
+        assert picture.read_text().count("<title>segments: +") == 5
+
+    def test_what_is_done_is_kept_where_it_is_interrupted(self, models, capsys, monkeypatch, tmp_path):
+        solve, solved = commands.solve_by_each, []
+
+        def interrupted(problem, methods):
+            if len(solved) == 1:
+                raise KeyboardInterrupt
+            solved.append(methods)
+            return solve(problem, methods)
+
+        monkeypatch.setattr(commands, "solve_by_each", interrupted)
+        target = tmp_path / "methods.json"
+        assert self.compare(models, "--json", str(target)) == 0
+        assert "Interrupted: 1 of 4 solves are done. The rest is left out." in capsys.readouterr().out
+        (budget,) = json.loads(target.read_text())["budgets"]
+        assert [found["method"] for found in budget["methods"]] == ["segments"]
+
+    def test_nothing_is_kept_where_nothing_was_done(self, models, capsys, monkeypatch):
+        def interrupted(problem, methods):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(commands, "solve_by_each", interrupted)
+        assert self.compare(models) == 130
+        assert capsys.readouterr().err == "hiremate: stopped by Ctrl-C, before there was an answer\n"
+
+    def test_a_budget_that_no_method_meets_is_a_problem(self, models, capsys):
+        assert self.compare(models, "--optimizer", "none", budget="1%", methods="segments") == 1
+        output = capsys.readouterr().out
+        assert re.search(r"budget 1% \(.*\), proven: nothing fits", output)
+        assert re.search(r"^segments +\| +no plan ", output, flags=re.MULTILINE)
+
+    def test_a_method_that_does_not_exist_is_named(self, models, capsys):
+        assert self.compare(models, methods="segmants") == 2
+        assert "Unknown solver 'segmants'. Did you mean 'segments'?" in capsys.readouterr().err
+
+
+class TestFit:
+    def fit(self, models, *more, budget="2MiB"):
+        return main(["fit", f"{models}:with_inputs", "--budget", budget, "--time-limit", "5", *more])
+
+    def test_the_size_that_is_found_is_planned_within_the_budget(self, models, capsys):
+        assert self.fit(models, "--json", "-") == 0
+        found = json.loads(capsys.readouterr().out)
+        size = found["size"]
+        assert 0 < found["unplanned_size"] < size
+
+        for rows, code in ((size, 0), (2 * size, 1)):
+            arguments = ["--input", f"{rows}x32", "--budget", "2MiB", "--time-limit", "2", "--json", "-"]
+            assert main(["plan", f"{models}:Net", *arguments]) == code
+        trial = next(t for t in found["trials"] if t["size"] == size)
+        numbers = json.loads(capsys.readouterr().out)
+        assert trial["predicted_peak_bytes"] <= found["budget_bytes"]
+        assert trial["unplanned_peak_bytes"] == numbers["unplanned_peak_bytes"]
+
+    def test_it_is_a_table(self, models, capsys):
+        assert self.fit(models, "--max-batch", "64") == 0
+        output = capsys.readouterr().out
+        assert "HiRemate: largest size within 2.00 MiB is 64" in output
+        assert "Predicted from the step at batch sizes 4 and 8; nothing ran." in output
+
+    def test_a_share_is_refused(self, models, capsys):
+        assert self.fit(models, budget="50%") == 2
+        assert "A share is of what grows with the batch" in capsys.readouterr().err
+
+    def test_an_overhead_that_is_no_percentage_is_refused(self, models, capsys):
+        assert self.fit(models, "--max-overhead", "8GiB") == 2
+        assert "--max-overhead must be a percentage" in capsys.readouterr().err
+
+    def test_where_nothing_fits_is_a_problem(self, tmp_path, capsys):
+        path = tmp_path / "wide_model.py"
+        path.write_text("import torch\ndef wide():\n    return torch.nn.Linear(1000, 1000), torch.zeros(4, 1000)\n")
+        assert main(["fit", f"{path}:wide", "--budget", "2MiB"]) == 1
+        error = capsys.readouterr().err
+        said = re.search(r"fits 2.00 MiB with at most 30% more time: that needs (.* MiB) \((.*) bytes", error)
+        for named in (said[1], f"{said[2]}B"):
+            assert main(["fit", f"{path}:wide", "--budget", named]) == 0, named
+
+
+class TestShow:
+    def test_what_plan_wrote_is_shown(self, models, tmp_path, capsys):
+        path = tmp_path / "plan.json"
+        assert plan(models, "--json", str(path)) == 0
+        assert "HiRemate plan of Net" in capsys.readouterr().out
+        assert main(["show", str(path)]) == 0
+        output = capsys.readouterr().out
+        assert output.startswith("model       Net\npeak ")
+        assert " planned\n" in output
+        assert "note        Times are estimates" in output
+        assert re.search(r"^at {10}\S", output, flags=re.MULTILINE)
+        assert re.search(r"^module +kept +not kept +recomputed +extra", output, flags=re.MULTILINE)
+        assert re.search(r"^all +\d", output, flags=re.MULTILINE)
+
+    def test_advice_that_plan_gave_is_shown_again(self, tmp_path, capsys):
+        plan = blocks_plan(2)
+        heavy = plan.changed(resident_bytes=plan.resident_bytes + 2**30, budget_bytes=plan.budget_bytes + 2**30)
+        assert main(["show", str(write_html(heavy, tmp_path / "plan.html", curve_limit_s=0))]) == 0
+        assert "\nadvice      1.00 GiB of the budget exist before the step" in capsys.readouterr().out
+
+    def test_the_numbers_of_a_plan_alone_are_shown(self, tmp_path, capsys):
+        """Plan.to_json() has no table of modules, as files of earlier versions have none."""
+        path = tmp_path / "plan.json"
+        path.write_text(blocks_plan(2).to_json())
+        assert main(["show", str(path)]) == 0
+        assert capsys.readouterr().out.startswith("model       GPT\npeak ")
+
+    def test_a_report_is_shown(self, models, tmp_path, capsys):
+        page, picture = tmp_path / "plan.html", tmp_path / "plan.svg"
+        assert plan(models, "--html", str(page), "--svg", str(picture)) == 0
+        assert picture.read_text(encoding="utf-8").startswith("<svg ")
+        capsys.readouterr()
+        assert main(["show", str(page)]) == 0
+        assert capsys.readouterr().out.startswith("model       Net\n")
+
+    @pytest.mark.parametrize("text", ["", "3", "{}", "\0"])
+    def test_another_file_is_refused(self, tmp_path, capsys, text):
+        path = tmp_path / "other.json"
+        path.write_text(text)
+        assert main(["show", str(path)]) == 2
+        assert "is no plan" in capsys.readouterr().err
+
+    def test_a_file_that_is_not_there_is_refused(self, tmp_path, capsys):
+        assert main(["show", str(tmp_path / "none.json")]) == 2
+        assert "No such file or directory. Expected what" in capsys.readouterr().err
+
+
+class TestDoctor:
+    def test_this_installation_works(self, capsys):
+        assert main(["doctor", "--json", "-"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["ok"]
+        names = {finding["name"]: finding for finding in found["findings"]}
+        assert {"python", "torch", "lightning", "accelerate", "mip", "solver CBC", "cpu"} <= names.keys()
+        assert "gradients equal bit for bit" in names["small plan on cpu"]["words"]
+
+    @pytest.fixture
+    def _no_small_plan(self, monkeypatch):
+        monkeypatch.setattr(doctor, "small_plan", lambda device: "left out")
+        monkeypatch.setattr(doctor, "import_failures", lambda names: {})
+
+    @pytest.mark.usefixtures("_no_small_plan")
+    def test_what_does_not_work_is_a_problem(self, monkeypatch, capsys):
+        def fails(device):
+            raise RuntimeError("gradients differ")
+
+        monkeypatch.setattr(doctor, "small_plan", fails)
+        assert main(["doctor"]) == 1
+        assert "BAD  small plan on cpu: RuntimeError: gradients differ" in capsys.readouterr().out
+
+    def test_a_plan_that_never_comes_is_a_problem(self, monkeypatch):
+        monkeypatch.setattr(doctor, "get_plan", lambda model: None)
+        with pytest.raises(RuntimeError, match="no plan was made in"):
+            doctor.small_plan("cpu")
+
+    def test_a_plan_that_was_not_solved_is_a_problem(self, monkeypatch):
+        """All that is left then is the least memory, which costs ten times the extra time."""
+        given_up = Solution("portfolio", Status.NOT_FOUND, stopped_by="a failure of the solver")
+        monkeypatch.setattr(worker, "_solve_apart", lambda problem, name, in_place: given_up)
+        with pytest.raises(RuntimeError, match=r"no plan was solved \(a failure of the solver\), only the least"):
+            doctor.small_plan("cpu")
+
+    @pytest.mark.usefixtures("_no_small_plan")
+    def test_packages_that_lack_or_are_too_old_are_named(self, monkeypatch):
+        def version_of(name):
+            if name in ("accelerate", "timm"):
+                raise PackageNotFoundError(name)
+            return {"lightning": "2.4.1"}.get(name, "99.0")
+
+        monkeypatch.setattr(doctor, "version", version_of)
+        found = {f.name: f for f in doctor.examine()}
+        assert found["accelerate"].verdict is Verdict.BAD
+        assert found["lightning"].verdict is Verdict.BAD
+        assert "2.4.1, but " in found["lightning"].words
+        assert found["timm"].verdict is Verdict.KNOW
+        assert "lightning 2.4.1 and torch 99.0" in found  # they fail together
+
+    @pytest.mark.usefixtures("_no_small_plan")
+    def test_what_can_not_be_imported_is_a_problem_with_its_mending(self, monkeypatch, capsys):
+        reason = "RuntimeError: operator torchvision::nms does not exist"
+        failures = dict.fromkeys(("torchvision", "accelerate", "hiremate_lightning.callbacks"), reason)
+        failures["timm"] = "ModuleNotFoundError: No module named 'other'"
+        monkeypatch.setattr(doctor, "version", lambda name: "99.0")
+        monkeypatch.setattr(doctor, "import_failures", lambda names: {n: failures[n] for n in names if n in failures})
+        assert main(["doctor"]) == 1
+        output = capsys.readouterr().out
+        fitting = f"0.{int(torch.__version__.split('.')[1]) + 15}.*"
+        mending = f'mend it with: pip install --force-reinstall --no-deps "torchvision=={fitting}" from where'
+        assert f"BAD  torchvision: 99.0, but can't be imported: {reason}; {mending}" in output
+        assert "; mend it with: pip install --force-reinstall --no-deps accelerate\n" in output
+        assert f"BAD  hiremate_lightning.callbacks: can't be imported: {reason}; mend what is BAD above\n" in output
+        assert "note timm: 99.0, but can't be imported: ModuleNotFoundError: No module named 'other'\n" in output
+        assert "ok   rich: 99.0\n" in output
+
+    def test_all_that_is_called_ok_has_been_imported(self, monkeypatch):
+        asked = []
+        monkeypatch.setattr(doctor, "small_plan", lambda device: "left out")
+        monkeypatch.setattr(doctor, "import_failures", lambda names: asked.extend(names) or {})
+        found = [f.name for f in doctor.examine() if f.verdict is Verdict.GOOD and re.fullmatch(r"[a-z-]+", f.name)]
+        assert {doctor.MODULES.get(name, name) for name in found} - {"python", "torch", "cpu"} <= {*asked}
+        assert {"lightning", "accelerate", "mip", "rich", "hiremate_lightning.callbacks"} <= {*asked}
+
+    def test_a_package_is_found_broken_where_it_ends_the_process(self, tmp_path, monkeypatch):
+        (tmp_path / "raising.py").write_text("print('hello')\nraise RuntimeError('operator nms\\ndoes not exist')")
+        (tmp_path / "crashing.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
+        (tmp_path / "leaving.py").write_text("import os\nos._exit(3)")
+        monkeypatch.syspath_prepend(tmp_path)
+        assert import_failures(["json", "raising", "crashing", "leaving", "nowhere", "csv"]) == {
+            "raising": "RuntimeError: operator nms",
+            "crashing": "importing it ends the process (SIGSEGV)",
+            "leaving": "importing it ends the process (exit code 3)",
+            "nowhere": "ModuleNotFoundError: No module named 'nowhere'",
+        }
+
+    def test_a_torch_that_can_not_be_imported_is_told(self, tmp_path):
+        (tmp_path / "torch.py").write_text("raise OSError('libcudart.so: cannot open shared object file')")
+        path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+        result = subprocess.run(
+            [sys.executable, "-m", "hiremate_lightning", "doctor"], env={**os.environ, "PYTHONPATH": path},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert result.returncode == 1
+        expected = "hiremate: torch can't be imported (OSError: libcudart.so: cannot open shared object file). Mend it"
+        assert result.stderr.startswith(expected)
+        assert result.stderr.count("\n") == 1
+
+    @pytest.mark.usefixtures("_no_small_plan")
+    def test_a_torch_that_was_not_checked_is_told(self, monkeypatch):
+        monkeypatch.setattr(torch_private, "CHECKED_VERSIONS", ("0.1",))
+        found = {f.name: f for f in doctor.examine()}
+        assert found["torch"].verdict is Verdict.KNOW
+        assert "were checked on 0.1 only" in found["torch"].words
+
+    @pytest.mark.usefixtures("_no_small_plan")
+    @pytest.mark.parametrize(
+        ("lost", "code", "verdict"), [(("HIGHS",), 0, "note "), (("HIGHS", "CBC"), 1, "BAD  ")], ids=str
+    )
+    def test_one_solver_is_enough_and_none_is_a_problem(self, monkeypatch, capsys, lost, code, verdict):
+        monkeypatch.setattr(doctor, "backend_failure", lambda name: "no library" if name in lost else "")
+        assert main(["doctor"]) == code
+        expected = f"{verdict}solver HIGHS: no library; mend it with: pip install --force-reinstall highsbox\n"
+        assert expected in capsys.readouterr().out
+
+    @pytest.mark.usefixtures("_no_small_plan")
+    @pytest.mark.parametrize(
+        ("name", "code", "words"),
+        [
+            ("Net", 0, "Net, 3,168 parameters to train: not refused"),
+            ("compiled", 1, "Can't plan OptimizedModule: it is compiled already"),
+            ("frozen", 1, "Net has no parameter to train"),
+        ],
+    )
+    def test_a_model_that_would_be_refused_is_told(self, models, capsys, name, code, words):
+        assert main(["doctor", f"{models}:{name}"]) == code
+        assert words in capsys.readouterr().out
+
+
+class TestFactory:
+    def test_inputs_have_names_shapes_and_types(self):
+        first, second = parse_inputs("64x3x8:bfloat16, ids=8:int64")
+        assert (first.name, first.shape, first.dtype) == ("", (64, 3, 8), torch.bfloat16)
+        assert (second.name, second.shape, second.dtype) == ("ids", (8,), torch.int64)
+        assert second.make(5).shape == (5,)
+
+    def test_the_batch_of_a_factory_is_resized(self, models):
+        call = Workload(find_factory(f"{models}:by_name"), "by_name").build(3)
+        assert {name: tuple(t.shape) for name, t in call.kwargs.items()} == {"ids": (3, 32), "labels": (3, 32)}
+        assert call.size == 3
+
+    def test_a_tensor_that_is_two_inputs_stays_one(self, models):
+        call = Workload(find_factory(f"{models}:by_one_tensor"), "by_one_tensor").build(3)
+        assert call.kwargs["ids"] is call.kwargs["labels"]
+
+    def test_an_input_whose_gradient_is_taken_keeps_that(self, models):
+        call = Workload(find_factory(f"{models}:of_trained_inputs"), "of_trained_inputs").build(3)
+        assert call.args[0].requires_grad
+
+    def test_a_package_is_imported_from_the_working_folder(self, models, monkeypatch):
+        monkeypatch.chdir(Path(models).parent)
+        assert find_factory("zoo_of_models:Net").__name__ == "Net"
+
+    def test_an_import_that_fails_inside_is_not_hidden(self, tmp_path, monkeypatch):
+        (tmp_path / "needs_other.py").write_text("import some_other_package_that_is_not_there\n")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        with pytest.raises(ModuleNotFoundError, match="some_other_package"):
+            find_factory("needs_other:Net")
+
+    def test_a_name_without_a_place_is_refused(self):
+        with pytest.raises(ConfigurationError, match="Can't read 'Net'"):
+            find_factory("Net")
+
+
+def test_the_package_is_a_command(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(blocks_plan().to_json())
+    command = [sys.executable, "-m", "hiremate_lightning", "show", str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "+16.8% planned" in result.stdout
+    assert not result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.models
+def test_a_step_of_more_memory_than_there_is(tmp_path):
+    path = tmp_path / "large_language_model.py"
+    path.write_text(
+        "import torch, transformers\n"
+        "def gpt2():\n"
+        "    ids = torch.zeros(64, 1024, dtype=torch.long)\n"
+        "    model = transformers.GPT2LMHeadModel(transformers.GPT2Config())\n"
+        "    return model, {'input_ids': ids, 'labels': ids}\n"
+    )
+    code = (
+        "import resource, sys; from hiremate_lightning.command_line.cli import main; "
+        f"code = main(['plan', '{path}:gpt2', '--device', 'cuda', '--budget', '64GiB', '--time-limit', '3', "
+        "'--json', '-']); "
+        "sys.stderr.write(f'peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}'); sys.exit(code)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    numbers = json.loads(result.stdout)
+    assert numbers["planned_peak_bytes"] <= 64 * 2**30 < numbers["unplanned_peak_bytes"]
+    assert int(result.stderr.rpartition("peak ")[2]) < 4 * 2**20  # KiB

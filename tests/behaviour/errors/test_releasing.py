@@ -1,0 +1,139 @@
+"""Plans that gain nothing and cost time are given back to eager PyTorch."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from hiremate_lightning import hiremate
+from hiremate_lightning.sessions import releasing
+from hiremate_lightning.sessions.releasing import SAMPLES, SETTLED_STEPS, Releases
+from hiremate_lightning.sessions.step_kind import StepKind
+from hiremate_lightning.sessions.targets import targets_of
+from tests.exact import differing, leave_behind, quiet
+
+DECIDED = SETTLED_STEPS + 2 * SAMPLES - 1  # steps until it is decided
+
+
+class Clock:
+    """Tells the seconds that a test has let pass."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def kind() -> StepKind:
+    return StepKind((0,))
+
+
+def run(releases: Releases, kind: StepKind, clock: Clock, planned_s: float, steps: int) -> list[bool]:
+    """Run steps that take a second plainly; list which ones ran plain."""
+    found, timing = [], None
+    for _ in range(steps):
+        if timing is not None:
+            releases.next_begins(timing)
+        is_plain = releases.runs_plain(kind)
+        timing = releases.step_begins(kind, is_plain, is_watched=False)
+        clock.now_s += 1.0 if is_plain else planned_s
+        found.append(is_plain)
+    return found
+
+
+@pytest.mark.parametrize(("planned_s", "is_released"), [(1.5, True), (1.1, False), (0.9, False)])
+def test_a_kind_with_a_slower_plan_is_given_back_once(planned_s, is_released, kind):
+    clock = Clock()
+    found = run(Releases(clock), kind, clock, planned_s, DECIDED + 20)
+    assert not any(found[:SETTLED_STEPS])
+    assert sum(found[:DECIDED]) == SAMPLES, "both ways in turns"
+    assert found[DECIDED:] == [is_released] * 20
+
+
+def test_a_kind_that_does_not_fit_without_its_plan_keeps_it(kind):
+    clock = Clock()
+    releases = Releases(clock)
+    run(releases, kind, clock, 2.0, SETTLED_STEPS + 2)
+    releases.keep(kind)
+    assert not any(run(releases, kind, clock, 2.0, 30))
+
+
+def test_watched_steps_are_not_timed(kind):
+    clock = Clock()
+    releases = Releases(clock)
+    for _ in range(50):
+        assert releases.step_begins(kind, is_plain=False, is_watched=True) is None
+    assert not releases.runs_plain(kind)
+
+
+def make() -> nn.Module:
+    """Return a network that is captured in parts: a cumulative average ends torch.compile's graphs."""
+    torch.manual_seed(1)
+    layers = [layer for _ in range(2) for layer in (nn.Linear(16, 16), nn.BatchNorm1d(16, momentum=None), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(16, 16))
+
+
+def test_a_plan_that_does_not_fit_stays_where_a_plain_step_takes_more():
+    """Until a plain step has shown its peak, each is measured; of one that never shows it nothing is known."""
+    for peaks, is_kept in (([None, 101], False), ([None, 102], True), ([None] * 4, True)):
+        releases, kind = Releases(Clock()), StepKind((0,))
+        for peak_bytes in peaks:
+            assert releases.is_to_be_measured(kind)
+            releases.measured(kind, peak_bytes, 100)
+        assert releases.is_to_be_measured(kind) == is_kept
+        assert (releases.runs_plain(kind), run(releases, kind, Clock(), 2.0, SETTLED_STEPS + 1)[-1]) == (
+            False,
+            not is_kept,
+        )
+
+
+@pytest.mark.parametrize(
+    ("budget", "planned_s", "is_released"),
+    [("100%", 2.0, True), ("1 GiB", 0.9, False), ("20%", 2.0, True), ("20%", 0.9, False)],
+)
+def test_a_step_whose_plan_is_slower_than_eager_runs_unplanned(budget, planned_s, is_released, caplog):
+    """So it does where nothing fits, 20 % here, and the plan takes as much memory as eager PyTorch."""
+    caplog.set_level(logging.INFO, "hiremate_lightning")
+    logs = []
+    for is_planned in (False, True):
+        model, log, clock = make(), [], Clock()
+        if is_planned:
+            hiremate(model, budget, verbose=False, on_infeasible="warn")
+            session = targets_of(model).session
+            session.unplanned.releases = Releases(clock)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with quiet():
+            for index in range(DECIDED + 16):
+                optimizer.zero_grad()
+                loss = model(torch.randn(32, 16, generator=torch.Generator().manual_seed(index))).square().mean()
+                loss.backward()
+                optimizer.step()
+                log += [loss.detach(), *leave_behind(model)]
+                clock.now_s += 1.0 if is_planned and session.is_plain else planned_s
+        logs.append(log)
+    assert not differing(logs[1], logs[0])
+    assert session.is_plain == is_released
+    assert ("2.00 times as long as the code without it" in caplog.text) == is_released
+
+
+def test_a_step_that_takes_more_memory_without_its_plan_keeps_it(monkeypatch):
+    """Nothing fits; here what is measured of the first plain step counts as more than what its plan takes."""
+    monkeypatch.setattr(releasing, "NO_MORE", 0.5)
+    model, clock = make(), Clock()
+    hiremate(model, "20%", verbose=False, on_infeasible="warn")
+    session = targets_of(model).session
+    session.unplanned.releases = Releases(clock)
+    ran_plain = []
+    with quiet():
+        for index in range(DECIDED + 8):
+            model.zero_grad()
+            model(torch.randn(32, 16, generator=torch.Generator().manual_seed(index))).square().mean().backward()
+            ran_plain.append(session.is_plain)
+            clock.now_s += 1.0 if session.is_plain else 2.0
+    assert 1 <= sum(ran_plain) <= 2
+    assert not ran_plain[-1]

@@ -1,0 +1,229 @@
+"""What is captured once, and what is captured again."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from hiremate_lightning import HiRemateWarning, get_plan, hiremate
+from hiremate_lightning.sessions import announcements
+from hiremate_lightning.torch_private import dynamo
+from tests.life import (
+    ROWS,
+    Net,
+    assert_same,
+    batch,
+    gradients,
+    make,
+    planned,
+    recorded,
+    run_both,
+    session_of,
+    step,
+    warm_up,
+)
+
+
+def test_a_plan_appears_at_the_second_step():
+    model = planned()
+    step(model)
+    assert get_plan(model) is None
+    step(model)
+    assert get_plan(model) is not None
+
+
+def test_nothing_is_captured_again_when_the_plan_takes_over():
+    model = warm_up(planned(), steps=4)
+    assert session_of(model).captured_count == 1
+
+
+class Weighted(Net):
+    """Computes with a number that changes."""
+
+    def __init__(self, use) -> None:
+        super().__init__()
+        self.use, self.weight = use, 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.use(super().forward(x), self.weight)
+
+
+@pytest.mark.parametrize(
+    ("use", "captured"),
+    [(lambda y, w: y + w * y.square(), 2), (lambda y, w: y.clamp(-w, w), announcements.CAPTURES + 1)],
+)
+def test_a_changing_number_is_captured_once_more_or_announced(use, captured):
+    plain, planned = Weighted(use), Weighted(use)
+    planned.load_state_dict(plain.state_dict())
+    hiremate(planned, "90%", verbose=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", HiRemateWarning)
+        for index in range(announcements.CAPTURES + 1):
+            for model in (plain, planned):
+                torch.manual_seed(index)
+                model.weight = 1 + index / 10
+                step(model, index)
+            assert_same(gradients(planned), gradients(plain))
+    assert session_of(planned).captured_count == captured
+    assert len([w for w in caught if "captured code again in each of 8" in str(w.message)]) == (captured > 2)
+
+
+def appends(seen: list[torch.Tensor], output: torch.Tensor) -> None:
+    seen.append(output.detach().mean())
+
+
+@pytest.mark.parametrize(("append", "is_told"), [(appends, True), (torch.compiler.disable(appends), False)])
+def test_a_growing_list_that_ends_each_capture_is_named(append, is_told):
+    model, seen = hiremate(Net(), "100%", verbose=False), []
+    model.body[0].register_forward_hook(lambda module, inputs, output: append(seen, output))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", HiRemateWarning)
+        for index in range(announcements.CAPTURES + 1):
+            step(model, index)
+    told = [
+        str(w.message).partition("torch.compile names: ")[2] for w in caught if "captured code again" in str(w.message)
+    ]
+    assert len(told) == is_told
+    assert all(f"== {announcements.CAPTURES - 2}" in text and "seen.append" in text for text in told)
+    assert len(seen) == announcements.CAPTURES + 1
+
+
+class TwoNets(nn.Module):
+    """Calls one of two networks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Net(), Net()
+
+    def forward(self, x: torch.Tensor, first: bool) -> torch.Tensor:
+        return self.one(x) if first else self.other(x)
+
+
+def test_graph_breaks_of_another_model_are_not_counted():
+    torch.manual_seed(0)
+    broken = planned("100%")
+    broken.body[0].register_forward_hook(torch.compiler.disable(lambda module, inputs, output: None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HiRemateWarning)
+        warm_up(broken)
+    model = hiremate(TwoNets(), "100%", verbose=False)
+    for index in range(8):
+        model.zero_grad()
+        model(batch(index), index < 4).square().mean().backward()  # a warning would be an error
+    assert session_of(model).captured_count == 2
+
+
+def test_training_goes_on_after_torch_compiler_reset():
+    def act(model):
+        losses = []
+        for index, rows in enumerate((200, 190, 190, 180, 180, 200)):
+            losses.append(step(model, index, rows))
+            torch.compiler.reset()
+            gc.collect()
+        return [*losses, *gradients(model)]
+
+    assert_same(*run_both(act))
+
+
+@pytest.mark.parametrize("has_buffers", [True, False])
+def test_buffers_updated_inside_checkpoint_are_announced(has_buffers):
+    class Checkpointing(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            body = self.body if has_buffers else self.body[0]
+            return self.head(torch.utils.checkpoint.checkpoint(body, x, use_reentrant=False))
+
+    model = hiremate(Checkpointing(), "90%", verbose=False, on_infeasible="warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(model, 0)
+    assert any("around code that updates buffers" in str(w.message) for w in caught) == has_buffers
+
+
+@pytest.mark.usefixtures("_captures_all")
+def test_a_size_that_is_captured_twice_keeps_its_plan():
+    """Dynamo captures the first sizes as they are, and once more where it has symbols for them."""
+    model = planned("90%", max_plans=3)
+    with recorded() as said:
+        for rows in (ROWS, 200, 160, ROWS):
+            warm_up(model, steps=6, rows=rows)
+    session = session_of(model)
+    assert not said
+    assert session.captured_count == 4
+    assert get_plan(model).measured.peak_bytes is not None
+    assert len({plan.solution.recompute for plan in session.plans.values()}) <= 3
+
+
+def test_two_planned_models_train_side_by_side():
+    def run(is_planned):
+        models = [planned(seed=s) if is_planned else make(s) for s in (1, 2)]
+        torch.manual_seed(4)
+        losses = [step(model, index) for index in range(5) for model in models]
+        if is_planned:
+            assert all(get_plan(model).measured.peak_bytes is not None for model in models)
+        return [*losses, *gradients(models[0]), *gradients(models[1])]
+
+    assert_same(run(True), run(False))
+
+
+@pytest.mark.filterwarnings("ignore:The measured peak")  # what the other model keeps is outside of the plan
+def test_two_planned_models_share_one_loss():
+    def run(is_planned):
+        models = [planned("90%", seed=s, on_infeasible="warn") if is_planned else make(s) for s in (1, 2)]
+        torch.manual_seed(4)
+        for index in range(5):
+            for model in models:
+                model.zero_grad()
+            models[1](models[0](batch(index))).square().mean().backward()
+        return [*gradients(models[0]), *gradients(models[1])]
+
+    assert_same(run(True), run(False))
+
+
+def test_one_model_called_twice_in_a_step_is_planned_as_one():
+    def act(model):
+        for index in range(5):
+            model.zero_grad()
+            first, second = model(batch(index)), model(batch(index + 10))
+            (first * second).square().mean().backward()
+        plan = get_plan(model)
+        if plan is not None:
+            assert plan.measured.peak_bytes <= plan.budget_bytes
+            assert next(s for s in session_of(model).plans) == (0, 0)
+        return gradients(model)
+
+    found, expected = run_both(act, warm=0)
+    assert_same(found, expected)
+
+
+def test_a_model_applied_to_its_own_output_stays_exact():
+    def act(model):
+        for index in range(5):
+            model.zero_grad()
+            model(model(batch(index))).square().mean().backward()
+        return gradients(model)
+
+    found, expected = run_both(act, warm=0)
+    assert_same(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore::hiremate_lightning.HiRemateWarning")
+def test_the_third_different_call_gives_varying_sizes_symbols(monkeypatch):
+    """Dynamo alone has a symbol for a size from the capture on in which that size differs."""
+    known = list[set[int]]()
+
+    def mark(sizes):
+        known.append(set(sizes))
+        return nullcontext()
+
+    monkeypatch.setattr(dynamo, "_marked", mark)
+    layers = [nn.Sequential(nn.Conv2d(3, 3, 3), nn.GELU(), nn.Tanh()) for _ in range(4)]
+    model = hiremate(nn.Sequential(*layers), "1 KiB", on_infeasible="warn", verbose=False)  # no size fits as it is
+    for height, width in ((24, 24), (32, 24), (32, 40)):
+        model(torch.randn(4, 3, height, width)).square().mean().backward()
+    assert known[0] == set()
+    assert known[-1] == {32, 40}

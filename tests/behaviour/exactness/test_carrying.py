@@ -1,0 +1,110 @@
+"""Gradients of parameters that several runs of captured graphs share are those of eager PyTorch, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
+
+from tests.exact import leave_behind, train_both
+
+WORDS, WIDTH = 32, 48
+
+
+class Tied(nn.Module):
+    """A language model whose embedding is its head, too; the second output may go unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.inner = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = F.dropout(self.inner(self.embedding(words)).tanh(), 0.1, self.training)
+        return F.linear(hidden, self.embedding.weight), hidden @ self.embedding.weight.t().abs()
+
+
+class Broken(Tied):
+    """The same in two captured graphs, one of which reads the weights once."""
+
+    def forward(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.embedding(words)
+        torch._dynamo.graph_break()
+        hidden = self.inner(hidden).tanh()
+        return F.linear(hidden, self.embedding.weight), hidden @ self.embedding.weight.t().abs()
+
+
+class Critic(nn.Module):
+    """Weights divided by their norm, which is computed from the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.LeakyReLU(0.2), spectral_norm(nn.Linear(WIDTH, 1)))
+        self.net, self.enter = nn.Sequential(*layers), nn.Embedding(WORDS, WIDTH)
+
+    def forward(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        score = self.net(self.enter(words))
+        return score, score.relu()
+
+
+def both(model, words):
+    first, second = model(words)
+    return first.square().mean() + second.mean()
+
+
+def twice(model, words):
+    return both(model, words) + both(model, words.flip(0))
+
+
+def three_times(model, words):
+    return twice(model, words) + 0.1 * both(model, words.roll(1))
+
+
+def once_with_one_output(model, words):
+    return both(model, words) + model(words.flip(0))[0].square().mean()
+
+
+def loop_of(loss_of, backwards=1, **options):
+    """Make a loop of steps; gradients of some backwards are accumulated."""
+
+    def loop(model):
+        optimizer, log = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4), []
+        for index in range(4):
+            optimizer.zero_grad()
+            words = torch.randint(WORDS, (8, 64), generator=torch.Generator().manual_seed(index))
+            for _ in range(backwards):
+                loss = loss_of(model, words)
+                loss.backward(**options)
+                log += [loss.detach().clone(), *leave_behind(model)]
+            if options:
+                loss.backward()
+                log += leave_behind(model)
+            optimizer.step()
+        return log
+
+    return loop
+
+
+@pytest.mark.parametrize("loss_of", [twice, three_times, once_with_one_output])
+@pytest.mark.parametrize("make", [Tied, Broken, Critic])
+def test_a_module_that_is_called_several_times_in_a_step_is_exact(make, loss_of):
+    train_both(make, loop_of(loss_of))
+
+
+@pytest.mark.parametrize("options", [{"backwards": 2}, {"retain_graph": True}])
+def test_it_is_exact_where_gradients_are_accumulated_and_where_a_backward_runs_again(options):
+    train_both(Tied, loop_of(twice, **options))
+
+
+def test_gradients_that_are_asked_for_are_returned():
+    def loop(model):
+        log = []
+        for index in range(4):
+            words = torch.randint(WORDS, (8, 64), generator=torch.Generator().manual_seed(index))
+            log += torch.autograd.grad(twice(model, words), list(model.parameters()), materialize_grads=True)
+            twice(model, words).backward(inputs=[model.embedding.weight])
+            log += leave_behind(model)
+        return log
+
+    train_both(lambda: Broken().double(), loop)

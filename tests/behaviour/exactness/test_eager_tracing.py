@@ -1,0 +1,76 @@
+"""What is traced is what eager PyTorch runs, where torch's own tracing departs from it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hiremate_lightning.torch_private.eager_tracing import traced_as_eager
+from tests.exact import TORCH, simple_loop, train_both
+
+
+class Image(nn.Module):
+    """Attention over an image, as the autoencoders of diffusion models have it, then a group norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+        self.norm = nn.GroupNorm(4, 8)
+        self.convolution = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = self.mix(x.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(x.shape)
+        return self.convolution(self.norm((mixed + x) / 2))
+
+
+def test_a_batch_of_one_trains():
+    """A group norm copies its input or doesn't, by the stride of a dimension that has one element."""
+    train_both(Image, simple_loop(lambda step: torch.randn(1, 8, 6, 6)), "1 MiB")
+
+
+@pytest.mark.skipif(TORCH >= (2, 14), reason="torch 2.14 was mended")
+def test_torch_still_traces_it_otherwise():
+    """Once no torch does that is supported, our strides for dimensions of size one can go."""
+    with pytest.raises(RuntimeError, match="is_contiguous"):
+        torch.compile(Image(), backend="aot_eager")(torch.randn(1, 8, 6, 6))
+
+
+VIEWS = {
+    "image": ((1, 36, 8), (288, 8, 1), lambda x: x.transpose(1, 2).view(1, 8, 6, 6)),
+    "kept": ((4, 36, 8), (288, 8, 1), lambda x: x.transpose(1, 2).view(4, 8, 6, 6)),
+    "expanded": ((1, 8), (0, 1), lambda x: x.view(1, 1, 8)),
+    "odd": ((1, 8, 6, 6), (5, 1, 48, 8), lambda x: x.view(1, 8, 6, 1, 6)),
+}
+NUMBERS = {
+    name: ((1, 8, 6, 6), (stride, 1, 48, 8), function)
+    for stride in (1, 5, 8, 288, 400)
+    for name, function in (
+        (f"divided {stride}", lambda x: x / 2),
+        (f"scaled {stride}", lambda x: x * 2),
+        (f"raised {stride}", lambda x: x + 2),
+        (f"lowered {stride}", lambda x: x - 2),
+        (f"added {stride}", lambda x: x + x),
+        (f"beside {stride}", lambda x: x + torch.ones(1, 8, 6, 6)),
+    )
+}
+
+
+@pytest.mark.parametrize(("shape", "strides", "function"), (VIEWS | NUMBERS).values(), ids=VIEWS | NUMBERS)
+def test_strides_of_dimensions_of_size_one_are_those_of_kernels(shape, strides, function):
+    expected = function(torch.empty_strided(shape, strides).zero_())
+    with traced_as_eager(), enable_python_dispatcher(), FakeTensorMode():
+        found = function(torch.empty_strided(shape, strides))
+        assert (found.shape, found.stride()) == (expected.shape, expected.stride())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("strides", [(6, 1), (1, 4)], ids=str)
+def test_gradients_of_a_logarithmic_softmax_are_traced_as_kernels_make_them(device, strides):
+    """They are contiguous, whatever they are made of; torch's own trace takes over the strides of what it reads."""
+    with traced_as_eager(), FakeTensorMode():
+        gradient = torch.empty_strided((4, 6), strides, device=device)
+        found = torch.ops.aten._log_softmax_backward_data(gradient, gradient, 1, torch.float32)
+    assert found.is_contiguous()

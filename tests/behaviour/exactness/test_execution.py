@@ -1,0 +1,264 @@
+"""Programs compute what plain training computes, whatever their schedule, and complain as PyTorch does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hiremate_lightning.capturing.backend import planning_backend
+from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.records.schedule import keep_all, lower
+from hiremate_lightning.rewriting.kernels import apply_dropout_mask
+from hiremate_lightning.running.execution import Part
+from hiremate_lightning.running.program import build
+from hiremate_lightning.torch_private.calls import shortest
+from tests.lazily import recompute_lazily
+
+ROWS, WIDTH = 256, 16
+
+
+class Net(nn.Module):
+    """Dropout, batch norm, an in-place ReLU, a skip connection and a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm, self.relu, self.dropout = nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.relu(self.norm(self.first(x)))
+        y = x + self.dropout(self.second(y)).view(2, -1, WIDTH).flatten(0, 1)
+        return self.last(torch.tanh(y))
+
+
+class Conductor:
+    """Runs every part by the schedule that a function of its graph gives."""
+
+    def __init__(self, decide) -> None:
+        self.decide = decide
+        self.parts: list[Part] = []
+        self.heard: list[str] = []
+
+    def take_in(self, captured):
+        part = Part(captured, self)
+        self.parts.append(part)
+        return part
+
+    def start(self, part, arguments):
+        captured = part.captured
+        self.heard.append("start")
+        return build(captured, lower(captured.graph, self.decide(captured.graph))), "run"
+
+    def forward_done(self, run, outputs):
+        self.heard.append(f"forward done {run}")
+
+    def backward_starts(self, run, tangents, leaves, retains):
+        self.heard.append(f"backward starts {run}")
+
+    def was_overwritten(self, part, storages):
+        self.heard.append("was overwritten")
+
+    def settings_changed(self):
+        self.heard.append("settings changed")
+
+    def name_of(self, tensor):
+        return "A weight"
+
+    def must_return(self, part, positions):
+        self.heard.append("must return")
+
+    def backward_done(self, run):
+        self.heard.append(f"backward done {run}")
+
+
+def nothing_kept(graph):
+    return recompute_lazily(graph, ())
+
+
+def every_other_kept(graph):
+    return recompute_lazily(graph, range(0, len(graph.storages), 2))
+
+
+def compiled(model: nn.Module, decide):
+    torch.compiler.reset()  # all calls share one line of code, for which Dynamo compiles no more than eight times
+    conductor = Conductor(decide)
+    call = torch.compile(lambda x: model(x), backend=planning_backend(conductor.take_in), dynamic=False)
+    return call, conductor
+
+
+def make() -> tuple[Net, torch.Tensor]:
+    torch.manual_seed(1)
+    model = Net()
+    return model, torch.randn(ROWS, WIDTH, requires_grad=True)
+
+
+def results(model, x, call):
+    """Do two steps and list all that must be equal."""
+    torch.manual_seed(2)
+    losses = []
+    for _ in range(2):
+        loss = call(x).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+    return [*losses, *(p.grad for p in model.parameters()), x.grad, *model.buffers(), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("decide", [keep_all, nothing_kept, every_other_kept])
+def test_every_schedule_is_exact(decide):
+    model, x = make()
+    expected = results(model, x, model)
+    model, x = make()
+    call, conductor = compiled(model, decide)
+    found = results(model, x, call)
+    assert len(conductor.parts) == 1
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_keeping_nothing_keeps_less_than_keeping_all():
+    def held(decide):
+        model, x = make()
+        call, _ = compiled(model, decide)
+        call(x)
+        outputs = []
+        return measure_peak(lambda: outputs.append(call(x)))
+
+    assert held(nothing_kept) < held(keep_all)
+
+
+def test_the_conductor_hears_of_each_stage_in_order():
+    model, x = make()
+    call, conductor = compiled(model, keep_all)
+    call(x).sum().backward()
+    assert conductor.heard == ["start", "forward done run", "backward starts run", "backward done run"]
+
+
+def test_a_backward_calls_operators_by_their_shortest_way():
+    model, x = make()
+    call, conductor = compiled(model, keep_all)
+    call(x)
+    captured = conductor.parts[0].captured
+    module = build(captured, lower(captured.graph, keep_all(captured.graph))).backward_module
+    products = module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    assert len(products) > 1
+    assert all(shortest(product) is torch.mm for product in products)
+
+
+def test_what_a_schedule_saves_is_what_its_program_saves():
+    model, x = make()
+    call, conductor = compiled(model, keep_all)
+    call(x)
+    captured = conductor.parts[0].captured
+    program = build(captured, lower(captured.graph, nothing_kept(captured.graph)))
+    assert program.saved.names == tuple(captured.graph.tensors[t].name for t in program.schedule.saved)
+    positions = {*program.saved.returned, *program.saved.views, *(position for position, _ in program.saved.watched)}
+    assert positions <= set(range(len(program.saved.names)))
+
+
+@pytest.mark.parametrize("decide", [keep_all, nothing_kept])
+def test_a_saved_weight_changed_in_place_is_refused_in_the_usual_words(decide):
+    model, x = make()
+    call, _ = compiled(model, decide)
+    loss = call(x).sum()
+    with torch.no_grad():
+        model.last.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("decide", [keep_all, nothing_kept])
+def test_a_saved_batch_changed_in_place_is_refused_in_the_usual_words(decide):
+    model, _ = make()
+    x = torch.randn(ROWS, WIDTH)
+    call, _ = compiled(model, decide)
+    loss = call(x).sum()
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_an_output_that_the_backward_reads_may_not_be_changed_in_place():
+    class Ends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return torch.tanh(self.layer(x))
+
+    call, _ = compiled(Ends(), keep_all)
+    output = call(torch.randn(ROWS, WIDTH))
+    loss = output.sum()
+    with torch.no_grad():
+        output.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_weight_that_no_backward_reads_may_change():
+    model, x = make()
+    call, _ = compiled(model, keep_all)
+    loss = call(x).sum()
+    with torch.no_grad():
+        model.last.bias.add_(1)
+    loss.backward()
+
+
+def test_buffers_that_the_step_itself_updates_are_not_refused():
+    model, x = make()
+    call, _ = compiled(model, keep_all)
+    first, second = call(x).sum(), call(x).sum()  # the second forward updates the statistics again
+    (first + second).backward()
+
+
+def test_a_second_backward_says_what_pytorch_says():
+    model, x = make()
+    call, _ = compiled(model, nothing_kept)
+    loss = call(x).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match=r"(?s)backward through the graph a second time.*retain_graph=True"):
+        loss.backward()
+
+
+def test_a_retained_graph_gives_the_same_gradients_again():
+    model, x = make()
+    call, _ = compiled(model, nothing_kept)
+    loss = call(x).sum()
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in model.parameters()]
+    loss.backward()
+    assert all(torch.equal(p.grad, g + g) for p, g in zip(model.parameters(), first, strict=True))
+
+
+def test_inference_graphs_run_as_they_are():
+    model, x = make()
+    call, conductor = compiled(model.eval(), keep_all)
+    with torch.no_grad():
+        assert torch.equal(call(x), model(x))
+    assert not conductor.parts
+
+
+@pytest.mark.parametrize("kept", [keep_all, nothing_kept])
+def test_a_step_in_half_precision_is_exact(kept):
+    class Drops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.second(nn.functional.dropout(torch.tanh(self.first(x)), 0.1))
+
+    found = []
+    for decide in (None, kept):
+        torch.manual_seed(1)
+        model, x = Drops().bfloat16(), torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        found.append(results(model, x, model if decide is None else compiled(model, decide)[0]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.25, 1 / 3, 0.5, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_replayed_dropout_is_the_dropout_bit_for_bit(probability, dtype):
+    x = torch.randn(1000, dtype=dtype)
+    output, mask = torch.native_dropout(x, probability, train=True)
+    assert torch.equal(apply_dropout_mask(x, mask, 1.0 / (1.0 - probability)), output)

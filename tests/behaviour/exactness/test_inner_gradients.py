@@ -1,0 +1,278 @@
+"""Models that take gradients in their forward: forces of a potential, penalties on gradients, an inner optimizer."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import grad
+
+from hiremate_lightning import CaptureError, HiRemateWarning, get_plan, hiremate, remove_hiremate
+from hiremate_lightning.sessions.targets import targets_of
+from tests.exact import leave_behind, simple_loop, train_both
+
+WIDTH, ROWS = 64, 256
+
+
+def network(inputs: int, outputs: int = 1, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
+    sizes = (inputs, WIDTH, WIDTH, WIDTH)
+    hidden = [m for a, b in pairwise(sizes) for m in (nn.Linear(a, b), activation())]
+    return nn.Sequential(*hidden, nn.Linear(WIDTH, outputs))
+
+
+class Equation(nn.Module):
+    """A physics-informed network: what is left of Burgers' equation, of second order."""
+
+    shape = (ROWS, 2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_(True)
+        u = self.network(x)
+        (first,) = grad(u.sum(), x, create_graph=True)
+        (second,) = grad(first[:, 0].sum(), x, create_graph=True)
+        return first[:, 1] + u[:, 0] * first[:, 0] - 0.01 * second[:, 0]
+
+
+class Potential(nn.Module):
+    """Energies and forces, with dropout."""
+
+    shape = (ROWS, 3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(network(3, WIDTH, nn.SiLU), nn.Dropout(0.2), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_(True)
+        energy = self.network(x)
+        return torch.cat([energy, -grad(energy.sum(), x, create_graph=True)[0]], 1)
+
+
+class Penalty(nn.Module):
+    """A critic of pictures whose slope is to be one, with normalization over batches and channels."""
+
+    shape = (8, 3, 16, 16)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.GELU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.GroupNorm(4, 32),
+            nn.LeakyReLU(0.2),
+            nn.Dropout(0.1),
+            nn.Flatten(),
+            nn.Linear(32 * 64, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        between = (x + torch.rand(len(x), 1, 1, 1)).detach().requires_grad_(True)
+        (slope,) = grad(self.critic(between).sum(), between, create_graph=True)
+        return self.critic(x) + 10 * (slope.flatten(1).norm(2, 1, keepdim=True) - 1)
+
+
+class InnerOptimizer(nn.Module):
+    """Learns to learn: two steps of gradient descent, differentiated (MAML)."""
+
+    shape = (ROWS, 8)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = dict(self.network.named_parameters())
+        for _ in range(2):
+            loss = torch.func.functional_call(self.network, weights, (x,)).square().mean()
+            slopes = grad(loss, list(weights.values()), create_graph=True)
+            weights = {name: w - 0.1 * s for (name, w), s in zip(weights.items(), slopes, strict=True)}
+        return torch.func.functional_call(self.network, weights, (x,))
+
+
+class Flow(nn.Module):
+    """A continuous normalizing flow: traces of Jacobians, all rows of one at once."""
+
+    shape = (ROWS, 4)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, traces = x.requires_grad_(True), torch.zeros(())
+        rows = torch.eye(4).unsqueeze(1).expand(4, len(x), 4)
+        for _ in range(2):
+            speed = self.network(x)
+            (jacobian,) = grad(speed, x, rows, create_graph=True, is_grads_batched=True)
+            traces = traces + jacobian.diagonal(dim1=0, dim2=2).sum(1)
+            x = x + 0.1 * speed
+        return x.square().sum(1) - traces
+
+
+class Auxiliary(nn.Module):
+    """Trains a part of itself on a loss of its own, in the middle of the forward."""
+
+    shape = (ROWS, WIDTH)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = network(WIDTH, WIDTH, nn.GELU), network(WIDTH, WIDTH, nn.GELU)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first(x).square().mean().backward()
+        return self.second(self.first(x))
+
+
+MODELS = [Equation, Potential, Penalty, InnerOptimizer, Flow, Auxiliary]
+
+
+@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("budget", ["60%", "80%"])
+def test_gradients_in_the_forward_are_planned_bit_for_bit(make, budget):
+    loop = simple_loop(lambda index: torch.randn(make.shape, generator=torch.Generator().manual_seed(index)), steps=4)
+    plan = train_both(make, loop, budget)
+    assert plan.solution.recompute_ms > 0
+    assert plan.planned_peak_bytes < plan.unplanned_peak_bytes
+
+
+def test_gradients_of_the_forward_are_added_to_those_that_exist():
+    def loop(module: nn.Module) -> list[Tensor | None]:
+        log: list[Tensor | None] = []
+        for index in range(5):
+            x = torch.randn(Auxiliary.shape, generator=torch.Generator().manual_seed(index))
+            module(x).square().mean().backward()
+            log += leave_behind(module)
+        return log
+
+    train_both(Auxiliary, loop, "80%")
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_they_are_captured_with_the_forward_as_one_graph(make):
+    model = hiremate(make(), "80%", verbose=False, on_infeasible="warn")
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.randn(make.shape)).square().mean().backward()
+    assert targets_of(model).session.captured_count == 1
+    assert get_plan(model) is not None
+
+
+class Broken(nn.Module):
+    """Takes a gradient of what one captured graph gave, in code that was to be the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = network(WIDTH, WIDTH), network(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        torch._dynamo.graph_break()
+        (slope,) = grad(h.sum(), self.first[0].bias, retain_graph=True)
+        return self.second(h + slope)
+
+
+def test_a_gradient_between_captured_graphs_is_none_of_what_is_captured(recwarn):
+    plan = train_both(Broken, simple_loop(lambda index: torch.randn(ROWS, WIDTH), steps=4), "80%")
+    assert plan is not None
+    assert not any("get_ident" in str(w.message) for w in recwarn)
+
+
+def penalized(model: nn.Module, x: Tensor) -> Tensor:
+    (slope,) = grad(model(x).sum(), x, create_graph=True)
+    return model(x).mean() + slope.square().mean()
+
+
+SECOND_ORDER = {
+    "backward": lambda model, x: penalized(model, x).backward(),
+    "of some": lambda model, x: grad(penalized(model, x), list(model.parameters()), allow_unused=True),
+    "hessian": lambda model, x: torch.autograd.functional.hessian(lambda x: model(x).sum(), x.detach()),
+}
+
+
+@pytest.mark.parametrize("train", SECOND_ORDER.values(), ids=SECOND_ORDER)
+def test_a_gradient_of_what_a_planned_model_returned_is_an_error(train):
+    """Autograd would leave its part of second derivatives out, in silence where not all gradients are asked for."""
+    model = hiremate(network(3), "100%", verbose=False)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.randn(ROWS, 3)).square().mean().backward()
+    with pytest.raises(CaptureError, match="with create_graph=True: they can't be differentiated once more"):
+        train(model, torch.randn(ROWS, 3, requires_grad=True))
+    remove_hiremate(model)
+    train(model, torch.randn(ROWS, 3, requires_grad=True))
+
+
+class Squash(torch.autograd.Function):
+    """A function with a derivative of its own, as potentials have for what they cut off."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return (1 - x.tanh().square()) * gradient
+
+
+class SwitchedSquash(Squash):
+    """The same, whose backward switches gradients on itself."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            slope = 1 - x.tanh().square()
+        return slope * gradient
+
+
+class Forces(nn.Module):
+    """Energies and forces of a potential that ends in an autograd function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network(3, 3, nn.SiLU)
+
+    def squash(self, x: Tensor) -> Tensor:
+        return Squash.apply(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_(True)
+        energy = self.squash(self.network(x) + x).sum(1, keepdim=True)
+        return torch.cat([energy, -grad(energy.sum(), x, create_graph=True)[0]], 1)
+
+
+class SwitchedForces(Forces):
+    def squash(self, x: Tensor) -> Tensor:
+        return SwitchedSquash.apply(x)
+
+
+def positions(index: int) -> Tensor:
+    return torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(index))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_function_s_backward_is_differentiated_once_more():
+    """Dynamo reads it without gradients, and would leave a part of the second derivative out in silence."""
+    train_both(Forces, simple_loop(positions), "70%")
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_backward_that_switches_gradients_is_refused():
+    model = hiremate(SwitchedForces(), "100%", verbose=False)
+
+    with (
+        pytest.warns(HiRemateWarning, match="whose backward switches gradients on or off"),
+        pytest.raises(CaptureError, match="with create_graph=True: they can't be differentiated once more"),
+    ):
+        model(positions(0)).square().mean().backward()

@@ -1,0 +1,399 @@
+"""Cross entropies and their gradients are made some rows at a time, and no number changes by it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.rewriting import kernels, losses
+from hiremate_lightning.rewriting.losses import cross_entropy, cross_entropy_gradient
+from hiremate_lightning.torch_private import inductor
+from tests.exact import added_peaks, captured_by, simple_loop, train_both
+
+aten = torch.ops.aten
+WIDTH, ROWS, CLASSES = 32, 200, 301
+
+
+@pytest.fixture(autouse=True)
+def _many_parts(monkeypatch):
+    """Take 16 rows at a time, the last time 8, where nothing says otherwise, and few classes for many."""
+    monkeypatch.setattr(kernels, "PART_BYTES", 1)
+    monkeypatch.setattr(losses, "LEAST_ROW_BYTES", 1)
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(5)).mul(9).to(dtype)
+
+
+def targets(rows: int) -> Tensor:
+    found = torch.arange(rows) * 7 % CLASSES
+    found[::5] = -100  # do not count
+    return found
+
+
+ROW_COUNTS = pytest.mark.parametrize("rows", [0, 1, 8, 129, 1000])
+REDUCTIONS = pytest.mark.parametrize("reduction", [0, 1, 2], ids=["none", "mean", "sum"])
+DTYPES = pytest.mark.parametrize(
+    ("of", "dtype"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float64),
+    ],
+    ids=str,
+)
+
+
+@ROW_COUNTS
+@REDUCTIONS
+@DTYPES
+def test_the_loss_is_what_operations_on_all_rows_give(rows, reduction, of, dtype):
+    logits, target = numbers(rows, CLASSES, dtype=of), targets(rows)
+    expected = aten.nll_loss_forward(logits.to(dtype).log_softmax(1), target, None, reduction, -100)
+    found = cross_entropy(logits, target, reduction, -100, [rows, CLASSES], dtype)
+    assert all(torch.equal(f.nan_to_num(), e.nan_to_num()) for f, e in zip(found, expected, strict=True))
+
+
+@ROW_COUNTS
+@REDUCTIONS
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@DTYPES
+def test_the_gradient_is_what_operations_on_all_rows_give(rows, reduction, weighted, of, dtype):
+    logits, target = numbers(rows, CLASSES, dtype=of), targets(rows)
+    logarithms = logits.to(dtype).log_softmax(1)
+    weight = numbers(CLASSES, dtype=dtype).abs() if weighted else None
+    gradient = numbers(rows, dtype=dtype) if reduction == 0 else torch.tensor(0.37, dtype=dtype)
+    _, total = aten.nll_loss_forward(logarithms, target, weight, reduction, -100)
+    told = target, weight, reduction, -100, total
+    expected = aten.nll_loss_backward(gradient, logarithms, *told)
+    expected = aten._log_softmax_backward_data(expected, logarithms, 1, dtype).to(of)
+    found = cross_entropy_gradient(gradient, logits, *told, [rows, CLASSES], dtype, [1, rows, CLASSES], of)
+    assert found.shape == (1, rows, CLASSES)
+    assert torch.equal(found[0].nan_to_num(), expected.nan_to_num())  # the mean of nothing is none
+
+
+@pytest.mark.parametrize("shape", [(ROWS,), (10, ROWS // 10), (2, 5, ROWS // 10)], ids=str)
+def test_rows_may_lie_apart(shape):
+    logits, target = numbers(*shape[:-1], shape[-1] + 1, CLASSES, dtype=torch.bfloat16), targets(ROWS)
+    logits = logits[..., 1:, :]
+    flat = logits.reshape(-1, CLASSES).float().log_softmax(1)
+    expected = aten.nll_loss_forward(flat, target, None, 1, -100)
+    found = cross_entropy(logits, target, 1, -100, [ROWS, CLASSES], torch.float32)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_class_that_is_none_is_the_error_of_pytorch():
+    with pytest.raises(IndexError, match="Target 301 is out of bounds"):
+        cross_entropy(numbers(8, CLASSES), torch.full((8,), CLASSES), 1, -100, [8, CLASSES], torch.float32)
+
+
+@pytest.mark.parametrize(("part_bytes", "rows"), [(1, 16), (40 * 4 * CLASSES, 40), (2**20, 104)], ids=str)
+def test_beside_the_result_only_parts_are_allocated(monkeypatch, part_bytes, rows):
+    monkeypatch.setattr(kernels, "PART_BYTES", part_bytes)
+    logits, target, shape = numbers(ROWS, CLASSES, dtype=torch.bfloat16), targets(ROWS), [ROWS, CLASSES]
+    part = 4 * rows * CLASSES
+    peak = measure_peak(lambda: cross_entropy(logits, target, 2, -100, shape, torch.float32))
+    assert part <= peak <= part + 40 * ROWS
+    one = torch.ones(())
+    told = target, None, 2, -100, one, shape, torch.float32, shape, torch.bfloat16
+    assert measure_peak(lambda: cross_entropy_gradient(one, logits, *told)) == 2 * ROWS * CLASSES + 2 * part
+
+
+# ---------------------------------------------------------------- choice
+
+
+class Words(nn.Module):
+    """A model of words in half precision, and a loss."""
+
+    def __init__(
+        self, loss: Callable[[Tensor, Tensor], Any], dtype: torch.dtype = torch.bfloat16, classes: int = CLASSES
+    ) -> None:
+        super().__init__()
+        self.loss = loss
+        self.words = nn.Embedding(CLASSES, WIDTH)
+        self.body = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1))
+        self.head = nn.Linear(WIDTH, classes)
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Any:
+        words = self.words(x)
+        return self.loss(self.head(words + self.body(words)), x.roll(1, 1))
+
+
+class Autocast(Words):
+    """Single precision, half only where autocast says so."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__(loss, torch.float32)
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+def entropy(y: Tensor, x: Tensor) -> Tensor:
+    return F.cross_entropy(y.float().flatten(0, 1), x.flatten())
+
+
+def with_penalty(y: Tensor, x: Tensor) -> Tensor:
+    y = y.float().flatten(0, 1)
+    return F.cross_entropy(y, x.flatten()) + y.logsumexp(1).square().mean()
+
+
+def weighted(y: Tensor, x: Tensor) -> Tensor:
+    return F.cross_entropy(y.float().flatten(0, 1), x.flatten(), torch.ones(y.shape[-1]))
+
+
+def smoothed(y: Tensor, x: Tensor) -> Tensor:
+    return F.cross_entropy(y.float().flatten(0, 1), x.flatten(), label_smoothing=0.1)
+
+
+def logs(y: Tensor) -> Tensor:
+    return y.float().flatten(0, 1).log_softmax(-1)
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randint(CLASSES, (4, ROWS // 4), generator=torch.Generator().manual_seed(seed))
+
+
+CHOICES: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "half": (lambda: Words(entropy), 2),
+    "autocast": (lambda: Autocast(lambda y, x: F.cross_entropy(y.flatten(0, 1), x.flatten())), 2),
+    "returned logits": (lambda: Words(lambda y, x: (entropy(y, x), y)), 2),
+    "one for each row": (
+        lambda: Words(lambda y, x: F.cross_entropy(y.float().flatten(0, 1), x.flatten(), reduction="none")),
+        2,
+    ),
+    "weighted": (lambda: Words(weighted), 1),  # the gradient
+    "single precision": (lambda: Words(entropy, torch.float32), 2),
+    "half all through": (lambda: Words(lambda y, x: F.cross_entropy(y.flatten(0, 1), x.flatten())), 2),
+    "shifted": (
+        lambda: Words(lambda y, x: F.cross_entropy(y[:, :-1].float().flatten(0, 1), x[:, 1:].flatten())),
+        2,
+    ),
+    "returned converted": (lambda: Words(lambda y, x: (lambda z: (entropy(z, x), z))(y.float())), 2),
+    "another term": (lambda: Words(with_penalty), 2),
+    "smoothed": (lambda: Words(smoothed), 0),
+    "logarithms read": (lambda: Words(lambda y, x: (lambda z: F.nll_loss(z, x.flatten()) - z.mean())(logs(y))), 0),
+    "by columns": (lambda: Words(lambda y, x: F.cross_entropy(y.float().transpose(1, 2), x)), 0),
+}
+
+
+def test_a_loss_is_made_by_rows_beside_fused_kernels_too(monkeypatch):
+    monkeypatch.setattr(inductor, "compile_graph", lambda module, _: lambda arguments: module(*arguments))
+    graph = captured_by(Words(entropy), batch(0), compile="inductor").graph
+    assert {"hiremate.cross_entropy", "hiremate.cross_entropy_gradient"} <= {node.op for node in graph.nodes}
+
+
+# ---------------------------------------------------------------- training
+
+
+def total(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output.mean()
+
+
+@pytest.mark.parametrize(("make", "count"), CHOICES.values(), ids=CHOICES)
+def test_training_is_exact_with_the_expected_joined_losses(make, count):
+    plan = train_both(make, simple_loop(batch, loss_of=total))
+    assert sum(node.op.startswith("hiremate.cross_entropy") for node in plan.graph.nodes) == count
+
+
+@pytest.mark.parametrize("name", ["half", "returned logits", "weighted"])
+def test_training_without_recomputation_is_exact(name):
+    train_both(CHOICES[name][0], simple_loop(batch, loss_of=total), "100%")
+
+
+MANY = 20 * CLASSES
+LOGITS = ROWS * MANY
+PEAKS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and the bytes of logits and of what is made of them
+    "half": (lambda: Words(entropy, classes=MANY), 2),
+    "single precision": (lambda: Words(entropy, torch.float32, MANY), 4),
+    "weighted": (lambda: Words(weighted, classes=MANY), 2 + 4),  # while the loss is computed
+}
+
+
+@pytest.mark.parametrize(("make", "itemsize"), PEAKS.values(), ids=PEAKS)
+def test_the_peak_is_what_was_planned_and_the_logits_are_most_of_it(monkeypatch, make, itemsize):
+    plainly, planned = added_peaks(make(), batch(0))
+    parts = 2 * 4 * 16 * MANY
+    gradients = 4 * MANY * (WIDTH + 1)
+    assert itemsize * LOGITS <= planned <= itemsize * LOGITS + parts + gradients + 0.05 * LOGITS
+    assert planned <= plainly - 4 * LOGITS
+    monkeypatch.setattr(losses, "join", lambda joint: None)
+    assert planned <= added_peaks(make(), batch(0))[1] - 2 * LOGITS
+
+
+@pytest.mark.parametrize("name", ["half", "single precision"])
+def test_the_peak_without_a_plan_is_that_of_plain_pytorch(name):
+    module = PEAKS[name][0]()
+    module(batch(0)).backward()
+    plainly = measure_peak(lambda: module(batch(0)).backward())
+    hiremate(module, "50%", verbose=False)
+    for _ in range(4):
+        module(batch(0)).backward()
+    plan = get_plan(module)
+    assert plan.unplanned_peak_bytes - plan.resident_bytes == pytest.approx(plainly, rel=0.01)
+    assert plan.planned_peak_bytes - plan.resident_bytes < 0.45 * plainly
+    assert plan.solution.recompute_ms == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("holds", [False, True], ids=["dropped", "held"])
+def test_logits_that_are_returned_are_overwritten_where_nobody_holds_them(dtype, holds):
+    logs, peaks, held = [], [], []
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        module = Words(lambda y, x: (entropy(y, x), y), dtype, MANY)
+        module.body[3].p = 0.0
+        if is_planned:
+            hiremate(module, "100%", verbose=False)
+
+        def step(module: nn.Module = module) -> Tensor | None:
+            module.zero_grad()
+            loss, logits = module(batch(0))
+            kept = logits if holds else None
+            del logits
+            loss.backward()
+            return None if kept is None else kept.detach().clone()
+
+        for _ in range(5):
+            held.append(step())
+        logs.append([p.grad.clone() for p in module.parameters()])
+        peaks.append(measure_peak(step))
+    plan = get_plan(module)
+    assert all(map(torch.equal, *logs))
+    assert not holds or all(torch.equal(logits, held[0]) for logits in held)
+    assert plan.measured.peak_bytes == plan.planned_peak_bytes
+    assert peaks[1] <= peaks[0] - 4 * LOGITS
+    added = (plan.planned_peak_bytes - plan.resident_bytes) / (dtype.itemsize * LOGITS)
+    assert 2 < added < 3 if holds else 1 < added < 2
+
+
+def test_a_budget_that_fits_where_nobody_holds_the_logits_is_not_refused():
+    def train(budget: str | int) -> Any:
+        torch.manual_seed(0)
+        module = hiremate(Words(lambda y, x: (entropy(y, x), y), torch.float32, MANY), budget, verbose=False)
+        for _ in range(4):
+            module(batch(0))[0].backward()
+        return get_plan(module)
+
+    needed = train("100%").planned_peak_bytes
+    plan = train(needed + 2**16)
+    assert plan.measured.peak_bytes == plan.planned_peak_bytes <= needed + 2**16
+    assert needed - plan.resident_bytes < 2 * 4 * LOGITS
+
+
+def each(y: Tensor, x: Tensor) -> Tensor:
+    return F.cross_entropy(y.float().flatten(0, 1), x.flatten(), reduction="none")
+
+
+def test_the_gradient_of_one_loss_for_each_row_may_come_expanded():
+    module = hiremate(Words(each, classes=MANY), "100%", verbose=False)
+    for _ in range(5):
+        module(batch(0)).mean().backward()
+    plan = get_plan(module)
+    assert plan.measured.peak_bytes == plan.planned_peak_bytes
+    assert plan.planned_peak_bytes - plan.resident_bytes < 1.7 * 2 * LOGITS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_that_are_returned_may_be_changed_in_place(dtype):
+    """Plain training has taken their logarithms by then."""
+
+    def changed(results: tuple[Tensor, Tensor]) -> Tensor:
+        loss, logits = results
+        logits.detach()[..., :3] = 0
+        return loss
+
+    train_both(lambda: Words(lambda y, x: (entropy(y, x), y), dtype), simple_loop(batch, loss_of=changed))
+
+
+class Table(nn.Module):
+    """Logits that are a weight, which the step itself changes once it has their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.randn(ROWS, CLASSES))
+        self.words = Words(entropy)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.logits, x.flatten()) + self.words(x)
+        with torch.no_grad():
+            self.logits.mul_(0.9)
+        return loss
+
+
+class Cleared(Words):
+    """Logits of a graph before, which the one of the loss clears."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.head(self.words(x).float().relu()).flatten(0, 1)
+        torch._dynamo.graph_break()
+        loss = F.cross_entropy(logits, x.flatten())
+        with torch.no_grad():
+            logits.zero_()
+        return loss
+
+
+@pytest.mark.parametrize("make", [Table, lambda: Cleared(entropy, torch.float32)], ids=["weight", "graph before"])
+def test_logits_that_the_step_changes_in_place_are_not_read_again(make):
+    train_both(make, simple_loop(batch, loss_of=lambda loss: loss), on_infeasible="warn")
+
+
+class OfBytes(nn.Module):
+    """Classes as bytes, among them 156, which is what -100 would be as one."""
+
+    def __init__(self, of: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.of = nn.Linear(WIDTH, 200), of
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.of(self.layer(x), torch.arange(ROWS).remainder(200).to(torch.uint8))
+
+
+OF_BYTES = {
+    "mean": F.cross_entropy,
+    "none": lambda z, t: F.cross_entropy(z, t, reduction="none"),
+    "ignored": lambda z, t: F.cross_entropy(z, t, ignore_index=199),
+    "weighted": lambda z, t: F.cross_entropy(z, t, weight=torch.linspace(0, 1, 200)),
+    "smoothed": lambda z, t: F.cross_entropy(z, t, label_smoothing=0.1),
+    "logarithms": lambda z, t: F.nll_loss(z.log_softmax(1), t),
+}
+
+
+@pytest.mark.parametrize("least_row_bytes", [1, 2**20], ids=["by rows", "whole"])
+@pytest.mark.parametrize("of", OF_BYTES.values(), ids=OF_BYTES)
+def test_classes_may_be_bytes(monkeypatch, of, least_row_bytes):
+    monkeypatch.setattr(losses, "LEAST_ROW_BYTES", least_row_bytes)
+    train_both(lambda: OfBytes(of), simple_loop(lambda _: numbers(ROWS, WIDTH), steps=3), "100%")
+
+
+def test_torch_still_traces_no_loss_of_bytes():
+    """Where this fails torch was mended, and `byte_targets` can go."""
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="Expected dtype int32/int64 for index"):
+        F.cross_entropy(torch.ones(2, 3), torch.ones(2, dtype=torch.uint8))
+
+
+def test_logits_are_there_for_another_backward():
+    torch.manual_seed(0)
+    plain = Words(entropy, torch.float32)
+    planned = hiremate(copy.deepcopy(plain), "100%", verbose=False)
+    found = []
+    for module in (plain, planned):
+        module.body[3].p = 0.0
+        loss = module(batch(0))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append([p.grad for p in module.parameters()])
+    assert all(map(torch.equal, *found))

@@ -1,0 +1,275 @@
+"""Reduced precision and memory formats: bit for bit as without a plan."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning.callbacks import HiRemateCallback
+from tests.exact import Log, leave_behind, quiet, simple_loop, square_error, train_both
+
+ROWS, WIDTH = 256, 16
+
+
+def layers() -> nn.Sequential:
+    block = (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Dropout(0.2))
+    return nn.Sequential(*block, nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+
+def pictures_net() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(8, 8, 3),
+        nn.GELU(),
+        nn.Conv2d(8, 4, 1),
+    )
+
+
+def rows(index: int) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index))
+
+
+def pictures(index: int) -> Tensor:
+    return torch.randn(16, 3, 12, 12, generator=torch.Generator().manual_seed(index))
+
+
+class AutocastInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(WIDTH, WIDTH), layers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.layers(x).float() + x
+
+
+class SinglePrecisionInside(nn.Module):
+    """Attention with dropout computes in single precision on the CPU, whatever it is given; and a layer opts out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.single, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.first(x).view(4, 2, -1, WIDTH // 2)
+        x = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.2).reshape(x.shape)
+        with torch.autocast("cpu", enabled=False):
+            x = torch.tanh(self.single(x.float()))
+        return self.last(x)
+
+
+@pytest.mark.parametrize("make", [layers, SinglePrecisionInside])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_around_the_call_is_exact(dtype, make):
+    def loop(module: nn.Module) -> Log:
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+        log: Log = []
+        for index in range(5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=dtype):
+                loss = square_error(module(rows(index)))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            log += [loss.detach(), torch.tensor(scaler.get_scale()), *leave_behind(module)]
+        return log
+
+    train_both(make, loop)
+
+
+class Shared(nn.Module):
+    """Applies a layer three times; uses a weight in a product and in single precision, before and after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again, self.tied, self.explicit = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.tied.weight.sum(0)
+        for _ in range(3):
+            x = torch.tanh(self.again(x)).to(x.dtype) + x
+        x = torch.tanh(self.tied(self.tied(x))).float() * self.tied.weight.mean(1)
+        weight = self.explicit.weight
+        return x + F.linear(x.bfloat16(), weight.bfloat16()) + F.linear(x.bfloat16(), weight.to(torch.bfloat16))
+
+
+class SharedInside(Shared):
+    """Opens autocast itself, in so many blocks."""
+
+    def __init__(self, blocks: int, remembers: bool = True) -> None:
+        super().__init__()
+        self.blocks, self.remembers = blocks, remembers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.blocks):
+            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=self.remembers):
+                x = super().forward(x).float()
+        return x
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("remembers", [True, False])
+def test_gradients_of_a_layer_that_autocast_casts_once_are_exact(dtype, remembers):
+    def loop(module: nn.Module) -> Log:
+        log: Log = []
+        for index in range(4):
+            module.zero_grad()
+            with torch.autocast("cpu", dtype=dtype, cache_enabled=remembers):
+                loss = square_error(module(rows(index)))
+            loss.backward()
+            log += [loss.detach(), *leave_behind(module)]
+        return log
+
+    train_both(Shared, loop)
+
+
+@pytest.mark.parametrize(("blocks", "remembers"), [(1, True), (1, False), (2, True)])
+def test_a_layer_that_is_used_again_in_blocks_of_autocast_is_exact(blocks, remembers):
+    train_both(lambda: SharedInside(blocks, remembers), simple_loop(rows))
+
+
+def test_autocast_inside_the_call_is_exact():
+    train_both(AutocastInside, simple_loop(rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_weights_of_another_type_are_exact(dtype):
+    train_both(lambda: layers().to(dtype), simple_loop(lambda index: rows(index).to(dtype)))
+
+
+class Inverting(nn.Module):
+    """Fails within its own block of autocast on batches of zeros; a token orders the check that fails."""
+
+    def __init__(self, ends: bool) -> None:
+        super().__init__()
+        self.first = self.second = nn.Linear(WIDTH, WIDTH)
+        self.ends = ends
+        if ends:  # a weight of two graphs is cast twice
+            self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.first(x)
+            if self.ends:
+                torch._dynamo.graph_break()
+            root = torch.linalg.cholesky((x.detach().float().square().mean() - 0.1) * torch.eye(WIDTH))
+            return self.second(x).float() @ root
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_autocast_ends_where_an_error_leaves_its_block(ends):
+    def loop(module: nn.Module) -> Log:
+        optimizer = torch.optim.SGD(module.parameters(), lr=1e-2)
+        log: Log = []
+        for index in range(6):
+            optimizer.zero_grad()
+            try:
+                square_error(module(rows(index) * (index % 2))).backward()
+            except torch.linalg.LinAlgError:
+                log.append(torch.tensor(index))
+            assert not torch.is_autocast_enabled("cpu")
+            optimizer.step()
+            log += [p.detach().clone() for p in module.parameters()]
+        assert len(log) == 6 * len(list(module.parameters())) + 3
+        return log
+
+    train_both(lambda: Inverting(ends), loop, "100%")
+
+
+def test_a_skipped_step_of_a_gradient_scaler_is_skipped_under_a_plan():
+    def loop(module: nn.Module) -> Log:
+        optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60, growth_interval=2)
+        log: Log = []
+        for index in range(5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = square_error(module(rows(index)))
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            log += [torch.tensor(scaler.get_scale()), *(p.detach().clone() for p in module.parameters())]
+        return log
+
+    train_both(layers, loop)
+
+
+class Learner(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers()
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return square_error(self.layers(batch[0].to(self.layers[0].weight.dtype)))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_a_precision_of_the_trainer_is_exact(precision):
+    weights = []
+    for callbacks in ([], [HiRemateCallback("80%", verbose=False, on_infeasible="warn")]):
+        torch.manual_seed(3)
+        module = Learner()
+        data = DataLoader(TensorDataset(torch.cat([rows(index) for index in range(5)])), batch_size=ROWS)
+        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            max_epochs=1,
+            precision=precision,
+            callbacks=callbacks,
+            enable_model_summary=False,
+            **options,
+        )
+        with quiet():
+            trainer.fit(module, data)
+        weights.append([p.detach().clone() for p in module.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    assert callbacks[0].plan is not None
+
+
+@pytest.mark.parametrize("weights", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("batch", [torch.contiguous_format, torch.channels_last])
+def test_memory_formats_are_exact(weights, batch):
+    make_batch = lambda index: pictures(index).to(memory_format=batch)  # noqa: E731
+    train_both(lambda: pictures_net().to(memory_format=weights), simple_loop(make_batch))
+
+
+STRIDED = {
+    "transposed": lambda index: torch.randn(WIDTH, ROWS, generator=torch.Generator().manual_seed(index)).t(),
+    "every other": lambda index: rows(index).repeat_interleave(2, 0)[::2],
+    "expanded": lambda index: rows(index)[:1].expand(ROWS, WIDTH),
+    "of a larger one": lambda index: torch.cat([rows(index), rows(index)], 1)[:, 3 : WIDTH + 3],
+}
+
+
+@pytest.mark.parametrize("make_batch", STRIDED.values(), ids=STRIDED)
+def test_batches_that_are_not_contiguous_are_exact(make_batch):
+    train_both(layers, simple_loop(make_batch))
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, partial(nn.InstanceNorm1d, affine=True)])
+def test_statistics_of_norms_in_half_precision_are_counted_in_the_type_that_they_have(norm):
+    model = nn.Sequential(*(nn.Sequential(nn.Conv1d(32, 32, 1), norm(32), nn.ReLU()) for _ in range(4)))
+    hiremate(model, "60%", verbose=False, on_infeasible="warn")
+    for _ in range(5):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = model(torch.randn(64, 32, 16))
+        output.float().square().mean().backward()
+        model.zero_grad()
+    plan = get_plan(model)
+    assert plan.measured.peak_bytes == plan.planned_peak_bytes

@@ -1,0 +1,581 @@
+"""Captured code is proved at its first run: what gives other numbers than eager PyTorch runs as it was written."""
+
+from __future__ import annotations
+
+import copy
+import html
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hiremate_lightning import ConfigurationError, HiRemateWarning, get_plan, hiremate
+from hiremate_lightning.capturing import backend
+from hiremate_lightning.measuring import aside, trials
+from hiremate_lightning.measuring.differences import differences
+from hiremate_lightning.measuring.trials import Outcome, Trial
+from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.options import make_options
+from hiremate_lightning.reporting.html_report import write_html
+from hiremate_lightning.reporting.terminal import plan_table
+from hiremate_lightning.rewriting import assignments, casts, finishing, kernels, losses, pooling, views
+from hiremate_lightning.rewriting.finishing import Finish
+from hiremate_lightning.running import program
+from hiremate_lightning.running.execution import Part
+from hiremate_lightning.sessions import proving, session
+from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.torch_private import aot, changes, dynamo
+from tests.exact import TORCH, Log, differing, simple_loop
+
+WIDTH = 8
+
+
+def rows(index: int) -> Tensor:
+    return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(index))
+
+
+class Written(nn.Module):
+    """A layer around a function, with buffers."""
+
+    def __init__(self, function: Callable[..., Tensor], **members: Any) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(WIDTH, WIDTH), function
+        for name, member in members.items():
+            if isinstance(member, Tensor):
+                self.register_buffer(name, member)
+            else:
+                self.add_module(name, member)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, self.layer(x))
+
+
+def train(make: Callable[[], nn.Module], is_planned: bool, **options: Any) -> tuple[Log, str, list[str]]:
+    """Train a module; return what is left behind, what was proved, and the warnings."""
+    torch.manual_seed(1)
+    module = make()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if is_planned:
+            hiremate(module, options.pop("budget", "1 GiB"), verbose=False, on_infeasible="warn", **options)
+        torch.manual_seed(2)
+        log = simple_loop(rows, steps=3)(module)
+    targets = targets_of(module)
+    words = targets.session.proofs.words() if targets is not None else ""
+    return log, words, [str(w.message) for w in caught if issubclass(w.category, HiRemateWarning)]
+
+
+def check_refused(make: Callable[[], nn.Module], why: str) -> None:
+    """Fail unless the planned module trains exactly, and one warning says why some code runs as it was written."""
+    log, _, said = train(make, True)
+    assert not differing(log, train(make, False)[0])
+    assert [why in text for text in said].count(True) == 1, said
+
+
+def mixed(self: Any, x: Tensor) -> Tensor:
+    self.count.add_(1)
+    return F.dropout(torch.sin(x), 0.2) * self.count + F.gelu(x)
+
+
+def make_mixed() -> nn.Module:
+    return nn.Sequential(Written(mixed, count=torch.zeros(())), nn.LayerNorm(WIDTH))
+
+
+# ---------------------------------------------------------------- what is proved
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_code_that_gives_the_numbers_of_eager_pytorch_is_proved(dtype):
+    log, words, said = train(lambda: nn.Sequential(Cast(dtype), make_mixed().to(dtype)), True)
+    assert words == "forward 1 of 1 graph, gradients 1 of 1"
+    assert not said
+    assert not differing(log, train(lambda: nn.Sequential(Cast(dtype), make_mixed().to(dtype)), False)[0])
+
+
+class Cast(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
+
+
+def test_a_proof_says_how_many_graphs_it_holds_for_in_the_plan():
+    def broken(self, x):
+        torch._dynamo.graph_break()
+        return torch.sin(x)
+
+    module = hiremate(Written(broken), "1 GiB", verbose=False)
+    for index in range(2):
+        module(rows(index)).sum().backward()
+    plan = get_plan(module)
+    assert plan.proved == "forward 2 of 2 graphs, gradients 2 of 2"
+    assert plan.planning.prove_s > 0
+    console = Console(width=110)
+    with console.capture() as capture:
+        console.print(plan_table(plan))
+    assert "forward 2 of 2 graphs, gradients 2 of 2" in capture.get()
+
+
+def test_differences_by_rounding_are_named_in_the_plan(monkeypatch, tmp_path):
+    make = session.Proof
+
+    def nearly(run):
+        return lambda *arguments: tuple(value * (1 + 2**-20) for value in run(*arguments))
+
+    monkeypatch.setattr(session, "Proof", lambda written, run, *own, **given: make(written, nearly(run), *own, **given))
+    module = hiremate(Written(lambda self, x: torch.sin(x)), "1 GiB", verbose=False)
+    for index in range(2):
+        module(rows(index)).sum().backward()
+    plan = get_plan(module)
+    assert plan.proved == "forward 1 of 1 graph (1 up to rounding), gradients 1 of 1 (1 up to rounding)"
+    assert len(plan.rounded) == 3  # an output, and the gradients of weight and bias
+    for words in plan.rounded:
+        assert re.search(
+            r" has \S+ where eager PyTorch has \S+, \d+ of \d+ values differ, by at most \S+: \S+ units", words
+        )
+    console = Console(width=110)
+    with console.capture() as capture:
+        console.print(plan_table(plan))
+    assert capture.get().count("units in the last place") == 3
+    page = html.unescape(write_html(plan, tmp_path / "plan.html", curve_limit_s=0).read_text())
+    assert "Differences by rounding" in page
+    assert all(page.count(words) >= 2 for words in plan.rounded)  # in the table, and as JSON
+
+
+def test_a_proof_leaves_gradients_hooks_and_generators_alone():
+    heard: list[str] = []
+
+    def make() -> nn.Module:
+        module = make_mixed()
+        module[0].layer.weight.register_hook(lambda gradient: heard.append("gradient"))
+        module[0].layer.weight.register_post_accumulate_grad_hook(lambda weight: heard.append("accumulated"))
+        return module
+
+    log, words, _ = train(make, True)
+    planned, heard = heard, []
+    assert not differing(log, train(make, False)[0])
+    assert words.startswith("forward 1 of 1")
+    assert planned == ["gradient", "accumulated"] * 3
+
+
+def test_later_runs_prove_nothing_more(monkeypatch):
+    module = hiremate(make_mixed(), "1 GiB", verbose=False)
+    module(rows(0)).sum().backward()
+    monkeypatch.setattr(targets_of(module).session.prover, "_try", lambda *_: pytest.fail("proved again"))
+    module(rows(1)).sum().backward()
+
+
+@pytest.mark.parametrize(("verify", "times"), [("off", 0), ("first", 1), (3, 3)])
+def test_verify_says_how_often_code_is_proved(monkeypatch, verify, times):
+    tried = []
+    from hiremate_lightning.sessions.proving import Prover
+
+    prove = Prover._try
+    monkeypatch.setattr(Prover, "_try", lambda self, *given: (tried.append(1), prove(self, *given)))
+    module = hiremate(Written(lambda self, x: torch.sin(x)), "1 GiB", verbose=False, verify=verify)
+    for index in range(4):
+        module(rows(index)).sum().backward()
+    assert len(tried) == times
+
+
+@pytest.mark.parametrize("verify", [0, -1, True, "always", 1.5, None])
+def test_verify_is_first_or_off_or_a_number_of_steps(verify):
+    with pytest.raises(ConfigurationError, match="verify must be 'first', 'off' or a number of steps"):
+        make_options("1 GiB", verify=verify)
+
+
+@pytest.mark.parametrize("share", [0.6, 0.3])
+def test_a_proof_keeps_the_first_step_within_its_budget(monkeypatch, share):
+    """A budget that is too small for a plain backward of this code: that is proved segment by segment.
+
+    The memory of NumPy stands for that of files, which the profiler counts.
+    """
+    peaks, run = [], Trial.run
+
+    def measured(*arguments: Any, **options: Any) -> Outcome:
+        found = list[Outcome]()
+        peaks.append(measure_peak(lambda: found.append(run(*arguments, **options))))
+        return found[0]
+
+    monkeypatch.setattr(Trial, "run", measured)
+    for module in (aside, trials):
+        monkeypatch.setattr(module, "in_file", lambda value: torch.from_numpy(value.numpy().copy()))
+
+    def make() -> nn.Module:
+        layers = [nn.Sequential(nn.Linear(128, 128, bias=False), nn.GELU(), nn.Tanh()) for _ in range(8)]
+        return nn.Sequential(*layers)
+
+    batch = torch.randn(4096, 128)
+    plain, module = make(), make()
+    added = measure_peak(lambda: plain(batch).sum().backward())
+    resident = sum(p.nbytes for p in module.parameters()) + batch.nbytes
+    budget = resident + int(share * added)
+    hiremate(module, budget, verbose=False)
+    peaks.append(measure_peak(lambda: module(batch).sum().backward()))
+    assert targets_of(module).session.proofs.words() == "forward 1 of 1 graph, gradients 1 of 1"
+    assert len(peaks) == 4  # without gradients, in segments, as captured; and the step itself
+    assert resident + max(peaks) <= budget, f"{peaks} beside {resident:,} of {budget:,} bytes"
+
+
+def test_code_that_takes_gradients_by_itself_is_proved():
+    """A gradient penalty in a forward: it needs what it saves, which is put aside where it does not fit."""
+
+    class Penalty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)
+            return gradient.square().mean()
+
+    module = hiremate(Penalty(), "70%", verbose=False)
+    module(torch.randn(2048, 64)).backward()
+    words = targets_of(module).session.proofs.words()
+    assert re.fullmatch(r"forward (\d) of \1 graphs?, gradients (\d) of \2", words), words
+
+
+def test_code_inside_of_vmap_is_proved_segment_by_segment():
+    """Segments hold a whole vmap, whose tensors have no memory of their own."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        layers = [Written(lambda self, y: torch.vmap(lambda row: self.norm(row).tanh())(y), norm=nn.LayerNorm(WIDTH))]
+        return nn.Sequential(*(copy.deepcopy(layer) for layer in 4 * layers))
+
+    def act(module: nn.Module) -> list[Tensor | None]:
+        module(torch.ones(256, WIDTH)).square().sum().backward()
+        return [p.grad for p in module.parameters()]
+
+    found = hiremate(make(), "60%", verbose=False)
+    assert not differing(act(found), act(make()))
+    assert targets_of(found).session.proofs.words() == "forward 1 of 1 graph, gradients 1 of 1"
+
+
+def test_wrong_gradients_are_seen_where_no_plain_backward_fits(monkeypatch):
+    """A plain backward does not fit: gradients are proved segment by segment."""
+    made, cut = [], proving.cut
+    monkeypatch.setattr(proving, "cut", lambda *arguments: (made.append(cut(*arguments)), made[-1])[1])
+
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH)) for _ in range(8)])
+
+    def act(module: nn.Module) -> list[Tensor | None]:
+        module(torch.ones(1024, WIDTH)).square().sum().backward()
+        return [p.grad for p in module.parameters()]
+
+    expected, backward = act(make()), Part.backward
+    found = hiremate(make(), "60%", verbose=False)
+    monkeypatch.setattr(
+        Part, "backward", lambda self, arguments: [g if g is None else 2 * g for g in backward(self, arguments)]
+    )
+    with pytest.warns(HiRemateWarning, match="as captured it gives other numbers: the gradient of"):
+        assert not differing(act(found), expected)
+    assert made
+    assert all(made)
+
+
+# ---------------------------------------------------------------- faults of PyTorch, their mendings taken out
+
+
+def test_a_change_in_place_that_dynamo_loses_is_missed(monkeypatch):
+    """A single number in double precision on the CPU: the graph of Dynamo itself does not change it."""
+
+    def count(self, x):
+        self.count.add_(x.shape[0])
+        return x * 2
+
+    without = tuple(stand_in for stand_in in dynamo._WHILE_CAPTURING if "tensorify" not in stand_in[1])
+    monkeypatch.setattr(dynamo, "_WHILE_CAPTURING", without)
+    if TORCH == (2, 13):
+        module = Written(count, count=torch.zeros((), dtype=torch.float64))
+        _, _, said = train(lambda: module, True)
+        assert any("does not change" in text and "in place as the code itself does" in text for text in said)
+        assert module.count == 3 * 16
+
+
+def test_a_result_in_the_wrong_place_is_seen(monkeypatch):
+    """torchmetrics' MeanMetric, updated with the loss: its value came to be its weight."""
+
+    def mean_of_loss(self, x):
+        loss = x.square().mean()
+        self.metric(loss)
+        return x * loss
+
+    monkeypatch.setattr(aot, "returning_the_right_values", nullcontext)
+    if TORCH == (2, 13):
+        check_refused(lambda: Written(mean_of_loss, metric=torchmetrics.MeanMetric()), "gives other numbers")
+
+
+def test_code_that_fails_in_pytorch_runs_as_it_was_written(monkeypatch):
+    """The check for aliases that refuses subclasses of tensors is one failure inside of PyTorch."""
+
+    class Named(Tensor):
+        pass
+
+    monkeypatch.setattr(aot, "not_looking_for_aliases", nullcontext)
+    module = hiremate(Written(lambda self, x: torch.sin(x)), "1 GiB", verbose=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = module(rows(0).as_subclass(Named))
+    said = [str(warning.message) for warning in caught]
+    assert any("runs as it was written" in text and "fails when it runs: TypeError" in text for text in said), said
+    plain = Written(lambda self, x: torch.sin(x))
+    plain.load_state_dict(module.state_dict())
+    assert torch.equal(found.as_subclass(Tensor), plain(rows(0)))
+
+
+def test_changes_that_a_graph_still_makes_are_not_missed():
+    graphs = []
+
+    def note(module, inputs):
+        graphs.append(module)
+        return module.forward
+
+    def change(x, count, mean):
+        count.add_(1).mul_(2)
+        mean[1:].mul_(0.9)
+        return x * count
+
+    torch.compile(change, backend=note)(torch.ones(2, requires_grad=True), torch.zeros(()), torch.ones(3))
+    assert changes.lost_changes(graphs[0]) == []
+    for node in reversed(graphs[0].graph.nodes):
+        if node.op == "call_method" and node.target == "mul_" and not node.users:
+            graphs[0].graph.erase_node(node)
+            break
+    graphs[0].recompile()
+    assert changes.lost_changes(graphs[0]) == ["L_mean_"]
+
+
+def dirty(number: float) -> None:
+    """Leave a number in memory that the next tensors of this size may get."""
+    [torch.full((3, 16, WIDTH), number) for _ in range(8)]
+
+
+def partly_written(self: Any, x: Tensor) -> Tensor:
+    """Fill a tensor step by step, as solvers of differential equations do, and leave a part of it."""
+    steps = torch.empty(3, *x.shape)
+    steps[0] = x.sin()
+    torch._dynamo.graph_break()
+    steps[1] = x.cos()
+    self.latest.copy_(x.detach())
+    torch._dynamo.graph_break()
+    return steps[:2].sum(0)
+
+
+def test_memory_that_nobody_has_written_to_is_no_difference(monkeypatch):
+    found, numbers = Trial.run, iter(range(10**6))
+
+    def run(self: Trial, *given: Any, **options: Any) -> Any:
+        dirty(float(next(numbers)))
+        return found(self, *given, **options)
+
+    monkeypatch.setattr(Trial, "run", run)
+
+    def make() -> nn.Module:
+        return Written(partly_written, latest=torch.zeros(16, WIDTH))
+
+    log, words, said = train(make, True)
+    assert re.match(r"forward (\d+) of \1 graphs", words), words
+    assert not any("runs as it was written" in text for text in said), said
+    assert not differing(log, train(make, False)[0])
+
+
+def test_only_what_depends_on_unwritten_memory_is_left_out():
+    def partly(number: float) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            dirty(number)
+            made = torch.empty(3, 16, WIDTH)
+            made[0] = x
+            return made
+
+        return run
+
+    trial = Trial([torch.ones(16, WIDTH)], ["x"])
+    expected, refilled = trial.run(partly(3)), replace(trial, fill=0).run(partly(3))
+    zeros = trial.run(lambda x: torch.cat([x[None], torch.zeros(2, 16, WIDTH)]))
+    wrong = trial.run(lambda x: torch.cat([x[None] * 2, torch.zeros(2, 16, WIDTH)]))
+    assert differences(expected, trial.run(partly(4))) == ([], [])
+    assert differences(zeros, expected)[0], "what nobody has written is read in the place of numbers"
+    assert (expected.has_fills, zeros.has_fills) == (True, False)
+    assert differences(expected, zeros, refilled=refilled) == ([], [])
+    assert differences(expected, wrong, refilled=refilled)[0]
+
+
+def test_failures_that_a_proof_meets_are_not_printed(capfd):
+    """What other code has computed is changed in place: in a proof it is a leaf at first."""
+
+    def change(self: Any, x: Tensor) -> Tensor:
+        y = x.sin()
+        torch._dynamo.graph_break()
+        return y.mul_(2) * 3
+
+    log, words, said = train(lambda: Written(change), True)
+    assert re.match(r"forward (\d+) of \1 graphs", words), words
+    assert not any("runs as it was written" in text for text in said), said
+    assert "Traceback" not in capfd.readouterr().err
+    assert not differing(log, train(lambda: Written(change), False)[0])
+
+
+# ---------------------------------------------------------------- faults planted in our own passes
+
+
+def scaled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function give numbers that are off by a quarter."""
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        first, *others = result if isinstance(result, tuple) else (result,)
+        return (first * 1.25, *others) if isinstance(result, tuple) else first * 1.25
+
+    return wrong
+
+
+def scale_what_replaces(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    """Let a pass put operators that give wrong numbers in the place of those that it found."""
+    replace = module.replace_node
+    monkeypatch.setattr(module, "replace_node", lambda node, target, *given: replace(node, scaled(target), *given))
+
+
+def scale_what_is_made(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
+    """Let what a function returns, be it alone or the first of several things, give wrong numbers."""
+    make = getattr(module, name)
+
+    def wrong(*given: Any) -> Any:
+        made = make(*given)
+        return (scaled(made[0]), *made[1:]) if isinstance(made, tuple) else scaled(made)
+
+    monkeypatch.setattr(module, name, wrong)
+
+
+def change_captured(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
+    capture = backend.capture
+    monkeypatch.setattr(backend, "capture", lambda *given: change(capture(*given)))
+
+
+def swap_first(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    first, second, *others = values
+    return second, first, *others
+
+
+def drop_assignments(captured: Any) -> Any:
+    """Drop what the forward writes to its inputs."""
+    graph = captured.graph
+    kept = tuple(n for n in graph.forward if captured.fx_nodes[n].target is not torch.ops.aten.copy_.default)
+    assert len(kept) < len(graph.forward)
+    return replace(captured, graph=replace(graph, forward=kept))
+
+
+def scale_what_finishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Finish.calls
+
+    def wrong(self: Finish) -> Iterator[Any]:
+        for step, target, args in calls(self):
+            yield step, target if finishing._only_looks(step) else scaled(target), args
+
+    monkeypatch.setattr(Finish, "calls", wrong)
+
+
+def two_results(self: Any, x: Tensor) -> Tensor:
+    one, other = x.sin(), x.cos()
+    torch._dynamo.graph_break()
+    return one - 2 * other
+
+
+def counted(self: Any, x: Tensor) -> Tensor:
+    self.count.add_(1)
+    return x.sin() * self.count
+
+
+def half(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return (self.second(x) + self.second(x.sin())).float()
+
+
+def filled(self: Any, x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y[:, 2:6] = x[:, 2:6].sin()
+    return y + x
+
+
+class Pair(nn.Module):
+    """Two weights of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.one).sin() + x * self.two
+
+
+PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], nn.Module]]] = {
+    "assignments: what is assigned": (
+        lambda patch: scale_what_replaces(patch, assignments),
+        lambda: Written(filled),
+    ),
+    "casts: sums of terms": (
+        lambda patch: patch.setattr(casts, "_add", lambda graph, total, term, origin: total),
+        lambda: Written(half, second=nn.Linear(WIDTH, WIDTH)),
+    ),
+    "losses: cross entropies": (
+        lambda patch: scale_what_replaces(patch, losses),
+        lambda: Written(lambda self, x: F.cross_entropy(x.repeat(1, 512), torch.zeros(16, dtype=torch.long))),
+    ),
+    "pooling: largest values": (
+        lambda patch: scale_what_replaces(patch, pooling),
+        lambda: Written(lambda self, x: F.max_pool2d(x.sin().view(2, 4, 4, 4).repeat(1, 64, 4, 4), 2)),
+    ),
+    "views: pairs that are no inverses": (
+        lambda patch: patch.setattr(views, "_is_inverse", lambda one, other: True),
+        lambda: Written(lambda self, x: x.sin().view(2, 2, 2, 16).permute(1, 2, 0, 3).permute(1, 2, 0, 3).cos()),
+    ),
+    "kernels: masks of a dropout": (
+        lambda patch: patch.setattr(kernels, "eager_scale", lambda source, probability: 1 / (1 - probability) ** 2),
+        lambda: Written(lambda self, x: F.dropout(x, 0.2)),
+    ),
+    "finishing: what runs over a result": (
+        scale_what_finishes,
+        lambda: Written(lambda self, x: (self.second(x) * 2).sin(), second=nn.Linear(WIDTH, WIDTH)),
+    ),
+    "overwriting: gradients in the memory of others": (
+        lambda patch: scale_what_is_made(patch, program, "overwriting"),
+        lambda: Written(lambda self, x: self.second(x.sin()).tanh(), second=nn.Linear(WIDTH, WIDTH)),
+    ),
+    "capture: two outputs in each other's place": (
+        lambda patch: change_captured(
+            patch, lambda captured: replace(captured, forward_outputs=swap_first(captured.forward_outputs))
+        ),
+        lambda: Written(two_results),
+    ),
+    "capture: two gradients in each other's place": (
+        lambda patch: change_captured(
+            patch, lambda captured: replace(captured, backward_outputs=swap_first(captured.backward_outputs))
+        ),
+        Pair,
+    ),
+    "capture: a change of a buffer that is dropped": (
+        lambda patch: change_captured(patch, drop_assignments),
+        lambda: Written(counted, count=torch.zeros(())),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_faults_planted_in_a_pass_are_seen_and_do_no_harm(monkeypatch, fault):
+    plant, make = PLANTED[fault]
+    plant(monkeypatch)
+    check_refused(make, "gives other numbers")

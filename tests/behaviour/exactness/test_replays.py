@@ -1,0 +1,157 @@
+"""Random operations come back bit for bit, and the generator is left as plain training leaves it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.rewriting.kernels import eager_scale
+from hiremate_lightning.rewriting.replays import DRAW_AGAIN, DRAW_MASK, again, generator_state
+from tests.behaviour.exactness.test_execution import compiled, keep_all, nothing_kept, results
+from tests.lazily import recompute_lazily
+
+ROWS, WIDTH = 256, 16
+CPU = torch.device("cpu")
+
+
+class Noisy(nn.Module):
+    """Three layers, each followed by something random."""
+
+    def __init__(self, noise) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.noise = noise
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(self.noise(layer(x)))
+        return x
+
+
+NOISES = {
+    "dropout": nn.Dropout(0.3),
+    "dropout of a transposed tensor": lambda x: F.dropout(x.t(), 0.1).t(),
+    "dropout of a slice": lambda x: torch.cat([F.dropout(x[:, 3:9], 0.15), x[:, :3], x[:, 9:]], 1),
+    "dropout of all": nn.Dropout(1.0),
+    "dropout of none": nn.Dropout(0.0),
+    "attention with dropout": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.2)[0],
+    "Gaussian noise": lambda x: x * torch.randn_like(x),
+    "stochastic depth": lambda x: x * x.new_empty(x.shape[0], 1).bernoulli_(0.8),
+    "Gumbel": lambda x: F.gumbel_softmax(x, hard=True),
+    "Bernoulli": lambda x: x * torch.bernoulli(torch.sigmoid(x.detach())),
+    "randomised leaky ReLU": lambda x: F.rrelu(x, training=True),
+    "fractional pooling": lambda x: (
+        F.fractional_max_pool2d(x.view(1, 16, 16, 16), 2, 8).repeat(1, 1, 2, 2).view(-1, WIDTH)
+    ),
+    "permutation": lambda x: x[torch.randperm(ROWS, device=x.device)],
+}
+
+
+def make(noise: str) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(1)
+    return Noisy(NOISES[noise]), torch.randn(ROWS, WIDTH, requires_grad=True)
+
+
+def ops_of(decide, graph) -> set[str]:
+    return {graph.nodes[n].op for before in decide(graph) for n in before}
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_what_was_drawn_is_drawn_again_bit_for_bit(noise):
+    model, x = make(noise)
+    expected = results(model, x, model)
+    model, x = make(noise)
+    call, conductor = compiled(model, nothing_kept)
+    found = results(model, x, call)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    graph = conductor.parts[0].captured.graph
+    if any(node.is_random for node in graph.nodes):
+        assert ops_of(nothing_kept, graph) & {DRAW_MASK, DRAW_AGAIN}
+
+
+@torch.library.custom_op("hiremate_tests::by_columns", mutates_args=())
+def by_columns(x: torch.Tensor) -> torch.Tensor:
+    return x.t().contiguous().t()
+
+
+by_columns.register_fake(torch.empty_like)  # which says that the result lies by rows
+by_columns.register_autograd(lambda _, gradient: gradient.clone())
+
+
+def test_masks_are_drawn_again_in_the_order_of_the_memory_that_a_kernel_gave():
+    found = []
+    for decide in (keep_all, nothing_kept):  # eager's products of such gradients are rounded otherwise
+        torch.manual_seed(1)
+        model, x = Noisy(lambda x: F.dropout(by_columns(x), 0.3)), torch.randn(ROWS, WIDTH, requires_grad=True)
+        call, conductor = compiled(model, decide)
+        found.append(results(model, x, call))
+    assert DRAW_MASK in ops_of(nothing_kept, conductor.parts[0].captured.graph)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_masks_need_no_memory_between_forward_and_backward():
+    class Masked(nn.Module):
+        def forward(self, x):
+            for _ in range(8):
+                x = F.dropout(x, 0.5)
+            return x
+
+    def held(decide) -> int:
+        x = torch.randn(4096, 64, requires_grad=True)
+        call, _ = compiled(Masked(), decide)
+        call(x)
+        outputs = []
+        return measure_peak(lambda: outputs.append(call(x)))
+
+    mask_bytes = 4096 * 64
+    assert held(keep_all) - held(nothing_kept) > 5 * mask_bytes
+
+
+def test_states_that_nobody_reads_are_not_taken():
+    model, x = make("dropout")
+    call, conductor = compiled(model, keep_all)
+    results(model, x, call)
+    program, _ = conductor.start(conductor.parts[0], ())
+    assert not any("state" in name for name in program.saved.names)
+    assert "_state" not in program.forward_module.code
+
+
+def test_a_draw_from_a_state_leaves_the_generator_alone_even_where_it_fails():
+    state = generator_state(CPU)
+    first = torch.rand(5)
+    before = generator_state(CPU)
+    assert torch.equal(again(torch.rand)(state, CPU, 5), first)
+    with pytest.raises(TypeError):
+        again(torch.rand)(state, CPU, "five")
+    assert torch.equal(generator_state(CPU), before)
+
+
+def test_the_mask_of_a_dropout_of_all_is_saved():
+    model, x = make("dropout of all")  # no kernel of ours stands in for it
+    call, conductor = compiled(model, nothing_kept)
+    results(model, x, call)
+    graph = conductor.parts[0].captured.graph
+    assert DRAW_MASK not in {node.op for node in graph.nodes}
+
+
+def test_states_are_never_recomputed():
+    model, x = make("Gaussian noise")
+    call, conductor = compiled(model, nothing_kept)
+    results(model, x, call)
+    graph = conductor.parts[0].captured.graph
+    random = {i for i, node in enumerate(graph.nodes) if node.is_random}
+    assert random
+    assert not random & {n for before in recompute_lazily(graph, ()) for n in before}
+
+
+@pytest.mark.parametrize(("dtype", "rounded"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+@pytest.mark.parametrize("probability", [0.04, 0.1, 0.15, 0.47])
+def test_the_scale_of_a_dropout_on_a_gpu_is_rounded_twice(probability, dtype, rounded):
+    """Its kernel takes the probability to keep as a number of its own type, and divides by that."""
+    source = torch.fx.Graph().placeholder("source")
+    source.meta["val"] = torch.empty((), dtype=dtype, device="meta")
+    keep = torch.tensor(1 - probability, dtype=rounded).double()
+    assert eager_scale(source, probability) == (1 / keep).to(rounded).item()

@@ -1,0 +1,338 @@
+"""What users may do between a forward and its backward, and after it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from hiremate_lightning import get_plan, hiremate, remove_hiremate
+from hiremate_lightning.errors import CaptureError, HiRemateError
+from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
+from hiremate_lightning.sessions.targets import targets_of
+from tests.life import (
+    MANY,
+    Net,
+    assert_same,
+    batch,
+    gradients,
+    make,
+    planned,
+    recorded,
+    run_both,
+    session_of,
+    step,
+    warm_up,
+)
+
+
+def test_a_step_whose_backward_failed_is_not_planned():
+    class Breaks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = make(1), make(2)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            between = self.first(x)
+            torch._dynamo.graph_break()
+            return between, self.last(between)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    def train(model: nn.Module, failing: int) -> nn.Module:
+        for index in range(5):
+            model.zero_grad()
+            between, result = model(batch(index, MANY))
+            if index == failing:
+                between.register_hook(fail)
+            with contextlib.suppress(ArithmeticError):
+                result.square().mean().backward()
+            del between, result
+        return model
+
+    expected = get_plan(train(hiremate(Breaks(), "70%", verbose=False), failing=-1))
+    for failing in (0, 1):
+        found = get_plan(train(hiremate(Breaks(), "70%", verbose=False), failing))
+        assert found.unplanned_peak_bytes == expected.unplanned_peak_bytes
+        assert found.planned_peak_bytes <= found.budget_bytes == expected.budget_bytes
+        assert found.measured.peak_bytes == found.planned_peak_bytes
+
+
+def test_other_memory_of_a_weight_before_the_backward_is_an_error():
+    """PyTorch counts no such change, and plain training reads the old or the new memory, as operators please."""
+    model = warm_up(planned("50%"))
+    name, weight = [(name, own) for name, own in model.named_parameters() if own.dim() == 2][-1]
+    before = weight.data
+    for is_put_back in (True, False):
+        loss = model(batch(0)).square().mean()
+        weight.data = before * 2
+        if is_put_back:
+            weight.data = before
+            loss.backward()
+        else:
+            with pytest.raises(HiRemateError, match=f"Parameter '{name}' got other memory between a forward and its"):
+                loss.backward()
+
+
+@pytest.mark.parametrize("around_both", [False, True])
+def test_settings_around_the_forward_alone_are_announced(around_both):
+    model = planned("70%")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for index in range(2):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+                loss = model(batch(index, MANY)).square().mean()
+                if not around_both:
+                    stack.close()
+                loss.backward()
+    said = [warning for warning in caught if "Settings of PyTorch" in str(warning.message)]
+    assert len(said) == (not around_both)
+
+
+@pytest.mark.parametrize("clear_late", [False, True], ids=["at the top", "after the forward"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_may_be_cleared_before_or_after_the_forward(clear_late, set_to_none):
+    def act(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for index in range(6):
+            if not clear_late:
+                optimizer.zero_grad(set_to_none=set_to_none)
+            loss = model(batch(index)).square().mean()
+            if clear_late:
+                optimizer.zero_grad(set_to_none=set_to_none)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        plan = get_plan(model)
+        if plan is not None:
+            assert plan.measured.peak_bytes <= plan.budget_bytes
+        return [*losses, *model.parameters()]
+
+    found, expected = run_both(act, warm=0)
+    assert_same(found, expected)
+
+
+def test_gradients_accumulate_over_several_backwards():
+    def act(model):
+        model.zero_grad()
+        for index in range(4):
+            model(batch(index)).square().mean().backward()
+        return gradients(model)
+
+    found, expected = run_both(act)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("until", ["the next forward", "a second backward", "the end of the step"])
+def test_what_a_retained_backward_keeps_is_planned_for(until):
+    model, held, batches = planned("60%"), [None], [batch(index, MANY) for index in range(8)]
+
+    def train():
+        for x in batches:
+            model.zero_grad()
+            held[0] = model(x).square().mean()
+            held[0].backward(retain_graph=True)
+            if until == "a second backward":
+                held[0].backward()
+            if until == "the end of the step":
+                held[0] = None
+
+    train()
+    held[0] = None
+    model.zero_grad()
+    peak_bytes, plan = measure_peak(train), get_plan(model)
+    assert plan.solution.recompute_ms > 0
+    assert plan.measured.peak_bytes <= plan.budget_bytes
+    assert peak_bytes <= plan.budget_bytes - plan.resident_bytes
+    if until == "the end of the step":
+        assert plan.planned.peak_bytes == pytest.approx(peak_bytes, abs=1024)
+
+
+@pytest.mark.parametrize("retains", [True, False])
+def test_retained_tensors_are_not_watched(retains):
+    """What was kept for another backward consists of tensors that Python knows, as those that a script holds."""
+    model = hiremate(nn.Sequential(nn.Linear(128, 128), nn.GELU()), "100%", verbose=False)
+    for index in range(2):
+        output = model(batch(index, rows=256, width=128)) * 2
+        record = session_of(model).steps.current.record
+        output.sum().backward(retain_graph=retains)
+
+    assert len(record._unwatch) == 2  # the batch, and the product
+
+
+def test_training_goes_on_after_a_second_backward_failed():
+    def act(model):
+        output = model(batch())
+        output.sum().backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            output.sum().backward()
+        del output
+        return [step(model, index) for index in range(3)]
+
+    found, expected = run_both(act)
+    assert_same(found, expected)
+
+
+def test_a_late_second_backward_does_not_cut_the_next_step_short():
+    model = warm_up(planned(), steps=3)
+    session, output = session_of(model), model(batch())
+    output.sum().backward(retain_graph=True)
+    session.end_step()
+    with recorded():
+        output.sum().backward()
+        (model(batch(1)) * model(batch(2))).sum().backward()
+    assert session.steps.current.graphs == (0, 0)
+
+
+def test_a_forward_without_a_backward_leaks_nothing():
+    model = warm_up(planned(), steps=5)
+    x = batch()
+    kept = []
+    with MemoryMeter(torch.device("cpu")) as meter:
+        for _ in range(4):
+            kept = [model(x)]
+            del kept[:]
+            gc.collect()
+            meter.mark("after")
+    live = [interval.start_bytes for interval in meter.intervals if interval.label == "after"]
+    assert max(live) - live[0] <= 1024, live
+
+
+def test_a_forward_without_a_backward_changes_nothing():
+    def act(model):
+        model(batch(5))
+        losses = [step(model, index) for index in range(2)]
+        model(batch(6))
+        return [*losses, step(model, 3), *gradients(model)]
+
+    found, expected = run_both(act)
+    assert_same(found, expected)
+
+
+def test_evaluation_before_the_backward_changes_nothing():
+    def act(model):
+        model.zero_grad()
+        loss = model(batch(5)).square().mean()
+        with torch.no_grad():
+            model.eval()
+            model(batch(6))
+            model.train()
+        loss.backward()
+        return [loss.detach(), *gradients(model)]
+
+    found, expected = run_both(act)
+    assert_same(found, expected)
+
+
+def test_a_backward_outlives_its_model():
+    plain, model = make(), warm_up(planned(), steps=3)
+    plain.load_state_dict(copy.deepcopy(model.state_dict()))
+    results = []
+    for owner in (plain, model):
+        torch.manual_seed(3)
+        x = batch(7).requires_grad_()
+        results.append((x, owner(x).square().mean()))
+    del owner, plain, model
+    gc.collect()
+    for _, loss in results:
+        loss.backward()
+    assert torch.equal(results[0][0].grad, results[1][0].grad)
+
+
+def test_a_removed_plan_leaves_a_backward_under_way_alone():
+    def act(model):
+        model.zero_grad()
+        loss = model(batch(5)).square().mean()
+        remove_hiremate(model)
+        loss.backward()
+        return [loss.detach(), *gradients(model), step(model, 6)]
+
+    found, expected = run_both(act)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("budget", ["100%", "70%"])
+def test_a_plan_swapped_between_forward_and_backward_stays_exact(budget):
+    def act(model):
+        model.zero_grad()
+        loss = model(batch(5)).square().mean()
+        if targets_of(model) is not None:
+            hiremate(model, budget, verbose=False)
+        loss.backward()
+        first = gradients(model)
+        return [loss.detach(), *first, step(model, 6), *gradients(model)]
+
+    found, expected = run_both(act, budget="85%")
+    assert_same(found, expected)
+
+
+def test_gradients_of_inputs_are_exact():
+    def act(model):
+        x = batch(5).requires_grad_()
+        model(x).square().mean().backward()
+        return [x.grad]
+
+    found, expected = run_both(act)
+    assert_same(found, expected)
+
+
+def test_autograd_grad_gives_the_same_and_leaves_no_gradients():
+    def act(model):
+        model.zero_grad()
+        found = torch.autograd.grad(model(batch(5)).square().mean(), list(model.parameters()))
+        assert all(p.grad is None for p in model.parameters())
+        return list(found)
+
+    found, expected = run_both(act)
+    assert_same(found, expected)
+
+
+def test_many_gradients_at_once_are_refused():
+    model = warm_up(planned("100%"))
+    model.zero_grad()
+    out = model(batch(5))
+    with pytest.raises(CaptureError, match="can't take many gradients at once, as is_grads_batched=True"):
+        torch.autograd.grad(out, list(model.parameters()), torch.stack([out, out]).detach(), is_grads_batched=True)
+
+
+def test_frozen_weights_get_no_gradients():
+    def act(model):
+        model.body.requires_grad_(False)
+        losses = [step(model, index) for index in range(4)]
+        return [*losses, *gradients(model)]
+
+    found, expected = run_both(act, budget="100%", warm=0)
+    assert_same(found, expected)
+
+
+def test_an_exception_in_the_forward_leaves_the_next_step_exact():
+    class Fails(Net):
+        fails = False
+
+        def forward(self, x):
+            if self.fails:
+                raise KeyError("the user's own")
+            return super().forward(x)
+
+    def run(is_planned):
+        torch.manual_seed(1)
+        model = Fails()
+        if is_planned:
+            hiremate(model, "75%", verbose=False)
+        torch.manual_seed(2)
+        warm_up(model, 3)
+        model.fails = True
+        with pytest.raises(KeyError, match="the user's own"):
+            step(model, 3)
+        model.fails = False
+        return [step(model, 4), *gradients(model)]
+
+    assert_same(run(True), run(False))

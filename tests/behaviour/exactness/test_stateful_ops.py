@@ -1,0 +1,1021 @@
+"""Operations with random numbers, with state and with backwards of their own: as in plain training, and once."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning.measuring.python_calls import functions_called
+from hiremate_lightning.sessions.targets import targets_of
+from tests.exact import quiet, simple_loop, train_both
+
+ROWS, WIDTH = 256, 16
+
+
+def rows(index: int) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index))
+
+
+def tokens(index: int) -> Tensor:
+    return torch.randn(64, 4, WIDTH, generator=torch.Generator().manual_seed(index))
+
+
+def pictures(index: int) -> Tensor:
+    return torch.randn(16, 3, 12, 12, generator=torch.Generator().manual_seed(index))
+
+
+class Between(nn.Module):
+    """Layers around a function: there is something to recompute on both sides of it."""
+
+    def __init__(self, function: Any, **members: Any) -> None:
+        super().__init__()
+        self.before = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        self.after = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        self.function = function
+        for name, member in members.items():
+            if isinstance(member, Tensor) and not isinstance(member, nn.Parameter):
+                self.register_buffer(name, member)
+            else:
+                setattr(self, name, member)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.function(self, self.before(x)))
+
+
+# ---------------------------------------------------------------- random
+
+
+def stochastic_depth(self, x):
+    kept = torch.empty(x.shape[0], *[1] * (x.dim() - 1)).bernoulli_(0.8).div_(0.8)
+    return x + torch.tanh(x) * kept
+
+
+def random_crop(self, x):
+    start = torch.randint(0, 3, (x.shape[0], 1))
+    columns = start + torch.arange(WIDTH - 3)
+    return F.pad(x.gather(1, columns), (0, 3))
+
+
+RANDOM = {
+    "gumbel noise": lambda self, x: F.gumbel_softmax(x, tau=0.7),
+    "hard gumbel noise": lambda self, x: F.gumbel_softmax(x, hard=True) * x,
+    "stochastic depth": stochastic_depth,
+    "RReLU": lambda self, x: F.rrelu(x, training=self.training),
+    "random crop": random_crop,
+    "drawn like": lambda self, x: x + 0.1 * torch.randn_like(x) * torch.rand_like(x),
+    "permutation": lambda self, x: x[torch.randperm(x.shape[0])],
+    "alpha dropout": lambda self, x: F.alpha_dropout(x, 0.2, training=self.training),
+    "dropout of everything": lambda self, x: x + F.dropout(x, 1.0, training=self.training),
+    "dropout of nothing": lambda self, x: F.dropout(x, 0.0, training=self.training),
+    "sampled classes": lambda self, x: x * torch.multinomial(x.softmax(-1), 1),
+}
+
+
+@pytest.mark.parametrize("function", RANDOM.values(), ids=RANDOM)
+def test_random_numbers_are_those_of_plain_training(function):
+    train_both(lambda: Between(function), simple_loop(rows))
+
+
+class Drawing(Between):
+    """Draws from a generator of Python's own that the model keeps."""
+
+    def __init__(self, name: str, *arguments: Any) -> None:
+        super().__init__(lambda self, x: x * getattr(self.generator, name)(*arguments), generator=random.Random(3))
+
+
+@pytest.mark.parametrize("draw", [("random",), ("uniform", 0.5, 2.0), ("randint", 1, 9), ("gauss", 1.0, 0.1)])
+def test_a_generator_of_python_s_own_goes_on_from_step_to_step(draw):
+    train_both(lambda: Drawing(*draw), simple_loop(rows))
+
+
+def draws_in_vain(self, x):
+    F.dropout(x, 0.5, training=True)
+    torch.randn(3)
+    return F.dropout(x, 0.5, training=True)
+
+
+def test_numbers_that_nobody_uses_are_drawn_all_the_same():
+    train_both(lambda: Between(draws_in_vain), simple_loop(rows))
+
+
+def custom(name: str, function: Any) -> Any:
+    """Make an operator that torch knows nothing of but its shape, with the gradient that goes straight through."""
+    operator = torch.library.custom_op(f"hiremate_tests::{name}", function, mutates_args=())
+    operator.register_fake(torch.empty_like)
+    operator.register_autograd(lambda _, gradient: gradient)
+    return operator
+
+
+def add_noise(x: Tensor) -> Tensor:
+    return x + torch.randn_like(x)
+
+
+def scale_by_python(x: Tensor) -> Tensor:
+    return x * random.random()
+
+
+def scale_by_numpy(x: Tensor) -> Tensor:
+    return x * float(np.random.rand())  # noqa: NPY002
+
+
+def scale_by_another(x: Tensor) -> Tensor:
+    return x * torch.rand((), generator=OWN).item()
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def scale_by_variable(x: Tensor) -> Tensor:
+    return x.sin() * SCALE
+
+
+OWN, SCALE = torch.Generator(), 2.0
+FUNCTIONS = add_noise, scale_by_python, scale_by_numpy, scale_by_another, scale_by_variable, double
+CUSTOM = {f.__name__: custom(f.__name__, f) for f in FUNCTIONS}
+
+
+def wide(index: int) -> Tensor:
+    return torch.randn(4 * ROWS, WIDTH, generator=torch.Generator().manual_seed(index))
+
+
+LIBRARY = torch.library.Library("hiremate_tests_impl", "DEF")  # goes with its operators
+
+
+class Scaled:
+    """An operator's code that belongs to an object."""
+
+    scale = 2.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.sin() * self.scale
+
+
+def scale_by_partial(scale: list[float], x: Tensor) -> Tensor:
+    return x.sin() * scale[0]
+
+
+def scale_within(x: Tensor) -> Tensor:
+    return torch.cat([scale_by_variable(part) for part in x.chunk(2)])
+
+
+def implemented(name: str, function: Any) -> Any:
+    """Make an operator whose code the dispatcher of PyTorch alone knows."""
+    LIBRARY.define(f"{name}(Tensor x) -> Tensor")
+    LIBRARY.impl(name, function, "CPU")
+    LIBRARY.impl(name, torch.empty_like, "Meta")
+    torch.library.register_autograd(f"hiremate_tests_impl::{name}", lambda _, gradient: gradient, lib=LIBRARY)
+    return getattr(torch.ops.hiremate_tests_impl, name)
+
+
+MANY_SCALES = {
+    "scale_by_variable": scale_by_variable,
+    "scale_within": scale_within,
+    "scaled": Scaled(),
+    "scaled_by_method": Scaled().__call__,
+    "scale_by_partial": partial(scale_by_partial, [2.0]),
+    "double": double,
+    "sine": lambda x: torch.stack([part.sin() for part in x]),
+}
+IMPLEMENTED = {name: implemented(name, function) for name, function in MANY_SCALES.items()}
+
+
+@pytest.mark.parametrize("name", ["add_noise", "scale_by_python", "scale_by_numpy"])
+def test_a_custom_operator_without_a_tag_draws_once(name):
+    train = simple_loop(wide)
+
+    def loop(module):
+        random.seed(1)
+        np.random.seed(1)  # noqa: NPY002
+        log = train(module)
+        return [*log, torch.tensor([random.random(), np.random.rand()])]  # noqa: NPY002
+
+    train_both(lambda: Between(lambda _, x: F.gelu(CUSTOM[name](F.gelu(x)))), loop, "40%")
+
+
+def test_a_custom_operator_that_gives_other_numbers_runs_once_and_any_other_may_run_twice():
+    assert may_run_twice(CUSTOM["double"])
+    assert not may_run_twice(CUSTOM["scale_by_another"])
+    assert not may_run_twice(CUSTOM["scale_by_variable"]), "it may have changed in the backward"
+
+
+def may_run_twice(operator: Any) -> bool:
+    module = Between(lambda _, x: F.gelu(operator(F.gelu(x))))
+    hiremate(module, "70%", verbose=False, on_infeasible="warn")
+    with quiet():
+        simple_loop(wide, steps=2)(module)
+    (node,) = (n for n in get_plan(module).graph.nodes if n.op.startswith("hiremate_tests"))
+    return node.is_repeatable
+
+
+@pytest.mark.parametrize("name", MANY_SCALES)
+def test_code_that_the_dispatcher_alone_knows_is_looked_at(name):
+    assert may_run_twice(IMPLEMENTED[name]) == (name in ("double", "sine"))
+
+
+def test_what_garbage_collection_calls_is_not_taken_for_an_operator():
+    def collected(phase: str, info: dict[str, int]) -> None:
+        pass
+
+    def operator(x: Tensor) -> Tensor:
+        kept = [[] for _ in range(2000)]  # enough for the collector to run
+        return x + len(kept)
+
+    gc.callbacks.append(collected)
+    try:
+        _, called = functions_called(lambda: operator(torch.ones(1)), 1)
+    finally:
+        gc.callbacks.remove(collected)
+    assert called is not None
+    assert [f.__name__ for f in called if f.__name__ == "collected"] == []
+
+
+@pytest.mark.parametrize("name", ["scale_by_variable", "scaled"])
+def test_a_variable_that_the_dispatcher_s_code_reads_may_change(name, monkeypatch):
+    def train(module):
+        scales = Scaled, sys.modules[__name__]
+        log = []
+        for index in range(4):
+            monkeypatch.setattr(scales[0], "scale", 2.0 + index)
+            monkeypatch.setattr(scales[1], "SCALE", 2.0 + index)
+            loss = module(wide(index)).square().mean()
+            monkeypatch.setattr(scales[0], "scale", -1.0)
+            monkeypatch.setattr(scales[1], "SCALE", -1.0)
+            loss.backward()
+            log += [loss.detach(), *(p.grad.clone() for p in module.parameters())]
+            module.zero_grad()
+        return log
+
+    train_both(lambda: Between(lambda _, x: F.gelu(IMPLEMENTED[name](F.gelu(x)))), train, "40%")
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.2])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_attention_with_dropout_draws_once(probability, is_causal):
+    def attend(self, x):
+        query, key, value = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in (x, x.sin(), x.cos()))
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=probability, is_causal=is_causal)
+        return mixed.transpose(1, 2).flatten(2)
+
+    train_both(lambda: Between(attend), simple_loop(tokens))
+
+
+# ---------------------------------------------------------------- state
+
+
+def moving_average(self, x):
+    with torch.no_grad():
+        self.average.lerp_(x.mean(0), 0.1)
+        self.steps += 1
+    return x - self.average.clone()
+
+
+def vector_quantiser(self, x):
+    """Nearest codes with a straight-through gradient; the codes follow by a moving average."""
+    nearest = torch.cdist(x.detach(), self.codes).argmin(-1)
+    with torch.no_grad():
+        chosen = F.one_hot(nearest, len(self.codes)).to(x.dtype)
+        self.codes.mul_(0.99).add_(chosen.t() @ x / ROWS, alpha=0.01)
+    return x + (F.embedding(nearest, self.codes) - x).detach()
+
+
+def test_a_moving_average_is_updated_once_a_step():
+    make = lambda: Between(moving_average, average=torch.zeros(WIDTH), steps=torch.zeros((), dtype=torch.long))  # noqa: E731
+    modules = []
+
+    def keep():
+        modules.append(make())
+        return modules[-1]
+
+    train_both(keep, simple_loop(rows, steps=6))
+    assert modules[1].steps == 6
+
+
+def test_a_quantiser_that_learns_its_codes_is_exact():
+    train_both(lambda: Between(vector_quantiser, codes=torch.randn(8, WIDTH)), simple_loop(rows))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("wrap", [parametrizations.spectral_norm, parametrizations.weight_norm])
+def test_normed_weights_are_exact(wrap, times):
+    def run(self, x):
+        for _ in range(times):
+            x = self.layer(x)
+        return x
+
+    train_both(lambda: Between(run, layer=wrap(nn.Linear(WIDTH, WIDTH))), simple_loop(rows))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"momentum": None}, {"track_running_stats": False}, {"affine": False}],
+    ids=lambda o: " ".join(o) or "plain",
+)
+def test_statistics_of_batches_are_updated_once(options):
+    def norm(self, x):
+        return self.norm(x)
+
+    train_both(lambda: Between(norm, norm=nn.BatchNorm1d(WIDTH, **options)), simple_loop(rows))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_statistics_of_transposed_batches_are_exact(is_first):
+    """torch foresees the strides of such a batch norm's result wrongly on the CPU."""
+
+    def norm(self, x):
+        made = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return made if is_first else made.relu() + x
+
+    train_both(lambda: Between(norm, norm=nn.BatchNorm1d(WIDTH)), simple_loop(tokens))
+
+
+def test_a_buffer_that_is_replaced_is_exact():
+    def run(self, x):
+        self.last = x.detach().mean(0)
+        return x * self.last
+
+    train_both(lambda: Between(run, last=torch.zeros(WIDTH)), simple_loop(rows))
+
+
+# ---------------------------------------------------------------- kernels that tracing would exchange
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic", "area"])
+def test_resized_pictures_are_exact(mode):
+    def make():
+        return nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Upsample(scale_factor=2, mode=mode), nn.Conv2d(6, 2, 3))
+
+    train_both(make, simple_loop(pictures))
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_products_of_slices_with_frozen_weights_are_exact(has_bias):
+    def run(self, x):
+        return torch.cat([self.frozen(half) for half in x.chunk(2, dim=-1)], dim=-1)
+
+    def make():
+        frozen = nn.Linear(WIDTH // 2, WIDTH // 2, bias=has_bias).requires_grad_(False)
+        return Between(run, frozen=frozen)
+
+    train_both(make, simple_loop(tokens))
+
+
+# How a loss hands its gradient to the output: with its strides, contiguous, expanded from one number.
+LOSSES = {
+    "elementwise": lambda y: (y * y.detach()).sum() / 100,
+    "contiguous": lambda y: F.mse_loss(y, torch.zeros_like(y)),
+    "expanded": lambda y: y.mean() + y.sum() / 1000,
+    "classes": lambda y: F.cross_entropy(y, torch.zeros(y.shape[0], y.shape[2], dtype=torch.long)),
+}
+
+
+@pytest.mark.parametrize("loss_of", LOSSES.values(), ids=LOSSES)
+def test_transposed_outputs_are_exact_whatever_the_loss(loss_of):
+    class Transposed(Between):
+        def forward(self, x):
+            return self.norm(super().forward(x).transpose(1, 2))
+
+    make = lambda: Transposed(lambda self, x: x, norm=nn.BatchNorm1d(WIDTH))  # noqa: E731
+    train_both(make, simple_loop(tokens, loss_of=loss_of))
+
+
+def skew(x):
+    weights = x.flatten(0, -2)[:8, :8]
+    return weights - weights.mT
+
+
+ALGEBRA = {
+    "solve": lambda x: torch.linalg.solve(torch.eye(8) + skew(x), torch.eye(8) - skew(x)),
+    "inverse": lambda x: torch.linalg.inv(torch.eye(8) + skew(x)),
+    "Cholesky": lambda x: torch.linalg.cholesky(torch.eye(8) + skew(x) @ skew(x).mT),
+}
+
+
+@pytest.mark.parametrize("function", ALGEBRA.values(), ids=ALGEBRA)
+def test_linear_algebra_that_checks_what_it_gets_is_exact(function):
+    train_both(lambda: Between(lambda self, x: x * function(x).sum()), simple_loop(rows))
+
+
+def test_a_check_of_values_fails_in_the_forward():
+    def checked(self, x):
+        torch._assert_async((x < 100).all(), "too large")
+        return x
+
+    torch.manual_seed(1)
+    module = hiremate(Between(checked), "80%", verbose=False, on_infeasible="warn")
+    for index in range(3):
+        module(rows(index)).sum().backward()
+    with pytest.raises(RuntimeError, match="too large"):
+        module(rows(0) * 1e6)
+
+
+# ---------------------------------------------------------------- backwards of their own
+
+
+class Squash(torch.autograd.Function):
+    """Saves its output; its gradient is a quarter too large."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        y = torch.tanh(x)
+        ctx.save_for_backward(y)
+        ctx.scale = scale
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (y,) = ctx.saved_tensors
+        return gradient * (1 - y * y) * ctx.scale, None
+
+
+class NoisyGradient(torch.autograd.Function):
+    """Draws in its backward, and there alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * torch.rand_like(x)
+
+
+class RoundStraightThrough(torch.autograd.Function):
+    """Rounds; gradients pass through."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return (x * 8).round() / 8
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+FUNCTIONS = {
+    "saving": lambda self, x: Squash.apply(x, 1.25),
+    "quantiser": lambda self, x: RoundStraightThrough.apply(x),
+}
+
+
+# Dynamo makes an instance of each torch.autograd.Function that it traces, which torch itself warns of.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_autograd_functions_keep_their_backward(function):
+    train_both(lambda: Between(function), simple_loop(rows))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_what_a_backward_draws_is_drawn_after_what_the_loss_draws():
+    def noisy(y: Tensor) -> Tensor:
+        return (y * torch.rand_like(y)).mean()
+
+    train_both(lambda: Between(lambda self, x: NoisyGradient.apply(x)), simple_loop(rows, loss_of=noisy))
+
+
+@torch.library.custom_op("hiremate_tests::cube", mutates_args=())
+def cube(x: Tensor) -> Tensor:
+    """A kernel that torch can't look into."""
+    return torch.from_numpy(x.detach().numpy() ** 3)
+
+
+@cube.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def cube_backward(ctx: Any, gradient: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    return gradient * x * x * 2.5  # not what calculus says
+
+
+torch.library.register_autograd(
+    cube, cube_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+def test_a_custom_operator_keeps_its_backward():
+    train_both(lambda: Between(lambda self, x: cube(x * 0.5)), simple_loop(rows))
+
+
+def halves(name: str, backward: str) -> Any:
+    """Make an operator whose gradient is computed by another one."""
+    operator = torch.library.custom_op(
+        f"hiremate_tests::{name}", lambda x: x * 0.5, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    operator.register_fake(torch.empty_like)
+    operator.register_autograd(lambda _, gradient: CUSTOM[backward](gradient))
+    return operator
+
+
+@pytest.mark.parametrize(("backward", "count"), [("double", 1), ("scale_by_another", 0)])
+def test_deterministic_custom_backwards_are_proved(backward, count):
+    operator = halves(f"halves_then_{backward}", backward)
+    module = Between(lambda _, x: F.gelu(operator(F.gelu(x))))
+    hiremate(module, "100%", verbose=False)
+    simple_loop(wide, steps=2)(module)
+
+    assert get_plan(module).proved == f"forward {count} of 1 graph, gradients {count} of 1"
+
+
+def step_in_place(self, x):
+    torch._dynamo.graph_break()
+    return self.normed(x.add_(1.0))
+
+
+def mean_of_loss(self, x):
+    loss = x.square().mean()
+    self.metric(loss)
+    return x * loss
+
+
+def mean_and_largest(self, x):
+    self.metric.update(x.mean())
+    self.largest.update(x)
+    return x + 1
+
+
+class Largest(torchmetrics.Metric):
+    """Updates a buffer in place, and counts in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("value", torch.zeros(()), dist_reduce_fx="max")
+        self.add_state("count", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, x: Tensor) -> None:
+        self.value = torch.maximum(self.value, x.max())
+        self.count += x.numel()
+
+    def compute(self) -> Tensor:
+        return self.value / self.count
+
+
+def states_of(module: nn.Module) -> list[Any]:
+    metrics = [m for m in module.modules() if isinstance(m, torchmetrics.Metric)]
+    return [torch.as_tensor(getattr(m, name)).detach().clone() for m in metrics for name in m._defaults]
+
+
+@pytest.mark.parametrize(
+    ("function", "make_members", "dtype"),
+    [
+        (step_in_place, lambda: {"normed": parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))}, torch.float32),
+        (mean_of_loss, lambda: {"metric": torchmetrics.MeanMetric()}, torch.bfloat16),
+        (mean_and_largest, lambda: {"metric": torchmetrics.SumMetric(), "largest": Largest()}, torch.float64),
+    ],
+    ids=["spectral norm", "mean of the loss", "two metrics"],
+)
+def test_inputs_that_code_changes_and_returns_keep_their_places(function, make_members, dtype):
+    """AOTAutograd of torch 2.13 puts an input where the new value of another one belongs, so that the other is lost."""
+
+    def loop(module: nn.Module) -> list[Tensor | None]:
+        log = simple_loop(lambda index: rows(index).to(dtype), steps=3)(module)
+        return [*log, *states_of(module)]
+
+    train_both(lambda: Between(function, **make_members()).to(dtype), loop)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_a_number_that_the_forward_counts_up_is_counted(dtype):
+    """Dynamo drops what changes a single number in double precision on the CPU in place."""
+
+    def count(self, x):
+        self.count.add_(x.shape[0])
+        self.count.mul_(2).sub_(self.count // 3)
+        return x
+
+    train_both(lambda: Between(count, count=torch.zeros((), dtype=dtype)), simple_loop(rows, steps=3))
+
+
+def test_running_statistics_in_double_precision_are_kept():
+    """All of a module's buffers are in double precision after `.double()`, the single numbers among them too."""
+
+    def blend(self, x):
+        self.mean.mul_(0.9).add_(x.detach().mean(), alpha=0.1)
+        self.steps += 1
+        return (x - self.mean) / self.steps
+
+    def make() -> nn.Module:
+        return Between(blend, mean=torch.zeros(()), steps=torch.zeros(())).double()
+
+    train_both(make, simple_loop(lambda index: rows(index).double(), steps=3))
+
+
+class Named(Tensor):
+    """Carries a name to all that is computed from it, as MONAI's MetaTensor does with where a picture lies."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(result, Named):
+            result.name_of_batch = next((a.name_of_batch for a in args if hasattr(a, "name_of_batch")), None)
+        return result
+
+
+class Unwrapping(Tensor):
+    """Is a picture until something is computed from it, as torchvision's tv_tensors are."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Noting(Tensor):
+    """Runs code that can't be captured with all that is computed from it, as MONAI's MetaTensor does."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        torch._dynamo.graph_break()
+        return result
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [(Named, torch.bfloat16), (Unwrapping, torch.float64), (Noting, torch.float32)]
+)
+def test_batches_that_carry_metadata_are_trained_on(kind, dtype):
+    def batch(index: int) -> Tensor:
+        named = pictures(index).to(dtype).as_subclass(kind)
+        named.name_of_batch = f"batch {index}"
+        return named
+
+    def make() -> nn.Module:
+        layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(400, 2)
+        return nn.Sequential(*layers).to(dtype)
+
+    def loop(module: nn.Module) -> list[Tensor | None]:
+        log = simple_loop(batch, steps=3, loss_of=lambda y: y.as_subclass(Tensor).square().mean())(module)
+        assert {type(p.grad) for p in module.parameters()} == {Tensor}
+        return log
+
+    train_both(make, loop)
+
+
+class Copying(Tensor):
+    """Copies what its inputs carry, by code that torch.compile does not know."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(result, cls):
+            result.__dict__ = dict(args[0].__dict__)
+        return result
+
+
+@pytest.mark.filterwarnings("ignore::hiremate_lightning.HiRemateWarning")
+def test_calls_with_a_class_that_ends_graphs_are_not_captured_again():
+    layers = nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(400, 2)
+    module, tried = hiremate(nn.Sequential(*layers), "1 GiB", verbose=False), []
+    for index in range(12):
+        batch = pictures(index) if index < 2 else pictures(index).as_subclass(Copying)
+        module(batch).as_subclass(Tensor).square().mean().backward()
+        tried.append(torch._dynamo.utils.counters["frames"]["total"])
+    assert tried[1] < tried[3]
+    assert len(set(tried[3:])) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("probability", [0.04, 0.1, 0.15, 0.25, 0.5])
+def test_what_a_dropout_keeps_is_scaled_as_eager_scales_it(probability, dtype):
+    """Eager divides by the probability to keep; the operator that is captured multiplies, and 0.15 rounds otherwise."""
+
+    def drop(self, x):
+        return F.dropout(F.dropout(x.to(dtype), probability) * 2, probability).float()
+
+    train_both(lambda: Between(drop), simple_loop(rows, steps=3), budget="60%")
+
+
+class Judged(nn.Module):
+    """A model that gives its own loss."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.layers, self.loss = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layers(x)
+        return self.loss(y, (x > 0).to(y.dtype))
+
+
+@pytest.mark.parametrize(
+    "loss", [F.mse_loss, F.smooth_l1_loss, F.soft_margin_loss, lambda y, x: F.binary_cross_entropy(y.sigmoid(), x)]
+)
+def test_the_number_of_a_loss_does_not_keep_its_terms(loss):
+    train_both(lambda: Judged(loss), simple_loop(rows, loss_of=lambda number: number))
+    model = hiremate(Judged(loss), "1 TiB", verbose=False)
+    for index in range(3):
+        number = model(rows(index))
+        number.backward()
+    plan = get_plan(model)
+    assert number.untyped_storage().nbytes() == number.itemsize
+    assert Judged(loss)(rows(0)).untyped_storage().nbytes() == ROWS * WIDTH * number.itemsize  # in plain PyTorch
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
+
+
+class Patches(nn.Module):
+    """Takes overlapping patches of pictures apart, as columns, and adds them up again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mix = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8 * 9, 8 * 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        columns = F.unfold(self.stem(x).tanh(), 3, padding=1)
+        return F.fold(self.mix(columns.transpose(1, 2)).tanh().transpose(1, 2), x.shape[-2:], 3, padding=1)
+
+
+def test_folded_columns_do_not_keep_the_memory_of_the_columns():
+    train_both(Patches, simple_loop(pictures, steps=3), budget="80%")
+    model = hiremate(Patches(), "1 TiB", verbose=False)
+    for index in range(3):
+        folded = model(pictures(index))
+        folded.square().mean().backward()
+    plan = get_plan(model)
+    assert folded.untyped_storage().nbytes() == folded.nbytes
+    assert Patches()(pictures(0)).untyped_storage().nbytes() == 9 * folded.nbytes  # in plain PyTorch
+    assert plan.measured.peak_bytes == pytest.approx(plan.planned_peak_bytes, abs=64)
+
+
+class OnAGraph(nn.Module):
+    """Layers between products with a sparse matrix, which Dynamo can't capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        x, edges = inputs
+        return self.after(torch.sparse.mm(edges, torch.relu(self.before(x))))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support is in beta state")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_inputs_are_counted_and_exact(layout):
+    def nodes_and_edges(index: int) -> tuple[Tensor, Tensor]:
+        edges = rows(index) @ rows(index).T > 8
+        return rows(index), edges.float().to_sparse(layout=layout)
+
+    train_both(OnAGraph, simple_loop(nodes_and_edges))
+
+
+@pytest.mark.parametrize("clears_late", [False, True])
+def test_sparse_gradients_are_exact(clears_late):
+    class Embedded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.layers = nn.Embedding(50, WIDTH, sparse=True), nn.Sequential(*Between(None).before)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(self.words(x))
+
+    def loop(module: nn.Module) -> Any:
+        optimizer, log = torch.optim.SGD(module.parameters(), lr=1e-2), []
+        for index in range(5):
+            words = torch.randint(50, (ROWS,), generator=torch.Generator().manual_seed(index))
+            if not clears_late:
+                optimizer.zero_grad()
+            loss = module(words).square().mean()
+            if clears_late:
+                optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            log += [loss.detach(), *(p.grad.to_dense().clone() for p in module.parameters())]
+        return log
+
+    train_both(Embedded, loop)
+
+
+class GroupNormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(4, 8, 3)
+        self.norm = nn.GroupNorm(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.convolution(x))
+
+
+class Distances(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.codes = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(4, 7, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cdist(self.layer(x).transpose(0, 1), self.codes, p=1.0)
+
+
+class Parts(nn.Module):
+    """Complex numbers as pairs of real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(torch.fft.rfft(self.layer(x)))
+
+
+class Complex(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_complex(self.layer(x).unflatten(-1, (-1, 2)))
+
+
+class WeightNormed(nn.Module):
+    """Returns a weight that it computes, whatever its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 4 * WIDTH))
+
+    def forward(self, _: Tensor) -> Tensor:
+        return self.layer.weight
+
+
+@pytest.mark.parametrize("kind", [GroupNormed, Distances, Parts, WeightNormed])
+def test_gradients_that_come_transposed_are_read_as_they_are(kind):
+    """Some derivatives make their gradient contiguous first; captured with a contiguous one, they would not."""
+
+    def transposed(output: Tensor) -> Tensor:
+        turned = output.transpose(-1, -2).contiguous()
+        return (turned * torch.arange(turned.numel()).view(turned.shape).sin()).square().mean()
+
+    train_both(kind, simple_loop(tokens, loss_of=transposed), budget="90%")
+
+
+def test_gradients_that_come_as_conjugates_are_read_as_they_are():
+    factors = torch.view_as_complex(tokens(9).unflatten(-1, (-1, 2)).contiguous())
+    train_both(Complex, simple_loop(tokens, loss_of=lambda y: (y.conj() * factors).abs().sum()), budget="90%")
+
+
+def transposed_alpha_dropout(self, x):
+    return F.alpha_dropout(x.t(), 0.2, training=True).t()
+
+
+def transposed_stochastic_depth(self, x):
+    return (x.t() * torch.empty_like(x.t()).bernoulli_(0.8)).t()
+
+
+def transposed_bernoulli(self, x):
+    return (x.t() * torch.bernoulli(x.t().detach(), 0.8)).t()
+
+
+def transposed_bernoulli_method(self, x):
+    return (x.t() * x.t().detach().bernoulli(0.8)).t()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [transposed_alpha_dropout, transposed_stochastic_depth, transposed_bernoulli, transposed_bernoulli_method],
+)
+def test_transposed_draws_are_the_same(function):
+    train_both(lambda: Between(function), simple_loop(rows))
+
+
+class Frozen(nn.Module):
+    """Draws in a captured graph that has no gradients, since nothing in it is trained."""
+
+    def __init__(self, function: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.frozen, self.trained = nn.Linear(WIDTH, WIDTH).requires_grad_(False), Between(lambda self, x: x)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.function(self, self.frozen(x))
+        torch._dynamo.graph_break()
+        return self.trained(y)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda self, x: F.dropout(x, 0.15), transposed_stochastic_depth, transposed_bernoulli],
+    ids=["dropout", "in place", "by rows"],
+)
+def test_draws_before_what_is_trained_are_exact(function):
+    train_both(lambda: Frozen(function), simple_loop(rows))
+
+
+class Counting(nn.Module):
+    """Counts its calls, and perhaps uses the number."""
+
+    def __init__(self, use: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4))
+        self.use = use
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.use(self, x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+USES = {
+    "not at all": (lambda self, x: x, 2),
+    "as a factor": (lambda self, x: x * (1 + 0.01 * self.calls), 2),
+    "as a divisor": (lambda self, x: x / self.calls, 2),
+    "as a probability": (lambda self, x: F.dropout(x, 0.1 + 0.01 * self.calls, self.training), 8),
+    "in a condition": (lambda self, x: x * 2 if self.calls > 4 else x, 3),
+    "as a size": (lambda self, x: torch.cat([x[: self.calls], x[self.calls :] * 2]), 8),
+    "as a shift": (lambda self, x: x.roll(self.calls, 1), 8),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_number_that_changes_with_each_call_is_no_reason_to_capture_anew(use):
+    function, most = USES[use]
+    made: list[Counting] = []
+
+    def make() -> nn.Module:
+        made.append(Counting(function))
+        return made[-1]
+
+    counted = []
+
+    def loop(model: nn.Module) -> Any:
+        log = simple_loop(rows, steps=8)(model)
+        targets = targets_of(model)
+        counted.append(0 if targets is None else targets.session.captured_count)
+        return log
+
+    train_both(make, loop)
+    assert [model.calls for model in made] == [8, 8]
+    assert counted[1] <= most
+
+
+class OverwritesLater(nn.Module):
+    """Code between captured graphs overwrites what one of them has read, but needs no more in plain training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        torch._dynamo.graph_break()
+        y = self.last(torch.sigmoid(torch.sigmoid(torch.sigmoid(h))))  # of whose backward each needs only its result
+        torch._dynamo.graph_break()
+        return y + h.mul_(0.5)
+
+
+@pytest.mark.parametrize("budget", ["55%", "70%", "90%"])
+def test_what_is_overwritten_later_is_not_computed_from(budget):
+    train_both(OverwritesLater, simple_loop(rows), budget, on_infeasible="warn")
+
+
+class Returned(nn.Module):
+    """The result of a layer, which for more than two dimensions is a view, and what is made of it."""
+
+    def __init__(self, read: nn.Module) -> None:
+        super().__init__()
+        self.first, self.read = nn.Linear(WIDTH, WIDTH), read
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.first(x.view(4, -1, WIDTH))
+        return self.read(h), h
+
+
+def changed_in_place(results: tuple[Tensor, Tensor]) -> Tensor:
+    with torch.no_grad():
+        results[1].mul_(3)
+    return results[0].square().mean()
+
+
+@pytest.mark.parametrize("budget", ["50%", "100%"])
+def test_results_that_plain_training_reads_no_more_may_be_changed_in_place(budget):
+    def make() -> nn.Module:
+        return Returned(nn.Sequential(nn.Sigmoid(), nn.Sigmoid(), nn.Sigmoid(), nn.Linear(WIDTH, WIDTH)))
+
+    train_both(make, simple_loop(rows, loss_of=changed_in_place), budget)
+
+
+def test_a_change_in_place_of_what_the_backward_reads_is_an_error():
+    planned = hiremate(Returned(nn.Linear(WIDTH, WIDTH)), "100%", verbose=False)
+    for index in range(3):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            changed_in_place(planned(rows(index))).backward()
+
+
+def test_what_only_absent_gradients_need_may_be_changed_in_place():
+    def loss_of(results: tuple[Tensor, Tensor]) -> Tensor:
+        results[1].relu_()
+        return results[1].square().mean()
+
+    train_both(lambda: Returned(nn.Linear(WIDTH, WIDTH)), simple_loop(rows, loss_of=loss_of), "100%")

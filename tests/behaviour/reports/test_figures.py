@@ -1,0 +1,154 @@
+"""What pictures show: the bytes are the simulator's, the curve is the solvers'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+
+from hiremate_lightning.planning.plan import Plan
+from hiremate_lightning.planning.solvers.base import Problem, Solution, Status
+from hiremate_lightning.planning.solvers.curve import Curve
+from hiremate_lightning.reporting.figures import (
+    BUDGET,
+    OTHER,
+    RESIDENT,
+    DrawnStep,
+    frontier_of,
+    plain_run,
+    planned_run,
+    resident_bands,
+    short_source,
+)
+from hiremate_lightning.reporting.frontier_svg import frontier_svg
+from hiremate_lightning.reporting.lifetimes import Band
+from tests.tiny import KB, blocks_plan, mixed_plan
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("run_of", [plain_run, planned_run])
+def test_drawn_bands_add_up_to_the_simulated_bytes(run_of: Callable[[Plan], DrawnStep]):
+    run = run_of(mixed_plan(3))
+    drawn = [sum(sizes) for sizes in zip(*run.bands.values(), strict=True)]
+    assert drawn == [moment.peak_bytes for moment in run.simulation.timeline]
+
+
+def test_a_run_ends_when_the_simulated_step_does():
+    run = planned_run(mixed_plan(3))
+    assert run.starts_ms[0] == 0
+    assert run.starts_ms[-1] == pytest.approx(run.simulation.time_ms)
+
+
+def test_resident_bytes_are_split_as_far_as_they_were_counted():
+    plan = replace(mixed_plan(2), resident_parts=(("parameters", 900 * KB), ("buffers", 0), ("batch", 100 * KB)))
+    assert [(name, size) for name, _, size in resident_bands(plan)] == [
+        ("parameters, resident", 900 * KB),
+        ("batch, resident", 100 * KB),
+        (OTHER, 1_000 * KB),
+    ]
+
+
+@pytest.mark.parametrize("parts", [(), (("parameters", 9_000 * KB),)])
+def test_parts_that_do_not_add_up_are_not_shown(parts: tuple[tuple[str, int], ...]):
+    found = [(name, size) for name, _, size in resident_bands(replace(mixed_plan(2), resident_parts=parts))]
+    assert found == [(RESIDENT, 2_000 * KB)]
+
+
+def test_runs_know_what_they_recompute():
+    plan = mixed_plan(2)
+    planned, plain = planned_run(plan), plain_run(plan)
+    again = [i for i in range(len(planned.simulation.timeline)) if planned.is_again(i)]
+    nodes = tuple(planned.simulation.timeline[i].node for i in again)
+    assert nodes == plan.schedule.recomputed(plan.graph)
+    assert not any(plain.is_again(i) for i in range(len(plain.simulation.timeline)))
+
+
+@pytest.mark.parametrize(
+    ("source", "short"),
+    [("/a/b/c/d.py:3", "b/c/d.py:3"), ("d.py:3", "d.py:3"), ("", ""), ("C:\\a\\b\\c.py:1", "a/b/c.py:1")],
+)
+def test_a_source_line_keeps_the_end_of_its_path(source: str, short: str):
+    assert short_source(source) == short
+
+
+# ---------------------------------------------------------------- budget against time
+
+
+def solution(peak_bytes: int, recompute_ms: float, bound_ms: float = 0.0) -> Solution:
+    return Solution("hilp", Status.FEASIBLE, ((),), recompute_ms, peak_bytes, bound_ms)
+
+
+def curve_of(plan: Plan) -> Curve:
+    """Two schedules beside the plan's, and bounds for two budgets."""
+    least, most = plan.planned.peak_bytes // 2, plan.unplanned.peak_bytes
+    points = (solution(least, 30.0), solution(most, 0.0))
+    return Curve(Problem(plan.graph, plan.profile, 0), points, ((least, 5.0), (most, 0.0)))
+
+
+def test_the_frontier_falls_from_the_least_memory_to_plain_training():
+    plan = blocks_plan(4)
+    found = frontier_of(plan, curve_of(plan)).found
+    assert [size for size, _ in found] == sorted(size for size, _ in found)
+    assert [extra for _, extra in found] == sorted((extra for _, extra in found), reverse=True)
+    assert found[-1] == (plan.unplanned_peak_bytes, 0)
+
+
+def test_the_plan_is_on_the_frontier_as_predicted():
+    plan = blocks_plan(4)
+    frontier = frontier_of(plan, curve_of(plan))
+    assert frontier.planned == pytest.approx((plan.planned_peak_bytes, plan.predicted_overhead))
+    assert frontier.planned in frontier.found
+
+
+def test_a_bound_holds_for_every_smaller_budget():
+    plan = blocks_plan(4)
+    step_ms = plan.unplanned.time_ms
+    proven = plan.solution.bound_ms / step_ms
+    assert proven > 5.0 / step_ms  # the plan's bound is better than the one known for less memory
+    assert [extra for _, extra in frontier_of(plan, curve_of(plan)).bounds] == pytest.approx([proven, proven, 0.0])
+
+
+def test_no_bound_is_above_a_schedule():
+    plan = blocks_plan(4)
+    frontier = frontier_of(plan, curve_of(plan))
+    for budget, bound in frontier.bounds:
+        fitting = [extra for size, extra in frontier.found if size <= budget]
+        assert not fitting or bound <= min(fitting) + 1e-9
+
+
+def test_what_was_measured_is_where_it_was_measured():
+    plan = blocks_plan(4).with_measured(peak_bytes=3 * MIB, step_ms=110.0, recompute_ms=10.0)
+    assert frontier_of(plan, curve_of(plan)).measured == (3 * MIB, 0.1)
+
+
+def test_what_was_not_measured_is_left_out():
+    plan = blocks_plan(4).with_measured(peak_bytes=3 * MIB)
+    assert frontier_of(plan, curve_of(plan)).measured is None
+
+
+def test_the_picture_of_the_frontier_marks_the_plan_at_its_place():
+    plan = blocks_plan(4).with_measured(peak_bytes=3 * MIB, step_ms=110.0, recompute_ms=10.0)
+    frontier = frontier_of(plan, curve_of(plan))
+    picture = ElementTree.fromstring(frontier_svg(plan, frontier, 800))
+    words = ["".join(text.itertext()) for text in picture.iterfind("{*}text")]
+    circles = [c.attrib for c in picture.iterfind("{*}circle") if c.attrib.get("fill") == BUDGET]
+    others = [c.attrib for c in picture.iterfind("{*}circle") if c.attrib["r"] == "3"]
+    assert len(circles) == 1
+    assert (circles[0]["cx"], circles[0]["cy"]) in [(c["cx"], c["cy"]) for c in others]
+    assert [float(c["cx"]) for c in others] == sorted(float(c["cx"]) for c in others)
+    assert {"extra time, %", "budget, MiB", "\u2715 this plan, measured"} <= set(words)
+
+
+def test_a_gradient_in_the_memory_of_a_value_is_drawn_once():
+    plan = mixed_plan(2)
+    run = planned_run(plan)
+    node = next(m.node for m in run.simulation.timeline if m.node in plan.graph.backward)
+    workspaces = [-1000 if i == node else 0 for i in range(len(plan.graph.nodes))]
+    taking = replace(plan, profile=replace(plan.profile, workspace_bytes=tuple(workspaces)))
+    run = planned_run(taking)
+    assert Band.WORKSPACE not in run.bands
+    drawn = [sum(sizes[i] for sizes in run.bands.values()) for i in range(len(run.simulation.timeline))]
+    assert drawn == [moment.peak_bytes for moment in run.simulation.timeline]

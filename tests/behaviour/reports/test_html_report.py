@@ -1,0 +1,282 @@
+"""The HTML report: its tables and its numbers, and in a real browser the figures."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from hiremate_lightning.errors import ConfigurationError
+from hiremate_lightning.records.graph import StorageKind
+from hiremate_lightning.reporting.html_report import write_html
+from hiremate_lightning.reporting.plan_summary import batch_words
+from tests.tiny import Builder, blocks_plan, mixed_plan, plan_keeping
+
+BROWSER = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+NEEDS_BROWSER = pytest.mark.skipif(BROWSER is None, reason="no chromium on the path")
+
+
+class _Reader(HTMLParser):
+    """Collects the cells of tables, row by row, the addresses that tags name, and the JSON."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.addresses: list[str] = []
+        self.ids: list[str] = []
+        self.title = ""
+        self.numbers = ""
+        self._inside = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.addresses += [value for name in ("src", "href") if (value := found.get(name))]
+        self.ids += [value] if (value := found.get("id")) else []
+        self._inside = (
+            "plan" if found.get("id") == "plan" else tag if tag in ("td", "th", "title", "script") else self._inside
+        )
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("td", "th", "title", "script"):
+            self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside in ("td", "th"):
+            self.rows[-1][-1] += data
+        elif self._inside == "plan":
+            self.numbers += data
+        elif self._inside == "title" and not self.rows:
+            self.title = self.title or data
+
+
+def read(path: Path) -> _Reader:
+    reader = _Reader()
+    reader.feed(path.read_text(encoding="utf-8"))
+    return reader
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    plan = mixed_plan(4).with_measured(peak_bytes=4_600_000, step_ms=60.0, recompute_ms=4.0)
+    return write_html(plan, tmp_path / "plan.html", curve_limit_s=2.0)
+
+
+def test_what_was_predicted_stands_beside_what_was_measured(page: Path):
+    rows = read(page).rows
+    assert rows[:3] == [
+        ["", "predicted", "measured"],
+        ["Peak memory", "4.67 MiB", "4.39 MiB"],
+        ["Extra time", "+12.3%", "+7.1%"],
+    ]
+
+
+def test_what_was_not_measured_says_so(tmp_path: Path):
+    rows = read(write_html(mixed_plan(2), tmp_path / "plan.html", curve_limit_s=0)).rows
+    assert [row[2] for row in rows[1:5]] == ["not yet"] * 4
+
+
+def test_equal_blocks_share_a_row_and_the_last_row_is_the_sum(page: Path):
+    rows = read(page).rows
+    assert ["net.blocks.0-3 \u00d74", "1.77 MiB", "1.46 MiB", "10/32", "+6.4 ms", ""] in rows
+    assert ["all", "1.80 MiB", "1.59 MiB", "12/35", "+6.6 ms", ""] in rows
+
+
+def test_blocks_planned_differently_have_a_bar_each(page: Path):
+    text = page.read_text(encoding="utf-8")
+    row = text[text.index("net.blocks.0-3") :]
+    row = row[: row.index("</tr>")]
+    assert re.findall(r'title="(\d+)% kept"', row) == ["100", "100", "9", "9"]
+
+
+def test_what_fills_the_peak_adds_up_to_it(tmp_path: Path):
+    b = Builder()
+    saved = [b.op(f"a{i}", (), 1_024_000 * (i + 1)) for i in range(3)]
+    b.op("g", tuple(saved), 1_024_000, backward=True, workspace=512_000)
+    graph, profile = b.graph()
+    plan = plan_keeping(graph, profile, ["a0", "a1", "a2"], resident_bytes=2_048_000)
+    rows = read(write_html(plan, tmp_path / "plan.html", curve_limit_s=0)).rows
+    start = rows.index(["what", "bytes", "made by", "module", "source"])
+    assert [row[:3] for row in rows[start + 1 :]] == [
+        ["resident before the step", "1.95 MiB", ""],
+        ["workspace", "500 KiB", "tiny.g"],
+        ["saved activations", "2.93 MiB", "tiny.a2"],
+        ["saved activations", "1.95 MiB", "tiny.a1"],
+        ["saved activations", "1000 KiB", "tiny.a0"],
+        ["gradients", "1000 KiB", "tiny.g"],
+        ["all", "9.28 MiB", ""],
+    ]
+
+
+def test_the_page_holds_the_numbers_of_the_plan(tmp_path: Path):
+    plan = replace(mixed_plan(2), target="</script><b>")
+    found = read(write_html(plan, tmp_path / "plan.html", curve_limit_s=0))
+    assert json.loads(found.numbers).items() >= plan.to_dict().items()
+    assert found.title == "HiRemate plan of </script><b>"
+
+
+def test_the_page_names_no_address(page: Path):
+    assert read(page).addresses == []
+
+
+def test_other_budgets_can_be_left_out(tmp_path: Path):
+    assert "frontier" not in read(write_html(mixed_plan(2), tmp_path / "plan.html", curve_limit_s=0)).ids
+
+
+def above(page: Path) -> list[str]:
+    """Give the verdict, and the line below it, as text."""
+    text = page.read_text(encoding="utf-8")
+    return [re.search(rf'id="{name}"[^>]*>(.*?)</p>', text)[1] for name in ("verdict", "facts")]
+
+
+def test_a_verdict_in_one_sentence_stands_above_all(page: Path):
+    assert above(page)[0] == (
+        "GPT trains in 4.39 MiB (measured) instead of 5.48 MiB, within its budget of 4.76 MiB, "
+        "for +7.1% time measured, +12.3% predicted."
+    )
+
+
+def test_the_page_says_with_what_it_was_made_and_when(page: Path):
+    facts = above(page)[1].split(" \u00b7 ")
+    assert facts[-3].startswith("hiremate-lightning ")
+    assert facts[-2].startswith("Python 3.")
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d UTC", facts[-1])
+
+
+def test_a_verdict_on_a_plan_over_its_budget_says_so(tmp_path: Path):
+    plan = blocks_plan(2)
+    over = replace(plan, budget_bytes=plan.planned_peak_bytes - 2**20)
+    page = write_html(over, tmp_path / "p.html", curve_limit_s=0)
+    assert "1.00 MiB MORE than its budget" in above(page)[0]
+    assert '<p id="verdict" class=over>' in page.read_text(encoding="utf-8")
+
+
+def test_what_a_step_is_given_is_named():
+    b = Builder()
+    b.op("g", (b.op("a", (b.input("x", 64, StorageKind.INPUT),), 10),), 1, backward=True)
+    graph, profile = b.graph()
+    given = replace(graph.tensors[graph.inputs[0]], shape=(8, 64), dtype="int64")
+    graph = replace(graph, tensors=tuple(given if t.name == given.name else t for t in graph.tensors))
+    assert batch_words(plan_keeping(graph, profile, ["a"])) == "8 x 64 int64"
+
+
+def test_a_plan_over_its_budget_says_so(tmp_path: Path):
+    plan = blocks_plan(2)
+    over = replace(plan, budget_bytes=plan.planned_peak_bytes - 2**20)
+    assert "(1.00 MiB OVER the budget)" in write_html(over, tmp_path / "p.html", curve_limit_s=0).read_text("utf-8")
+
+
+def test_estimates_are_called_estimates(tmp_path: Path):
+    plan = mixed_plan(2)
+    plan = replace(plan, profile=replace(plan.profile, device="estimate"))
+    assert "estimated from operation counts" in write_html(plan, tmp_path / "p.html", curve_limit_s=0).read_text(
+        "utf-8"
+    )
+
+
+def test_a_missing_folder_raises_before_anything_is_solved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hiremate_lightning.reporting.html_report.curve", None)  # not called
+    with pytest.raises(ConfigurationError, match=r"There is no folder '.*nowhere' to write plan.html to"):
+        write_html(mixed_plan(2), tmp_path / "nowhere" / "plan.html")
+
+
+def test_the_none_of_a_model_without_a_plan_is_no_page(tmp_path: Path):
+    with pytest.raises(
+        ConfigurationError, match=r"Expected a plan to write, found NoneType. get_plan\(model\) returns"
+    ):
+        write_html(None, tmp_path / "plan.html")  # type: ignore[arg-type]
+
+
+def test_the_page_is_small_and_dark_where_the_screen_is(page: Path):
+    text = page.read_text(encoding="utf-8")
+    assert len(text) < 200_000
+    assert text.count("@media (prefers-color-scheme: dark)") == 3  # the page and its two pictures
+
+
+def test_each_table_and_picture_scrolls_by_itself(page: Path):
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<table") + text.count("<svg") == text.count('<div class="wide"') == 5
+
+
+def test_each_operation_of_both_runs_is_there_for_the_pointer(page: Path):
+    found = re.search(r'id="steps">(.*?)</script>', page.read_text(encoding="utf-8"))
+    assert found is not None
+    steps, plan = json.loads(found[1]), mixed_plan(4)
+    for run, simulation in zip(steps["runs"], (plan.unplanned, plan.planned), strict=True):
+        assert [step[2] for step in run["steps"]] == [moment.peak_bytes for moment in simulation.timeline]
+        assert all(step[2] == sum(step[3:]) for step in run["steps"])
+    assert sum(step[1] for step in steps["runs"][1]["steps"]) == len(plan.schedule.recomputed(plan.graph))
+    assert steps["nodes"][1] == ["tiny.qkv0", "forward", "net.blocks.0.attn", "", "1 ms"]
+
+
+def test_names_can_not_be_markup(tmp_path: Path):
+    b = Builder(module="<script>alert(1)</script>")
+    b.op("g", (b.op("a", (), 10),), 1, backward=True, op="<b>")
+    graph, profile = b.graph()
+    path = write_html(plan_keeping(graph, profile, ["a"]), tmp_path / "plan.html", curve_limit_s=0)
+    assert "<script>alert" not in path.read_text("utf-8")
+
+
+# ---------------------------------------------------------------- in a browser
+
+
+def browse(path: Path, profile: Path, width: int = 1200) -> tuple[str, list[str]]:
+    """Open a page from disk; give the document after its scripts have run, and what they wrote to the console."""
+    assert BROWSER is not None
+    quiet = ("gpu", "quic", "background-networking", "component-update", "sync", "dev-shm-usage", "extensions")
+    command = [BROWSER, "--headless", "--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in quiet)]
+    command += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={profile}", "--virtual-time-budget=20000"]
+    command += [f"--window-size={width},900"]
+    command += ["--enable-logging=stderr", "--v=0", "--dump-dom", path.resolve().as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return done.stdout, [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+
+
+@NEEDS_BROWSER
+@pytest.mark.slow
+def test_the_page_says_what_runs_under_the_pointer(page: Path, tmp_path: Path):
+    """The arrow keys walk from the first operation of the planned step, the pointer chooses any of the plain one."""
+    text = page.read_text(encoding="utf-8")
+    walk = "picture.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight'})); console.log(note.textContent);"
+    point = (
+        "const box = picture.getBoundingClientRect();"
+        "const event = {clientX: box.left + box.width / 2, clientY: box.top + 60};"
+        "picture.dispatchEvent(new PointerEvent('pointermove', event)); console.log(note.textContent);"
+    )
+    page.write_text(text.replace("</body>", f"<script>{walk}{point}</script></body>"), encoding="utf-8")
+    _, console = browse(page, tmp_path / "profile")
+    walked, pointed = console
+    assert "tiny.qkv0, forward, 1 ms" in walked
+    assert ", backward, " in pointed
+
+
+@NEEDS_BROWSER
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [400, 1200])
+def test_the_page_is_no_wider_than_the_screen(page: Path, tmp_path: Path, width: int):
+    """Figures and tables shrink, or scroll within themselves; nothing is empty under the figure."""
+    text = page.read_text(encoding="utf-8")
+    look = "console.log([document.documentElement.scrollWidth <= innerWidth, note.offsetHeight < 80].join());"
+    page.write_text(text.replace("</body>", f"<script>{look}</script></body>"), encoding="utf-8")
+    _, console = browse(page, tmp_path / "profile", width)
+    assert '"true,true"' in console[0]
+
+
+@NEEDS_BROWSER
+@pytest.mark.slow
+def test_an_error_on_a_page_would_be_seen(tmp_path: Path):
+    page = tmp_path / "bad.html"
+    page.write_text("<!doctype html><script>nowhere.to.be.found()</script>")
+    _, console = browse(page, tmp_path / "profile")
+    assert "nowhere is not defined" in "".join(console)

@@ -1,0 +1,144 @@
+"""Each plan is told once, and a budget does not change without a word."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from hiremate_lightning import hiremate
+from hiremate_lightning.planning.plan import Plan
+from hiremate_lightning.reporting.report import Reporter
+from hiremate_lightning.sessions.plan_reports import PlanReports
+from hiremate_lightning.sessions.step_kind import StepKind
+from tests.behaviour.reports.test_report import blocks_plan
+
+STATE = ("optimizer state", 2**18)
+
+
+@pytest.fixture
+def kind() -> StepKind:
+    return StepKind((0,))
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+@pytest.fixture
+def reports(console: Console) -> PlanReports:
+    return PlanReports(Reporter(console=console))
+
+
+def said(console: Console) -> list[str]:
+    lines = console.file.getvalue().splitlines()
+    console.file.truncate(0)
+    console.file.seek(0)
+    return [line for line in lines if ", more: " not in line]
+
+
+def measured(plan: Plan, peak_bytes: int) -> Plan:
+    return plan.with_measured(peak_bytes=peak_bytes, step_ms=10.0, recompute_ms=1.0)
+
+
+def test_a_measurement_is_said_once(reports: PlanReports, console: Console, kind: StepKind):
+    plan = blocks_plan(2)
+    for peak_bytes in (1000, 1001):
+        reports.measured(kind, measured(plan, peak_bytes))
+    assert len(said(console)) == 1
+
+
+def test_a_measurement_above_the_budget_is_said_again(reports: PlanReports, console: Console, kind: StepKind):
+    plan = blocks_plan(2)
+    for peak_bytes in (1000, plan.budget_bytes + 1, plan.budget_bytes + 2):
+        reports.measured(kind, measured(plan, peak_bytes))
+    assert [("OVER the budget" in line) for line in said(console)] == [False, True]
+
+
+def test_a_new_plan_is_measured_anew(reports: PlanReports, console: Console, kind: StepKind):
+    for plan in (blocks_plan(2), blocks_plan(4)):
+        reports.measured(kind, measured(plan, 1000))
+    assert len(said(console)) == 2
+
+
+def test_a_budget_that_changes_comes_with_its_reason(reports: PlanReports, console: Console, kind: StepKind):
+    plan = blocks_plan(2)
+    reports.planned(kind, plan)
+    said(console)
+    more = plan.changed(budget_bytes=plan.budget_bytes + STATE[1], resident_parts=(*plan.resident_parts, STATE))
+    for _ in range(2):
+        reports.kept(kind, more)
+    (line,) = said(console)
+    assert line.startswith("HiRemate plan of GPT: budget ")
+    assert line.endswith(", since 256 KiB of optimizer state came, and a share is of what a step adds to that")
+
+
+def test_a_plan_that_is_made_again_comes_with_its_reason(reports: PlanReports, console: Console, kind: StepKind):
+    plan = blocks_plan(2)
+    reports.planned(kind, plan)
+    reports.planned(kind, plan.changed(resident_parts=(*plan.resident_parts, STATE)))
+    assert said(console)[1] == "HiRemate plan of GPT is made again, since 256 KiB of optimizer state came"
+
+
+def test_another_budget_that_was_asked_for_needs_no_reason(capsys: pytest.CaptureFixture[str]):
+    model = hiremate(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), "100%")
+    for _ in range(2):
+        model(torch.randn(64, 8)).square().mean().backward()
+    hiremate(model, "1 GiB")
+    assert "since" not in capsys.readouterr().err
+
+
+def test_a_share_that_grows_by_the_optimizers_state_says_so(capsys: pytest.CaptureFixture[str]):
+    """The optimizer steps for the first time after the plan was made, as where gradients are accumulated."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    hiremate(model, "60%")
+    for index in range(6):
+        model(torch.randn(512, 64)).square().mean().backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    said = re.findall(r"budget \S+ MiB -> \S+ MiB, since 260 KiB of optimizer state came", capsys.readouterr().err)
+    assert len(said) == 1
+
+
+def test_ten_steps_say_three_lines(capsys: pytest.CaptureFixture[str]):
+    """The peak is measured again now and then, and differs by some bytes: that is no news."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    hiremate(model, "60%")
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(torch.randn(512, 64)).square().mean().backward()
+        optimizer.step()
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("HiRemate plan")]
+    assert [line.split(" ")[3] for line in lines] == ["Sequential:", "Sequential,", "Sequential,"]
+
+
+def test_the_advice_runs_as_it_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Both what shows the table and what writes the page; for torch.compile see `test_compile_backend`."""
+    monkeypatch.chdir(tmp_path)
+
+    def train(full: str = "") -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+        exec(f"hiremate(model, '100%', {full})", {"hiremate": hiremate, "model": model})
+        for _ in range(5):
+            model.zero_grad()
+            model(torch.randn(64, 8)).square().mean().backward()
+        return model
+
+    model = train()
+    said = re.search(r"more: (.*) shows a table; (.*) writes a page", capsys.readouterr().err)
+    assert said is not None
+    exec(said[2], {"model": model})
+    assert (tmp_path / "plan.html").stat().st_size
+    train(said[1])
+    assert "| module " in capsys.readouterr().err

@@ -1,0 +1,373 @@
+"""Who sees what of a plan: terminals, pipes, logs, and ranks."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import rich
+import torch.distributed
+from rich.console import Console
+from tqdm import tqdm
+
+from hiremate_lightning.planning.plan import PlanningTime, measured_line, planned_lines
+from hiremate_lightning.reporting import report
+from hiremate_lightning.reporting.report import Reporter, calls_for, is_rank_zero
+from tests.tiny import blocks_plan, mixed_plan
+
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+TERMINAL_VARIABLES = ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
+
+
+@pytest.fixture(autouse=True)
+def _one_process_without_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*RANK_VARIABLES, *TERMINAL_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(rich, "_console", None)
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    """The package's logger, as if nobody had set up logging: pytest's own handlers are out of its sight."""
+    logger = logging.getLogger("hiremate_lightning")
+    before = logger.level, logger.propagate, logger.handlers[:]
+    logger.propagate = False
+    logger.handlers.clear()
+    yield logger
+    logger.level, logger.propagate, logger.handlers[:] = before
+    logger.setLevel(before[0])
+
+
+def terminal() -> Console:
+    return Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+
+
+def written(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def assert_is_table(lines: list[str]) -> None:
+    """See that lines are the table of a plan of GPT, in ASCII."""
+    assert lines[0].startswith("+- HiRemate plan of GPT -")
+    assert any(line.startswith("| net.blocks.0-3 x4 ") for line in lines)
+    assert len({len(line) for line in lines}) == 1
+    assert "".join(lines).isascii()
+
+
+def show_all(reporter: Reporter) -> None:
+    plan = mixed_plan().with_measured(peak_bytes=4_000_000)
+    with reporter.stage("tracing"):
+        reporter.progress("operations", 1, 2)
+    reporter.planned(plan)
+    reporter.measured(plan)
+    reporter.note("a note")
+
+
+def test_three_lines_by_default():
+    console = terminal()
+    reporter = Reporter(console=console)
+    for plan in (blocks_plan(4), blocks_plan(2)):
+        reporter.planned(plan)
+        reporter.measured(plan.with_measured(peak_bytes=4_000_000))
+    large, small = blocks_plan(4), blocks_plan(2)
+    assert written(console).splitlines() == [
+        planned_lines(large)[0],
+        measured_line(large.with_measured(peak_bytes=4_000_000)),
+        'HiRemate plan of GPT, more: verbose="full" shows a table; '
+        'from hiremate_lightning import get_plan, write_html; write_html(get_plan(model), "plan.html") writes a page',
+        planned_lines(small)[0],
+        measured_line(small.with_measured(peak_bytes=4_000_000)),
+    ]
+
+
+def test_the_page_is_written_to_the_folder_of_the_run(tmp_path: Path):
+    console, plan = terminal(), blocks_plan(2).with_measured(peak_bytes=4_000_000)
+    reporter = Reporter(console=console)
+    reporter.folder = tmp_path / "version_0"
+    reporter.planned(plan)
+    assert not reporter.folder.exists()
+    reporter.measured(plan)
+    page = tmp_path / "version_0" / "hiremate_plan.html"
+    assert f"more: {page}" in written(console).replace("\n", "")
+    assert page.is_file()
+
+
+def test_a_folder_that_cannot_be_written_costs_the_page_only(tmp_path: Path):
+    console, plan = terminal(), blocks_plan(2)
+    (tmp_path / "file").write_text("")
+    reporter = Reporter(console=console)
+    reporter.folder = tmp_path / "file" / "version_0"
+    reporter.measured(plan)
+    assert 'more: verbose="full"' in written(console)
+
+
+def test_what_would_save_memory_is_said():
+    console, plan = terminal(), blocks_plan(2)
+    Reporter(console=console).planned(replace(plan, budget_bytes=plan.resident_bytes + 1))
+    assert "of the budget exist before the step (weights, optimizer state, batch)" in written(console)
+
+
+class FakeFile(io.StringIO):
+    """A stream that says what it is."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self.is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+def screen(text: str) -> list[str]:
+    """What a terminal shows of a text: a carriage return writes over the line."""
+    lines = []
+    for line in text.split("\n"):
+        cells: list[str] = []
+        for part in line.split("\r"):
+            cells[: len(part)] = part
+        lines.append("".join(cells).rstrip())
+    return lines
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_message_under_a_bar_of_tqdm_is_a_line_of_its_own(is_terminal: bool):
+    stream = FakeFile(is_terminal)
+    console = Console(file=stream, width=200, force_terminal=is_terminal, color_system=None)
+    with tqdm(total=2, file=stream, ncols=60, desc="epoch", mininterval=0) as bar:
+        bar.update()
+        Reporter(console=console).note("a message")
+        bar.update()
+    lines = screen(stream.getvalue())
+    assert "a message" in lines
+    assert "" not in lines[:-1]
+    assert any(line.startswith("epoch: 100%") for line in lines)
+
+
+def test_stages_run_where_the_bar_was_and_the_bar_comes_back():
+    stream = FakeFile(True)
+    console = Console(file=stream, width=80, force_terminal=True, color_system=None)
+    with tqdm(total=2, file=stream, ncols=60, desc="epoch", mininterval=0) as bar:
+        bar.update()
+        with Reporter(console=console).stage("tracing"):
+            pass
+        shown = stream.getvalue()
+    before, _, after = shown.partition("HiRemate: tracing")
+    last = screen(re.sub(r"\x1b\[[?\d]*[a-zA-Z]", "", before))[-1]
+    assert not re.search(r"\w", last), last
+    assert "epoch:  50%" in after
+
+
+def test_a_long_stage_is_named_where_no_progress_is_drawn(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(report, "LONG_S", 0.01)
+    console = Console(file=io.StringIO(), width=80)
+    with Reporter(console=console).stage("solving"):
+        time.sleep(0.2)
+    first, second = written(console).splitlines()[:2]
+    assert first == "HiRemate: still solving, after 0.01 s"
+    assert second == "HiRemate: still solving, after 0.02 s"
+
+
+def test_a_long_wait_is_said_before_it_and_explained_after_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(report, "LONG_S", 5.0)
+    console = terminal()
+    reporter = Reporter(console=console)
+    reporter.expect("GPT", 4.0)
+    assert written(console) == ""
+    reporter.expect("GPT", 37.0)
+    long = blocks_plan(2).changed(planning=PlanningTime(capture_s=30.0, prove_s=3.0, solve_s=4.0))
+    for _ in range(2):
+        reporter.planned(long)
+    said = written(console).splitlines()
+    assert said[0].startswith("HiRemate: the first two steps of GPT take about 35 s longer than later ones")
+    assert said[2] == "  planned in 37 s: tracing 30 s, proving 3 s, solving 4 s"
+    assert len(said) == 4
+
+
+def test_a_terminal_gets_progress_then_the_table_then_lines():
+    console = terminal()
+    show_all(Reporter("full", console=console))
+    text = written(console)
+    shown = ("HiRemate: tracing", "╭─ HiRemate plan of GPT", "HiRemate plan of GPT, measured: peak 3.81 MiB", "a note")
+    places = [text.index(words) for words in shown]
+    assert places == sorted(places)
+    assert text.endswith("a note\n")
+
+
+def test_plans_of_smaller_steps_than_one_that_was_shown_get_a_line():
+    console = terminal()
+    reporter = Reporter("full", console=console)
+    small, large = blocks_plan(2), blocks_plan(4)
+    assert small.unplanned_peak_bytes < large.unplanned_peak_bytes
+    for plan in (small, large, small, large):
+        reporter.planned(plan)
+    assert written(console).count("╭─") == 3
+    assert written(console).count(planned_lines(small)[0]) == 1
+
+
+def test_a_console_that_is_no_terminal_gets_ascii_and_no_progress():
+    console = Console(file=io.StringIO(), width=40)
+    show_all(Reporter("full", console=console))
+    plan = mixed_plan().with_measured(peak_bytes=4_000_000)
+    more = f"HiRemate plan of GPT, more: {calls_for()}"
+    *table, measured, page, note = written(console).splitlines()
+    assert_is_table(table)
+    assert [measured, page, note] == [measured_line(plan), more, "a note"]
+
+
+def test_silence_on_request():
+    console = terminal()
+    show_all(Reporter(verbose=False, console=console))
+    assert written(console) == ""
+
+
+def test_silence_on_other_ranks(monkeypatch: pytest.MonkeyPatch):
+    console = terminal()
+    monkeypatch.setenv("RANK", "1")
+    show_all(Reporter(console=console))
+    assert written(console) == ""
+
+
+def test_silence_reaches_the_log_and_standard_error(
+    logger: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    show_all(Reporter(verbose=False))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    show_all(Reporter())
+    assert capsys.readouterr() == ("", "")
+
+
+def test_without_terminal_and_logging_lines_go_to_standard_error(
+    logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+):
+    Reporter("full").planned(blocks_plan(4))
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert_is_table(err.splitlines())
+
+
+def test_without_terminal_lines_go_to_the_log_where_it_takes_them(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+):
+    with caplog.at_level(logging.INFO, "hiremate_lightning"):
+        Reporter("full").planned(blocks_plan(4))
+    assert_is_table(caplog.messages)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_log_that_was_never_asked_for_such_lines_does_not_swallow_them(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+):
+    assert logging.getLogger("hiremate_lightning").level == logging.NOTSET  # and the root's is WARNING
+    Reporter().note("seen")
+    assert capsys.readouterr().err == "seen\n"
+    assert caplog.messages == []
+
+
+def test_a_logger_set_to_warnings_silences_the_lines(logger: logging.Logger, capsys: pytest.CaptureFixture[str]):
+    logger.setLevel(logging.WARNING)
+    Reporter().note("unseen")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_by_default_a_terminal_is_drawn_on_through_the_console_that_all_of_rich_shares(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    console = terminal()
+    monkeypatch.setattr(rich, "_console", console)
+    Reporter().note("shared")
+    assert written(console) == "shared\n"
+
+
+def test_stages_nest_and_vanish_also_when_they_fail():
+    console = terminal()
+    reporter = Reporter(console=console)
+    with pytest.raises(KeyError), reporter.stage("profiling"), reporter.stage("solving"):
+        raise KeyError
+    with reporter.stage("again"):
+        pass
+    text = written(console)
+    assert "HiRemate: solving" in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 2  # the cursor came back both times
+
+
+def test_stages_nest_with_a_progress_bar_that_is_already_there():
+    from rich.progress import Progress
+
+    console = terminal()
+    with Progress(console=console) as bar:
+        bar.add_task("epoch 0")
+        with Reporter(console=console).stage("tracing"):
+            pass
+    assert "epoch 0" in written(console)
+
+
+@pytest.mark.parametrize(("total", "shown"), [(20, "3/20 operations"), (None, "operations")])
+def test_progress_counts_within_its_stage(total: int | None, shown: str):
+    console = terminal()
+    reporter = Reporter(console=console)
+    with reporter.stage("profiling"):
+        reporter.progress("operations", 3, total)
+    last = written(console).rpartition("HiRemate: profiling")[2]
+    assert f" {shown}" in last
+    assert ("/" in last) is (total is not None)
+
+
+@pytest.mark.parametrize(
+    ("best_ms", "bound_ms", "shown"),
+    [
+        (math.inf, 4.0, "none found, at least +4.0%"),
+        (10.0, 4.5, "extra time +10.0%, gap 5.0%"),
+        (4.0, 4.0, "extra time +4.0%, gap 0.0%"),
+    ],
+)
+def test_a_solve_shows_its_best_plan_and_how_good_it_is_proven_to_be(best_ms: float, bound_ms: float, shown: str):
+    console = terminal()
+    reporter = Reporter(console=console)
+    with reporter.stage("solving"):
+        reporter.solving(step_ms=100.0)(best_ms, bound_ms)
+    assert shown in written(console)
+
+
+def test_a_step_without_time_has_no_progress_to_show():
+    Reporter(console=terminal()).solving(step_ms=0.0)(1.0, 0.0)
+
+
+def test_progress_outside_of_a_stage_is_nothing():
+    console = terminal()
+    Reporter(console=console).progress("operations", 1, 2)
+    assert written(console) == ""
+
+
+def test_one_process_is_rank_zero():
+    assert is_rank_zero()
+
+
+@pytest.mark.parametrize("name", RANK_VARIABLES)
+def test_the_launcher_says_which_rank_this_is(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(name, "0")
+    assert is_rank_zero()
+    monkeypatch.setenv(name, "1")
+    assert not is_rank_zero()
+
+
+def test_the_global_rank_counts_before_the_local_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RANK", "4")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert not is_rank_zero()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_running_process_group_counts_before_the_environment(rank: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    monkeypatch.setenv("RANK", str(1 - rank))
+    assert is_rank_zero() is (rank == 0)

@@ -1,0 +1,242 @@
+"""The plan drawn in the terminal: what it says, and how it looks at any width."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console, RenderableType
+
+from hiremate_lightning.planning.plan import Plan
+from hiremate_lightning.records.costs import Profile
+from hiremate_lightning.records.graph import OUTSIDE
+from hiremate_lightning.reporting.terminal import ASCII, plan_table, timeline_text
+from tests.tiny import Builder, blocks_plan, flat_plan, mixed_plan, plan_keeping, transformer
+
+TERMINAL_VARIABLES = ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
+
+
+@pytest.fixture(autouse=True)
+def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in TERMINAL_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
+
+def render(what: RenderableType, width: int = 80, **options: Any) -> str:
+    console = Console(file=io.StringIO(), width=width, **options)
+    console.print(what)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+class AsciiFile(io.StringIO):
+    """A stream that can't encode more than ASCII."""
+
+    encoding = "ascii"  # type: ignore[assignment]
+
+
+# ---------------------------------------------------------------- the table
+
+# ruff: noqa: RUF001 - the multiplication sign before a count is what the table shows
+TABLE = """\
+╭─ HiRemate plan of GPT ───────────────────────────────────────────────────────╮
+│ peak      5.48 MiB → 4.67 MiB planned, 4.39 MiB measured                     │
+│ at        net.blocks.3.mlp, backward, tiny.d_down3                           │
+│ budget    4.76 MiB, 1.91 MiB of it resident before the step                  │
+│ time      53.6 ms → 60.2 ms, +12.3% planned, +7.1% measured                  │
+│ solver    hilp: optimal; gap 0.0% (no plan below +12.3%)                     │
+│ planning  1.95 s: tracing 500 ms, profiling 250 ms, solving 1.2 s            │
+│                                                                              │
+│ module                       kept  not kept  recomputed    extra  share kept │
+│ ──────────────────────────────────────────────────────────────────────────── │
+│ net.embed                       ·  62.5 KiB         1/1  +100 us  ░░░░░░░░░░ │
+│ net.blocks.0-3 ×4        1.77 MiB  1.46 MiB       10/32  +6.4 ms  ██▁▁       │
+│   attn                    375 KiB   375 KiB         4/8    +4 ms  ██··       │
+│   mlp                    1000 KiB  1000 KiB        4/12  +2.2 ms  ██··       │
+│   dropout                62.5 KiB         ·           ·        ·  ██████████ │
+│   (itself)                375 KiB   125 KiB         2/8  +200 us  ██▅▅       │
+│ net.norm                        ·  62.5 KiB         1/1  +100 us  ░░░░░░░░░░ │
+│ net.head                        ·         ·           ·        ·             │
+│ outside the plan         31.2 KiB         ·           ·        ·  ██████████ │
+│                                                                              │
+│ all                      1.80 MiB  1.59 MiB       12/35  +6.6 ms  █████░░░░░ │
+│ ·▅█  equal modules planned differently, the share kept in each               │
+│                                                                              │
+│           █ planned   ░ unplanned   ─ budget   ━ recomputing                 │
+│ 5.48 MiB │                   ░░░░░░░                                         │
+│          │                ░░░░░░░░░░░░░░                                     │
+│ 4.76 MiB │────────────────────────────────────────────────────────────────── │
+│          │             ░░░░░░░░░░░░░▇▇▇░░░░░░   ▃▇▇▇                         │
+│          │          ░░▁▅▂▂▂▆▆▃▃▃▁▂▃▇███▇▇▇▅▅▃▃▃▆████▆▆▄▄▂▂▂▂▂                │
+│          │        ▃▇█████████████████████████████████████████▂▂              │
+│          │    ▁▁▃▆███████████████████████████████████████████████▆▆▆▆▆       │
+│          │  ▁▆████████████████████████████████████████████████████████▅▅▃▃▂▂ │
+│          │▅▆████████████████████████████████████████████████████████████████ │
+│ 1.91 MiB ┴────────────────────┴──━━━━────────━━━━─────────────────────────── │
+│           forward 18.8 ms       backward 41.4 ms                             │
+╰──────────────────────────────────────────────────────────────────────────────╯
+"""
+
+
+def test_the_table_at_80_columns_is_exactly_this():
+    plan = mixed_plan(4).with_measured(peak_bytes=4_600_000, step_ms=60.0, recompute_ms=4.0)
+    assert render(plan_table(plan)) == TABLE
+
+
+@pytest.mark.parametrize("width", [60, 72, 80, 110, 140])
+def test_no_line_is_wider_than_the_console_and_none_wider_than_110(width: int):
+    lines = render(plan_table(mixed_plan(12)), width).splitlines()
+    assert {len(line) for line in lines} == {min(width, 110)}
+
+
+def test_a_narrow_table_leaves_out_the_bars_and_keeps_the_numbers():
+    wide, narrow = render(plan_table(mixed_plan()), 80), render(plan_table(mixed_plan()), 60)
+    assert "share kept" in wide
+    assert "share kept" not in narrow
+    assert "not kept" in narrow
+
+
+def test_a_terminal_gets_colours_and_a_pipe_none():
+    plan = mixed_plan()
+    assert "\x1b[" in render(plan_table(plan), force_terminal=True, color_system="standard")
+    assert "\x1b" not in render(plan_table(plan))
+
+
+def test_colours_add_nothing_to_the_text():
+    plan = mixed_plan()
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, record=True)
+    console.print(plan_table(plan))
+    assert console.export_text() == render(plan_table(plan))
+
+
+def test_a_stream_that_takes_ascii_only_gets_ascii():
+    console = Console(file=AsciiFile(), width=80)
+    console.print(plan_table(mixed_plan(12)))
+    assert isinstance(console.file, AsciiFile)
+    text = console.file.getvalue()
+    text.encode("ascii")
+    assert "net.blocks.0-11 x12" in text
+
+
+def test_square_brackets_in_names_are_no_markup():
+    text = render(plan_table(flat_plan((1000, 2000), "[red]{}[/]")))
+    assert "[red]0[/]" in text
+
+
+def test_a_plan_over_its_budget_says_so_in_capitals():
+    plan = blocks_plan(4)
+    over = replace(plan, budget_bytes=plan.planned_peak_bytes - 2**20)
+    assert "3.69 MiB planned (1.00 MiB OVER the budget)" in render(plan_table(over))
+
+
+def test_an_advice_stands_in_the_table():
+    plan = blocks_plan(4)
+    tight = replace(plan, budget_bytes=plan.resident_bytes + 1)
+    assert "advice    1.91 MiB of the budget exist before the step" in render(plan_table(tight), 110)
+
+
+def test_estimated_times_are_called_estimates():
+    plan = blocks_plan(2)
+    estimated = replace(plan, profile=replace(plan.profile, device="estimate"))
+    assert "times are estimates" in render(plan_table(estimated))
+    assert "times are estimates" not in render(plan_table(plan))
+
+
+def test_the_place_of_the_peak_is_named():
+    assert "net.blocks.3.mlp, backward, tiny.d_down3" in render(plan_table(blocks_plan(4)))
+
+
+def test_a_peak_outside_the_plan_is_called_that():
+    plan = blocks_plan(2)
+    outside = next(i for i, node in enumerate(plan.graph.nodes) if node.op == OUTSIDE)
+    workspace = list(plan.profile.workspace_bytes)
+    workspace[outside] = 10**8
+    plan = replace(plan, profile=Profile(plan.profile.time_ms, tuple(workspace), "tiny"))
+    assert "code outside the plan, forward" in render(plan_table(plan))
+
+
+# ---------------------------------------------------------------- the timeline
+
+TIMELINE = """\
+          █ planned ░ unplanned ─ budget ━ recomputing
+5.48 MiB │              ░░░░░░
+         │            ░░░░░░░░░░░
+4.76 MiB │──────────────────────────────────────────────────
+         │         ░░░░░░░░░░░▇▇░░░░   ▇▇▇
+         │        ░▅▅▂▂▆▃▃▃▂▃▇██▇▇▅▅▃▃▆███▆▄▄▂▂▂▂
+         │      ▃▇███████████████████████████████▂
+         │   ▁▃▆████████████████████████████████████▆▆▆
+         │ ▁▆██████████████████████████████████████████▅▅▃▃▂
+         │▆█████████████████████████████████████████████████
+1.91 MiB ┴───────────────┴─━━━───────━━━────────────────────
+          forward 18.8 ms  backward 41.4 ms"""
+
+
+def test_the_timeline_is_exactly_this():
+    assert timeline_text(mixed_plan(4), 60).plain == TIMELINE
+
+
+def test_the_timeline_in_ascii_has_the_same_shape():
+    unicode, ascii_only = (timeline_text(mixed_plan(4), 60, *glyphs).plain for glyphs in ((), (ASCII,)))
+    ascii_only.encode("ascii")
+    assert [len(line) for line in ascii_only.splitlines()] == [len(line) for line in unicode.splitlines()]
+
+
+def budget_line(plan: Plan) -> tuple[list[str], list[str]]:
+    """The rows above the budget line, and those below it."""
+    lines = timeline_text(plan, 70).plain.splitlines()[1:-2]
+    at = next(i for i, line in enumerate(lines) if line.endswith("─" * 20))
+    return lines[:at], lines[at + 1 :]
+
+
+@pytest.mark.parametrize("kept_blocks", [0, 1, 2])
+def test_the_plan_is_drawn_below_its_budget_and_plain_training_above(kept_blocks: int):
+    above, below = budget_line(mixed_plan(4, kept_blocks))
+    assert "░" in "".join(above)
+    assert not set("".join(above)) & set("▁▂▃▄▅▆▇█")
+    assert "█" in "".join(below)
+
+
+def test_a_plan_over_its_budget_is_drawn_over_it():
+    plan = mixed_plan(4)
+    above, _ = budget_line(replace(plan, budget_bytes=(plan.planned_peak_bytes + plan.resident_bytes) // 2))
+    assert "█" in "".join(above)
+
+
+def test_a_budget_far_above_all_memory_is_not_drawn():
+    plan = mixed_plan(4)
+    text = timeline_text(replace(plan, budget_bytes=100 * plan.budget_bytes), 70).plain
+    assert "budget" not in text
+    assert len(text.splitlines()) <= 13
+
+
+def test_a_budget_close_to_nothing_does_not_blow_the_drawing_up():
+    plan = mixed_plan(4)
+    assert len(timeline_text(replace(plan, budget_bytes=plan.resident_bytes + 1), 70).plain.splitlines()) <= 14
+
+
+def test_recomputation_is_marked_on_the_axis_of_the_backward():
+    axis = timeline_text(mixed_plan(4), 80).plain.splitlines()[-2]
+    forward, backward = axis.split("┴")[1:]
+    assert "━" not in forward
+    assert "━" in backward
+
+
+def test_without_recomputation_nothing_is_marked():
+    graph, profile = transformer(2)
+    plan = plan_keeping(graph, profile, [node.name for node in graph.nodes])
+    assert "━" not in timeline_text(plan, 80).plain
+
+
+def test_a_step_that_takes_no_time_is_drawn_by_its_operations():
+    plan = mixed_plan(4)
+    plan = replace(plan, profile=replace(plan.profile, time_ms=(0.0,) * len(plan.profile.time_ms)))
+    assert "█" in timeline_text(plan, 60).plain
+
+
+def test_an_empty_step_is_drawn_empty():
+    graph, profile = Builder().graph()
+    assert "█ planned" in timeline_text(plan_keeping(graph, profile, []), 60).plain

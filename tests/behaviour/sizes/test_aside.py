@@ -1,0 +1,193 @@
+"""What autograd saves is put aside where steps of new sizes fit the budget in no other way."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hiremate_lightning import HiRemateWarning, get_plan, hiremate
+from hiremate_lightning.measuring.aside import LEAST_ASIDE, SavedAside
+from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.options import make_options
+from hiremate_lightning.sessions import aside_room, unplanned
+from hiremate_lightning.sessions.session import Session
+from hiremate_lightning.sessions.step_target import StepTarget
+from hiremate_lightning.sessions.targets import targets_of
+from tests.exact import simple_loop, train_both
+
+WIDTH = 32
+LENGTHS = [60, 8, 90, 33, 90, 72, 96, 90, 24]
+
+
+class Net(nn.Module):
+    """Blocks that change each other's input, so that none of them may be called twice, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Linear(WIDTH, 128) for _ in range(4))
+        self.second = nn.ModuleList(nn.Linear(128, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first, second in zip(self.first, self.second, strict=True):
+            y = nn.functional.gelu(first(x))
+            x = x + nn.functional.dropout(second(y * y), 0.1)
+        return x
+
+
+class Gradients(Net):
+    """Takes a gradient of its own by `torch.func`, which refuses hooks on what is saved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.func.grad(lambda y: y.square().sum())(x)
+
+
+def of_step(step: int) -> Tensor:
+    return torch.randn(8, LENGTHS[step], WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def train(model: nn.Module, step: int) -> None:
+    model.zero_grad()
+    model(of_step(step)).square().mean().backward()
+
+
+def budget_of(length: int, make=Net) -> int:
+    """Return what a plain step of a length takes."""
+    model = hiremate(make(), "100%", verbose=False)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.randn(8, length, WIDTH)).square().mean().backward()
+    return get_plan(model).unplanned_peak_bytes
+
+
+def ways(model: nn.Module) -> list[str]:
+    """Train, and return how each step ran."""
+    found = []
+    for step in range(len(LENGTHS)):
+        train(model, step)
+        found.append(way_of(targets_of(model).session))
+    return found
+
+
+def way_of(session: Session) -> str:
+    """Return how the latest step ran."""
+    way = session.steps.plain.prediction.way if session.is_plain else None
+    return "plan" if way is None else "aside" if way.puts_aside else "twice" if way.paths else "plain"
+
+
+@pytest.mark.parametrize("make", [Net, Gradients])
+def test_training_is_exact_and_nothing_more_is_captured(make):
+    budget = budget_of(60, make)
+    train_both(make, simple_loop(of_step, steps=len(LENGTHS)), budget)
+    model = hiremate(make(), budget, verbose=False)
+    found = ways(model)
+    assert [found[step] for step in (1, 2, 3, 4, 6)] == ["plain", "aside", "plain", "aside", "aside"]
+    assert targets_of(model).session.captured_count == 1
+
+
+def test_steps_stay_within_the_budget():
+    budget = budget_of(60)
+    model = hiremate(Net(), budget, verbose=False)
+    train(model, 0)
+    for step in range(1, len(LENGTHS)):
+        added = measure_peak(lambda step=step: train(model, step))
+        assert added + get_plan(model).resident_bytes <= budget + 2**16
+
+
+def test_a_size_that_comes_often_gets_a_plan(monkeypatch):
+    monkeypatch.setattr(unplanned, "WORTH_A_PLAN", 0)
+    found = ways(hiremate(Net(), budget_of(60), verbose=False))
+    assert [found[step] for step in (2, 4, 7)] == ["aside", "plan", "plan"], "all are of length 90"
+
+
+@pytest.mark.parametrize(("name", "value"), [("free_host_bytes", lambda: 2**10), ("HAS_FILES", False)])
+def test_sizes_are_captured_where_nothing_can_be_put_aside(monkeypatch, name, value):
+    budget = budget_of(60)
+    monkeypatch.setattr(aside_room, name, value)
+    assert "aside" not in ways(hiremate(Net(), budget, verbose=False))
+
+
+def test_without_room_for_files_training_goes_on(monkeypatch):
+    budget = budget_of(60)
+    monkeypatch.setattr(os, "posix_fallocate", _refuse)
+    train_both(Net, simple_loop(of_step, steps=len(LENGTHS)), budget)
+    with pytest.warns(HiRemateWarning, match="no room for temporary files"):
+        assert ways(hiremate(Net(), budget, verbose=False)).count("aside") == 1
+
+
+def _refuse(*_: object) -> None:
+    raise OSError("No space left on device")
+
+
+def test_each_storage_is_copied_once_and_no_given_or_small_one(monkeypatch):
+    copied = list[int]()
+    found = SavedAside._copy
+
+    def copy(self: SavedAside, storage: int, tensor: Tensor, version: int) -> object:
+        before = len(self._copies)
+        made = found(self, storage, tensor, version)
+        copied.extend([storage] * (len(self._copies) - before))
+        return made
+
+    monkeypatch.setattr(SavedAside, "_copy", copy)
+    weight = torch.randn(LEAST_ASIDE // 4, requires_grad=True)
+    small = torch.randn(8, requires_grad=True)
+    with SavedAside({weight.untyped_storage()._cdata}):
+        y = weight * 2
+        loss = (y * y.view(2, -1).view(-1)).sum() + (weight * weight).sum() + (small * 2).square().sum()
+    expected = torch.autograd.grad(loss, (weight, small))
+    assert copied == [y.untyped_storage()._cdata]
+    assert torch.equal(expected[0], 8 * weight.detach() + 2 * weight.detach())
+    assert torch.equal(expected[1], 8 * small.detach())
+
+
+def test_values_changed_after_they_were_saved_are_as_saved():
+    x = torch.randn(LEAST_ASIDE, requires_grad=True)
+    with SavedAside(set()):
+        y = x * 1
+        loss = y.sin().sum()
+        with torch.no_grad():
+            y.add_(1)
+        loss = loss + y.cos().sum()
+    (found,) = torch.autograd.grad(loss, x)
+    plain = x.detach()
+    assert torch.equal(found, plain.cos() - (plain + 1).sin())
+
+
+def test_a_change_in_place_of_what_stays_is_the_error_of_pytorch():
+    weight, small = torch.randn(LEAST_ASIDE, requires_grad=True), torch.randn(8, requires_grad=True)
+    for changed, given in ((weight, {weight.untyped_storage()._cdata}), (small, set())):
+        with SavedAside(given):
+            loss = (changed * changed).sum()
+        with torch.no_grad():
+            changed.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation: a tensor of shape"):
+            loss.backward()
+
+
+class WithStep(Net):
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self(batch).square().mean()
+
+
+def test_a_whole_training_step_puts_aside_what_it_saves():
+    losses, ran = [], []
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        model = WithStep()
+        session = Session(model, make_options(budget_of(60), verbose=False))
+        target = StepTarget(model, session)
+        if is_planned:
+            target.attach()
+        torch.manual_seed(1)
+        for step in range(len(LENGTHS)):
+            model.zero_grad()
+            losses.append(model.training_step(of_step(step)))
+            losses[-1].backward()
+            ran.append(way_of(session) if is_planned else "eager")
+        target.detach()
+    half = len(LENGTHS)
+    assert (ran[half + 2], ran[half + 3]) == ("aside", "plain")
+    assert all(map(torch.equal, losses[:half], losses[half:]))

@@ -1,0 +1,374 @@
+"""Where sizes vary, code is captured once more, with symbols for them, and traced for each size that comes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from hiremate_lightning import get_plan, hiremate, remove_hiremate
+from hiremate_lightning.capturing import backend
+from hiremate_lightning.records.scaling import difference
+from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.torch_private import dynamo, each_size
+from hiremate_lightning.torch_private.each_size import EachSize
+from tests.exact import simple_loop, train_both
+
+WIDTH = 24
+
+pytestmark = pytest.mark.usefixtures("_captures_all")
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """List the code that Dynamo captures."""
+    captured: list[str] = []
+    capture = dynamo._capture
+
+    def note(code, *arguments, **options):
+        captured.append(code.co_name)
+        return capture(code, *arguments, **options)
+
+    monkeypatch.setattr(dynamo, "_capture", note)
+    return captured
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """List the sizes for which code is traced."""
+    sizes: list[tuple[int, ...]] = []
+    trace_for = EachSize._trace_for
+
+    def note(self, its_sizes, others):
+        sizes.append(its_sizes)
+        return trace_for(self, its_sizes, others)
+
+    monkeypatch.setattr(EachSize, "_trace_for", note)
+    return sizes
+
+
+class Mixing(nn.Module):
+    """Attention over a length that varies, dropout, batch norm, and a slice of a table of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(64, WIDTH))
+        self.attention = nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True)
+        self.rest = nn.Sequential(nn.Linear(WIDTH, 96), nn.GELU(), nn.Dropout(0.2), nn.Linear(96, WIDTH))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.positions[: x.shape[1]]
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.norm(self.rest(x).transpose(1, 2))
+
+
+def batches(lengths: list[int], rows: list[int] | None = None) -> Callable[[int], torch.Tensor]:
+    """Make a batch per step, of a length and a number of rows."""
+    return lambda step: torch.randn((rows or [8] * len(lengths))[step], lengths[step], WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rows", "count"),
+    [([16, 12, 9, 17, 12, 30, 9], None, 3), ([16, 5, 1, 2, 16, 3, 1], [8, 4, 2, 3, 8, 1, 5], 5)],
+)
+def test_training_is_exact_at_each_size(lengths, rows, count, captures, traced):
+    train_both(Mixing, simple_loop(batches(lengths, rows), steps=7), "200 KiB", time_limit_s=1.0)
+    assert len(captures) == count, (
+        "two sizes as they are, then with a symbol for each that was seen to vary; 1 has none"
+    )
+    assert traced
+    assert len(traced) == len(set(traced))
+
+
+def test_dynamo_captures_no_third_size(captures, traced):
+    model = hiremate(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), "1 MiB", verbose=False)
+    for rows in (16, 17, 18, 19, 20, 18):
+        model(torch.randn(rows, 8)).sum().backward()
+    assert len(captures) == 3
+    assert traced == [(18,), (19,), (20,)]
+    assert targets_of(model).session.captured_count == 5
+    remove_hiremate(model)
+
+
+def test_sizes_seen_with_one_model_are_forgotten_with_it(captures, traced):
+    for _ in range(2):
+        captures.clear()
+        model = hiremate(nn.Linear(8, 8), "1 MiB", verbose=False)
+        for rows in (16, 17):
+            model(torch.randn(rows, 8)).sum().backward()
+        session = targets_of(model).session
+        assert (len(captures), session.captured_count) == (2, 2)
+        assert not traced, "two sizes are captured as they are"
+        remove_hiremate(model)
+
+
+@pytest.mark.filterwarnings("ignore:torch.compile captured code again")
+def test_what_was_traced_for_sizes_that_do_not_come_any_more_is_dropped(monkeypatch, traced):
+    monkeypatch.setattr(each_size, "KEPT", 2)
+    lengths = [9, 8, 7, 6, 5, 4, 3, 2, 7, 7]
+    model = hiremate(Mixing(), "100 MiB", verbose=False)
+    plain = Mixing()
+    plain.load_state_dict(model.state_dict())
+    for step, length in enumerate(lengths):
+        x = torch.randn(4, length, WIDTH)
+        for module in (plain, model):
+            torch.manual_seed(step)
+            module(x).sum().backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+    gc.collect()
+    session = targets_of(model).session
+    assert session.captured_count == 9
+    assert len(traced) == 7, "7 came again when it had been dropped"
+    assert len(session.parts.all) <= 2 + 2 + len(session.plans), "the first two, the last two, and what is planned"
+    remove_hiremate(model)
+
+
+class Counting(nn.Module):
+    """Uses a number that changes at each step, which no size depends on, beside sizes that vary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.count = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.linear(x) * self.count
+
+
+def test_a_number_that_is_no_size_stays_a_symbol(captures, traced):
+    loop = simple_loop(batches([6, 7, 8, 9, 8, 9, 8]), steps=7)
+    train_both(Counting, loop, "1 MiB")
+    assert traced == [(8,), (9,)]
+
+
+class First(nn.Module):
+    """Looks at as many rows as it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.rows = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows += 1
+        return self.linear(x[:, : self.rows]).relu()
+
+
+def test_a_number_that_makes_a_size_is_traced_for_each_value(traced):
+    train_both(First, simple_loop(batches([9] * 7), steps=7), "1 MiB")
+    assert len(traced) == 6, "the number is a symbol from its second value on"
+
+
+class Adding(nn.Module):
+    """Overwrites its first input, which may overlap with the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return self.linear(x + y)
+
+
+class Overlapping(nn.Module):
+    """Calls a module with tensors that overlap in one step and don't in the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adding = Adding()
+
+    def forward(self, batch: tuple[torch.Tensor, bool]) -> torch.Tensor:
+        x, overlap = batch
+        rows = len(x) // 2
+        return self.adding(x[:rows], x[1 : rows + 1] if overlap else x[rows : 2 * rows])
+
+
+def test_inputs_that_overlap_are_traced_as_such():
+    rows, overlap = [8, 10, 12, 12, 14, 12, 14], [False, False, True, False, False, True, True]
+
+    def loop(module):
+        return simple_loop(lambda step: (torch.randn(rows[step], WIDTH), overlap[step]), steps=7)(module)
+
+    train_both(Overlapping, loop, "1 MiB", target="adding")
+
+
+class Rooted(nn.Module):
+    """Computes with a number that Dynamo has no symbols for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(x.shape[1] // 4):
+            x = self.linear(x) / len(str(x.shape[1])) ** 0.5
+        return x
+
+
+class Zooming(nn.Module):
+    """A picture beside its half, interpolated. The batch norm counts its calls, which is a change in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        halved = nn.functional.max_pool2d(x, 2)
+        return torch.cat([x, nn.functional.interpolate(halved, scale_factor=2, mode="bilinear")], 1)
+
+
+def test_interpolated_images_keep_symbolic_sizes(monkeypatch, captures, traced):
+    graphs = []
+    capture = backend.capture
+
+    def note(*arguments):
+        graphs.append(capture(*arguments))
+        return graphs[-1]
+
+    monkeypatch.setattr(backend, "capture", note)
+    model = hiremate(Zooming(), "100%", verbose=False)
+    for height, width in ((8, 16), (12, 24), (16, 12), (20, 8)):
+        model(torch.randn(2, 3, height, width)).sum().backward()
+    assert (len(graphs), len(captures), len(traced)) == (4, 3, 2)
+    assert [difference(graphs[0].graph, other.graph) for other in graphs] == [None] * 4
+
+
+def test_code_that_needs_the_number_is_captured_for_each():
+    train_both(Rooted, simple_loop(batches([6, 9, 12, 14, 9, 11]), steps=6), "1 MiB")
+
+
+def test_what_can_not_be_captured_with_symbols_is_captured_without_and_not_tried_again(monkeypatch):
+    failed = []
+
+    def fail(module, inputs):
+        if any(isinstance(value, torch.SymInt) for value in inputs):
+            failed.append(inputs)
+            raise AssertionError("no symbols")
+        return []
+
+    monkeypatch.setattr(backend, "sizes_among", fail)
+    train_both(Mixing, simple_loop(batches([8, 9, 10, 11]), steps=4), "1 MiB")  # where a warning would be an error
+    assert len(failed) == 1
+
+
+def test_what_can_not_be_traced_for_a_size_runs_as_it_is_and_says_so(monkeypatch):
+    capture = backend.capture
+
+    def fail_at_ten_rows(joint, *arguments):
+        values = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
+        if any(10 in value.shape for value in values if isinstance(value, torch.Tensor)):
+            raise AssertionError("ten rows")
+        return capture(joint, *arguments)
+
+    monkeypatch.setattr(backend, "capture", fail_at_ten_rows)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(), nn.Linear(WIDTH, 1))
+    model = hiremate(copy.deepcopy(plain), "1 MiB", verbose=False)
+    texts = []
+    for step, rows in enumerate((8, 9, 11, 10, 12, 10)):
+        x = torch.randn(rows, WIDTH)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for module in (plain, model):
+                torch.manual_seed(step)
+                module(x).sum().backward()
+        texts.append([str(warning.message) for warning in said])
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+    at_ten = texts.pop(3)
+    assert at_ten[0] == (
+        "torch.compile could not capture a part of Sequential, which runs without a plan: AssertionError: ten rows"
+    )
+    assert not any(texts), "nothing else is said, and that only once"
+    remove_hiremate(model)
+
+
+class Weighing(nn.Module):
+    """Computes a weight of boxes, of which there is another number in each step, beside what is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x, boxes = batch
+        torch._dynamo.graph_break()
+        weight = boxes.prod(dim=1).sort().values.cumsum(0).mean()
+        torch._dynamo.graph_break()
+        return self.linear(x) * weight
+
+
+def test_code_without_gradients_is_not_traced(captures, traced):
+    loop = simple_loop(lambda step: (torch.randn(8, WIDTH), torch.rand(3 + step, 4)), steps=6)
+    train_both(Weighing, loop, "1 MiB")
+    assert captures
+    assert not traced
+
+
+class Choosing(nn.Module):
+    """Adds the mean of some of its results, of another number in each step: little beside what made them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, 64)) for _ in range(4))
+        self.layers = nn.Sequential(*blocks, nn.Linear(64, 1))
+
+    def forward(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x, chosen = batch
+        results = self.layers(x)
+        torch._dynamo.graph_break()
+        return results + nn.functional.dropout(results[chosen], 0.1).exp().mean()
+
+
+def choices(counts: list[int]) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+    """Make a batch per step, with so many choices."""
+    return lambda step: (torch.randn(512, 64), torch.randint(0, 512, (counts[step],)))
+
+
+def test_a_small_part_that_has_other_sizes_each_time_is_left_without_a_plan(traced):
+    counts = [7, 8, 9, 10, 11, 12, 13, 5, 6, 14, 4, 9, 3, 6, 2]
+    plan = train_both(Choosing, simple_loop(choices(counts), steps=len(counts)), "60%", time_limit_s=1.0)
+    seen_until_asked = [(9,), (10,), (11,), (12,), (13,), (5,)]
+    assert traced == [*seen_until_asked, (14,)], "it was larger than all that was traced"
+    assert plan.planned_peak_bytes < plan.budget_bytes
+    assert plan.measured.peak_bytes is not None
+
+
+def test_it_is_said_that_a_small_part_is_left_without_a_plan():
+    model = hiremate(Choosing(), "60%", verbose=False)
+    make, said = choices([7, 8, 16, 9, 10, 11, 12, 13, 14, 15, 4]), []
+    for step in range(11):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(make(step)).square().mean().backward()
+        said += [str(warning.message) for warning in caught]
+    small = [text.split(":")[0] for text in said if not text.startswith("torch.compile captured code again")]
+    assert small == ["Small parts of Choosing have other sizes in each step"]
+    plan = get_plan(model)
+    assert plan is not None
+    assert plan.unplanned_peak_bytes > plan.budget_bytes >= plan.planned_peak_bytes
+    remove_hiremate(model)
+
+
+def test_the_smallest_budget_leaves_no_room_and_is_met_all_the_same(traced):
+    counts = [7, 8, 16, 9, 10, 11, 12, 13, 6, 4, 5, 3]
+    least = train_both(Choosing, simple_loop(choices(counts), steps=3), "1 MiB", time_limit_s=1.0).planned_peak_bytes
+    budget = least + 2**12  # for more choices, but not for all that is left to them
+    traced.clear()
+    loop = simple_loop(choices(counts), steps=len(counts))
+    plan = train_both(Choosing, loop, budget, on_infeasible="raise", time_limit_s=1.0)
+    assert (3,) not in traced
+    assert plan.planned_peak_bytes <= budget
+
+
+def test_what_is_not_small_is_traced_for_each_size(traced):
+    sizes = [16, 12, 9, 8, 7, 6, 5, 4, 3, 10]
+    train_both(Mixing, simple_loop(batches(sizes), steps=len(sizes)), "1 GiB", time_limit_s=1.0)
+    assert traced == [(size,) for size in sizes[2:]], "nothing would be planned"

@@ -1,0 +1,248 @@
+"""Tests of steps of several captured graphs that come with sizes for which there is no plan."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning.capturing import backend
+from hiremate_lightning.garbage import collecting_what_it_leaves
+from hiremate_lightning.sessions import first_steps, step_watch, watching
+from hiremate_lightning.sessions.targets import targets_of
+from tests.exact import simple_loop, train_both
+
+WIDTH, LONG = 32, 200
+MEASURED = watching.Look(0.0, watching.Watch.MEASURE, None, is_timed=False, for_next=None)
+
+
+class Broken(nn.Module):
+    """Runs two captured graphs, one of two others, and one whose sizes never change, on a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (
+            nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1))))
+            for _ in range(2)
+        )
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 1))
+        self.goes_right = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        x = x + self.second(x)
+        x = x + (self.right(x).sigmoid().sin().cos().exp() if self.is_right() else self.left(x).sigmoid())
+        x = x.mean(1)
+        torch._dynamo.graph_break()
+        return self.head(x)
+
+    @torch._dynamo.disable
+    def is_right(self) -> bool:
+        return self.goes_right
+
+
+def batch(length: int, seed: int = 0) -> Tensor:
+    return torch.randn(4, length, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def step(model: nn.Module, length: int) -> None:
+    model.zero_grad()
+    model(batch(length)).square().mean().backward()
+
+
+def planned(budget: int | str, lengths: tuple[int, ...]) -> nn.Module:
+    torch.manual_seed(0)
+    model = hiremate(Broken(), budget, verbose=False)
+    for length in lengths:
+        step(model, length)
+    return model
+
+
+def tight_budget() -> int:
+    """Give the bytes of a budget in which the longest step has to compute something again."""
+    model = planned("70%", (LONG,) * 4)
+    assert get_plan(model).solution.recompute_ms > 0
+    return get_plan(model).budget_bytes
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count the searches for the least memory."""
+    found: list[int] = []
+    search = first_steps.first_solution
+    monkeypatch.setattr(first_steps, "first_solution", lambda *a, **k: (found.append(1), search(*a, **k))[1])
+    return found
+
+
+def peaks_of(model: nn.Module, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Train on, each step measured; give the peaks."""
+    records = []
+    measure = step_watch.StepRecord
+    monkeypatch.setattr(step_watch, "StepRecord", lambda *a: (records.append(measure(*a)), records[-1])[1])
+    monkeypatch.setattr(watching.WatchPolicy, "step_begins", lambda *_: MEASURED)
+    for length in lengths:
+        step(model, length)
+    targets_of(model).session.end_step()
+    return [record.peak_bytes for record in records]
+
+
+def test_smaller_steps_of_several_graphs_run_as_was_planned_for_the_largest(searched, monkeypatch):
+    budget = tight_budget()
+    model = planned(budget, (LONG,) * 4)
+    searched.clear()
+    peaks = peaks_of(model, (LONG - 1, LONG - 7, LONG // 2, 3), monkeypatch)
+    assert not searched
+    assert len(targets_of(model).session.plans) == 1
+    assert all(peak is not None and peak <= budget for peak in peaks), (peaks, budget)
+
+
+@pytest.mark.usefixtures("_captures_all")
+def test_a_larger_step_runs_at_the_least_memory_and_is_planned_at_once(searched):
+    model = planned("80%", (LONG,) * 4)
+    searched.clear()
+    step(model, LONG + 9)
+    assert searched
+    step(model, 5)
+    plans = list(targets_of(model).session.plans.values())
+    assert len(plans) == 2
+    assert plans[1].unplanned.peak_bytes > plans[0].unplanned.peak_bytes
+    searched.clear()
+    step(model, LONG + 8)
+    assert not searched
+
+
+@pytest.mark.usefixtures("_captures_all")
+def test_all_programs_of_a_step_are_of_one_plan(monkeypatch):
+    """The graph at the end is of the same size in each step: it has a program of its own for each plan."""
+    budget = tight_budget()
+    model = planned(budget, (LONG,) * 4)
+    chosen = []
+    for length in (LONG, LONG - 3):
+        step(model, length)
+        chosen += targets_of(model).session.steps.current.forwards
+    assert len(chosen) == 8
+    assert all(forward.way.is_planned for forward in chosen)
+    for one, other in zip(chosen[:3], chosen[4:7], strict=True):
+        rows = [f.program.schedule.decisions(f.captured.graph) for f in (one, other)]
+        assert rows[0] == rows[1]
+
+
+@pytest.mark.usefixtures("_captures_all")
+def test_where_nobody_knows_how_a_step_goes_on_it_begins_at_the_least_memory(searched):
+    model = planned("80%", (LONG,) * 4)
+    model.goes_right = True
+    for _ in range(4):
+        step(model, LONG)
+    assert len(targets_of(model).session.plans) == 2
+    searched.clear()
+    step(model, LONG - 5)
+    assert len(searched) == 2, "for the graphs before the ways part"
+    searched.clear()
+    model.goes_right = False
+    step(model, LONG - 5)
+    assert not searched, "the same graphs, and one that goes on as was planned"
+
+
+def test_what_was_taken_over_is_not_taken_over_by_a_smaller_budget(searched, monkeypatch):
+    budget = tight_budget()
+    model = planned("100%", (LONG,) * 4)
+    searched.clear()
+    step(model, LONG - 20)
+    assert not searched
+    hiremate(model, budget, verbose=False)
+    assert all(peak <= budget for peak in peaks_of(model, (LONG - 20,), monkeypatch))
+
+
+@pytest.mark.parametrize("budget", ["55%", "75%"])
+def test_training_is_exact_where_plans_are_taken_over(budget):
+    lengths = (LONG, LONG, LONG, 150, 40, 199, 210, 40, 205, 150, 209)
+    loop = simple_loop(lambda index: batch(lengths[index], index), steps=len(lengths))
+    train_both(Broken, loop, budget)
+
+
+@pytest.mark.usefixtures("_captures_all")
+def test_code_whose_gradients_have_several_terms_is_traced_once_for_a_size(monkeypatch):
+    """The second graph reads what the first gives twice; at the first size nobody knows that."""
+    model = planned("80%", (LONG, LONG - 1, LONG - 2, LONG - 3))
+    found: list[int] = []
+    rewrite = backend.rewrite
+    monkeypatch.setattr(backend, "rewrite", lambda traced: (found.append(1), rewrite(traced))[1])
+    step(model, LONG - 4)
+    assert len(found) == 3, "one for each graph whose size is new"
+
+
+def test_only_the_cycles_of_a_span_are_collected():
+    class Seen:
+        count = 0
+
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            Seen.count += 1
+
+    old = Seen()
+    gc.collect()
+    del old
+    with collecting_what_it_leaves():
+        lasting = Seen()
+        Seen()
+        assert not gc.isenabled()
+    assert Seen.count == 1
+    assert gc.isenabled()
+    gc.collect()
+    assert Seen.count == 2
+    assert lasting.itself is lasting
+    gc.disable()
+    try:
+        with collecting_what_it_leaves():
+            pass
+        assert not gc.isenabled(), "as it was"
+    finally:
+        gc.enable()
+
+
+class WithLogits(nn.Module):
+    """Returns its loss, and logits that take most of its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 1000)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.head(x).bfloat16()
+        return y.float().square().mean(), y
+
+
+def test_gradients_that_may_never_come_do_not_refuse_a_budget():
+    """Where the loss is returned too, nobody may ask for those of logits."""
+
+    def train(budget: str) -> nn.Module:
+        model = hiremate(WithLogits(), budget, verbose=False)
+        for _ in range(4):
+            model.zero_grad()
+            model(batch(LONG))[0].backward()
+        return model
+
+    enough = get_plan(train("1 GiB"))
+    plan = get_plan(train(f"{enough.planned_peak_bytes + 4096} B"))
+    assert plan.measured.peak_bytes <= plan.budget_bytes
+
+
+def test_a_share_that_two_views_of_a_batch_meet_is_not_refused_for_one_of_them():
+    torch.manual_seed(0)
+    model = hiremate(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), "50%", verbose=False)
+    x = torch.randn(4096, 16)
+
+    for _ in range(3):
+        (model(x) - model(x + 1)).square().mean().backward()
+
+    plan = get_plan(model)
+    assert plan is not None
+    assert plan.measured.peak_bytes is not None
+    assert plan.measured.peak_bytes <= plan.budget_bytes

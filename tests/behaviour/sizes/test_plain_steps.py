@@ -1,0 +1,283 @@
+"""Steps of sizes that were never seen run as the user wrote them where they fit the budget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.records.graph import StorageKind
+from hiremate_lightning.records.resizing import Sample
+from hiremate_lightning.records.ways import Way
+from hiremate_lightning.sessions.given import ModuleCall
+from hiremate_lightning.sessions.plain_steps import (
+    NEAR,
+    ROUNDING,
+    TRIES,
+    UNMEASURED_RATIO,
+    UNMEASURED_WAY_RATIO,
+    PlainSteps,
+)
+from hiremate_lightning.sessions.step_kind import CapturedStep, StepKind
+from hiremate_lightning.sessions.targets import targets_of
+from tests.exact import simple_loop, train_both
+from tests.tiny import Builder
+
+WIDTH = 32
+KIND, OTHER = StepKind((0,)), StepKind((1,))
+CHANNELS = 7  # of the tensor that a step keeps: a number of the model
+
+
+def call(*sizes: int, name: str = "", dtype: torch.dtype = torch.float32) -> ModuleCall:
+    return ModuleCall(name, (dtype,), (sizes,))
+
+
+def bytes_at(rows: int, length: int) -> int:
+    return 4 * rows * length * CHANNELS
+
+
+def captured(
+    rows: int, length: int, code: StepKind = KIND, times: int = 1, margin_bytes: int = 0, width: int = 8
+) -> CapturedStep:
+    """A step that keeps one tensor of its rows, its length and channels, in a module that may be called twice."""
+    b = Builder()
+    weight, x = b.input("w", width), b.input("x", 8, StorageKind.INPUT)
+    kept = b.op("kept", (x, weight), times * bytes_at(rows, length))
+    b.tensors[kept] = replace(b.tensors[kept], shape=(rows, length, times * CHANNELS), dtype="float32")
+    out, tangent = b.op("out", (kept,), 4), b.tangent("t", 4)
+    gradient = b.op("grad", (tangent, kept), 8, backward=True)
+    graph, profile = b.graph(outputs=(out,), gradients=(gradient,))
+    sample = Sample((), graph, profile, len(graph.storages))
+    return CapturedStep(
+        (call(rows, length),), code, times * rows * length, margin_bytes, True, lambda: (sample, {"module": [[0]]})
+    )
+
+
+def known(*steps: CapturedStep) -> PlainSteps:
+    """Make predictions from captured steps: one of KIND, one of OTHER, and more."""
+    plain, more = PlainSteps(), (StepKind((number,)) for number in range(2, len(steps)))
+    KIND.captured = OTHER.captured = None
+    for kind, step in zip((KIND, OTHER, *more), steps, strict=False):
+        plain.learn(kind, step)
+    return plain
+
+
+def takes(plain: PlainSteps, rows: int, length: int, ways: tuple[Way, ...] = (Way(),)) -> float | None:
+    """Return what the captured graph is predicted to take, without the few bytes that always remain."""
+    found = plain.predict([call(rows, length)], KIND, 10**9, ways)
+    return None if found is None else found.captured_bytes
+
+
+def test_what_a_step_keeps_follows_from_its_sizes():
+    plain = known(captured(4, 100), captured(4, 60))
+    for length in (10, 60, 77, 100, 150):
+        assert takes(plain, 4, length) == pytest.approx(bytes_at(4, length), abs=20)
+
+
+def test_a_step_fits_or_it_does_not():
+    plain = known(captured(4, 100))
+    most = plain.predict([call(4, 60)], KIND, 10**9)
+    assert most is not None
+    assert plain.predict([call(4, 60)], KIND, most.added_bytes) is not None
+    assert plain.predict([call(4, 60)], KIND, most.added_bytes - 1, (Way(),)) is None
+
+
+def test_the_first_way_that_fits_is_chosen():
+    plain = known(captured(4, 100))
+    ways = [Way(), Way(frozenset({"module"}), 1.0)]
+    found = [plain.predict([call(4, 100)], KIND, room, tuple(ways)) for room in (10**9, bytes_at(4, 100))]
+    assert [None if prediction is None else prediction.way for prediction in found] == [ways[0], None]
+
+
+def test_steps_without_a_plan_are_read_again_once_second_calls_are_known():
+    larger, twice = captured(4, 200), dict[str, list[list[int]]]()
+    plain = known(captured(4, 100))
+    plain.learn_foreseen(replace(larger, read=lambda: (larger.sample[0], dict(twice))))
+    found = [plain._codes_called((call(4, 60),), KIND)[0]._twice]
+    twice["module"] = [[0]]
+    plain.read_again()
+    found.append(plain._codes_called((call(4, 60),), KIND)[0]._twice)
+    assert found == [{}, twice]
+
+
+def test_calls_of_another_form_tell_nothing():
+    plain = known(captured(4, 100))
+    for others in ([call(4)], [call(4, 60, dtype=torch.float64)], [call(4, 60, name="other")], [call(4, 60)] * 2):
+        assert plain.predict(others, KIND, 10**9) is None
+
+
+def test_other_code_that_may_come_counts_too():
+    plain = known(captured(4, 100), captured(4, 60, code=OTHER, times=3))
+    assert takes(plain, 4, 50) == pytest.approx(bytes_at(4, 3 * 50), abs=20)
+
+
+def test_kinds_called_like_a_step_are_found_by_its_first_calls():
+    plain = known(captured(4, 100), captured(4, 60))
+    KIND.plan = OTHER.plan = None
+    assert plain.called_like([call(4, 60)]) == []
+    OTHER.plan = object()
+    assert plain.called_like([call(4, 60)]) == [OTHER]
+    assert plain.called_like([call(4, 100)]) == []
+
+
+def added(plain: PlainSteps, length: int) -> int:
+    found = plain.predict([call(4, length)], KIND, 10**9, (Way(),))
+    assert found is not None
+    return found.added_bytes
+
+
+def measure(plain: PlainSteps, length: int, ratio: float | None) -> None:
+    """Let a plain step of a length have taken so many times what the captured graph takes."""
+    found = plain.predict([call(4, length)], KIND, 10**9, (Way(),))
+    assert found is not None
+    plain.measured([call(4, length)], KIND, found, None if ratio is None else round(ratio * found.captured_bytes))
+
+
+def test_what_eager_takes_beyond_the_captured_graph_is_left_free():
+    plain = known(captured(4, 100))
+    assert added(plain, 60) == pytest.approx(ROUNDING * UNMEASURED_RATIO * bytes_at(4, 60), rel=0.01)
+
+
+def test_measured_steps_set_the_ratio_the_largest_ones_most():
+    plain = known(captured(4, 100))
+    for length, ratio, expected in [(20, 1.3, 1.3), (25, 1.2, 1.3), (60, 1.1, 1.1), (70, 1.4, 1.4), (80, 0.7, 1.4)]:
+        measure(plain, length, ratio)
+        assert added(plain, 90) == pytest.approx(ROUNDING * expected * bytes_at(4, 90), rel=0.01)
+
+
+def test_a_bound_that_lies_high_does_not_lower_the_ratio():
+    """The weight's dimension is a multiple of the length, so that nothing shows what becomes smaller with it."""
+    plain = known(captured(4, 56, width=112))
+    measure(plain, 28, 0.9)
+    assert added(plain, 56) >= ROUNDING * bytes_at(4, 56)
+
+
+def test_a_way_that_was_not_measured_has_a_margin_of_its_own():
+    plain, twice = known(captured(4, 100)), Way(frozenset({"module"}), 1.0)
+    measure(plain, 90, 1.05)
+    found = plain.predict([call(4, 90)], KIND, 10**9, (twice,))
+    assert found is not None
+    assert found.added_bytes > UNMEASURED_WAY_RATIO * (found.captured_bytes - 8)
+    measure(plain, 91, 1.4)
+    assert plain.predict([call(4, 90)], KIND, 10**9, (twice,)).added_bytes > 1.4 * (found.captured_bytes - 8)
+
+
+def test_a_measured_margin_counts():
+    assert added(known(captured(4, 100, margin_bytes=500)), 60) == added(known(captured(4, 100)), 60) + 500
+
+
+def test_clearly_larger_steps_are_measured():
+    plain = known(captured(4, 100))
+    found = [plain.predict([call(4, length)], KIND, 10**9, (Way(),)) for length in (50, 51, 60)]
+    assert plain.is_to_be_measured(found[0], found[0].added_bytes)
+    measure(plain, 50, 1.2)
+    assert [plain.is_to_be_measured(step, step.added_bytes) for step in found] == [False, False, True]
+
+
+def test_steps_that_take_little_of_their_room_are_not_measured():
+    plain = known(captured(4, 100))
+    found = plain.predict([call(4, 50)], KIND, 10**9, (Way(),))
+    rooms = (int(found.added_bytes / share) for share in (NEAR - 0.01, NEAR + 0.01))
+    assert [plain.is_to_be_measured(found, room_bytes) for room_bytes in rooms] == [False, True]
+
+
+def test_a_step_that_was_not_seen_whole_is_measured_again():
+    plain = known(captured(4, 100))
+    prediction = plain.predict([call(4, 50)], KIND, 10**9, (Way(),))
+    for _ in range(TRIES):
+        assert plain.is_to_be_measured(prediction, prediction.added_bytes)
+        measure(plain, 50, None)
+    assert not plain.is_to_be_measured(prediction, prediction.added_bytes)
+
+
+class Attending(nn.Module):
+    """Attention over a length that varies, dropout and batch norm: memory grows with the square of the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True)
+        self.rest = nn.Sequential(nn.Linear(WIDTH, 96), nn.GELU(), nn.Dropout(0.2), nn.Linear(96, WIDTH))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.norm(self.rest(x).transpose(1, 2))
+
+
+LENGTHS = [64, 64, 8, 8, 24, 31, 9, 12, 17, 63, 24, 30, 64]
+
+
+def lengths_of(step: int) -> torch.Tensor:
+    return torch.randn(8, LENGTHS[step], WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def test_new_sizes_that_fit_are_exact_and_capture_nothing():
+    budget = _budget_of_length(56)
+    counts = []
+
+    def count(model: nn.Module) -> None:
+        found = targets_of(model)
+        counts.append(None if found is None else found.session.captured_count)
+
+    loop = simple_loop(lengths_of, steps=len(LENGTHS))
+    train_both(Attending, loop, budget)
+    model = hiremate(Attending(), budget, verbose=False)
+    for step in range(len(LENGTHS)):
+        model.zero_grad()
+        model(lengths_of(step)).square().mean().backward()
+        count(model)
+    assert counts[4:] == [counts[3]] * len(counts[4:]), "all are smaller than 64; 63 fits with what is saved put aside"
+
+
+def test_new_sizes_stay_within_the_budget():
+    budget = _budget_of_length(56)
+    model = hiremate(Attending(), budget, verbose=False)
+    for step in range(4):
+        model.zero_grad()
+        model(lengths_of(step)).square().mean().backward()
+    resident_bytes = get_plan(model).resident_bytes
+    for step in range(4, len(LENGTHS)):
+        batch = lengths_of(step)
+
+        def train(batch: torch.Tensor = batch) -> None:
+            model.zero_grad()
+            model(batch).square().mean().backward()
+
+        assert measure_peak(train) + resident_bytes <= budget + 2**16
+
+
+def _budget_of_length(length: int) -> int:
+    """Return what a plain step of a length takes, so that longer ones need recomputation."""
+    model = hiremate(Attending(), "100%", verbose=False)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.randn(8, length, WIDTH)).square().mean().backward()
+    return get_plan(model).unplanned_peak_bytes
+
+
+class Sentence:
+    """What torch has no rule to look into, as the graphs of torch_geometric are."""
+
+    def __init__(self, words: torch.Tensor) -> None:
+        self.words = words
+
+
+class OnObjects(Attending):
+    """Is given an object that holds a tensor, and returns one."""
+
+    def forward(self, sentence: Sentence) -> Sentence:
+        return Sentence(super().forward(sentence.words))
+
+
+def test_sizes_of_tensors_that_objects_hold_are_seen():
+    torch.manual_seed(0)
+    model = hiremate(OnObjects(), _budget_of_length(96), verbose=False)
+    for step in range(12):
+        loss = model(Sentence(lengths_of(step))).words.square().mean()
+        loss.backward()
+        model.zero_grad()
+    assert targets_of(model).session.captured_count < 4

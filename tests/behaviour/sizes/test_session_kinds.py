@@ -1,0 +1,252 @@
+"""Steps of several kinds and sizes: each has its own plan, or runs by that of another."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from hiremate_lightning import HiRemateWarning, get_plan, hiremate
+from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.sessions import first_steps, recorded_step, step_watch
+from hiremate_lightning.sessions.targets import targets_of
+from tests.life import (
+    MANY,
+    ROWS,
+    WIDTH,
+    Net,
+    assert_same,
+    batch,
+    gradients,
+    planned,
+    recorded,
+    run_both,
+    session_of,
+    step,
+    warm_up,
+)
+
+
+def test_another_input_shape_gets_a_plan_of_its_own():
+    model = warm_up(planned(), steps=3)
+    first = get_plan(model)
+    warm_up(model, steps=6, rows=2 * ROWS)
+    second = get_plan(model)
+    assert len(session_of(model).plans) == 2
+    assert second.unplanned.peak_bytes > 1.5 * first.unplanned.peak_bytes
+    assert second.measured.peak_bytes <= second.budget_bytes
+
+
+def test_new_batch_sizes_do_not_merge_a_plan_again(monkeypatch):
+    model, merged, merge = warm_up(planned(), steps=3, rows=MANY), [], recorded_step.merge
+    for index in range(6):
+        if index == 2:  # the first two of these sizes are captured
+            monkeypatch.setattr(recorded_step, "merge", lambda *arguments: (merged.append(1), merge(*arguments))[1])
+        step(model, index, rows=MANY // (2 + index))
+    assert session_of(model).is_plain
+    assert not merged
+
+
+def test_steps_of_two_shapes_in_turn_stay_exact():
+    def act(model):
+        losses = [step(model, index, rows=ROWS * (1 + index % 2)) for index in range(8)]
+        return [*losses, *gradients(model)]
+
+    found, expected = run_both(act)
+    assert_same(found, expected)
+
+
+def test_a_kind_that_was_not_foreseen_meets_what_has_grown():
+    """Its plan was made before the optimizer had any state, and steps are counted seldom after the first ones."""
+    torch.manual_seed(1)
+    model = hiremate(nn.ModuleDict({"one": Net(), "other": Net()}), "1 GiB", verbose=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    for index, name in enumerate(["one"] * 3 + ["other"] * 20 + ["one"]):
+        model[name](batch(index)).square().mean().backward()
+        if index > 2:
+            optimizer.step()
+    assert dict(get_plan(model).resident_parts)["optimizer state"] > 0
+
+
+@pytest.mark.parametrize("steps_before", [1, 6])
+def test_max_plans_is_announced_once(steps_before):
+    model = warm_up(planned(max_plans=1), steps=steps_before)
+    with recorded() as said:
+        for index in range(6):
+            step(model, index, rows=2 * ROWS)
+    assert len(session_of(model).plans) == 1
+    assert len([text for text in said if "max_plans" in text]) == 1
+
+
+@pytest.mark.usefixtures("_captures_all")
+def test_a_smaller_size_runs_by_the_plan_of_a_larger_one(monkeypatch):
+    model = warm_up(planned(), steps=3, rows=MANY)
+    first, searched = get_plan(model), []
+    model = warm_up(planned(first.budget_bytes), steps=3, rows=MANY)
+    search = first_steps.first_solution
+    monkeypatch.setattr(first_steps, "first_solution", lambda *a, **k: (searched.append(1), search(*a, **k))[1])
+    for index, rows in enumerate((MANY - 3, MANY - 9, MANY // 2, MANY - 5)):
+        step(model, index, rows)
+    assert not searched
+    assert len(session_of(model).plans) == 1, "sizes that don't come again are not solved for"
+    step(model, 5, MANY + 512)
+    assert searched
+
+
+def test_a_step_of_other_code_is_not_taken_for_another_size():
+    """Of one kind of step three outputs get no gradients; the other kind has a single output."""
+
+    class TwoKinds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = Net(), Net()
+
+        def forward(self, x: torch.Tensor, first: bool) -> tuple[torch.Tensor, ...]:
+            y = self.one(x) if first else self.other(x)
+            return (y.relu(), y * 2, y.sigmoid(), y.tanh()) if first else (y,)
+
+    model = hiremate(TwoKinds(), "90%", verbose=False)
+    for index in range(8):
+        model.zero_grad()
+        model(batch(index), index < 4)[0].square().mean().backward()
+    assert len(session_of(model).plans) == 2
+
+
+@pytest.mark.usefixtures("_captures_all")
+def test_sizes_without_a_plan_stay_exact_and_within_the_budget():
+    budget = get_plan(warm_up(planned(), steps=3, rows=MANY)).budget_bytes
+    rows = (MANY, MANY, MANY, MANY - 3, MANY - 9, MANY // 2, *[MANY - 3] * 6)
+
+    def act(model):
+        losses = [step(model, index, count) for index, count in enumerate(rows)]
+        if get_plan(model) is not None:
+            peaks = [plan.measured.peak_bytes for plan in session_of(model).plans.values()]
+            assert len(peaks) == 2
+            assert all(peak <= budget for peak in peaks), peaks
+        return [*losses, *gradients(model)]
+
+    assert_same(*run_both(act, budget, warm=0))
+
+
+@pytest.mark.usefixtures("_captures_all")
+@pytest.mark.filterwarnings("ignore:torch.compile captured code again")
+def test_other_sizes_are_measured_less_and_less_often(monkeypatch):
+    model = warm_up(planned(), steps=4, rows=MANY)
+    budget = get_plan(model).budget_bytes
+    model, measured = planned(budget), []
+    measure = step_watch.StepRecord
+    monkeypatch.setattr(
+        step_watch, "StepRecord", lambda *a: (measured.append(session_of(model).steps.count), measure(*a))[1]
+    )
+    warm_up(model, steps=2, rows=MANY)
+    for index in range(4):
+        step(model, index, MANY - 2 - index)
+    assert get_plan(model).measured.peak_bytes is not None
+    model = planned(budget)
+    step(model, 0, MANY)
+    measured.clear()
+    for index in range(20):
+        step(model, index, MANY - 2 - index)
+    assert get_plan(model).measured.peak_bytes is None, "no step of that size came again"
+    assert 4 <= len(measured) <= 7
+    warm_up(model, steps=20, rows=MANY)
+    assert get_plan(model).measured.peak_bytes <= budget
+
+
+def test_an_epoch_is_not_measured_for_its_last_batch(monkeypatch):
+    model, measured = warm_up(planned("90%"), steps=4), []
+    measure = step_watch.StepRecord
+    monkeypatch.setattr(
+        step_watch, "StepRecord", lambda *a: (measured.append(session_of(model).steps.count), measure(*a))[1]
+    )
+    for _ in range(2):  # the first one runs by the plan there is
+        warm_up(model, steps=5)
+        step(model, rows=ROWS - 8)
+    measured.clear()
+    warm_up(model, steps=20)
+    assert len(measured) <= 4, "now and then, since its loss is outside of the plan"
+    for _ in range(2):
+        step(model, rows=ROWS - 8)
+    assert len(session_of(model).plans) == 2
+
+
+def test_a_first_step_above_its_budget_is_announced_once():
+    model = planned("70%")
+    with recorded() as said:
+        for index in range(3):
+            step(model, index)
+        planned_kinds = targets_of(model).session.planned
+        history = planned_kinds.history
+        (kind,) = history.planned
+        planned_kinds.see_first(kind, kind.plan.budget_bytes + 2**20)
+        other = history[(*kind.graphs, 1)]
+        history.install(other, kind.plan, {})
+        for excess in (2**10, 2**20, 2**21):
+            planned_kinds.see_first(other, kind.plan.budget_bytes + excess)
+    (text,) = said
+    assert "The first step of another kind took" in text
+    assert "1.00 MiB above its budget, since it had no plan yet" in text
+
+
+@pytest.mark.usefixtures("_captures_all")
+def test_two_kinds_in_turn_are_measured_and_then_left_alone():
+    model = planned("80%")
+    for index in range(20):  # ten of each; the ninth and tenth are measured once more
+        step(model, index, rows=ROWS * (1 + index % 2))
+    session = session_of(model)
+    assert len(session.plans) == 2
+    for plan in session.plans.values():
+        assert plan.measured.peak_bytes <= plan.budget_bytes
+        assert plan.measured.step_ms > 0
+    step(model, 20)
+    assert session.steps.current.record is None
+    assert session.steps.current.timed is None
+
+
+class Turns(nn.Module):
+    """Goes one of two ways after a common beginning, by data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Net()
+        self.short = nn.Linear(WIDTH, WIDTH)
+        self.long = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.body(x)
+        return self.long(y) if x[0, 0] < 0 else self.short(y)
+
+
+def test_steps_that_begin_alike_stay_within_the_budget():
+    def go(*signs: int) -> None:
+        for sign in signs:
+            x = batch()
+            x[0, 0] = sign
+            model.zero_grad()
+            model(x).square().mean().backward()
+
+    torch.manual_seed(1)
+    model = hiremate(Turns(), "1 GiB", verbose=False)
+    go(1, 1, 1, 1, -1, -1, -1, -1)
+    short, long = (session_of(model).plans[kind] for kind in ((0, 1), (0, 2)))
+    assert long.unplanned_peak_bytes > short.unplanned_peak_bytes
+    hiremate(model, f"{short.unplanned_peak_bytes + 12288} B")
+    with pytest.warns(HiRemateWarning, match="began by the wrong plan"):
+        go(1, 1, 1, -1, -1, -1, 1, 1, -1, 1, -1, -1, 1, 1, -1)
+    plan = session_of(model).plans[0, 2]
+    assert plan.solution.recompute_ms > 0
+    for sign in (1, 1, -1, 1, -1, -1, 1):
+        gc.collect()
+        assert measure_peak(lambda sign=sign: go(sign)) + plan.resident_bytes <= plan.budget_bytes
+
+
+@pytest.mark.parametrize("budget", ["75%", "100%"])
+def test_a_peak_is_compared_with_what_existed_before_its_step(budget):
+    model = planned(budget)
+    with recorded() as said:
+        for index in range(12):
+            step(model, index, ROWS - 8 if index % 4 == 3 else ROWS)  # the last batch of each epoch is smaller
+    assert not said
+    assert all(kind.recorded.margin_bytes == 0 for kind in session_of(model).planned.history.recorded)

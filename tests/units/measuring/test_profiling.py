@@ -1,0 +1,387 @@
+"""Costs are measured once for each distinct operation, without a trace in the model, and kept between runs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from operator import attrgetter
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed._functional_collectives as functional_collectives
+from torch import fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hiremate_lightning import hiremate
+from hiremate_lightning.capturing.capture import Captured
+from hiremate_lightning.measuring import profiling, stand_ins
+from hiremate_lightning.measuring.profiling import CostCache, ProfileOptions, TimedRun, describe_device, measure
+from hiremate_lightning.memory import page_faults
+from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
+from hiremate_lightning.records.costs import Profile, estimate
+from hiremate_lightning.records.schedule import lower
+from hiremate_lightning.running.program import build
+from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.torch_private import tensor_state
+from tests.lazily import recompute_lazily
+
+CPU = torch.device("cpu")
+QUICK = ProfileOptions(repeats=2, time_limit_ms=1.0)
+ROWS, WIDTH = 256, 16
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.dropout = nn.BatchNorm1d(WIDTH), nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.dropout(torch.atan(self.norm(self.first(x)))))
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    model = hiremate(Net(), "100%", verbose=False)
+    model(torch.randn(ROWS, WIDTH)).sum().backward()
+    return model
+
+
+@pytest.fixture
+def captured(model) -> Captured:
+    return targets_of(model).session.parts.all[0].captured
+
+
+@contextmanager
+def counting_calls() -> Iterator[list[str]]:
+    """List the operators that run."""
+    calls: list[str] = []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            calls.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Counting():
+        yield calls
+
+
+@pytest.mark.parametrize("part", [2, 3])
+def test_the_seed_and_offset_of_attention_are_made_on_the_host(part):
+    """Its CUDA kernels read both there, which traces do not say: memory of the device would crash the process."""
+    graph = fx.Graph()
+    attention = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        query = torch.empty(2, 4, 8, 16, device="cuda")
+        values = attention(query, query, query, None, True, 0.1)
+    node = graph.call_function(attention, (None, None, None))
+    got = graph.call_function(operator.getitem, (node, part))
+    got.meta["val"] = values[part]
+    assert values[part].device.type == "cuda"
+    made = stand_ins.stand_in(got)
+    assert (made.device.type, made.dtype, made.shape) == ("cpu", torch.int64, ())
+
+
+@pytest.mark.parametrize("name", ["cuda.matmul", "cudnn", "cudnn.conv"])
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+def test_settings_of_a_gpu_can_be_read_whatever_sets_them(name, precision):
+    """`allow_tf32` can't, once the newer name has been used."""
+    setting = attrgetter(name)(torch.backends)
+    before = setting.fp32_precision
+    setting.fp32_precision = precision
+    try:
+        products = profiling._cuda_settings().split(", ")
+        assert name != "cuda.matmul" or ("TF32" in products) is (precision == "tf32")
+    finally:
+        setting.fp32_precision = before
+
+
+@pytest.fixture
+def measured_nodes(monkeypatch) -> list[int]:
+    """Collect the nodes that are measured."""
+    nodes: list[int] = []
+    original = profiling._measure_node
+
+    def watched(captured, index, *options):
+        nodes.append(index)
+        return original(captured, index, *options)
+
+    monkeypatch.setattr(profiling, "_measure_node", watched)
+    return nodes
+
+
+def test_every_node_has_its_costs(captured):
+    profile = measure(captured, CostCache(), QUICK)
+    assert len(profile.time_ms) == len(profile.workspace_bytes) == len(captured.graph.nodes)
+    assert all(time_ms > 0 for time_ms in profile.time_ms)
+    assert all(size >= 0 for size in profile.workspace_bytes)
+    assert profile.device == describe_device(CPU)
+
+
+class NormedByAll(nn.Module):
+    """Divides by what all processes have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        total = functional_collectives.all_reduce(y.detach().square().sum(), "sum", torch.distributed.group.WORLD)
+        return torch.atan(y / total)
+
+
+def test_collectives_are_not_run_to_be_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(tensor_state, "real_mode", nullcontext)  # else nothing is counted
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1
+    )
+    try:
+        model = hiremate(NormedByAll(), "100%", verbose=False)
+        model(torch.randn(ROWS, WIDTH)).sum().backward()
+        captured = targets_of(model).session.parts.all[0].captured
+        with counting_calls() as calls:
+            profile = measure(captured, CostCache(), QUICK)
+    finally:
+        torch.distributed.destroy_process_group()
+    collectives = [i for i, node in enumerate(captured.graph.nodes) if "c10d" in node.op]
+    assert collectives
+    assert all(profile.time_ms[i] > 0 for i in collectives)
+    assert calls
+    assert not any("c10d" in call for call in calls)
+
+
+def test_random_state_gradients_and_buffers_stay_as_they_were(model, captured):
+    before = [t.clone() for t in (*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters()))]
+    random_state = torch.get_rng_state()
+
+    measure(captured, CostCache(), QUICK)
+
+    after = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def test_gradient_mode_and_autocast_stay_as_they_were(captured):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        measure(captured, CostCache(), QUICK)
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.is_grad_enabled()
+
+
+def test_equal_work_is_measured_once(captured, measured_nodes):
+    measure(captured, CostCache(), QUICK)
+    keys = [captured.graph.nodes[index].key for index in measured_nodes]
+    assert len(keys) == len(set(keys)) < len(captured.graph.nodes)
+
+
+def test_what_is_known_is_not_measured_again(captured, measured_nodes):
+    cache = CostCache()
+    first = measure(captured, cache, QUICK)
+    measured_nodes.clear()
+    assert measure(captured, cache, QUICK) == first
+    assert measured_nodes == []
+
+
+def test_an_operation_is_timed_until_three_times_agree(monkeypatch):
+    readings = iter((9.0, 5.0, 7.0, 5.05, 6.0, 5.1, 4.0))
+    monkeypatch.setattr(profiling, "_time_once_ms", lambda run, device: next(readings))
+    options = ProfileOptions(repeats=8, time_limit_ms=1e9, agreement=0.02)
+    assert profiling._time_ms(lambda: None, torch.device("cpu"), options) == 5.0
+    assert next(readings) == 4.0
+
+
+def test_a_slow_operation_is_timed_twice(monkeypatch):
+    readings = iter((90.0, 80.0, 70.0))
+    monkeypatch.setattr(profiling, "_time_once_ms", lambda run, device: next(readings))
+    assert profiling._time_ms(lambda: None, torch.device("cpu"), ProfileOptions(time_limit_ms=60.0)) == 80.0
+
+
+def test_progress_counts_up_to_all_that_is_measured(captured, measured_nodes):
+    heard = []
+    measure(captured, CostCache(), QUICK, progress=lambda done, total: heard.append((done, total)))
+    total = len(measured_nodes)
+    assert heard == [(done, total) for done in range(total + 1)]
+
+
+def test_costs_on_disk_serve_the_next_run(captured, measured_nodes, tmp_path):
+    first = measure(captured, CostCache(tmp_path / "deep" / "er"), QUICK)
+    measured_nodes.clear()
+    assert measure(captured, CostCache(tmp_path / "deep" / "er"), QUICK) == first
+    assert measured_nodes == []
+
+
+def test_only_whole_files_are_left_on_disk(captured, tmp_path):
+    measure(captured, CostCache(tmp_path), QUICK)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+
+
+def _file_in(folder):
+    return next(folder.glob("*.json"))
+
+
+def _without(text, field):
+    data = json.loads(text)
+    del data[field]
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda text: text[: len(text) // 2], ""),
+        (lambda text: "", ""),
+        (lambda text: "[]", ""),
+        (lambda text: text.replace('"format": 2', '"format": 99'), "it was written for another version or device"),
+        (lambda text: text.replace(describe_device(CPU), "another"), "it was written for another version or device"),
+        (lambda text: _without(text, "costs"), ""),
+        (lambda text: json.dumps({**json.loads(text), "costs": {"aten.mm": ["fast", 0]}}), ""),
+    ],
+    ids=["cut", "empty", "no object", "other format", "other device", "no costs", "no number"],
+)
+def test_a_file_that_cannot_be_used_is_ignored_with_a_warning(
+    damage, words, captured, measured_nodes, tmp_path, caplog
+):
+    measure(captured, CostCache(tmp_path), QUICK)
+    path = _file_in(tmp_path)
+    path.write_text(damage(path.read_text()))
+    measured_nodes.clear()
+
+    with caplog.at_level(logging.WARNING, "hiremate_lightning"):
+        measure(captured, CostCache(tmp_path), QUICK)
+
+    assert "Ignored the profile" in caplog.text
+    assert path.name in caplog.text
+    assert words in caplog.text
+    assert measured_nodes
+    assert json.loads(path.read_text())["device"] == describe_device(CPU)
+
+
+def test_a_folder_that_cannot_be_written_is_announced_and_nothing_else(captured, tmp_path, caplog):
+    (tmp_path / "file").write_text("not a folder")
+    with caplog.at_level(logging.WARNING, "hiremate_lightning"):
+        profile = measure(captured, CostCache(tmp_path / "file"), QUICK)
+    assert "Could not keep the profile" in caplog.text
+    assert len(profile.time_ms) == len(captured.graph.nodes)
+
+
+def test_an_operation_that_cannot_run_alone_gets_its_estimate(captured, monkeypatch):
+    def refuse(captured, index, course):
+        raise RuntimeError("not alone")
+
+    monkeypatch.setattr(stand_ins, "runner", refuse)
+    profile = measure(captured, CostCache(), QUICK)
+    expected = estimate(captured.graph)
+    product = next(i for i, n in enumerate(captured.graph.nodes) if n.op == "aten.addmm.default")
+    same_work = [i for i, n in enumerate(captured.graph.nodes) if n.key == captured.graph.nodes[product].key]
+    assert profile.time_ms[product] in [expected.time_ms[i] for i in same_work]
+    assert profile.workspace_bytes[product] == 0
+
+
+def test_estimates_are_not_kept_for_later_runs(captured, monkeypatch, tmp_path):
+    runner = profiling.runner
+
+    def refuse_once(captured, index, course):
+        monkeypatch.setattr(stand_ins, "runner", runner)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(stand_ins, "runner", refuse_once)
+    measure(captured, CostCache(tmp_path), QUICK)
+    (path,) = tmp_path.iterdir()
+    missing = {node.key for node in captured.graph.nodes} - json.loads(path.read_text())["costs"].keys()
+    assert len(missing) == 1
+    measure(captured, CostCache(tmp_path), QUICK)
+    assert missing < json.loads(path.read_text())["costs"].keys()
+
+
+def test_made_up_numbers_are_probabilities():
+    """CUDA's kernels assert that they are, where they read some, and nothing runs on the device after that."""
+    made = stand_ins.made_up(torch.empty(1000, dtype=torch.float16))
+    assert 0 <= made.min() < made.max() <= 1
+
+
+def test_an_estimate_is_the_same_each_time(captured):
+    assert estimate(captured.graph) == estimate(captured.graph)
+    assert estimate(captured.graph).device == "estimate"
+
+
+def test_a_device_is_described_by_its_threads_and_torch():
+    threads = torch.get_num_threads()
+    assert describe_device(CPU) == f"cpu, {threads} thread{'s' * (threads > 1)}, torch {torch.__version__}"
+
+
+def test_a_measurement_under_way_does_not_see_the_profiling(captured):
+    with MemoryMeter(CPU) as meter:
+        measure(captured, CostCache(), QUICK)
+    assert max(interval.peak_bytes for interval in meter.intervals) < ROWS * WIDTH * 4
+
+
+def refined(captured, first: dict[str, list[float]], again: dict[str, list[float]]) -> dict[str, float]:
+    """Refine times of 1 ms each by samples of operations; give the time of each operation."""
+    graph = captured.graph
+    alone = Profile((1.0,) * len(graph.nodes), (0,) * len(graph.nodes), "cpu")
+    run = TimedRun(CPU)
+    keys = {node.op: node.key for node in graph.nodes}
+    run.samples = {keys[op]: times for op, times in first.items()}
+    run.samples_again = {keys[op]: times for op, times in again.items()}
+    times = run.refine(alone, graph).time_ms
+    return {node.op: time_ms for node, time_ms in zip(graph.nodes, times, strict=True)}
+
+
+def test_times_inside_a_step_count_where_they_are_longer(captured):
+    atan, linear = "aten.atan.default", "aten.addmm.default"
+    times = refined(captured, {atan: [1.5, 1.7, 9.0], linear: [0.5]}, {})
+    assert times[atan] == 1.7
+    assert times[linear] == 1.0
+
+
+def test_times_of_recomputation_go_before_those_of_the_forward(captured):
+    atan = "aten.atan.default"
+    assert refined(captured, {atan: [1.5]}, {atan: [2.5]})[atan] == 2.5
+
+
+def test_what_an_interpreter_takes_for_a_node_is_left_out(captured):
+    atan, view = "aten.atan.default", "aten.t.default"
+    times = refined(captured, {atan: [2.0], view: [0.25]}, {})
+    assert times[atan] == 1.75
+    assert times[view] == 1.0
+
+
+def test_a_sample_that_met_other_load_counts_for_little(captured):
+    atan = "aten.atan.default"
+    assert refined(captured, {atan: [500.0]}, {})[atan] == profiling.MOST_IN_STEP
+
+
+def test_what_overwrites_may_take_less_time_than_alone(captured):
+    atan = "aten.atan.default"
+    nodes = tuple(replace(node, is_mutating=node.op == atan) for node in captured.graph.nodes)
+    overwriting = SimpleNamespace(graph=replace(captured.graph, nodes=nodes))
+    assert refined(overwriting, {atan: [0.5]}, {})[atan] == 0.5
+
+
+def test_time_that_went_into_page_faults_is_no_operation_s_own(captured, monkeypatch):
+    program = build(captured, lower(captured.graph, recompute_lazily(captured.graph, ())))
+    arguments = [torch.randn(p.meta["val"].shape) for p in captured.placeholders]
+    for cost_ms, is_own in ((0.0, True), (1e9, False)):
+        monkeypatch.setattr(page_faults, "count", itertools.count().__next__)
+        monkeypatch.setattr(page_faults, "cost_ms", lambda cost_ms=cost_ms: cost_ms)
+        timed = TimedRun(CPU)
+        timed.wrap(program).forward(list(arguments))
+        assert timed.total_ms > 0
+        assert all((time_ms > 0) == is_own for times in timed.samples.values() for time_ms in times)
+
+
+def test_a_timed_run_takes_no_more_memory(captured):
+    program = build(captured, lower(captured.graph, recompute_lazily(captured.graph, ())))
+    timed = TimedRun(CPU).wrap(program)
+    arguments = [torch.randn(p.meta["val"].shape) for p in captured.placeholders]
+    peaks = [measure_peak(lambda p=p: p.forward(list(arguments)), CPU) for p in (program, timed)]
+    assert peaks[0] == peaks[1]

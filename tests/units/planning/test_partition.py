@@ -1,0 +1,60 @@
+"""Partitions: every forward node in exactly one cluster, no cycles between them, limits kept, equal blocks found."""
+
+from __future__ import annotations
+
+import pytest
+
+from hiremate_lightning.planning.partition import partition
+from tests.helpers import random_graph
+from tests.tiny import chain, transformer
+
+STEPS = {
+    "chain": chain(60),
+    "transformer": transformer(12),
+    "wide": random_graph(3, 60),
+    "one node": chain(1),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_every_node_is_in_exactly_one_cluster(step):
+    graph = STEPS[step][0]
+    clusters = partition(graph, max_nodes=6)
+    assert sorted(n for cluster in clusters for n in cluster.nodes) == sorted(graph.forward)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_clusters_close_no_cycle(step):
+    graph = STEPS[step][0]
+    clusters = partition(graph, max_nodes=6)
+    cluster_of = {n: i for i, cluster in enumerate(clusters) for n in cluster.nodes}
+    maker = {t: n for n in graph.forward for t in graph.nodes[n].outputs}
+    reads = {(cluster_of[n], cluster_of[maker[t]]) for n in graph.forward for t in graph.nodes[n].inputs if t in maker}
+    waiting = {i: {b for a, b in reads if a == i and b != i} for i in range(len(clusters))}
+    while waiting:
+        ready = [i for i, before in waiting.items() if not before & waiting.keys()]
+        assert ready, f"a cycle through clusters {sorted(waiting)}"
+        for i in ready:
+            del waiting[i]
+
+
+def working(graph, cluster):
+    return sum(bool(graph.allocates[n]) for n in cluster.nodes)
+
+
+def test_clusters_keep_the_limit():
+    for graph, _ in STEPS.values():
+        for cluster in partition(graph, max_nodes=6):
+            assert working(graph, cluster) <= 6
+
+
+def test_equal_blocks_have_equal_keys():
+    few = partition(transformer(6)[0])
+    many = partition(transformer(24)[0])
+    assert len(many) > len(few)
+    assert len({cluster.key for cluster in many}) <= len({cluster.key for cluster in few}) + 4
+
+
+def test_the_same_graph_gives_the_same_partition():
+    first, second = (partition(transformer(8)[0]) for _ in range(2))
+    assert first == second

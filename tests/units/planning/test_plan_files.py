@@ -1,0 +1,144 @@
+"""Plans on disk: found again, checked before they are used, ignored where they are not what they should be."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning.planning.options import PlanOptions
+from hiremate_lightning.planning.plan_files import PlanFiles
+from hiremate_lightning.planning.planner import make_plan
+from hiremate_lightning.planning.solvers import get_strategy
+from hiremate_lightning.records.step import Call, merge
+from hiremate_lightning.units import parse_budget
+from tests.helpers import problem_of
+from tests.tiny import transformer
+
+
+@pytest.fixture
+def solved(tmp_path):
+    problem = problem_of(transformer(4), 2_600_000)
+    solution = get_strategy("portfolio")(problem)
+    PlanFiles(tmp_path).write(problem, "portfolio", solution)
+    return problem, solution, next(tmp_path.iterdir())
+
+
+def test_a_plan_is_found_again(solved, tmp_path):
+    problem, solution, _ = solved
+    assert PlanFiles(tmp_path).read(problem, "portfolio") == (solution, problem.profile)
+
+
+def test_another_budget_solver_or_graph_finds_nothing(solved, tmp_path):
+    problem, _, _ = solved
+    files = PlanFiles(tmp_path)
+    assert files.read(problem_of(transformer(4), 2_600_001), "portfolio") is None
+    assert files.read(problem, "hilp") is None
+    assert files.read(problem_of(transformer(5), 2_600_000), "portfolio") is None
+
+
+@pytest.mark.usefixtures("solved")
+def test_other_memory_costs_are_not_trusted(tmp_path):
+    graph, profile = transformer(4)
+    more = tuple(size + 1 for size in profile.workspace_bytes)
+    changed = problem_of((graph, type(profile)(profile.time_ms, more, profile.device)), 2_600_000)
+    assert PlanFiles(tmp_path).read(changed, "portfolio") is None
+
+
+def cut_off(data):
+    return json.dumps(data)[:-40]
+
+
+def of_another_version(data):
+    return json.dumps({**data, "format": 0})
+
+
+def that_recomputes_nothing(data):
+    rows = [[] for _ in data["solution"]["recompute"]]
+    return json.dumps({**data, "solution": {**data["solution"], "recompute": rows}})
+
+
+def that_lies_about_its_peak(data):
+    return json.dumps({**data, "solution": {**data["solution"], "peak_bytes": 1}})
+
+
+def with_a_row_too_few(data):
+    rows = data["solution"]["recompute"][:-3]
+    return json.dumps({**data, "solution": {**data["solution"], "recompute": rows}})
+
+
+def of_another_graph(data):
+    costs = {name: value[:-1] if isinstance(value, list) else value for name, value in data["profile"].items()}
+    return json.dumps({**data, "profile": costs})
+
+
+def of_another_kind(_):
+    return "[1, 2]"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (cut_off, ""),
+        (of_another_version, "it was written by another version"),
+        (that_recomputes_nothing, "its schedule takes"),
+        (that_lies_about_its_peak, "bytes, where it says 1"),
+        (with_a_row_too_few, ""),
+        (of_another_graph, "its profile is of another graph"),
+        (of_another_kind, ""),
+    ],
+)
+def test_a_file_that_is_not_what_it_should_be_is_ignored_with_a_warning(solved, tmp_path, caplog, spoil, words):
+    problem, _, path = solved
+    path.write_text(spoil(json.loads(path.read_text())))
+    with caplog.at_level(logging.WARNING, "hiremate_lightning"):
+        assert PlanFiles(tmp_path).read(problem, "portfolio") is None
+    assert f"Ignored the plan in {path}" in caplog.text
+    assert words in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path, caplog):
+    problem = problem_of(transformer(2), 1_500_000)
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING, "hiremate_lightning"):
+        PlanFiles(tmp_path / "file").write(problem, "portfolio", get_strategy("portfolio")(problem))
+    assert "the next run solves again" in caplog.text
+
+
+def test_the_planner_solves_once(tmp_path, monkeypatch):
+    graph, profile = transformer(4)
+    step = merge([Call(graph, profile)], [0])
+    budget = step.plain_bytes * 6 // 10
+    options = PlanOptions(cache_dir=tmp_path)
+
+    def plan():
+        return make_plan(step, parse_budget(budget), budget, 0, options)
+
+    first = plan()
+    monkeypatch.setattr("hiremate_lightning.planning.planner.get_strategy", None)
+    assert plan().solution == first.solution
+
+
+def test_a_second_run_neither_profiles_nor_solves(tmp_path, monkeypatch):
+    def run():
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)))
+        hiremate(model, "70%", cache_dir=tmp_path, verbose=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.ones(4096, 32)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return get_plan(model), [p.detach().clone() for p in model.parameters()]
+
+    first, expected = run()
+    monkeypatch.setattr("hiremate_lightning.planning.planner.get_strategy", None)
+    monkeypatch.setattr("hiremate_lightning.measuring.profiling._measure_node", None)
+    second, found = run()
+    assert second.solution == first.solution
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

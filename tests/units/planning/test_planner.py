@@ -1,0 +1,254 @@
+"""Budgets become bytes, and no plan passes its budget unless it says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hiremate_lightning.out_of_memory import InfeasibleBudgetError
+from hiremate_lightning.planning import planner
+from hiremate_lightning.planning.planner import (
+    AUTO_MARGIN,
+    FirstSolution,
+    PlanOptions,
+    first_solution,
+    make_plan,
+    resolve,
+)
+from hiremate_lightning.planning.solvers import base, smallest_budget
+from hiremate_lightning.planning.solvers.base import Problem, Solution, Status, get_strategy, strategy
+from hiremate_lightning.records.schedule import lower
+from hiremate_lightning.records.simulation import simulate, simulate_plain
+from hiremate_lightning.records.step import Call, Gap, merge
+from hiremate_lightning.units import Budget, parse_budget
+from tests.tiny import KB, chain, transformer
+
+MANY = 10**9
+
+
+def step_of(graph, profile, held=0):
+    return merge([Call(graph, profile, after_forward=Gap(held, held))], [0])
+
+
+def plan_of(step, budget_bytes, resident_bytes=0, **options):
+    budget = Budget(size_bytes=budget_bytes)
+    return make_plan(step, budget, budget_bytes, resident_bytes, PlanOptions(**options), target="Net")
+
+
+def smallest_of(step):
+    return plan_of(step, 1, on_infeasible="warn").planned_peak_bytes
+
+
+def test_bytes_are_bytes():
+    assert resolve(parse_budget("2 MiB"), resident_bytes=5, unplanned_bytes=7, free_bytes=9) == 2 * 2**20
+
+
+def test_a_share_is_of_what_the_unplanned_step_adds():
+    assert resolve(parse_budget("50%"), resident_bytes=1000, unplanned_bytes=300, free_bytes=9) == 1150
+
+
+def test_all_of_it_is_the_unplanned_peak():
+    assert resolve(parse_budget("100%"), resident_bytes=1000, unplanned_bytes=301, free_bytes=9) == 1301
+
+
+def test_auto_is_what_is_free_less_a_margin():
+    found = resolve(parse_budget("auto"), resident_bytes=1000, unplanned_bytes=7, free_bytes=10_000)
+    assert found == 1000 + int(10_000 * (1 - AUTO_MARGIN))
+
+
+def test_the_unplanned_step_keeps_everything():
+    step = step_of(*chain(4))
+    assert simulate_plain(step.graph, step.profile).recompute_ms == 0
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.9, 1.0])
+def test_a_plan_is_within_its_budget(share):
+    step = step_of(*transformer(2))
+    smallest, most = smallest_of(step), step.plain_bytes
+    budget = int(smallest + share * (most - smallest))
+    assert plan_of(step, budget).planned_peak_bytes <= budget
+
+
+def test_resident_bytes_are_part_of_the_budget():
+    step = step_of(*transformer(2))
+    budget = smallest_of(step)
+    plan = plan_of(step, budget + 500, resident_bytes=500)
+    assert plan.planned_peak_bytes <= budget + 500
+    with pytest.raises(InfeasibleBudgetError):
+        plan_of(step, budget + 500, resident_bytes=501)
+
+
+def test_a_margin_is_left_free():
+    step = step_of(*transformer(2))
+    most = step.plain_bytes
+    plan = make_plan(step, Budget(size_bytes=most), most, 0, PlanOptions(), margin_bytes=KB)
+    assert plan.planned_peak_bytes <= most - KB
+
+
+def test_a_generous_budget_recomputes_nothing():
+    assert plan_of(step_of(*transformer(2)), MANY).predicted_overhead == 0
+
+
+def test_an_infeasible_budget_names_what_it_would_take():
+    step = step_of(*transformer(2))
+    smallest = smallest_of(step)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan_of(step, smallest - 1)
+    error, text = caught.value, str(caught.value)
+    assert error.budget_bytes == smallest - 1
+    assert error.smallest_bytes == smallest
+    assert f"({smallest - 1:,} bytes) is too small for Net" in text
+    assert f"({smallest:,} bytes)" in text
+    assert "Raise the budget" in text
+    assert "CUDA out of memory." in text
+
+
+def test_the_budget_that_an_error_names_is_feasible():
+    step = step_of(*transformer(2))
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan_of(step, 1)
+    smallest = caught.value.smallest_bytes
+    assert plan_of(step, smallest).planned_peak_bytes <= smallest
+
+
+def test_an_infeasible_budget_names_the_module_that_blocks():
+    with pytest.raises(InfeasibleBudgetError, match=r"The peak is at .+ in module 'net\.") as caught:
+        plan_of(step_of(*transformer(2)), 1)
+    assert caught.value.module.startswith("net.")
+
+
+def test_an_infeasible_budget_may_be_due_to_code_outside():
+    step = step_of(*chain(3), held=MANY)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan_of(step, 10**6)
+    assert "in the code outside of the planned modules" in str(caught.value)
+    assert caught.value.module == ""
+
+
+def test_an_infeasible_budget_may_be_due_to_the_planned_module_s_own_code():
+    with pytest.raises(InfeasibleBudgetError, match="in the code of the planned module itself"):
+        plan_of(step_of(*chain(3)), 1)
+
+
+def test_a_share_that_is_too_small_is_named_as_a_share():
+    step = step_of(*transformer(2))
+    with pytest.raises(InfeasibleBudgetError, match=r"The budget 1% .*% of what the unplanned step adds"):
+        make_plan(step, Budget(share=0.01), 10, 0, PlanOptions())
+
+
+def test_a_share_that_is_named_is_never_above_all_of_the_step():
+    step = step_of(*chain(3))
+    smallest = plan_of(step, MANY).solution
+    problem = Problem(step.graph, step.profile, MANY)
+    need = planner.Need(problem, smallest, 0, is_guarded=True)
+    assert need.peak_bytes > step.plain_bytes
+    assert need.share == 1.0
+    assert replace(need, less_bytes=KB).share > 1.0
+
+
+def test_with_warn_an_infeasible_budget_gives_the_least_memory_found():
+    plan = plan_of(step_of(*transformer(2)), 1, on_infeasible="warn")
+    assert 1 < plan.planned_peak_bytes < plan.unplanned_peak_bytes
+
+
+def test_with_warn_the_least_memory_takes_as_little_time_as_is_found():
+    step = step_of(*chain(12))
+    smallest = smallest_budget(Problem(step.graph, step.profile, 0))
+    plan = plan_of(step, smallest.peak_bytes // 2, on_infeasible="warn")
+    assert plan.planned_peak_bytes <= smallest.peak_bytes
+    assert plan.solution.recompute_ms < smallest.recompute_ms
+
+
+def test_a_strategy_that_lies_about_its_peak_is_not_believed(monkeypatch):
+    monkeypatch.setattr(base, "_STRATEGIES", dict(base._STRATEGIES))
+    step = step_of(*transformer(2))
+    nothing = ((),) * (len(step.graph.backward) + 1)
+
+    @strategy("a liar, for a test")
+    def lie(problem):
+        return Solution("liar", Status.OPTIMAL, nothing, peak_bytes=0)
+
+    budget = step.plain_bytes - 1
+    plan = plan_of(step, budget, solver="a liar, for a test")
+    assert plan.planned_peak_bytes <= budget
+    assert plan.solution.strategy != "liar"
+
+
+def first_of(step, budget, budget_bytes, free_bytes=0):
+    return first_solution(step, budget, budget_bytes, 0, PlanOptions(), "Net", free_bytes=lambda: free_bytes)
+
+
+def test_a_part_that_fits_neither_the_budget_nor_the_device_is_refused():
+    step = step_of(*transformer(2))
+    smallest = smallest_of(step)
+    assert first_of(step, Budget(size_bytes=smallest), smallest).peak_bytes == smallest
+    assert first_of(step, Budget(size_bytes=smallest - 1), smallest - 1, free_bytes=smallest).peak_bytes == smallest
+    with pytest.raises(InfeasibleBudgetError, match=r"too small for Net.* It needs at least"):
+        first_of(step, Budget(size_bytes=smallest - 1), smallest - 1, free_bytes=smallest - 1)
+
+
+def test_a_solver_is_asked_before_the_first_step_is_refused(monkeypatch):
+    monkeypatch.setattr(planner, "smallest_budget", get_strategy("none"))
+    step = step_of(*transformer(2))
+    budget = step.plain_bytes * 7 // 10
+    assert first_of(step, Budget(size_bytes=budget), budget).peak_bytes <= budget
+
+
+def test_a_part_at_another_size_runs_as_it_did_before(monkeypatch):
+    before, larger = step_of(*transformer(2)), step_of(*transformer(2, size=96 * KB))
+    known = (FirstSolution(step_of(*chain()), solution_of(chain())), FirstSolution(before, solution_of(transformer(2))))
+    monkeypatch.setattr(planner, "smallest_budget", no_search)
+    found = first_solution(larger, Budget(share=0.9), 0, 0, PlanOptions(), "Net", known=known)
+    assert found is known[1].solution
+    peak = simulate(larger.graph, larger.profile, lower(larger.graph, found.recompute)).peak_bytes
+    assert first_solution(larger, Budget(size_bytes=peak), peak, 0, PlanOptions(), "Net", known=known) is found
+    with pytest.raises(SearchedError):
+        first_solution(larger, Budget(size_bytes=peak - 1), peak - 1, 0, PlanOptions(), "Net", known=known)
+
+
+def test_a_part_at_another_size_is_searched_where_the_schedule_saves_less_there(monkeypatch):
+    before, larger = step_of(*transformer(2), held=KB), step_of(*transformer(2, size=96 * KB), held=MANY)
+    known = FirstSolution(before, smallest_budget(Problem(before.graph, before.profile, 0)))
+    monkeypatch.setattr(planner, "smallest_budget", no_search)
+    with pytest.raises(SearchedError):
+        first_solution(larger, Budget(share=0.9), 0, 0, PlanOptions(), "Net", known=(known,))
+
+
+class SearchedError(Exception):
+    pass
+
+
+def no_search(_):
+    raise SearchedError
+
+
+def solution_of(drawn):
+    step = step_of(*drawn)
+    return smallest_budget(Problem(step.graph, step.profile, 0))
+
+
+def test_the_same_step_and_budget_give_the_same_plan():
+    step = step_of(*transformer(2))
+    budget = (smallest_of(step) + step.plain_bytes) // 2
+    first, second = (plan_of(step, budget) for _ in range(2))
+    assert first.solution.recompute == second.solution.recompute
+
+
+def test_a_strategy_that_counts_too_little_solves_again_with_less(monkeypatch):
+    monkeypatch.setattr(base, "_STRATEGIES", dict(base._STRATEGIES))
+    step = step_of(*transformer(4))
+    budget = step.plain_bytes * 7 // 10
+    asked = []
+
+    @strategy("short-sighted, for a test")
+    def solve(problem):
+        asked.append(problem.budget_bytes)
+        return base.get_strategy("portfolio")(replace(problem, budget_bytes=problem.budget_bytes + 100_000))
+
+    plan = plan_of(step, budget, solver="short-sighted, for a test")
+    assert plan.planned_peak_bytes <= budget
+    assert plan.solution.strategy == "portfolio"
+    assert len(asked) > 1
+    assert asked == sorted(asked, reverse=True)
+    assert plan.solution.bound_ms <= plan.solution.recompute_ms

@@ -1,0 +1,185 @@
+"""Lowering: decisions become a straight-line program in which every value is freed after its last use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hiremate_lightning.records.graph import Graph, StorageKind
+from hiremate_lightning.records.schedule import Compute, Free, Operation, Schedule, keep_all, lower
+from hiremate_lightning.records.simulation import simulate
+from tests.lazily import recompute_lazily
+from tests.tiny import Builder, chain, storages_of, transformer
+
+
+def spell(graph: Graph, operations: tuple[Operation, ...]) -> str:
+    """Write operations as words: "a" runs a, "-a" frees it."""
+    return " ".join(
+        graph.nodes[op.node].name if isinstance(op, Compute) else f"-{graph.tensors[op.tensor].name}"
+        for op in operations
+    )
+
+
+def names(graph: Graph, tensors: tuple[int, ...]) -> list[str]:
+    return [graph.tensors[t].name for t in tensors]
+
+
+def test_keeping_all_saves_what_the_backward_reads_and_frees_it_as_it_goes():
+    graph, _ = chain(3)
+    schedule = lower(graph, keep_all(graph))
+    assert spell(graph, schedule.forward) == "a0 a1 a2 -a2"
+    assert names(graph, schedule.saved) == ["x", "a0", "a1"]
+    assert spell(graph, schedule.backward) == "g2 -dy -a1 g1 -g2 -a0 g0 -g1"
+
+
+def test_what_is_not_saved_is_freed_after_its_last_use_in_the_forward():
+    graph, _ = chain(3)
+    schedule = lower(graph, recompute_lazily(graph, ()))
+    assert spell(graph, schedule.forward) == "a0 a1 -a0 a2 -a1 -a2"
+    assert names(graph, schedule.saved) == ["x"]
+
+
+def test_recomputation_runs_just_before_its_first_use_and_is_held_to_its_last():
+    graph, _ = chain(3)
+    schedule = lower(graph, recompute_lazily(graph, ()))
+    assert spell(graph, schedule.backward) == "a0 a1 g2 -dy -a1 g1 -g2 -a0 g0 -g1"
+    assert [graph.nodes[n].name for n in schedule.recomputed(graph)] == ["a0", "a1"]
+
+
+def test_a_value_computed_twice_is_freed_between_its_definitions():
+    graph, _ = chain(3)
+    a0, a1 = 0, 1
+    schedule = lower(graph, ((a0, a1), (a0,), (), ()))
+    assert spell(graph, schedule.backward) == "a0 a1 -a0 g2 -dy -a1 a0 g1 -g2 -a0 g0 -g1"
+    assert schedule.recomputed(graph) == (a0, a1, a0)
+
+
+def test_a_kept_storage_is_saved_and_not_recomputed():
+    graph, _ = chain(3)
+    recompute = recompute_lazily(graph, storages_of(graph, ["a1"]))
+    assert recompute == ((), (0,), (), ())
+    assert names(graph, lower(graph, recompute).saved) == ["x", "a1"]
+
+
+def test_a_view_of_a_kept_storage_is_saved_too():
+    b = Builder()
+    a = b.op("a", (), 100)
+    view = b.op("view", (a,), view_of=a)
+    b.op("g", (view,), 100, backward=True)
+    graph, _ = b.graph()
+    assert names(graph, lower(graph, recompute_lazily(graph, storages_of(graph, ["a"]))).saved) == ["view"]
+
+
+def test_an_unread_output_is_freed_at_once():
+    b = Builder()
+    b.op("pair", (), 100, 200)
+    graph, _ = b.graph()
+    assert spell(graph, lower(graph, keep_all(graph)).forward) == "pair -pair -pair_1"
+
+
+def test_outputs_leave_at_the_turn_unless_saved_or_held():
+    b = Builder()
+    left, saved, held = (b.op(name, (), 100) for name in ("left", "saved", "held"))
+    b.op("g", (saved,), 100, backward=True)
+    graph, _ = b.graph(outputs=(left, saved, held, left), held=(held,))
+    schedule = lower(graph, keep_all(graph))
+    assert spell(graph, schedule.forward) == "left saved held -left"
+
+
+def test_what_the_caller_holds_is_never_freed_and_not_saved_unless_read():
+    b = Builder()
+    held = b.op("held", (), 100)
+    after = b.op("after", (held,), 100)
+    b.op("g", (after,), 100, backward=True)
+    graph, _ = b.graph(held=(held,))
+    schedule = lower(graph, keep_all(graph))
+    assert names(graph, schedule.saved) == ["after"]
+    assert Free(held) not in (*schedule.forward, *schedule.backward)
+
+
+def test_what_the_caller_holds_is_not_recomputed():
+    graph, _ = chain(3)
+    held = replace(graph, held=graph.nodes[1].outputs)
+    assert recompute_lazily(held, ()) == ((), (0,), (), ())
+
+
+def test_held_gradients_of_outside_code_in_the_backward_stay():
+    b = Builder()
+    dy = b.tangent("dy", 100)
+    g = b.op("g", (dy,), 100, backward=True)
+    held = b.outside((g,), 50, backward=True)
+    graph, profile = b.graph(held=(held,))
+    schedule = lower(graph, keep_all(graph))
+    assert spell(graph, schedule.backward) == "g -dy outside -g"
+    assert schedule.saved == ()
+    assert simulate(graph, profile, schedule).timeline[-1].live_bytes == 50
+
+
+def test_an_unread_tangent_is_freed_first():
+    b = Builder()
+    a = b.op("a", (), 100)
+    b.tangent("unread", 100)
+    b.op("g", (a,), 100, backward=True)
+    graph, _ = b.graph()
+    assert spell(graph, lower(graph, keep_all(graph)).backward) == "-unread g -g -a"
+
+
+def test_inputs_are_saved_where_the_backward_reads_them_and_never_freed():
+    b = Builder()
+    weight = b.input("weight", 100)
+    b.op("g", (weight,), 100, backward=True)
+    graph, _ = b.graph()
+    schedule = lower(graph, keep_all(graph))
+    assert schedule.saved == (weight,)
+    assert Free(weight) not in schedule.backward
+
+
+def test_a_forward_value_that_is_returned_as_gradient_is_computed_at_the_end():
+    b = Builder()
+    a = b.op("a", (), 100)
+    b.op("g", (), 100, backward=True)
+    graph, _ = b.graph(gradients=(a,))
+    recompute = recompute_lazily(graph, ())
+    assert recompute == ((), (0,))
+    assert spell(graph, lower(graph, recompute).backward) == "g -g a"
+
+
+def test_random_values_are_kept_whatever_is_asked_for():
+    graph, _ = transformer(2)
+    schedule = lower(graph, recompute_lazily(graph, ()))
+    assert {"dropout0_1", "dropout1_1"} <= set(names(graph, schedule.saved))
+    assert not {"dropout0", "dropout1"} & {graph.nodes[n].name for n in schedule.recomputed(graph)}
+    assert {"dropout0_replay"} <= {graph.nodes[n].name for n in schedule.recomputed(graph)}
+
+
+def test_a_chain_of_thousands_is_recomputed_without_recursion():
+    graph, profile = chain(3000)
+    recompute = recompute_lazily(graph, ())
+    assert recompute[0] == tuple(range(2999))
+    assert simulate(graph, profile, lower(graph, recompute)).recompute_ms == 2999
+
+
+def test_a_backward_that_reads_what_it_has_not_computed_names_the_tensor():
+    b = Builder()
+    later = b.op("later", (), 100, backward=True)
+    b.op("earlier", (later,), 100, backward=True)
+    graph, _ = b.graph()
+    backwards = replace(graph, backward=(1, 0))
+    with pytest.raises(AssertionError, match=r"^backward tensor later is read before it is computed"):
+        recompute_lazily(backwards, ())
+
+
+def test_a_view_of_a_parameter_is_there_anyway():
+    b = Builder()
+    weight = b.input("weight", 100, StorageKind.PARAMETER)
+    transposed = b.op("transpose", (weight,), view_of=weight)
+    b.op("g", (transposed,), 100, backward=True)
+    graph, _ = b.graph()
+    assert recompute_lazily(graph, ()) == ((), ())
+
+
+def test_the_same_operations_make_equal_schedules():
+    graph, _ = chain(2)
+    assert lower(graph, keep_all(graph)) == lower(graph, ((), (), ()))
+    assert isinstance(lower(graph, keep_all(graph)), Schedule)

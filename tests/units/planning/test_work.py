@@ -1,0 +1,223 @@
+"""Searches are limited by work: a slow, busy or stopped machine finds the same, later; the clock ends what hangs."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from hiremate_lightning.planning import found_before
+from hiremate_lightning.planning.options import PlanOptions
+from hiremate_lightning.planning.planner import least_need, make_plan
+from hiremate_lightning.planning.solvers import Problem, Solution, SolveOptions, Status, get_strategy, metering, work
+from hiremate_lightning.planning.solvers.base import CLOCK
+from hiremate_lightning.planning.solvers.metering import Price
+from hiremate_lightning.planning.solvers.mip_backend import LinearProgram, Result, solve
+from hiremate_lightning.planning.solvers.model import StepModel
+from hiremate_lightning.planning.solvers.work import Work, clock_limit_s
+from hiremate_lightning.planning.solvers.worker import Worker
+from hiremate_lightning.records.step import Call, merge
+from hiremate_lightning.units import parse_budget
+from tests.helpers import problem_of
+from tests.tiny import transformer
+from tests.units.planning.test_mip_backend import hard
+
+LIMIT_S = 0.5  # of work: the step below needs more for a proof
+NEED_TIME = ("portfolio", "phases", "turn_point", "segments", "least_memory", "hilp", "rockmate", "dtr")
+
+
+def problem_to_cut(**options: float) -> Problem:
+    step = transformer(20)
+    whole = StepModel(problem_of(step, 0)).keep_all_bytes
+    return problem_of(step, whole * 40 // 100, **{"time_limit_s": LIMIT_S, **options})
+
+
+def clock_of(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Replace the clock by one on which so many seconds pass from one look to the next."""
+    ticks = itertools.count()
+    monkeypatch.setattr(work, "monotonic", lambda: seconds * next(ticks))
+
+
+def what_was_found(solution: Solution) -> Solution:
+    return replace(solution, solve_s=0.0)
+
+
+@pytest.fixture
+def own_worker() -> Iterator[Worker]:
+    own = Worker()
+    yield own
+    own.close()
+
+
+@pytest.mark.parametrize("name", NEED_TIME)
+def test_a_slow_machine_finds_the_same(name: str, monkeypatch: pytest.MonkeyPatch):
+    problem = problem_to_cut()
+
+    clock_of(monkeypatch, 1e-9)
+    fast = get_strategy(name)(problem)
+    clock_of(monkeypatch, 1e-4)
+    slow = get_strategy(name)(problem)
+
+    assert what_was_found(slow) == what_was_found(fast)
+
+
+def test_the_step_of_these_tests_ends_by_its_limit():
+    solution = get_strategy("portfolio")(problem_to_cut())
+    assert (solution.status, solution.stopped_by) == (Status.FEASIBLE, "time limit")
+    assert LIMIT_S <= solution.work_s < 2 * LIMIT_S
+
+
+def test_a_worker_that_is_stopped_for_longer_finds_the_same(own_worker: Worker):
+    """Each time that it tells of something better it is stopped, in sum for longer than its limit."""
+    process, problem = own_worker._process, problem_to_cut()
+    stops = list[threading.Timer]()
+
+    def stop(best_ms: float, bound_ms: float) -> None:
+        if len(stops) < 3:
+            os.kill(process.pid, signal.SIGSTOP)
+            stops.append(threading.Timer(LIMIT_S, os.kill, (process.pid, signal.SIGCONT)))
+            stops[-1].start()
+            stops[-1].join()
+
+    start = time.monotonic()
+    starved = own_worker.solve(replace(problem, options=replace(problem.options, progress=stop)), "portfolio", 60.0)
+
+    assert time.monotonic() - start > 3 * LIMIT_S
+    assert what_was_found(starved) == what_was_found(get_strategy("portfolio")(problem))
+
+
+def test_more_work_is_done_where_more_is_asked_for():
+    few, more = (get_strategy("portfolio")(problem_to_cut(time_limit_s=limit)) for limit in (0.2, LIMIT_S))
+    assert few.work_s < more.work_s
+    assert few.recompute_ms >= more.recompute_ms
+
+
+# ---------------------------------------------------------------- programs
+
+
+def test_a_program_ends_at_the_same_place_each_time():
+    counts = [Work(9.0) for _ in range(2)]
+    found = [solve(hard(), SolveOptions(), 0.3, work=count) for count in counts]
+    assert found[0] == found[1]
+    assert found[0].status is Status.FEASIBLE
+    assert counts[0].done_s == counts[1].done_s
+    assert 0.3 <= counts[0].done_s < 0.6
+
+
+def test_a_linear_program_ends_at_a_limit_of_iterations(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Price, "iterations_in", lambda self, limit_s: 2)
+    cut = solve(hard(), SolveOptions(), 0.3, relax=True)
+    assert cut.status is not Status.OPTIMAL
+    assert cut.bound == -float("inf"), "of a relaxation that was cut short nothing is proven"
+
+
+def test_a_highs_that_cannot_be_asked_gets_a_limit_of_nodes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(metering, "_library", lambda: None)
+    found = [solve(hard(), SolveOptions(), 0.3) for _ in range(2)]
+    assert found[0] == found[1]
+    assert found[0].status in (Status.FEASIBLE, Status.NOT_FOUND)
+
+
+def test_cbc_gets_a_limit_of_nodes():
+    found = [solve(hard(), SolveOptions(backend="CBC"), 0.2) for _ in range(2)]
+    assert found[0] == found[1]
+    assert isinstance(found[0], Result)
+
+
+def test_a_program_costs_work_even_without_an_iteration():
+    program, count = LinearProgram(), Work(1.0)
+    program.row("one", [(program.variable(1.0), 1.0)], lower=1.0)
+    solve(program, SolveOptions(), 1.0, work=count)
+    assert count.done_s > 0
+
+
+# ---------------------------------------------------------------- the clock
+
+
+def test_the_clock_ends_a_search_that_takes_many_times_its_work(monkeypatch: pytest.MonkeyPatch):
+    clock_of(monkeypatch, clock_limit_s(LIMIT_S) / 20)
+    solution = get_strategy("portfolio")(problem_to_cut())
+    assert solution.stopped_by == CLOCK
+    assert solution.status in (Status.FEASIBLE, Status.NOT_FOUND)
+    assert solution.work_s < LIMIT_S
+
+
+def test_a_plan_that_the_clock_cut_short_says_so(caplog: pytest.LogCaptureFixture):
+    problem = problem_to_cut()
+    step = merge([Call(problem.graph, problem.profile)], [0])
+    budget = parse_budget(f"{problem.budget_bytes + 2**16} B")
+
+    def cut(asked: Problem) -> Solution:
+        return replace(get_strategy("segments")(asked), status=Status.FEASIBLE, stopped_by=CLOCK, solve_s=130.0)
+
+    with caplog.at_level(logging.WARNING, "hiremate_lightning"):
+        make_plan(step, budget, budget.size_bytes, 0, PlanOptions(), solve=cut)
+
+    assert "Solving was cut short after 130 s" in caplog.text
+    assert "pass a time_limit_s above 30" in caplog.text
+
+
+# ---------------------------------------------------------------- what was found before
+
+
+def nothing(problem: Problem) -> Solution:
+    return Solution("nothing", Status.NOT_FOUND, stopped_by="time limit")
+
+
+def test_a_named_least_memory_is_taken_where_nothing_is_found():
+    problem = problem_to_cut()
+    named = least_need(problem, 0).smallest
+    asked = replace(problem, budget_bytes=named.peak_bytes)
+
+    taken = found_before.at_least(asked, nothing(asked))
+
+    assert (taken.status, taken.recompute, taken.peak_bytes) == (Status.FEASIBLE, named.recompute, named.peak_bytes)
+    assert taken.stopped_by == found_before.KNOWN_BEFORE
+    assert not found_before.at_least(replace(asked, budget_bytes=named.peak_bytes - 1), nothing(asked)).is_feasible
+
+
+def test_a_later_run_reads_what_was_named(tmp_path):
+    files = PlanOptions(cache_dir=tmp_path).files
+    problem = problem_to_cut()
+    named = least_need(problem, 0, files=files).smallest
+    found_before.forget()
+    asked = replace(problem, budget_bytes=named.peak_bytes)
+
+    assert not found_before.at_least(asked, nothing(asked)).is_feasible
+    assert found_before.at_least(asked, nothing(asked), files).recompute == named.recompute
+
+
+def test_a_file_that_was_spoilt_is_ignored(tmp_path, caplog: pytest.LogCaptureFixture):
+    files = PlanOptions(cache_dir=tmp_path).files
+    problem = problem_to_cut()
+    least_need(problem, 0, files=files)
+    found_before.forget()
+    (path,) = tmp_path.glob("found-*.json")
+    for text in ("[[[1, 2", "[[[99999999]]]", '[["a"]]', "{}"):
+        path.write_text(text)
+        assert not found_before.at_least(problem, nothing(problem), files).is_feasible
+
+
+def test_a_proof_is_not_compared_with_what_was_found_before():
+    problem = problem_to_cut()
+    least_need(problem, 0)
+    proven = Solution("mine", Status.INFEASIBLE, stopped_by="proof")
+    assert found_before.at_least(problem, proven) is proven
+
+
+def test_a_plan_is_never_slower_than_the_one_before_it():
+    problem = problem_to_cut()
+    step = merge([Call(problem.graph, problem.profile)], [0])
+    budget = parse_budget(f"{problem.budget_bytes + 2**16} B")
+    first, second = (
+        make_plan(step, budget, budget.size_bytes, 0, PlanOptions(), solve=get_strategy(name))
+        for name in ("portfolio", "least_memory")
+    )
+    assert second.solution.recompute == first.solution.recompute

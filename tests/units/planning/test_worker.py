@@ -1,0 +1,210 @@
+"""Solving apart gives what solving in place gives, and survives whatever happens to the process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from hiremate_lightning import ConfigurationError, HiRemateWarning, hiremate
+from hiremate_lightning.callbacks import HiRemateBatchSizeFinder, HiRemateCallback
+from hiremate_lightning.integrations.accelerate import prepare_hiremate
+from hiremate_lightning.planning.solvers import Problem, SolveOptions, Status, get_strategy, worker
+from hiremate_lightning.planning.solvers.base import Solution, strategy
+from hiremate_lightning.planning.solvers.model import StepModel
+from hiremate_lightning.planning.solvers.worker import Worker, WorkerLostError, apart, backend_failures, check_strategy
+from tests.tiny import transformer
+
+NEED_PROGRAMS = ("portfolio", "hilp", "rockmate", "checkmate", "checkmate_lp", "phases", "turn_point")
+NEED_NONE = ("segments", "rotor", "min_memory", "twremat", "chen", "dtr", "least_memory", "none")
+NO_NUMBER = "a budget\nof several lines"
+
+
+@pytest.fixture
+def own_worker():
+    own = Worker()
+    yield own
+    own.close()
+
+
+def problem_at(percent, **options):
+    graph, profile = transformer()
+    whole = Problem(graph, profile, 0)
+    return Problem(graph, profile, StepModel(whole).keep_all_bytes * percent // 100, SolveOptions(**options))
+
+
+def test_it_finds_what_solving_in_place_finds():
+    problem = problem_at(80)
+    apart_found, found = apart("portfolio")(problem), get_strategy("portfolio")(problem)
+    assert found.is_feasible
+    assert replace(apart_found, solve_s=0.0) == replace(found, solve_s=0.0)
+
+
+def test_progress_is_told_here():
+    told = []
+    solution = apart("portfolio")(problem_at(80, progress=lambda best_ms, bound_ms: told.append((best_ms, bound_ms))))
+    assert told[-1][0] == pytest.approx(solution.recompute_ms)
+    assert told == sorted(told, key=lambda t: (-t[0], t[1]))
+
+
+def test_it_serves_one_problem_after_another(own_worker):
+    process = own_worker._process.pid
+    for percent in (90, 80):
+        assert own_worker.solve(problem_at(percent), "portfolio", 60).peak_bytes <= problem_at(percent).budget_bytes
+    assert own_worker.is_usable
+    assert own_worker._process.pid == process
+
+
+def test_a_crash_is_no_solution_and_the_next_solve_works(own_worker, monkeypatch, caplog):
+    assert not own_worker.failure("HIGHS")
+    own_worker._process.kill()
+    monkeypatch.setattr(worker, "_worker", own_worker)
+    monkeypatch.setattr(Worker, "is_usable", True)
+    lost = apart("portfolio")(problem_at(80))
+    assert lost.status is Status.NOT_FOUND
+    assert lost.stopped_by == "a failure of the solver (the process of the solver ended with -9)"
+    assert "The solver failed (the process of the solver ended with -9). The plan takes the least memory" in caplog.text
+    monkeypatch.undo()
+    assert apart("portfolio")(problem_at(80)).is_feasible
+
+
+def test_an_error_in_a_solve_takes_one_line(monkeypatch, caplog):
+    caplog.set_level(logging.DEBUG, logger="hiremate_lightning")
+    problem = replace(problem_at(80), budget_bytes=NO_NUMBER)
+    lost = apart("portfolio")(problem)
+    assert lost.status is Status.NOT_FOUND
+    assert lost.stopped_by.startswith("a failure of the solver (TypeError: ")
+    shown = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(shown) == 1
+    assert not [text for text in (lost.stopped_by, *shown) if "\n" in text or "Traceback" in text]
+    assert "Traceback (most recent call last)" in caplog.text
+
+
+def test_a_failure_is_announced_once(caplog):
+    for _ in range(2):
+        worker._announce("a reason of this test")
+    assert caplog.text.count("a reason of this test") == 1
+
+
+class TestBackends:
+    """Which MIP solver works is found out in the process that solves."""
+
+    @pytest.fixture(autouse=True)
+    def _found_anew(self):
+        backend_failures.cache_clear()
+        yield
+        backend_failures.cache_clear()
+
+    def test_highs_works_here(self):
+        assert backend_failures() == ()
+
+    @pytest.fixture
+    def lost(self, monkeypatch):
+        """Let backends end the process that tries them, as a library that does not fit may do."""
+        lost = []
+
+        def failure(own, backend):
+            if backend in lost:
+                own._process.kill()
+            return real(own, backend)
+
+        real = Worker.failure
+        monkeypatch.setattr(Worker, "failure", failure)
+        return lost
+
+    def test_a_backend_that_crashes_is_passed_over(self, lost):
+        lost.append("HIGHS")
+        worker.warm_up()
+        worker._worker.failure("CBC")  # it has started
+        assert backend_failures() == ("the process of the solver ended with -9",)
+        with pytest.warns(HiRemateWarning, match="HiGHS does not work here .*so CBC solves. Plans stay as good"):
+            check_strategy("portfolio")
+        assert apart("portfolio")(problem_at(80)).is_feasible
+
+    @pytest.mark.parametrize("strategy_name", NEED_PROGRAMS)
+    def test_without_a_backend_what_needs_one_is_refused(self, monkeypatch, strategy_name):
+        monkeypatch.setattr(worker, "backend_failure", "{} is not there".format)
+        expected = "No MIP solver works here.*HiGHS failed: HIGHS is not there. CBC failed: CBC is not .* pip install "
+        with pytest.raises(ConfigurationError, match=expected):
+            check_strategy(strategy_name)
+
+    @pytest.mark.parametrize("strategy_name", NEED_NONE)
+    def test_without_a_backend_the_others_solve(self, monkeypatch, strategy_name):
+        monkeypatch.setattr(worker, "backend_failure", "{} is not there".format)
+        check_strategy(strategy_name)
+
+    def test_every_way_to_plan_refuses(self, monkeypatch):
+        monkeypatch.setattr(worker, "backend_failure", "{} is not there".format)
+        for plan in (
+            lambda: hiremate(nn.Linear(2, 2), "50%"),
+            lambda: HiRemateCallback("50%"),
+            lambda: HiRemateBatchSizeFinder(budget="1 GiB"),
+            lambda: prepare_hiremate(Accelerator(cpu=True), nn.Linear(2, 2), budget="50%"),
+            lambda: torch.compile(nn.Linear(2, 2), backend="hiremate", options={"budget": "50%"})(torch.ones(2, 2)),
+        ):
+            with pytest.raises(Exception, match="No MIP solver works here"):
+                plan()
+
+
+def test_a_solve_that_takes_too_long_is_ended(own_worker):
+    with pytest.raises(WorkerLostError, match="ended with -9"):
+        own_worker.solve(problem_at(80), "portfolio", 0.0)
+    assert not own_worker.is_usable
+
+
+def test_an_error_there_is_read_here(own_worker):
+    with pytest.raises(WorkerLostError, match="Unknown solver 'fastest'"):
+        own_worker.solve(problem_at(80), "fastest", 60)
+    assert own_worker.is_usable
+
+
+def test_an_interrupt_ends_the_process(own_worker):
+    def interrupt(best_ms, bound_ms):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        own_worker.solve(problem_at(80, progress=interrupt), "portfolio", 60)
+    assert not own_worker.is_usable
+
+
+def test_strategies_of_others_run_in_place(monkeypatch):
+    from hiremate_lightning.planning.solvers import base
+
+    monkeypatch.setattr(base, "_STRATEGIES", dict(base._STRATEGIES))
+
+    @strategy("mine")
+    def mine(problem):
+        return Solution("mine", Status.NOT_FOUND, stopped_by=str(os.getpid()))
+
+    assert apart("mine")(problem_at(80)).stopped_by == str(os.getpid())
+
+
+def test_without_processes_it_solves_in_place(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError("no processes here")
+
+    monkeypatch.setattr(worker, "_worker", None)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    assert apart("portfolio")(problem_at(80)).is_feasible
+
+
+def test_a_process_that_never_listens_is_solved_in_place(monkeypatch):
+    """A program that embeds Python may name itself as the interpreter."""
+    monkeypatch.setattr(worker, "_worker", None)
+    monkeypatch.setattr(worker, "_can_start", True)
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    assert apart("portfolio")(problem_at(80)).is_feasible
+    assert not worker._can_start
+
+
+def test_the_process_imports_no_torch():
+    code = "import sys, hiremate_lightning.planning.solvers.worker; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

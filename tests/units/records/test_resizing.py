@@ -1,0 +1,184 @@
+"""Bounds of bytes at other sizes hold, storage by storage, against steps that were captured at these sizes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hiremate_lightning.records.costs import Profile, as_plain
+from hiremate_lightning.records.graph import Direction, Graph, Node, Storage, StorageKind
+from hiremate_lightning.records.graph import Tensor as Value
+from hiremate_lightning.records.resizing import Resizing, Sample
+from tests.exact import captured_by
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.attention = nn.Embedding(50, 24), nn.MultiheadAttention(24, 4, 0.1, batch_first=True)
+        self.positions = nn.Parameter(torch.randn(64, 24))
+        self.rest = nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 72), nn.GELU(), nn.Dropout(0.1), nn.Linear(72, 50))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embedding(words) + self.positions[: words.shape[1]]
+        x = self.rest(x + self.attention(x, x, x)[0])
+        return F.cross_entropy(x[:, 1:].flatten(0, 1), words[:, :-1].flatten())
+
+
+class Convolving(nn.Module):
+    """Halves images twice, and brings them back to their size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.down, self.up = nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.ConvTranspose2d(16, 8, 2, stride=2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.first(images)))
+        y = F.avg_pool2d(F.silu(self.down(x)), 2)
+        y = self.up(F.interpolate(y, scale_factor=2.0))
+        return torch.cat([x, y], 1).square().mean()
+
+
+class Resized(nn.Module):
+    """Brings pictures to one size, and takes their borders off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rest = (
+            nn.Conv2d(3, 8, 7),
+            nn.Sequential(nn.Conv2d(11, 8, 5, stride=2), nn.GELU(), nn.AvgPool2d(3)),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.first(images)
+        x = torch.cat([F.interpolate(x, (24, 24)), F.interpolate(images, (24, 24), mode="bilinear")], 1)
+        return self.rest(x).square().mean() + F.relu(self.first(images)).mean()
+
+
+class Passing(nn.Module):
+    """Sends messages along the edges of a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.message, self.update = nn.Linear(24, 24), nn.Linear(24, 12)
+
+    def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
+        messages = torch.tanh(self.message(torch.cat([nodes[edges[0]], nodes[edges[1]]], 1)))
+        received = torch.zeros(len(nodes), 24).index_add(0, edges[1], messages)
+        return self.update(received).square().mean()
+
+
+def words(rows: int, length: int) -> tuple[Tensor, ...]:
+    return (torch.randint(0, 50, (rows, length)),)
+
+
+def images(height: int, width: int) -> tuple[Tensor, ...]:
+    return (torch.randn(2, 3, height, width),)
+
+
+def graph(nodes: int, edges: int) -> tuple[Tensor, ...]:
+    return torch.randn(nodes, 12), torch.randint(0, nodes, (2, edges))
+
+
+CASES: dict[str, tuple[type[nn.Module], Callable[..., Any], list[tuple[int, int]]]] = {
+    "lengths": (Attending, words, [(4, 37), (4, 20), (4, 61)]),
+    "crops": (Convolving, images, [(32, 48), (48, 32), (64, 64)]),
+    "pictures made alike": (Resized, images, [(48, 36), (32, 64), (20, 28)]),
+    "graphs": (Passing, graph, [(40, 100), (55, 90), (31, 160)]),
+    "lengths that are widths": (Attending, words, [(4, 24), (4, 12), (4, 36)]),
+    "lengths that divide widths": (Attending, words, [(4, 36), (4, 18), (4, 12)]),
+    "crops that are channels": (Convolving, images, [(16, 32), (32, 16), (64, 16)]),
+}
+
+
+@functools.cache
+def samples_of(name: str) -> list[Sample]:
+    """Capture the steps of a case."""
+    make, batch, sizes = CASES[name]
+    samples = []
+    for own in sizes:
+        inputs = batch(*own)
+        captured = captured_by(make(), *inputs).graph
+        profile = Profile((0.0,) * len(captured.nodes), (0,) * len(captured.nodes), "")
+        shapes = tuple(tuple(tensor.shape) for tensor in inputs)
+        samples.append(Sample(shapes, captured, profile, len(captured.storages)))
+    return samples
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bounds_hold_at_sizes_that_were_captured(name):
+    samples = samples_of(name)
+    for count in (1, 2, 3):
+        for known in permutations(samples, count):
+            resizing = Resizing(known)
+            for sample in samples:
+                found, inside = resizing.at(sample.sizes), known[0].storages
+                actual = np.array(as_plain(sample.graph, sample.profile)[0].sizes[:inside])
+                assert (found.low[:inside] <= actual + 1).all(), (known[0].sizes, sample.sizes)
+                assert (found.high[:inside] >= actual - 1).all(), (known[0].sizes, sample.sizes)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bounds_are_close_where_two_sizes_were_captured(name):
+    *known, sample = samples_of(name)[:3]
+    actual = sum(as_plain(sample.graph, sample.profile)[0].sizes)
+    assert Resizing(known).at(sample.sizes).high.sum() <= 1.25 * actual
+
+
+def step(*values: tuple[int, ...], weight: tuple[int, ...] = (64, 256), sizes: tuple[int, ...]) -> Sample:
+    """A step that makes tensors of some shapes, each in a storage of its own."""
+    shapes = (weight, *values)
+    tensors = tuple(Value(f"t{i}", i, shape, "float32", 0 if i else None) for i, shape in enumerate(shapes))
+    kinds = (StorageKind.PARAMETER, *[StorageKind.ACTIVATION] * len(values))
+    storages = tuple(Storage(4 * int(np.prod(shape)), kind) for shape, kind in zip(shapes, kinds, strict=True))
+    made = tuple(range(1, len(shapes)))
+    node = Node("n", "op", Direction.FORWARD, (0,), made)
+    graph = Graph((node,), tensors, storages, (0,), (), (0,), (), (), ())
+    return Sample((sizes,), graph, Profile((0.0,), (1000,), ""), len(storages))
+
+
+def high(samples: list[Sample], sizes: tuple[int, ...]) -> float:
+    return float(Resizing(samples).at(sizes).high[1])
+
+
+def test_a_multiple_of_a_size_follows_from_it():
+    known = [step((4 * 172, 256), sizes=(4, 172))]
+    assert high(known, (4, 86)) == 4 * 4 * 86 * 256
+    assert high(known, (4, 344)) == 4 * 4 * 344 * 256
+    assert high([step((172 * 172,), sizes=(172,))], (344,)) == 4 * 344**2
+
+
+def test_a_dimension_that_a_weight_may_have_does_not_shrink():
+    known = [step((4, 172, 256), weight=(688, 256), sizes=(4, 172))]
+    assert high(known, (4, 86)) == 4 * 4 * 172 * 256
+    assert high([*known, step((4, 100, 256), weight=(688, 256), sizes=(4, 100))], (4, 86)) == 4 * 4 * 86 * 256
+
+
+def test_half_sizes_shrink_only_once_two_captures_show_them():
+    known = [step((48, 80), sizes=(96, 160))]
+    assert high(known, (48, 160)) == 4 * 48 * 80
+    assert high(known, (192, 160)) >= 4 * 96 * 80
+    known.append(step((32, 100), sizes=(64, 200)))
+    assert high(known, (192, 80)) == 4 * 96 * 40
+
+
+def test_a_product_of_two_sizes_grows_with_both():
+    known = [step((64 * 200,), sizes=(64, 200)), step((96 * 150,), sizes=(96, 150))]
+    assert high(known, (96, 200)) >= 4 * 96 * 200
+    assert high(known, (200, 300)) >= 4 * 200 * 300
+
+
+def test_what_was_measured_does_not_shrink_and_grows_with_the_square():
+    resizing = Resizing([step((4, 100), sizes=(4, 100))])
+    assert resizing.at((4, 50)).high_workspaces[0] == 1000
+    assert resizing.at((4, 200)).high_workspaces[0] == 4000
+    assert resizing.at((4, 50)).low_workspaces[0] == 250

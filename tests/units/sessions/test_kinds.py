@@ -1,0 +1,139 @@
+"""Kinds of steps: which one is foreseen."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from hiremate_lightning import hiremate
+from hiremate_lightning.sessions.history import CERTAIN, History, Order
+from tests.exact import quiet
+
+CRITIC, GENERATOR = (0,), (1, 2)
+PLAN = object()  # whatever it says
+
+
+def run(history, graphs):
+    history.ended(history[graphs], (0, 0), is_by_plans=False)
+
+
+def likely(history):
+    return history.likely(history.foresee((0, 0))).graphs
+
+
+def all_likely(history):
+    return {kind.graphs for kind in history.all_likely(history.foresee((0, 0)))}
+
+
+def alternating():
+    """Two kinds that have come in turns; each was planned when the next step began."""
+    history = History()
+    run(history, CRITIC)
+    history.install(history[CRITIC], PLAN, {})
+    run(history, GENERATOR)
+    history.install(history[GENERATOR], PLAN, {})
+    run(history, CRITIC)
+    return history
+
+
+def test_kinds_that_come_in_turns_are_foreseen_as_soon_as_both_are_planned():
+    history = alternating()
+    assert likely(history) == GENERATOR
+    run(history, GENERATOR)
+    assert likely(history) == CRITIC
+
+
+def test_replanning_as_a_step_begins_keeps_the_order_of_kinds():
+    history = alternating()
+    run(history, GENERATOR)
+    history.install(history[CRITIC], PLAN, {})
+    run(history, CRITIC)
+    assert likely(history) == GENERATOR
+
+
+def test_a_kind_that_is_dropped_has_no_plan_and_keeps_its_counts():
+    history = alternating()
+    history.drop(history[CRITIC])
+    assert [kind.graphs for kind in history.planned] == [*history.plans] == [GENERATOR]
+    assert history.latest is None
+    assert history[CRITIC].sights.count == 2
+
+
+def test_what_is_cleared_keeps_what_was_counted_beside_the_plan():
+    history = alternating()
+    critic = history[CRITIC]
+    critic.watched.steps, critic.before = 5, {frozenset(): PLAN}
+    history.clear()
+    assert history[CRITIC] is critic
+    assert (critic.plan, critic.sights.count, critic.watched.steps) == (None, 0, 5)
+    assert critic.before
+    assert not history.planned
+    assert not history.foresee((0, 0))
+
+
+def test_a_cycle_of_kinds_is_foreseen_when_it_has_come_twice():
+    order, cycle = Order(), [CRITIC] * 5 + [GENERATOR]
+    for kind in [*cycle, *cycle]:
+        order.note(kind, 100)
+    for kind in [*cycle, *cycle]:
+        assert next(order.foresee(100)) == kind
+        order.note(kind, 100)
+
+
+def test_a_kind_is_foreseen_by_the_size_of_its_step():
+    order = Order()
+    for kind, size_bytes in [(CRITIC, 100)] * 7 + [(GENERATOR, 60)]:
+        order.note(kind, size_bytes)
+    assert next(order.foresee(60)) == GENERATOR
+    assert next(order.foresee(100)) == CRITIC
+    assert next(order.foresee(80), None) is None
+
+
+def test_an_order_is_certain_after_many_foreseen_steps():
+    order = Order()
+    for _ in range(CERTAIN + 1):
+        assert not order.is_certain
+        order.note(CRITIC, 100)
+    assert order.is_certain
+    order.note(GENERATOR, 100)
+    assert not order.is_certain
+
+
+def test_a_certain_order_tells_confused_kinds_apart():
+    history = alternating()
+    history.confuse(history[CRITIC], history[GENERATOR])
+    assert all_likely(history) == {CRITIC, GENERATOR}
+    for index in range(2 * CERTAIN):
+        run(history, CRITIC if index % 2 else GENERATOR)
+    assert all_likely(history) == {GENERATOR}
+
+
+def train_in_turns(model, optimizers, index):
+    """Train a critic and a generator once each."""
+    torch.manual_seed(index)
+    noise = torch.randn(256, 16)
+    with torch.no_grad():
+        fake = model["g"](noise)
+    optimizers[0].zero_grad()
+    model["c"](fake).mean().backward()
+    optimizers[0].step()
+    optimizers[1].zero_grad()
+    model["c"](model["g"](noise)).mean().backward()
+    optimizers[1].step()
+
+
+def test_two_networks_that_train_in_turns_are_not_planned_anew_in_every_step(caplog):
+    """The gradients of one exist while the other trains, so that what exists before a step alternates."""
+    generator = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64))
+    critic = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+    model = hiremate(nn.ModuleDict({"g": generator, "c": critic}), "70%", verbose=False, on_infeasible="warn")
+    optimizers = [torch.optim.Adam(part.parameters()) for part in (critic, generator)]
+    caplog.set_level(logging.INFO, "hiremate_lightning")
+    with quiet():
+        for index in range(7):
+            if index == 4:
+                caplog.clear()
+            train_in_turns(model, optimizers, index)
+    assert "planned anew" not in caplog.text

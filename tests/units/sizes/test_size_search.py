@@ -1,0 +1,126 @@
+"""The search by planning finds what trying every size finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hiremate_lightning.options import Objective
+from hiremate_lightning.planning.options import PlanOptions
+from hiremate_lightning.records.costs import Profile
+from hiremate_lightning.records.graph import Graph
+from hiremate_lightning.records.scaling import Line, Scaling
+from hiremate_lightning.records.step import Step
+from hiremate_lightning.sizes.size_search import TOLERANCE, Forecast, Limit, largest, search
+from tests.tiny import chain
+
+OPTIONS = PlanOptions(solver="turn_point", time_limit_s=1.0, on_infeasible="warn")
+FIXED = 5_000
+
+
+def step(size: int) -> tuple[Graph, Profile]:
+    """A chain whose bytes and times grow with its size."""
+    graph, profile = chain(8, 100 * size)
+    return graph, replace(profile, time_ms=tuple(t * size for t in profile.time_ms))
+
+
+def forecast(limit: int, fixed_ms: float = 0.0, validation: Line | None = None) -> Forecast:
+    scaling = Scaling({n: Step(*step(n), owners=(), spans=()) for n in (2, 4)})
+    resident = Line((2, 4), [FIXED + 100 * n for n in (2, 4)])
+    return Forecast(scaling, resident, limit, OPTIONS, fixed_ms, validation)
+
+
+def find(limit: int, high: int = 500, overhead: float = 9.0, objective=Objective.LARGEST, plans=30, **options):
+    return search(forecast(limit, **options), high, overhead, objective, plans)
+
+
+@given(
+    steps=st.lists(st.integers(1, 1000), min_size=1, max_size=80),
+    limit=st.integers(0, 40_000),
+)
+def test_the_largest_within_a_limit_is_that_of_a_scan(steps, limit):
+    values = [sum(steps[: i + 1]) for i in range(len(steps))]
+    asked = []
+
+    def value(size: int) -> int:
+        asked.append(size)
+        return values[size - 1]
+
+    assert largest(value, limit, len(values)) == sum(v <= limit for v in values)
+    assert set(asked) <= set(range(1, len(values) + 1))
+
+
+def test_values_on_a_line_take_few_trials():
+    asked = []
+
+    def value(size: int) -> int:
+        asked.append(size)
+        return 12_345 + 678 * size
+
+    assert largest(value, 10**6, 8192) == (10**6 - 12_345) // 678
+    assert len(asked) <= 6
+
+
+@pytest.mark.parametrize("limit", [20_000, 50_000, 123_456])
+def test_memory_alone_gives_the_largest_size_whose_least_memory_fits(limit):
+    found = find(limit)
+
+    known = forecast(limit)
+    assert known.trial(found.size).predicted_peak_bytes <= limit
+    assert not known.accepts(round(found.size * (1 + TOLERANCE)) + 1, 9.0)
+    assert limit < known.least_bytes(found.size + 1)
+    assert known.unplanned_bytes(found.unplanned_size) <= limit < known.unplanned_bytes(found.unplanned_size + 1)
+    assert found.limit is Limit.MEMORY
+    assert found.size > found.unplanned_size
+
+
+@pytest.mark.parametrize("overhead", [0.0, 0.1, 0.2])
+def test_an_overhead_gives_the_largest_size_whose_plan_takes_no_more(overhead):
+    found = find(200_000, overhead=overhead)
+
+    known = forecast(200_000)
+    beyond = round(found.size * (1 + TOLERANCE)) + 1
+    assert known.accepts(found.size, overhead)
+    assert not known.accepts(beyond, overhead)
+    assert found.limit is Limit.OVERHEAD
+    if not overhead:
+        assert found.size == found.unplanned_size
+
+
+def test_the_largest_allowed_is_never_passed():
+    found = find(10**9, high=37)
+
+    assert (found.size, found.unplanned_size, found.limit) == (37, 37, Limit.MAX_VAL)
+
+
+def test_validation_can_be_what_limits():
+    found = find(200_000, validation=Line((2, 4), [FIXED + 10_000 * n for n in (2, 4)]))
+
+    assert (found.size, found.limit) == ((200_000 - FIXED) // 10_000, Limit.VALIDATION)
+
+
+@pytest.mark.parametrize("limit", [FIXED, FIXED + 150])
+def test_nothing_is_found_where_not_even_one_fits(limit):
+    assert find(limit).size == 0
+
+
+def test_throughput_stops_where_recomputation_costs_more_than_it_gives():
+    alone = find(200_000, objective=Objective.THROUGHPUT)
+    with_optimizer = find(200_000, objective=Objective.THROUGHPUT, fixed_ms=10_000.0)
+
+    assert alone.size == alone.unplanned_size
+    assert alone.limit is Limit.THROUGHPUT
+    assert with_optimizer.size > alone.size
+
+
+def test_the_number_of_plans_is_limited():
+    known = forecast(200_000)
+
+    found = search(known, 500, 0.1, Objective.LARGEST, 4)
+
+    assert found.limit is Limit.TRIALS
+    assert known.accepts(found.size, 0.1)
+    assert len(known.trials) <= 4
