@@ -153,7 +153,7 @@ def test_retained_tensors_are_not_watched(retains):
         record = session_of(model).steps.current.record
         output.sum().backward(retain_graph=retains)
 
-    assert len(record._unwatch) == 2  # the batch, and the product
+    assert len(record._unwatch) == 1  # the product
 
 
 def test_training_goes_on_after_a_second_backward_failed():

@@ -24,8 +24,6 @@ class Event(Enum):
     RELEASED = "an output is released"
     LEFT = "the last output of the step before is released"
     UNCOUNTED = "another tensor is released that was there before the step"
-    GIVEN = "a tensor of the batch is released"
-    CLOSED = "the measurement ends"
 
     def of(self, run: int) -> Mark:
         """Return the mark of a run."""
@@ -40,7 +38,7 @@ class Mark:
         event: What happens.
         run: The run to which it happens, 0 for none.
         tensor: The output that is released.
-        size_bytes: Bytes of what is released, of a tensor of the batch or one that was counted nowhere.
+        size_bytes: Bytes of what is released and was counted nowhere.
     """
 
     event: Event
@@ -82,12 +80,6 @@ def spans_of(intervals: Sequence[Interval], marks: Mapping[str, Mark]) -> list[S
             released_bytes += interval.released_bytes
         found.append(Span(mark, interval.start_bytes + released_bytes, interval.peak_bytes + released_bytes))
     return found
-
-
-def unseen_bytes(intervals: Sequence[Interval], marks: Mapping[str, Mark]) -> int:
-    """Add up the tensors of the batch that were released, of which the allocator did not tell."""
-    given = [(marks[i.label], i.released_bytes) for i in intervals if i.label in marks]
-    return sum(m.size_bytes for m, told_bytes in given if m.event is Event.GIVEN and m.size_bytes != told_bytes)
 
 
 def peak_of_step(spans: Sequence[Span], at_once: bool) -> int:

@@ -28,19 +28,7 @@ from ..running.accumulation import Leaves, addable, existing, find_leaves
 from ..running.execution import Part, missing_gradients
 from ..running.program import Program
 from ..torch_private import backward_pass, sharding, tensor_state
-from .marks import (
-    CALLED,
-    LEFT,
-    OTHER,
-    OTHER_DONE,
-    Event,
-    Mark,
-    Span,
-    peak_of_step,
-    spans_of,
-    unseen_bytes,
-    without_others,
-)
+from .marks import CALLED, LEFT, OTHER, OTHER_DONE, Event, Mark, Span, peak_of_step, spans_of, without_others
 from .profiling import TimedRun
 
 
@@ -146,8 +134,6 @@ class StepRecord:
         parameters: Which parameters they were given, by identity.
         timed: Times of its operations, None where they were not taken.
         alive_at: Which outputs of the runs lived, by mark.
-        grown_bytes: By how much more existed as it was closed than when it began; None where that was before the next
-            step began, or not all was seen.
         spans: What was measured from each mark to the next, when that has ended; nothing where memory is not measured.
             What was there before, and counted nowhere, is not taken for memory that the step gave back.
     """
@@ -183,7 +169,6 @@ class StepRecord:
         self._meter = meter
         self._is_closed = False
         self._unwatch: list[Callable[[], Any]] = []
-        self.grown_bytes: int | None = None
         self.spans: Sequence[Span] = ()
         self._ended = 0  # the number of the backwards that have ended, with all that they are part of
         self._peak_bytes = 0  # above what existed when the step began
@@ -268,13 +253,6 @@ class StepRecord:
         """Mark when tensors are released that were there before and are counted nowhere."""
         for tensor in tensors:
             mark = Mark(Event.UNCOUNTED, size_bytes=tensor.untyped_storage().nbytes())
-            self._unwatch.append(self._mark_release(tensor, mark))
-
-    def watch_given(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Mark when tensors of the batch are released, which were there before: the allocator may not tell of it."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            mark = Mark(Event.GIVEN, size_bytes=allocated_bytes(storage.nbytes(), tensor.device))
             self._unwatch.append(self._mark_release(tensor, mark))
 
     def begin(self, part: Part, number: int, program: Program, arguments: Sequence[Any]) -> Run:
@@ -414,17 +392,10 @@ class StepRecord:
             self._waiting = [run for run in self.runs if run.is_waiting]
         if self._meter is not None and not self._is_closed:
             self._is_closed = True
-            sees_end = self._meter.is_counting  # else another meter runs, and a mark would be lost
-            if sees_end:
-                self._mark(Mark(Event.CLOSED))
             self._meter.stop()
             for unwatch in self._unwatch:  # they may stay for ever, and others will watch them
                 unwatch()
             spans = spans_of(self._meter.intervals, self._marks)
-            closed = spans.pop() if sees_end else None
-            if closed is not None and not at_once and self.is_measured and self._sees_frees:
-                unseen = unseen_bytes(self._meter.intervals, self._marks)
-                self.grown_bytes = closed.start_bytes - unseen
             self._peak_bytes = peak_of_step(spans, at_once)
             self.spans = without_others(spans)
 

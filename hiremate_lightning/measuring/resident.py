@@ -18,7 +18,6 @@ WAITING = "graphs that wait for their backward"  # a kind of resident bytes
 RETAINED = "graphs retained for another backward"
 LEFT = "outputs of the step before"
 INPUTS = "inputs that these outputs hold"
-BESIDE = "other values of the iteration"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +31,8 @@ class Resident:
         left_bytes: Outputs of the step before that are freed as the last forward returns: new ones take their place.
         kept: Storages of the parameters whose gradients are part of `size_bytes`.
         kinds: What makes up `size_bytes`: names and bytes.
-        waiting_bytes: The part of `size_bytes` that graphs hold whose backward is still to come, and what an iteration
-            has made beside them.
-        plain_waiting_bytes: Bytes that these graphs hold in plain training, and what is beside them.
+        waiting_bytes: The part of `size_bytes` that graphs hold whose backward is still to come.
+        plain_waiting_bytes: Bytes that these graphs hold in plain training.
         waiting: These graphs, each with the schedule by which it runs.
         used: Bytes and parameters' storages of gradients that the optimizer has used, where these count as stale.
     """
@@ -56,14 +54,6 @@ class Resident:
         kinds = dict(self.kinds)
         kinds[kind] = kinds.get(kind, 0) + size_bytes
         return replace(self, size_bytes=self.size_bytes + size_bytes, kinds=tuple(kinds.items()))
-
-    def with_beside(self, size_bytes: int) -> Resident:
-        """Return a copy with more bytes that an iteration has made beside graphs that wait, as plain training does."""
-        return replace(
-            self.with_more(BESIDE, size_bytes),
-            waiting_bytes=self.waiting_bytes + size_bytes,
-            plain_waiting_bytes=self.plain_waiting_bytes + size_bytes,
-        )
 
     @property
     def state_bytes(self) -> int:

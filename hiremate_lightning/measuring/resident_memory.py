@@ -18,7 +18,6 @@ from ..records.schedule import Schedule, keep_all, lower
 from ..running.execution import Part, Saved
 from ..torch_private import sharding, tensor_state
 from ..units import format_bytes
-from .iterations import Iterations
 from .recording import StepRecord
 from .resident import WAITING, LeftOutputs, Resident
 
@@ -42,7 +41,6 @@ class ResidentMemory:
         batch: Tensors of the batch of the step under way, where the caller names it.
         optimizer_steps: Number of optimizer steps that have used gradients of the model.
         growths: How often optimizers' state, or gradients, were more than before any step that was counted.
-        iterations: What iterations have made in which graphs wait.
     """
 
     def __init__(
@@ -58,7 +56,6 @@ class ResidentMemory:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._have_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._updating: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
-        self.iterations = Iterations()
         self._left = LeftOutputs(lambda: tensor_state.storage_sizes(self._on_device(held_by(retained()))))
         self._find_retained = retained
         parameters = list(root.parameters())
@@ -70,7 +67,6 @@ class ResidentMemory:
         self._uncollected_steps = LITTERED_STEPS  # steps begun since all garbage was collected
         self._there: list[weakref.ref[torch.Tensor]] = []  # large host tensors at the last look at all objects
         self._stepped = False  # whether an optimizer has used the gradients
-        self._before: tuple[StepRecord | None, tuple[int, ...] | None] = None, None  # the step before, and its kind
         self._frees_gradients = True  # whether gradients that were used are freed before the next backward
 
     @property
@@ -161,10 +157,6 @@ class ResidentMemory:
         if all(sample() is None for sample in self._samples):  # fully_shard() has put others in their place
             self._samples = _sample(self._parameters())
         self._uncollected_steps += 1
-        if self.device.type != "cuda":  # there all that is allocated is counted
-            waiting = tuple(id(part) for part, _ in self._find_waiting())
-            self.iterations.step_begins(*self._before, waiting, self._stepped)
-        self._before = None, None
 
     def collect_garbage(self, steps: int = 1, generation: int = ALL) -> bool:
         """Collect garbage of so many steps or more: it would pass for what stays, or in a step for what that frees.
@@ -185,18 +177,9 @@ class ResidentMemory:
             self._uncollected_steps = 0
         return True
 
-    def step_ended(
-        self, record: StepRecord | None, kind: tuple[int, ...] | None = None, has_captured: bool = False
-    ) -> None:
-        """End a step.
-
-        Args:
-            record: Its record, None for one that was not recorded.
-            kind: Its kind, if known.
-            has_captured: Whether code was captured in it, which allocates more than the step.
-        """
+    def step_ended(self, record: StepRecord | None, kind: tuple[int, ...] | None = None) -> None:
+        """End a step: its record, None where it was not recorded, and its kind if known."""
         self._left.step_ended(record, kind)
-        self._before = None if has_captured else record, kind
 
     def backward_starts(self, step: int) -> None:
         """Check whether outputs of the step before, and used gradients, were freed before this backward."""
@@ -218,9 +201,8 @@ class ResidentMemory:
         self.growths += self.has_grown()
         self._most = max(states, self._most[0]), max(gradients, self._most[1])
         resident, present = self.count(arguments), self._present(arguments)
-        if self.device.type == "cuda":  # there all that is allocated is counted
-            return self._left.sort_out(resident, present)
-        return self.iterations.add_to(self._left.add_to(resident, present))
+        is_counted = self.device.type == "cuda"  # there all that is allocated is
+        return self._left.sort_out(resident, present) if is_counted else self._left.add_to(resident, present)
 
     def watch_releases(self, record: StepRecord, arguments: Sequence[torch.Tensor], generation: int = ALL) -> None:
         """Watch, in a record that begins, for the release of tensors from before a step with these arguments.
@@ -237,9 +219,7 @@ class ResidentMemory:
         self._left.watch(record)
         record.counted = self._present(arguments) | self._left.storages
         if self.device.type == "cpu" and record.is_measured:
-            batch = {tensor_state.storage_id(t): t for t in (*self.batch, *arguments) if tensor_state.is_dense(t)}
-            record.watch_given(self._on_device(batch.values()))
-            record.watch_uncounted(self.iterations.not_counted(self._uncounted(record.counted, generation)))
+            record.watch_uncounted(self._uncounted(record.counted, generation))
 
     def _present(self, arguments: Sequence[torch.Tensor]) -> frozenset[int]:
         """List the storages that exist before a step with these arguments, without what the step before left."""

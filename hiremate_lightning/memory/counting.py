@@ -21,13 +21,12 @@ class CountingMeter(LiveBytes):
     Attributes:
         intervals: One for each mark.
         lost_marks: Never: nothing interrupts it.
-        is_counting: Always.
         events: What it counts by.
     """
 
     def __init__(self, device: torch.device, resized: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
-        self.lost_marks, self.is_counting = False, True
+        self.lost_marks = False
         self.events = StorageEvents(self._changed, resized)
         self._device = device
 

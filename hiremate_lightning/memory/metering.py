@@ -148,13 +148,13 @@ class MemoryMeter:
         self.mark("start")
 
     @property
-    def is_counting(self) -> bool:
+    def _is_counting(self) -> bool:
         """Whether it runs, and no other meter within it."""
         return MemoryMeter._current(self._thread) is self
 
     def mark(self, label: str) -> None:
         """Begin a new interval."""
-        if self.is_counting:
+        if self._is_counting:
             self._means.mark(label)
         else:
             self.lost_marks = True
@@ -164,12 +164,12 @@ class MemoryMeter:
 
         While the meter is paused, nothing.
         """
-        if self.is_counting:
+        if self._is_counting:
             self._means.mark_release(label)
 
     def stop(self) -> None:
         """End the measurement; a meter that has ended already is left alone."""
-        counts = self.is_counting
+        counts = self._is_counting
         if counts:
             self._pause()
         for reference in [r for r in MemoryMeter._running if r() is self]:

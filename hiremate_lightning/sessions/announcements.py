@@ -200,15 +200,6 @@ class Announcements:
             topic="first step",
         )
 
-    def piece(self, peak_bytes: int, excess_bytes: int) -> None:
-        """Warn, once, that a step took more than the budget that has no backward of its own forward."""
-        self.say(
-            f"A part of an iteration took {format_bytes(peak_bytes)}, {format_bytes(excess_bytes)} above the budget, "
-            "and has no plan: it runs the backward of an earlier forward, not of its own. Name a budget that is "
-            "smaller by the excess, or call that backward before the next forward.",
-            topic="piece",
-        )
-
     def least(self, peak_bytes: int, budget_bytes: int) -> None:
         """Warn that nothing fits the budget."""
         least, budget = format_bytes(peak_bytes), format_bytes(budget_bytes)

@@ -452,13 +452,6 @@ class PlannedKinds:
         else:
             log.info("%s: planned again, with that margin", text)
 
-    def piece_measured(self, peak_bytes: int) -> None:
-        """Compare the peak of a step with the budget that runs backwards of earlier forwards only: it has no plan."""
-        budget_bytes = max((plan.budget_bytes for plan in self.plans.values()), default=peak_bytes)  # a share's differ
-        said_bytes = max((plan.planned_peak_bytes for plan in self.plans.values()), default=0)  # where nothing fits
-        if peak_bytes > max(budget_bytes, said_bytes):
-            self._announcements.piece(peak_bytes, peak_bytes - budget_bytes)
-
     def update(self, kind: Kind, **measured: Any) -> None:
         """Note on the plan of a kind of step what was measured."""
         plan = self.plans[kind].with_measured(**measured)

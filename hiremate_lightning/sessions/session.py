@@ -204,16 +204,12 @@ class Session:
         self._current.plans_changed()
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Learn of an optimizer; what follows its step is no longer part of the training step.
-
-        Where graphs wait, more of the iteration follows: to see what it makes, the measurement goes on.
-        """
+        """Learn of an optimizer; what follows its step is no longer part of the training step."""
         is_own = self._memory.stepped(optimizer)
         if is_own and self.runs > self._runs_of_update:
             self.updates, self._runs_of_update = self.updates + 1, self.runs
         record = self._current.record
-        has_ended = is_own and not backward_pass.is_running() and record is not None and record.backwards
-        if has_ended and record is not None and not self.parts.waiting():
+        if is_own and not backward_pass.is_running() and record is not None and record.backwards:
             record.close()
 
     def abandon_step(self) -> None:

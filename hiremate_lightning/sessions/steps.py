@@ -260,16 +260,9 @@ class Steps:
         higher_bytes = 0 if record.seen_bytes is None else plan.planned_peak_bytes - record.seen_bytes
         may_grow = self._kinds.described(kind).outside_bytes > GUARD_BYTES
         is_higher = higher_bytes > guard_bytes(plan.budget_bytes)  # and not by a loss that is kept
-        is_piece = self._memory.iterations.are_to_be_seen
-        is_free = (may_grow or is_higher or is_piece) and not MemoryMeter.is_running(self._memory.device)
+        is_free = (may_grow or is_higher) and not MemoryMeter.is_running(self._memory.device)
         return Expected(
-            kind,
-            foreseen,
-            size_bytes,
-            record.status,
-            may_grow=is_free and may_grow,
-            is_higher=is_free and is_higher,
-            is_piece=is_free and is_piece,
+            kind, foreseen, size_bytes, record.status, may_grow=is_free and may_grow, is_higher=is_free and is_higher
         )
 
     def _begin_record(self, step: CurrentStep, arguments: list[torch.Tensor]) -> StepRecord:
@@ -341,7 +334,7 @@ class Steps:
         plans = self._planned.plans
         if not is_own and expected is not None and kind in plans and expected != kind:
             self._planned.confused(expected, kind)
-        self._memory.step_ended(record, kind, step.has_captured)
+        self._memory.step_ended(record, kind)
         if record is not None:
             record.close(at_once)
         saw = self._learn_from(step, is_own)
@@ -372,8 +365,6 @@ class Steps:
                 record.timed = step.timed
                 step.is_to_be_planned = self._planned.decide_to_plan(kind) is Decision.FIRST
                 self._watching.found(kind)
-            elif step.has_backward and not step.has_captured and record.peak_bytes is not None:
-                self._planned.piece_measured(record.peak_bytes)
             return Saw.NOTHING
         if not is_own or step.resident is None or not record.is_measured:
             return Saw.NOTHING

@@ -173,10 +173,13 @@ class WaitingGraphs:
             return resident
         level = self.level if level is None else level
         more_bytes = sum(self._more_bytes(part, schedule, level) for part, schedule in resident.waiting)
+        waiting_bytes = resident.waiting_bytes + more_bytes
         return replace(
-            resident.with_more(WAITING, more_bytes),
-            waiting_bytes=resident.waiting_bytes + more_bytes,
+            resident,
+            size_bytes=resident.size_bytes + more_bytes,
+            waiting_bytes=waiting_bytes,
             waiting=tuple((part, self._schedule(part, level)) for part, _ in resident.waiting),
+            kinds=tuple({**dict(resident.kinds), WAITING: waiting_bytes}.items()),
         )
 
     def program(self, part: Part) -> Program:

@@ -50,18 +50,11 @@ class Reason(Enum):
     PEAK = "the peak of its plan was not measured"
     TIME = "its plan was not timed"
     AGAIN = "code outside of its plan may have come to take more"
-    ITERATION = "what its iteration makes beside graphs that wait was not seen"
 
 
-OF_PEAKS = (Reason.PEAK, Reason.AGAIN, Reason.ITERATION)
+OF_PEAKS = (Reason.PEAK, Reason.AGAIN)
 DEAR = 5  # times of a step that watching is taken for, before that was seen
-FREE = {
-    Reason.PLAN: 16,
-    Reason.PEAK: 4,
-    Reason.TIME: 2,
-    Reason.AGAIN: 2,
-    Reason.ITERATION: 8,
-}  # looks of each kind, whatever they take
+FREE = {Reason.PLAN: 16, Reason.PEAK: 4, Reason.TIME: 2, Reason.AGAIN: 2}  # looks of each kind, whatever they take
 FREE_OF_KIND = 24  # looks in all, be it planned anew ever so often
 FIRST = 64  # steps of each kind, after which no look at it is free
 FREE_TO_PLAN = 64  # looks in all, whatever sizes come
@@ -78,7 +71,6 @@ class Expected:
         status: What is known of that kind.
         may_grow: Whether code outside of its plan takes memory, which may come to be more.
         is_higher: Whether more is predicted for it than for the steps of its plan whose peaks were measured.
-        is_piece: Whether graphs wait in its iteration, and what that makes beside them was not seen.
         is_on_host: Whether it runs on the CPU, where its operations can be timed while its memory is measured: a GPU's
             events would count how long it waits for the host.
         following: What is known of the step that is likely to come after it, None for nothing.
@@ -90,7 +82,6 @@ class Expected:
     status: PlanState = PlanState.PLANNED
     may_grow: bool = False
     is_higher: bool = False
-    is_piece: bool = False
     is_on_host: bool = False
     following: Expected | None = None
 
@@ -169,8 +160,6 @@ class WatchPolicy:
             return Reason.PLAN
         if expected.status is PlanState.PLANNED or (expected.is_higher and own.higher >= OFTEN):
             return Reason.PEAK
-        if expected.is_piece:
-            return Reason.ITERATION
         if expected.status is PlanState.MEASURED:
             return Reason.TIME
         return Reason.AGAIN if expected.may_grow and own.since >= own.gap else None
