@@ -204,7 +204,7 @@ def _copy(tensor: Any) -> Any:
 
 
 def _difference(found: _Training, expected: _Training) -> str:
-    """Say in words what differs first and most, "" where all is equal bit for bit."""
+    """Describe what differs first and most, "" where all is equal bit for bit."""
     differing, worst = 0, 0.0
     first = ""
     for index, (mine, theirs) in enumerate(zip(found.steps, expected.steps, strict=True)):
@@ -230,7 +230,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _relative(a: Any, b: Any) -> float:
-    """Give the largest difference over the largest number."""
+    """Compute the largest difference over the largest number."""
     if a is None or b is None or a.shape != b.shape:
         return math.inf
     largest = abs(b).max()
@@ -270,7 +270,7 @@ def _planned(name: str, budget: Any, **options: Any) -> tuple[_Training, Any, An
 
 
 def _share_of(peak_bytes: int, plan: Any) -> str:
-    """Give the budget that a peak just fits, as a share rounded up to a tenth of a per cent."""
+    """Compute the budget that a peak just fits, as a share rounded up to a tenth of a per cent."""
     share = (peak_bytes - plan.resident_bytes) / (plan.unplanned_peak_bytes - plan.resident_bytes)
     return f"{min(100.0, math.ceil(1000 * share + 5) / 10):.1f}%"
 

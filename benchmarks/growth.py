@@ -61,7 +61,7 @@ class Size:
 
     @property
     def row(self) -> str:
-        """Give its row of the table."""
+        """Return its row of the table."""
         low, middle, high = quantiles(self.ratios, n=4)
         times = (f"{s:.1f}" for s in self.seconds)
         spread = f"{middle - 1:+.1%} [{low - 1:+.1%}, {high - 1:+.1%}]"
@@ -70,7 +70,7 @@ class Size:
 
 
 def step_s(module: nn.Module, batch: Sequence[torch.Tensor]) -> float:
-    """Take a step; give its process time."""
+    """Run a step; return its process time."""
     module.zero_grad(set_to_none=True)
     start = time.process_time()
     module(*batch).backward()

@@ -57,7 +57,7 @@ def build(name: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
 
 
 def make_step(module: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> Callable[[], None]:
-    """Give a function that takes one training step, from no gradients to gradients."""
+    """Return a function that takes one training step, from no gradients to gradients."""
 
     def step() -> None:
         torch.manual_seed(3)

@@ -43,12 +43,12 @@ class Entry:
 
 
 def random(index: int, *shape: int) -> Tensor:
-    """Give normal numbers, the same for the same step."""
+    """Draw normal numbers, the same for the same step."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(index))
 
 
 def integers(index: int, high: int, *shape: int, low: int = 0) -> Tensor:
-    """Give random integers from low to high - 1, the same for the same step."""
+    """Draw random integers from low to high - 1, the same for the same step."""
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(index))
 
 

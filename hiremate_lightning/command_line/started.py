@@ -58,7 +58,7 @@ def launcher_of(words: Sequence[str]) -> Program | None:
 
 @contextmanager
 def told(say: Callable[[str], None]) -> Iterator[None]:
-    """Say of each script of Python that is started meanwhile, once, that it has no plan, and how it gets one."""
+    """Name, once, each Python script that is started in the block: it has no plan. The line says how it gets one."""
     start = subprocess.Popen.__init__
     known, process = set[Program](), os.getpid()
 

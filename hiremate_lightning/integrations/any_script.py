@@ -181,7 +181,7 @@ class Finder:
         os.register_at_fork(after_in_child=forked)
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # whatever ends a script, Ctrl-C too: it is named at the end
             is_asked = isinstance(error, SystemExit) and not error.code
             words = "the error below" if isinstance(error, HiRemateError) else f"{type(error).__name__}: {error}"
             self.seen.ended_by = None if is_asked else words.rstrip(": ")

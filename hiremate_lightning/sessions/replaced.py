@@ -109,7 +109,7 @@ class ReplacedCompiling:
         return bool(found)
 
     def put_back(self) -> None:
-        """Give the model back what torch.compile returned for it."""
+        """Put what torch.compile returned for the model back into its place."""
         while self._undo:
             self._undo.pop()()
 

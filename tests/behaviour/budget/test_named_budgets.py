@@ -334,7 +334,7 @@ RUNS_S, RESTS_S = 0.01, 0.04  # in turns, while a starved worker solves
 
 @pytest.fixture
 def starved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Give the process that solves a fifth of a core; the names of its solves.
+    """Stop the solving process four fifths of the time; return the names of its solves.
 
     Where this process looks at the clock to end a search, time runs fast: each look is a hundredth of a second later.
     """

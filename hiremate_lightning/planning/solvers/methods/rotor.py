@@ -41,7 +41,6 @@ from ..proposals import method
 LENGTHS = (50, 24, 36, 16, 10, 6)  # of the chains that are tried
 SLOTS = 500  # of memory in the table
 CHOICE_S, SLOT_S = 6e-6, 4e-9  # work to compare a choice with the best so far: at least, and for each slot
-CHOICE_S, SLOT_S = 6e-6, 4e-9  # work to compare a choice with the best so far: at least, and for each slot
 LARGER, SMALLER = (1.06, 1.12, 1.25, 1.5), (0.94, 0.88, 0.8, 0.7)  # working budgets, of the real one
 
 Array = npt.NDArray[np.float64]
