@@ -150,8 +150,7 @@ class PlannedKinds:
         with self._holding():
             if finished is not None:
                 with collecting_what_it_leaves():
-                    is_piece = before is not None and (before.waiting or resident.waiting)
-                    self.learn(finished, before.with_state(resident.state_bytes) if before and is_piece else resident)
+                    self.learn(finished, resident, before and before.with_state(resident.state_bytes))
         likely = self.likely(step)
         self.meet_all(likely, resident)
         if self.shortage.is_held and self.shortage.is_to_be_said:
@@ -221,12 +220,26 @@ class PlannedKinds:
             self._model.announce_full()
         return decision
 
-    def learn(self, record: StepRecord, resident: Resident) -> None:
-        """Plan a kind of step that was not seen before; one that may be small by chance waits where nothing fits."""
-        kind = self.history[record.signature]
+    def learn(self, record: StepRecord, resident: Resident, before: Resident | None = None) -> None:
+        """Plan a kind of step that was not seen before; one that may be small by chance waits where nothing fits.
+
+        It is planned beside what exists now, as before the next step of a loop of one kind: gradients may exist by now,
+        and outputs. Where graphs wait, the next step is another piece of the iteration: what existed before this one
+        counts.
+
+        Args:
+            record: What the step ran.
+            resident: What exists now.
+            before: What existed before the step, with the state that optimizers have now; None where that is not known.
+        """
+        kind, found = self.history[record.signature], [resident]
+        if before is not None:
+            found = sorted((before, resident), key=lambda seen: seen.size_bytes)
+            resident = before if before.waiting or resident.waiting else resident
         step, waiting = self.maker.describe(record, resident), self.maker.waiting
         self.history.record(kind, waiting.at(kind, step))
-        self._note_before(kind, resident)
+        for seen in found:
+            self._note_before(kind, seen)
         ahead = self._foresee_largest(kind, resident)
         self.shortage.are_measured = self.shortage.are_measured and record.is_measured
         if self.shortage.is_held:
@@ -267,6 +280,7 @@ class PlannedKinds:
         return [larger]
 
     def _note_before(self, kind: StepKind, resident: Resident) -> None:
+        """Note what existed before a step of a kind, in place of what did before one with the same gradients."""
         resident = self.maker.waiting.resident_at(resident, LAST)
         kind.before = {**kind.before, resident.kept: resident}
 
