@@ -62,8 +62,6 @@ class HiRemateCallback(Callback):
             Dimensions of the same size, those of masks for example, follow. The largest sizes are planned in the first
             steps: a budget that is too small for them is refused then, and shares are of them.
             `torch._dynamo.mark_dynamic(tensor, dim, min=, max=)` on what the call is given asks for the same.
-        background: Whether training goes on while plans after the first are solved, by known decisions that fit, until
-            these plans take over between two steps. It waits where nothing known fits, and in several processes.
         verbose: Whether to report, on rank zero: a line when a plan is made, one when it was measured, one that says
             how to see more or where its page is; "full" for the whole table of the plan.
 
@@ -93,7 +91,6 @@ class HiRemateCallback(Callback):
         compile: str | None = None,
         verify: str | int = "first",
         sizes: Sizes | None = None,
-        background: bool = False,
         verbose: bool | Literal["full"] = True,
     ) -> None:
         self.options = make_options(
@@ -106,7 +103,6 @@ class HiRemateCallback(Callback):
             compile=compile,
             verify=verify,
             sizes=sizes,
-            background=background,
             verbose=verbose,
         )
         self.target = target

@@ -263,15 +263,6 @@ class SessionOptions:
         "`torch._dynamo.mark_dynamic(tensor, dim, min=, max=)` on what the call is given asks for the same.",
         read=_named_sizes,
     )
-    background: bool = _option(
-        "bool",
-        False,
-        "Whether training goes on while plans after the first are solved, by known decisions that fit, until these "
-        "plans take over between two steps. It waits where nothing known fits, and in several processes.",
-        allowed="True or False",
-        is_allowed=lambda value: isinstance(value, bool),
-        flag=Flag("train on while plans after the first are solved"),
-    )
     verbose: bool | Literal["full"] = _option(
         'bool | Literal["full"]',
         True,

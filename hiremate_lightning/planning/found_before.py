@@ -37,7 +37,7 @@ class _Found:
 
 
 _steps: deque[_Found] = deque(maxlen=STEPS)
-_lock = threading.Lock()  # plans are made in the background too
+_lock = threading.Lock()  # models may be trained in several threads
 
 
 def remember(problem: Problem, recompute: Decisions, files: PlanFiles | None = None) -> None:

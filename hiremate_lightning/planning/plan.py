@@ -21,7 +21,6 @@ from ..units import Budget, format_bytes, format_ratio, format_time
 from .solvers.base import Solution, Status
 
 Numbers = Mapping[str, Any]  # of a plan, as `Plan.to_dict` names them
-MEANWHILE = "meanwhile"  # in place of a strategy's name, until a plan that is solved in the background takes over
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +112,6 @@ class Plan:
     def planned_peak_bytes(self) -> int:
         """Predicted peak, resident bytes included."""
         return self.resident_bytes + self.planned.peak_bytes
-
-    @property
-    def is_meanwhile(self) -> bool:
-        """Whether steps run by it until a plan that is solved in the background takes over."""
-        return self.solution.strategy == MEANWHILE
 
     @property
     def predicted_overhead(self) -> float:
@@ -252,8 +246,6 @@ def budget_words(numbers: Numbers) -> str:
 
 def solver_words(numbers: Numbers) -> str:
     """Describe which strategy solved it, how that ended, and how good the result is proven to be."""
-    if numbers["strategy"] == MEANWHILE:
-        return "decided from known plans, until a plan that is solved in the background takes over"
     ended = f"{numbers['strategy']}: {numbers['status']}"
     if numbers["stopped_by"] and numbers["status"] != Status.OPTIMAL:
         ended += f", stopped by {numbers['stopped_by']}"

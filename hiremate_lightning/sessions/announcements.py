@@ -179,11 +179,6 @@ class Announcements:
             "appears: pad to a few shapes, or raise max_plans."
         )
 
-    def not_made(self, error: BaseException | None) -> None:
-        """Warn, once, that no plan could be made in the background."""
-        text = "A better plan could not be made in the background: training goes on with what it has."
-        self.say(text, f" ({error})")
-
     def held(self, budget: Budget, steps: int) -> None:
         """Warn that nothing fits the budget, and that at most so many steps run before an error says what would."""
         self.say_over(

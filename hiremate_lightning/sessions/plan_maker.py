@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from ..measuring.describing import describe
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..memory.free_memory import free_bytes
-from ..planning.background import BackgroundPlan
-from ..planning.plan import MEANWHILE, Plan
-from ..planning.planner import DECIDED, fastest_that_fits, make_plan, resolve
+from ..planning.plan import Plan
+from ..planning.planner import make_plan, resolve
 from ..planning.shared_solving import announce, shared
 from ..planning.solvers import worker
 from ..planning.solvers.base import Strategy
 from ..planning.solvers.curve import Remembering
 from ..records.costs import step_time_ms
 from ..records.scaling import are_same
-from ..records.schedule import keep_all, lower
-from ..records.step import Decisions, Step
+from ..records.schedule import lower
+from ..records.step import Step
 from ..running.program import Program, build
 from ..torch_private import runtime
 from ..units import Budget
@@ -163,25 +160,19 @@ class PlanMaker:
         step, before = recorded.merge(), recorded.resident
         limits = self.limits(kind, recorded)
         recorded = kind.step = replace(recorded, limits=limits)
-        asked = partial(
-            make_plan,
-            step,
-            options.budget,
-            limits.budget_bytes,
-            before.size_bytes,
-            replace(options.plan, on_infeasible="warn") if recorded.is_provisional else options.plan,
-            target=self._model.name,
-            margin_bytes=recorded.margin_bytes,
-        )
-        decided = step.join(recorded.decided) if recorded.decided else self._meanwhile(kind, step, asked)
         with self._stages.stage("solve_s", "solving"):
-            plan = asked(
+            plan = make_plan(
+                step,
+                options.budget,
+                limits.budget_bytes,
+                before.size_bytes,
+                replace(options.plan, on_infeasible="warn") if recorded.is_provisional else options.plan,
+                target=self._model.name,
+                margin_bytes=recorded.margin_bytes,
                 solve=recorded.solve,
                 progress=self._stages.reporter.solving(step_time_ms(step.graph, step.profile)),
-                decided=decided,
+                decided=step.join(recorded.decided) if recorded.decided else None,
             )
-        if kind.background is not None:
-            plan = plan.changed(solution=replace(plan.solution, strategy=MEANWHILE))
         self._first_wait.took(self._stages.total)
         return self._finish(recorded, step, plan)
 
@@ -194,82 +185,3 @@ class PlanMaker:
         )
         pairs = zip(recorded.calls, step.split(plan.solution.recompute), strict=True)
         return plan, {call.place: build(call.captured, lower(call.captured.graph, rows)) for call, rows in pairs}
-
-    # ---------------------------------------------------------------- in the background
-
-    def _meanwhile(self, kind: StepKind, step: Step, make: Callable[..., Plan]) -> Decisions | None:
-        """Find decisions that fit a step until a plan is made in the background; None where training waits for one.
-
-        It waits for the first plan, where nothing known fits, where nothing is to be solved, and in several processes:
-        these agree on their plans as they make them.
-        """
-        self.drop(kind)
-        if not self._model.options.background or not self._history.planned or runtime.process_group_store() is not None:
-            return None
-        everything = keep_all(step.graph)
-        decisions = self._fastest(kind, step, [everything, *self._decided_like(kind.recorded, step)])
-        if decisions is None or decisions == everything:
-            return None
-        try:
-            kind.background = BackgroundPlan(lambda solve: make(solve=solve), self._model.options.plan.solver)
-        except OSError as error:
-            log.info("No process for solving in the background could be started (%s): training waits", error)
-            return None
-        return decisions
-
-    def _decided_like(self, recorded: RecordedStep, step: Step) -> list[Decisions]:
-        """List what was decided for the same code, and the least memory of each call, as far as that is known."""
-        of_plans = [decisions for other, decisions in self._history.decided() if other.goes_on_as(recorded, 0)]
-        least = self._parts.least
-        if recorded.waits or not all(call.part in least for call in recorded.calls):
-            return of_plans
-        joined = step.join([least[c.part].schedule.decisions(c.part.captured.graph) for c in recorded.calls])
-        is_valid = all(step.graph.nodes[node].is_repeatable for before in joined for node in before)
-        return [*of_plans, joined] if is_valid else of_plans
-
-    def _fastest(self, kind: StepKind, step: Step, candidates: Iterable[Decisions]) -> Decisions | None:
-        return fastest_that_fits(step, max(0, self._room_bytes(kind)), candidates)
-
-    def _room_bytes(self, kind: StepKind) -> int:
-        step = kind.recorded
-        return self.limits(kind, step).budget_bytes - step.resident.size_bytes - step.margin_bytes
-
-    def drop(self, kind: StepKind | None = None) -> None:
-        """Drop what is made in the background for a kind of step, or for all."""
-        for dropped in self._history if kind is None else (kind,):
-            if dropped.background is not None:
-                dropped.background.close()
-                dropped.background = None
-
-    def better(self) -> Iterator[tuple[StepKind, Plan, dict[int, Program]]]:
-        """Yield the plans that take the place of those by which steps ran until something was solved."""
-        for kind in self._history.planned:
-            if not kind.own_plan.is_meanwhile:
-                continue
-            if kind.background is None:  # it was dropped for another budget, which did not come
-                yield kind, *self.make(kind)
-            elif (future := kind.background.future).done():
-                kind.background = None
-                yield kind, *self._take_over(kind, future)
-
-    def _take_over(self, kind: StepKind, made: Future[Plan]) -> tuple[Plan, dict[int, Program]]:
-        """Return what was made in the background, where it fits the step as it is now and is faster than its plan."""
-        plan, recorded = kind.own_plan, kind.recorded
-        now, step = plan.changed(solution=replace(plan.solution, strategy=DECIDED)), recorded.merge()
-        if (error := made.exception()) is not None:
-            self._model.announcements.not_made(error)
-            return self._finish(recorded, step, now)
-        asked, room_bytes = made.result(), self._room_bytes(kind)
-        self._stages.add("solve_s", asked.planning.solve_s)
-        better = asked.changed(
-            graph=step.graph,
-            profile=step.profile,
-            budget_bytes=self.limits(kind, recorded).budget_bytes,
-            resident_bytes=recorded.resident.size_bytes,
-        )
-        has_less_room = room_bytes < asked.budget_bytes - asked.resident_bytes - recorded.margin_bytes
-        if has_less_room and better.planned.peak_bytes > room_bytes:
-            return self.make(kind)
-        both = [now.solution.recompute, better.solution.recompute]
-        is_faster = self._fastest(kind, step, both) == better.solution.recompute
-        return self._finish(recorded, step, better if is_faster else now)

@@ -106,7 +106,6 @@ class PlannedKinds:
         except BaseException as error:  # Ctrl-C too: budgets change for all kinds of steps or for none
             enough = self._error_of_all() if isinstance(error, InfeasibleBudgetError) else None
             self._model.options, self.maker.waiting.level = before, level
-            self.maker.drop()  # it is for the other budget
             for kind, step in steps.items():
                 kind.step = step
             raise enough or error from None
@@ -117,12 +116,6 @@ class PlannedKinds:
             self._announce(kind, plan)
         for plan, _ in made.values():
             self._tell(plan)
-
-    def take_better(self) -> None:
-        """Let plans take over, between two steps, that were made in the background."""
-        with self._holding():
-            for kind, plan, programs in self.maker.better():
-                self._take(kind, plan, programs)
 
     def likely(self, step: CurrentStep) -> list[StepKind]:
         """List the planned kinds by whose plan a step may begin."""
@@ -323,9 +316,7 @@ class PlannedKinds:
 
     def _announce(self, kind: StepKind, plan: Plan) -> None:
         """Report a plan, and warn of what it brings."""
-        ahead = f"ahead: {self._largest}" if kind.is_ahead else ""
-        remark = "until a better plan is solved in the background" if plan.is_meanwhile else ahead
-        self._reports.planned(kind, plan, remark)
+        self._reports.planned(kind, plan, f"ahead: {self._largest}" if kind.is_ahead else "")
         if split := self._announcements.split():
             self._reports.note(f"  {split}")
         if kind.is_searching:
@@ -457,7 +448,7 @@ class PlannedKinds:
     def update(self, kind: StepKind, **measured: Any) -> None:
         """Note on the plan of a kind of step what was measured."""
         plan = kind.plan = kind.own_plan.with_measured(**measured)
-        if plan.measured.step_ms is not None and not plan.is_meanwhile:
+        if plan.measured.step_ms is not None:
             self._reports.measured(kind, plan)
         self._tell(plan)
 

@@ -203,11 +203,10 @@ class Session:
         self.steps.fail()
 
     def close(self) -> None:
-        """Drop the step under way, and what is made in the background; what was replaced comes back."""
+        """Drop the step under way; what was replaced comes back."""
         self._checkpointing.put_back()
         self._compiling.put_back()
         self.abandon_step()
-        self.planned.maker.drop()
 
     # ---------------------------------------------------------------- capture
 

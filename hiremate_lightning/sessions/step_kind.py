@@ -14,7 +14,6 @@ from enum import Enum
 from functools import cached_property
 
 from ..measuring.resident import Resident
-from ..planning.background import BackgroundPlan
 from ..planning.plan import Plan
 from ..planning.solvers.base import Solution
 from ..records.resizing import Sample
@@ -163,7 +162,6 @@ class StepKind:
         met: How often the memory before steps had grown, and which bytes were retained, when its plan was checked last.
         plan: Its plan, None before there is one.
         programs: The program for each place in its sequence of forwards.
-        background: The plan that is made in the background, None for none.
         is_ahead: Whether it is planned ahead of its first step, at the largest sizes.
         is_unfit: Whether its plan counts on gradients to be freed that are not.
         is_searching: Whether its next step is the first in which cuDNN chooses algorithms.
@@ -186,7 +184,6 @@ class StepKind:
     met: tuple[int, int] = (0, 0)
     plan: Plan | None = None
     programs: Mapping[int, Program] = field(default_factory=dict)
-    background: BackgroundPlan | None = None
     is_ahead: bool = False
     is_unfit: bool = False
     is_searching: bool = False

@@ -134,7 +134,6 @@ class Steps:
         before, self.ended = self.ended, None
         finished = self._finished(before)
         step = self.current = self._made(arguments, calls, began_at)
-        self._planned.take_better()
         self._watching.settle()
         self._memory.step_begins(arguments)
         self._announcements.step_begins(len(self._parts.retained()))

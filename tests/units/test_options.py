@@ -27,7 +27,6 @@ OTHERS = {  # another allowed value of each option
     "compile": "inductor",
     "verify": 2,
     "sizes": {"words": {1: (1, 9)}},
-    "background": True,
     "verbose": False,
 }
 WRONG = {  # values that are not allowed, as far as a check is told
@@ -36,7 +35,6 @@ WRONG = {  # values that are not allowed, as far as a check is told
     "on_infeasible": "stop",
     "compile": "nvfuser",
     "verify": "always",
-    "background": 1,
     "verbose": "loud",
     "init_val": 0,
     "max_overhead": -0.5,

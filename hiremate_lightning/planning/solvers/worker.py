@@ -194,18 +194,6 @@ def apart(name: str) -> Strategy:
     return partial(_solve_apart, name=name, in_place=strategy)
 
 
-def solving_in(worker: Worker, name: str) -> Strategy:
-    """Return a strategy that solves in a process that one has; one that is not of this package solves in place."""
-    strategy = get_strategy(name)
-    if not strategy.__module__.startswith(__package__ or ""):
-        return strategy
-
-    def solve(problem: Problem) -> Solution:
-        return worker.solve(_with_backend(problem, name), name, clock_limit_s(problem.options.time_limit_s) + GRACE_S)
-
-    return solve
-
-
 def _with_backend(problem: Problem, name: str) -> Problem:
     if problem.options.backend or not needs_programs(name):
         return problem
