@@ -68,7 +68,7 @@ MOST_FILES, MOST_BYTES = 8, 16 * 2**20
 @pytest.mark.models
 def test_the_check_of_a_gpu_rehearses_each_of_its_parts(tmp_path):
     root = Path(__file__).parents[3]
-    command = [sys.executable, "benchmarks/gpu_check.py", "--simulated", "--minutes", "10", "--out", str(tmp_path)]
+    command = [sys.executable, "benchmarks/gpu_check.py", "--simulated", "--minutes", "20", "--out", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
