@@ -14,8 +14,9 @@ from ..torch_private import tensor_state
 from .recording import StepRecord
 from .resident import Resident
 
-Kind = tuple[int, ...]  # numbers of parts
-Place = tuple[Kind | None, Kind]  # of a step in its iteration: the kind of the step before, and the parts that wait
+GraphNumbers = tuple[int, ...]  # of the parts that a kind of step runs
+PartIds = tuple[int, ...]  # of parts whose graphs wait
+Place = tuple[GraphNumbers | None, PartIds]  # of a step in its iteration: the kind of the step before, and what waits
 
 
 class Iterations:
@@ -27,20 +28,22 @@ class Iterations:
     the latest iteration that was: the one that came after the same kind of step, beside the same graphs.
 
     Attributes:
-        are_to_be_seen: Whether steps are to be measured, since nothing is known of what they find.
+        needs_measured_steps: Whether steps are to be measured, since nothing is known of what they find.
     """
 
     def __init__(self) -> None:
-        self.are_to_be_seen = False
+        self.needs_measured_steps = False
         self._have_waited = False  # any graphs, before any step
         self._begins = True  # with this step
         self._existing_bytes: int | None = None  # before this step; None where the iteration was not seen so far
         self._place: Place = (None, ())  # of this step
         self._sizes: dict[Place, int] = {}  # of what was found, when that was seen last
         self._own_sizes: dict[Place, int] = {}  # those of this iteration
-        self._before: dict[int, Callable[[], bool]] = {}  # storages before the iteration, and whether each lives
+        self._storages_before: dict[int, Callable[[], bool]] = {}  # the iteration, and whether each lives
 
-    def step_begins(self, before: StepRecord | None, kind: Kind | None, waiting: Kind, has_stepped: bool) -> None:
+    def step_begins(
+        self, before: StepRecord | None, kind: GraphNumbers | None, waiting: PartIds, has_stepped: bool
+    ) -> None:
         """Begin a step.
 
         Args:
@@ -55,15 +58,15 @@ class Iterations:
         self._have_waited = self._have_waited or bool(waiting)
         self._begins = not waiting and (waited or has_stepped)
         if self._begins:
-            self.are_to_be_seen = self.are_to_be_seen and not (waited and existing_bytes is not None)
+            self.needs_measured_steps = self.needs_measured_steps and not (waited and existing_bytes is not None)
             self._own_sizes = {}
         elif existing_bytes is not None and grown_bytes is not None:
             self._existing_bytes = existing_bytes + grown_bytes
         elif waiting and self._place not in self._sizes:
-            self.are_to_be_seen = True
+            self.needs_measured_steps = True
 
-    def add_to(self, resident: Resident) -> Resident:
-        """Add what the iteration has made to a count of the rest, before the step that begins."""
+    def note_and_add(self, resident: Resident) -> Resident:
+        """Note what the iteration has made, and return a count of the rest with it, before the step that begins."""
         counted_bytes = resident.size_bytes + resident.stale_bytes + resident.left_bytes
         if self._begins:
             self._existing_bytes = counted_bytes
@@ -76,15 +79,17 @@ class Iterations:
         self._sizes[self._place] = self._own_sizes[self._place]
         return resident.with_beside(found_bytes)
 
-    def not_counted(self, uncounted: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """List those of the tensors, counted nowhere else, that the iteration has not made: `add_to` counts the others.
+    def note_uncounted(self, uncounted: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Note which storages were there before the iteration; return those of the tensors that are among them.
+
+        What the iteration has made, `note_and_add` counts.
 
         Args:
             uncounted: One for each storage.
         """
         tensors = list(uncounted)
         if self._begins or not self._have_waited or self._existing_bytes is None:
-            self._before = {tensor_state.storage_id(t): tensor_state.watch_storage(t) for t in tensors}
+            self._storages_before = {tensor_state.storage_id(t): tensor_state.watch_storage(t) for t in tensors}
             return tensors
-        living = {storage for storage, lives in self._before.items() if lives()}
+        living = {storage for storage, lives in self._storages_before.items() if lives()}
         return [tensor for tensor in tensors if tensor_state.storage_id(tensor) in living]

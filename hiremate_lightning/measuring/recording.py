@@ -139,7 +139,7 @@ class StepRecord:
 
     Attributes:
         has_memory: Whether its tensors have memory.
-        resident_bytes: Bytes that existed when it began, stale ones included.
+        existing_bytes: Bytes that existed when it began: resident ones, stale ones, and outputs of the step before.
         counted: Storages of which these are, where that is known.
         runs: Its runs, in the order of their forwards.
         backwards: Indices of the runs, in the order of their backwards.
@@ -170,7 +170,7 @@ class StepRecord:
         self._next: weakref.ref[StepRecord] | None = None
         self._thread = threading.get_ident()
         self.has_memory = device is not None
-        self.resident_bytes = resident_bytes + stale_bytes + left_bytes
+        self.existing_bytes = resident_bytes + stale_bytes + left_bytes
         self.counted = frozenset[int]()
         self.runs: list[Run] = []
         self.backwards: list[int] = []
@@ -220,7 +220,7 @@ class StepRecord:
         return bool(self.runs) and not any(run.is_waiting or _living(run) for run in self.runs)
 
     @property
-    def signature(self) -> tuple[int, ...]:
+    def graphs(self) -> tuple[int, ...]:
         """Numbers of the parts that ran, in the order of their forwards."""
         return tuple(run.number for run in self.runs)
 
@@ -433,9 +433,9 @@ class StepRecord:
         """Peak of the step, resident bytes included; None where it was not measured to its end."""
         if self._meter is None or self._meter.lost_marks or not self._sees_frees:
             return None
-        return self.resident_bytes + self._peak_bytes
+        return self.existing_bytes + self._peak_bytes
 
-    def left_bytes(self, present: Collection[int]) -> int:
+    def outputs_held_bytes(self, present: Collection[int]) -> int:
         """Return the bytes of outputs that someone holds after the step, beside the storages that count already.
 
         Numbers, a loss for example, are not worth to know when another takes their place.

@@ -123,7 +123,7 @@ class LeftOutputs:
 
     def _living_bytes(self, present: Collection[int]) -> tuple[int, int]:
         """Return the bytes of outputs, and of retained graphs, that still live, without some storages."""
-        outputs_bytes = self._record.left_bytes(present) if self._record is not None else 0
+        outputs_bytes = self._record.outputs_held_bytes(present) if self._record is not None else 0
         seen = {*present, *self._output_storages()}
         return outputs_bytes, sum(size for storage, size in self._find_retained().items() if storage not in seen)
 

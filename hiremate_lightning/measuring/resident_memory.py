@@ -220,7 +220,7 @@ class ResidentMemory:
         resident, present = self.count(arguments), self._present(arguments)
         if self.device.type == "cuda":  # there all that is allocated is counted
             return self._left.sort_out(resident, present)
-        return self.iterations.add_to(self._left.add_to(resident, present))
+        return self.iterations.note_and_add(self._left.add_to(resident, present))
 
     def watch_releases(self, record: StepRecord, arguments: Sequence[torch.Tensor], generation: int = ALL) -> None:
         """Watch, in a record that begins, for the release of tensors from before a step with these arguments.
@@ -239,7 +239,7 @@ class ResidentMemory:
         if self.device.type == "cpu" and record.is_measured:
             batch = {tensor_state.storage_id(t): t for t in (*self.batch, *arguments) if tensor_state.is_dense(t)}
             record.watch_given(self._on_device(batch.values()))
-            record.watch_uncounted(self.iterations.not_counted(self._uncounted(record.counted, generation)))
+            record.watch_uncounted(self.iterations.note_uncounted(self._uncounted(record.counted, generation)))
 
     def _present(self, arguments: Sequence[torch.Tensor]) -> frozenset[int]:
         """List the storages that exist before a step with these arguments, without what the step before left."""

@@ -44,7 +44,7 @@ ADVICE = "Raise the budget, or make the batch smaller."
 
 
 def resolve(budget: Budget, resident_bytes: int, unplanned_bytes: int, free_bytes: int) -> int:
-    """Turn a budget into bytes.
+    """Turn a budget into bytes. In training `PlanMaker.budget_bytes` asks, with the largest step that is known.
 
     Args:
         budget: The budget as asked for.
@@ -319,7 +319,7 @@ def _fastest_within_its_peak(
 
 
 def _place_of(simulation: Simulation, graph: Graph) -> str:
-    """Tell in words where a peak is: what runs, or what holds the most."""
+    """Describe where a peak is: what runs, or what holds the most."""
     node = graph.nodes[simulation.peak_moment.node]
     outside = {n for n, other in enumerate(graph.nodes) if other.op == OUTSIDE}
     held = {graph.tensors[t].storage for t in graph.held if graph.tensors[t].producer in outside}

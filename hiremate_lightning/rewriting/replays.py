@@ -1,6 +1,6 @@
 """How results come back, bit for bit, without a second run of the operation that gave them first.
 
-Random operations never run twice.
+A random operation is never run again as it is: its numbers are drawn again from the saved state of the generator.
 A dropout's output is its input times its mask. And what was drawn is drawn again from the state that the generator had
 before: so a mask, one byte an element, need not be saved. A state takes 5 kB on the CPU and no device memory on CUDA.
 Drawing again leaves the generator as it was found, so that the next numbers are those of plain training.

@@ -1,7 +1,7 @@
 """The life of a planned model: from captured code to plans that take over, step by step.
 
 Begin with `session`, which others call. `steps` begins and ends each step, and `current_step` keeps what lasts for one.
-`first_steps` chooses the program of each captured graph. `kinds` keeps one record for each kind of step; `planned`
+`graph_programs` chooses the program of each captured graph. `history` keeps one record for each kind of step; `planned`
 checks plans against what happens, `deciding` decides what becomes of them, and `plan_maker` makes them. `watching`
 decides what is measured and timed.
 """

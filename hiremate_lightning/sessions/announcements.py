@@ -1,4 +1,7 @@
-"""What a session warns of: each text once, with what ended captured graphs where that may be the cause."""
+"""The warnings of a session that need counts or plans: each once, with what ended captured graphs if that may be why.
+
+Others stand with the one module that gives them, by `say`. docs/troubleshooting.md explains all of them.
+"""
 
 from __future__ import annotations
 

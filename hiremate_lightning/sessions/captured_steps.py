@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from ..records.plain_ways import Calls
 from ..records.resizing import Sample
-from ..records.ways import Calls
 from .given import ModuleCall
 from .recorded_step import RecordedStep
 from .second_calls import SecondCalls

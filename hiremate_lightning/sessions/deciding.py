@@ -1,4 +1,14 @@
-"""What becomes of the plan of a kind of step, by what a step has shown: it stays, is made anew, or is refused."""
+"""What becomes of the plan of a kind of step, by what a step has shown: it stays, is made anew, or is not made.
+
+`PlannedKinds` makes plans anew for other reasons too, without a decision from here:
+
+- `set_budget`: the user has named another budget.
+- `leave`: code without a plan needs room, so all plans are dropped.
+- `see_backwards`: a step ran more backwards than the recorded one.
+- `check_plans`, `learn`: graphs that wait run at another level.
+- `must_return`: gradients stay that the plan counts as freed; this arrives as `LESS_ROOM`.
+- `meet`: what needed more than the budget has gone.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +23,7 @@ class Decision(Enum):
     KEEP = "it stays, or there is none as before"
     FIRST = "it is made, since the kind of step has none"
     FULL = "it is not made, since there are as many plans as allowed"
-    LESS_ROOM = "it is made anew, since more exists before the step than it leaves room for"
+    LESS_ROOM = "it is made anew, since it no longer fits: more exists before the step, or gradients stay"
     MORE_ROOM = "it is made anew, since its budget has clearly risen"
     ABOVE_BUDGET = "it is made anew, since its measured peak is above its budget"
     HOPELESS = "it stays, though its measured peak is above its budget, since making it anew did not help"

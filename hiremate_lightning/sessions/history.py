@@ -203,9 +203,9 @@ class History:
                 return kind, kind.programs.get(count - 1)
         return None, None
 
-    def any_is_unfit(self, foreseen: Iterable[StepKind]) -> bool:
+    def any_counts_on_freed_gradients(self, foreseen: Iterable[StepKind]) -> bool:
         """Whether a step of these kinds may run by a plan that counts on gradients to die which do not."""
-        return any(kind.is_unfit for kind in self.all_likely(foreseen))
+        return any(kind.counts_on_freed_gradients for kind in self.all_likely(foreseen))
 
     # ---------------------------------------------------------------- what they run
 

@@ -29,8 +29,8 @@ from ..running.execution import Part
 from ..torch_private import dynamo
 from ..torch_private.each_size import Sizes
 from .announcements import Announcements
-from .first_steps import foresee
 from .given import ModuleCall
+from .graph_programs import foresee
 from .parts import Parts
 from .recorded_step import RecordedStep
 from .step_kind import GraphNumbers, StepKind

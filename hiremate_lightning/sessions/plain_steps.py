@@ -2,7 +2,7 @@
 
 To capture a size takes seconds. What a plain step takes at a new size follows from captured steps of the same code
 (`records.resizing`), and so does what it takes where some of its modules are called twice, or what it saves is put
-aside (`records.ways`). The cheapest way that fits is chosen.
+aside (`records.plain_ways`). The cheapest way that fits is chosen.
 
 Eager PyTorch holds more than a captured graph with nothing recomputed: masks of dropouts as floats, for example. By how
 much shows the first plain step, which must be small enough that it fits in any case, and larger ones correct it.
@@ -22,10 +22,10 @@ import numpy as np
 from ..measuring.aside import LEAST_ASIDE
 from ..records.costs import as_plain
 from ..records.graph import OUTSIDE, bytes_of
+from ..records.plain_ways import PlainWay, may_lie_aside, ways_of
 from ..records.resizing import Bytes, Resizing
 from ..records.schedule import as_written, lower, with_checkpoints
 from ..records.simulation import Allocations, allocations
-from ..records.ways import Way, may_lie_aside, ways_of
 from .given import ModuleCall
 from .step_kind import CapturedStep, StepKind
 
@@ -55,7 +55,7 @@ class Prediction:
         aside_bytes: What it puts aside, at most.
     """
 
-    way: Way
+    way: PlainWay
     added_bytes: int
     captured_bytes: int
     aside_bytes: int = 0
@@ -70,12 +70,12 @@ class _Code:
         self._base, self._twice = steps[0].sample
         self._resizing = Resizing(samples)
         self._aside = may_lie_aside(self._resizing.graph, self._base.storages)
-        self._allocations: dict[Way, Allocations] = {}
+        self._allocations: dict[PlainWay, Allocations] = {}
         self._at: dict[tuple[int, ...], Bytes] = {}
         self.margin_bytes = max(step.margin_bytes for step in steps)
 
     @cached_property
-    def ways(self) -> tuple[Way, ...]:
+    def ways(self) -> tuple[PlainWay, ...]:
         """The ways to run it, the fastest first."""
         return ways_of(self._resizing.graph, self._resizing.profile, self._twice, self._aside)
 
@@ -89,23 +89,23 @@ class _Code:
     def _gradient_bytes(self) -> int:
         return bytes_of(self._resizing.graph, self._resizing.graph.gradients)
 
-    def peaks(self, sizes: tuple[int, ...], way: Way) -> tuple[int, int]:
+    def peaks(self, sizes: tuple[int, ...], way: PlainWay) -> tuple[int, int]:
         """Bound the captured graph's peak at some sizes, from below and from above."""
         allocated, bounds, aside = self._allocated(way), self._bytes_at(sizes), self._bytes_aside(sizes, way)
         low = allocated.peak_bytes(bounds.low, bounds.low_workspaces)
         high = allocated.peak_bytes(bounds.high, bounds.high_workspaces)
         return low, high + int(aside[aside < LEAST_ASIDE].sum())  # what is too small to be put aside stays
 
-    def growing(self, sizes: tuple[int, ...], way: Way) -> tuple[int, int]:
+    def growing(self, sizes: tuple[int, ...], way: PlainWay) -> tuple[int, int]:
         """Bound what of the peak grows with the sizes: in eager PyTorch it is larger."""
         low, high = self.peaks(sizes, way)
         return max(low // 10, low - self._gradient_bytes), max(high // 10, high - self._gradient_bytes)
 
-    def aside_bytes(self, sizes: tuple[int, ...], way: Way) -> int:
+    def aside_bytes(self, sizes: tuple[int, ...], way: PlainWay) -> int:
         """Bound what is put aside at some sizes, from above."""
         return int(self._bytes_aside(sizes, way).sum())
 
-    def _bytes_aside(self, sizes: tuple[int, ...], way: Way) -> np.ndarray:
+    def _bytes_aside(self, sizes: tuple[int, ...], way: PlainWay) -> np.ndarray:
         return self._bytes_at(sizes).high[sorted(self._aside) if way.puts_aside else []]
 
     def _bytes_at(self, sizes: tuple[int, ...]) -> Bytes:
@@ -115,7 +115,7 @@ class _Code:
             self._at[sizes] = self._resizing.at(sizes)
         return self._at[sizes]
 
-    def _allocated(self, way: Way) -> Allocations:
+    def _allocated(self, way: PlainWay) -> Allocations:
         if way not in self._allocations:
             calls = [call for path in sorted(way.paths) for call in self._twice.get(path, ())]
             graph, _ = as_plain(with_checkpoints(self._base.graph, calls), self._base.profile)
@@ -142,10 +142,10 @@ class PlainSteps:
         self._foreseen = deque[CapturedStep](maxlen=SAMPLES)
         self._codes: dict[tuple[Hashable, int], tuple[tuple[CapturedStep, ...], _Code]] = {}
         self._predicted: dict[tuple[object, ...], Prediction | None] = {}
-        self._measured: dict[Way, list[_Measured]] = {}
-        self._largest_bytes: dict[Way, int] = {}  # that were measured
+        self._measured: dict[PlainWay, list[_Measured]] = {}
+        self._largest_bytes: dict[PlainWay, int] = {}  # that were measured
         self._tries = 0
-        self._ratios: dict[tuple[Way, float], float] = {}
+        self._ratios: dict[tuple[PlainWay, float], float] = {}
 
     def learn(self, kind: StepKind, step: CapturedStep) -> None:
         """Learn what a kind of step takes."""
@@ -176,7 +176,7 @@ class PlainSteps:
         return [kind for kind, step in pairs if step is not None and step.calls[:count] == given]
 
     def predict(
-        self, calls: Sequence[ModuleCall], likely: StepKind, room_bytes: int, ways: tuple[Way, ...] | None = None
+        self, calls: Sequence[ModuleCall], likely: StepKind, room_bytes: int, ways: tuple[PlainWay, ...] | None = None
     ) -> Prediction | None:
         """Find the fastest way to run the step under way plain.
 
@@ -197,7 +197,7 @@ class PlainSteps:
         return self._predicted[key]
 
     def _predict(
-        self, calls: tuple[ModuleCall, ...], likely: StepKind, room_bytes: int, ways: tuple[Way, ...] | None
+        self, calls: tuple[ModuleCall, ...], likely: StepKind, room_bytes: int, ways: tuple[PlainWay, ...] | None
     ) -> Prediction | None:
         codes = self._codes_called(calls, likely)
         if not codes:
@@ -211,9 +211,9 @@ class PlainSteps:
 
     def with_margin(self, added_bytes: int) -> int:
         """Return what a plain step takes, of which the captured graph takes so many bytes."""
-        return ceil(added_bytes * self._ratio(Way(), RANDOM_RATIO))
+        return ceil(added_bytes * self._ratio(PlainWay(), RANDOM_RATIO))
 
-    def _takes(self, code: _Code, sizes: tuple[int, ...], way: Way) -> Prediction:
+    def _takes(self, code: _Code, sizes: tuple[int, ...], way: PlainWay) -> Prediction:
         captured_bytes = code.peaks(sizes, way)[1]
         excess_bytes = (self._ratio(way, code.unmeasured_ratio) - 1) * code.growing(sizes, way)[1]
         added_bytes = ceil(ROUNDING * (captured_bytes + excess_bytes)) + code.margin_bytes
@@ -267,7 +267,7 @@ class PlainSteps:
             self._largest_bytes[way] = max(self._largest_bytes.get(way, 0), prediction.captured_bytes)
             self._tries = 0
 
-    def _ratio(self, way: Way, unmeasured: float) -> float:
+    def _ratio(self, way: PlainWay, unmeasured: float) -> float:
         """Return the ratio of what grows with the sizes in eager PyTorch to the same in the captured graph.
 
         Args:
@@ -283,7 +283,7 @@ class PlainSteps:
             self._ratios[way, unmeasured] = max([LEAST_RATIO, *similar]) if largest_bytes else max([least, *others])
         return self._ratios[way, unmeasured]
 
-    def _compare(self, way: Way, measured: _Measured) -> tuple[int, float]:
+    def _compare(self, way: PlainWay, measured: _Measured) -> tuple[int, float]:
         """Return what grows with the sizes in a plain step that was measured, and its ratio to the captured graph.
 
         What the captured graph takes is only bounded: at worst the ratio is that to the lower bound. A step that took

@@ -88,7 +88,7 @@ class PlanMaker:
         plain = self.waiting.at(kind, step, 0)
         return step.limits.meeting(step.resident, self.budget_bytes(plain.merge(), plain.resident, kind))
 
-    def settle(self, resident: Resident | None = None) -> list[StepKind]:
+    def choose_level(self, resident: Resident | None = None) -> list[StepKind]:
         """Choose the level of graphs that wait; return the kinds of steps that are to be planned anew by it.
 
         Args:
@@ -97,7 +97,7 @@ class PlanMaker:
         concerned = [kind for kind in self._history.recorded if self.waiting.concerns(kind, kind.recorded)]
         state_bytes = 0 if resident is None else resident.state_bytes
         grown = [(kind, self.waiting.with_most(kind, state_bytes)) for kind in concerned]
-        if not self.waiting.settle([(kind, step, self.limits(kind, step).budget_bytes) for kind, step in grown]):
+        if not self.waiting.choose_level([(kind, step, self.limits(kind, step).budget_bytes) for kind, step in grown]):
             return []
         for kind in concerned:
             kind.step = self.waiting.at(kind, kind.recorded)
@@ -124,7 +124,7 @@ class PlanMaker:
 
     def describe(self, record: StepRecord, resident: Resident) -> RecordedStep:
         """Describe a kind of step by the record of one, and by what exists before the next."""
-        twin = self.captured_before(self._history[record.signature])
+        twin = self.captured_before(self._history[record.graphs])
         described, order = describe(record, self._parts.profiles)
         calls = described if twin is None else [call.call for call in twin.calls]
         runs = [run for run in record.runs if run.index in record.backwards]
@@ -151,7 +151,7 @@ class PlanMaker:
         return shared(solver, runtime.process_group_store(), self._model_description)
 
     def make(self, kind: StepKind) -> tuple[Plan, dict[int, Program]]:
-        """Plan a recorded kind of step, and build its programs.
+        """Plan a recorded kind of step, and build its programs; its limits are set also where nothing fits.
 
         Raises:
             InfeasibleBudgetError: If nothing fits the budget.

@@ -21,8 +21,8 @@ from ..running.program import Program
 from ..units import Budget, format_bytes
 from .current_step import CurrentStep
 from .deciding import Decision, decide_beside, decide_first, decide_measured
-from .first_steps import FirstSteps
 from .given import ModuleCall
+from .graph_programs import GraphPrograms
 from .history import CERTAIN, starts_so
 from .largest import LargestSizes, given_at
 from .plan_maker import PlanMaker
@@ -45,7 +45,7 @@ class PlannedKinds:
     Args:
         model: The planned model.
         maker: Makes the plans.
-        first_steps: Chooses what steps run, those too that have no plan of their own.
+        graph_programs: Chooses the program of each captured graph.
         watching: Decides which steps are measured.
         largest: Foresees steps of the largest sizes.
 
@@ -60,12 +60,12 @@ class PlannedKinds:
         self,
         model: PlannedModel,
         maker: PlanMaker,
-        first_steps: FirstSteps,
+        graph_programs: GraphPrograms,
         watching: WatchPolicy,
         largest: LargestSizes,
     ) -> None:
         self._model, self._name, self.history = model, model.name, model.history
-        self.maker, self._first_steps = maker, first_steps
+        self.maker, self._graph_programs = maker, graph_programs
         self._memory, self._watching, self._announcements = model.memory, watching, model.announcements
         self._reports, self._largest = PlanReports(model.stages.reporter), largest
         self.listeners: list[Callable[[Plan], None]] = []
@@ -87,7 +87,7 @@ class PlannedKinds:
         """Leave so many bytes free from now on, for code without a plan: between two steps, all plans are made anew."""
         self.maker.left_bytes, self._dropped = size_bytes, self.latest
         self.history.clear()
-        self._first_steps.forget_plans()
+        self._graph_programs.forget_plans()
 
     def set_budget(self, budget: Budget) -> None:
         """Change the budget; steps already seen are planned anew, nothing is captured again.
@@ -101,7 +101,7 @@ class PlannedKinds:
         for kind, step in steps.items():
             kind.step = replace(step, limits=self.maker.new_limits())
         try:
-            self.maker.settle()
+            self.maker.choose_level()
             made = {kind: self.maker.make(kind) for kind in steps}
         except BaseException as error:  # Ctrl-C too: budgets change for all kinds of steps or for none
             enough = self._error_of_all() if isinstance(error, InfeasibleBudgetError) else None
@@ -145,25 +145,26 @@ class PlannedKinds:
                 with collecting_what_it_leaves():
                     self.learn(finished, resident, before and before.with_state(resident.state_bytes))
         likely = self.likely(step)
-        self.meet_all(likely, resident)
-        if self.shortage.is_held and self.shortage.is_to_be_said:
+        self.check_plans(likely, resident)
+        if self.shortage.is_held and self.shortage.is_to_be_raised:
             self.shortage.is_held = False
             error_of_all = self._error_of_all()
             if error_of_all is not None:
                 raise error_of_all
             for kind in self.history.recorded:  # what needed more has gone
-                self._replan(kind)
+                self._plan(kind)
         if self.shortage.is_to_be_announced:
             self._announcements.held(self._model.options.budget, HELD_STEPS)
         return likely
 
-    def meet_all(self, kinds: Sequence[StepKind], resident: Resident) -> None:
+    def check_plans(self, kinds: Sequence[StepKind], resident: Resident) -> None:
         """Check the plans of kinds of steps against the memory that exists; where none fits, train on for a while."""
         with self._holding():
-            if self.maker.waiting.is_to_settle(resident, kinds):
-                self._replan(*self.maker.settle(resident))
+            self.maker.waiting.note_before(resident, kinds)
+            if self.maker.waiting.is_due:
+                self._plan(*self.maker.choose_level(resident))
             for kind in kinds:
-                self.adapt(kind, resident)
+                self.check_plan(kind, resident)
 
     @contextmanager
     def _holding(self) -> Iterator[None]:
@@ -189,8 +190,8 @@ class PlannedKinds:
         if waits and (not backwards or (step is not None and backwards != step.places)):
             self.maker.waiting.found_alike(kind)
             return
-        is_settled = step is not None and step.is_provisional and not record.has_dropped_by_plan
-        if step is not None and (is_settled or set(step.places) < set(backwards)):
+        dropped_less = step is not None and step.is_provisional and not record.has_dropped_by_plan
+        if step is not None and (dropped_less or set(step.places) < set(backwards)):
             self._dropped = self.latest
             self.history.drop(kind)
 
@@ -199,7 +200,7 @@ class PlannedKinds:
         for kind in self.history.recorded:
             returning = kind.recorded.returning(part, positions)
             if returning is not kind.step:
-                kind.step, kind.is_unfit = returning, True
+                kind.step, kind.counts_on_freed_gradients = returning, True
                 self._announcements.returned()
 
     # ---------------------------------------------------------------- which kinds get a plan
@@ -225,7 +226,7 @@ class PlannedKinds:
             resident: What exists now.
             before: What existed before the step, with the state that optimizers have now; None where that is not known.
         """
-        kind, found = self.history[record.signature], [resident]
+        kind, found = self.history[record.graphs], [resident]
         if before is not None:
             found = sorted((before, resident), key=lambda seen: seen.size_bytes)
             resident = before if before.waiting or resident.waiting else resident
@@ -238,7 +239,7 @@ class PlannedKinds:
         if self.shortage.is_held:
             return
         try:
-            self._replan(*(self.maker.settle(resident) if waiting.concerns(kind, step) else ()), *ahead, kind)
+            self._plan(*(self.maker.choose_level(resident) if waiting.concerns(kind, step) else ()), *ahead, kind)
         except InfeasibleBudgetError as error:
             if self._may_be_small_by_chance(kind):
                 log.info("%s waits for larger steps: %s", self._name, error)
@@ -246,9 +247,9 @@ class PlannedKinds:
                 return
             if not self.maker.left_bytes:
                 raise
-            kind.step = replace(kind.recorded, margin_bytes=0)  # it is measured, and would be said
-            self._replan(kind)
-        self.see_first(kind, record.peak_bytes or 0)
+            kind.step = replace(kind.recorded, margin_bytes=0)  # a peak above the budget is measured, and said
+            self._plan(kind)
+        self.warn_of_first_step(kind, record.peak_bytes or 0)
 
     def note_given(self, kind: StepKind, calls: Sequence[ModuleCall]) -> None:
         """Learn what the calls of a kind are given that has a plan now: steps of other sizes are predicted from it."""
@@ -277,7 +278,7 @@ class PlannedKinds:
         resident = self.maker.waiting.resident_at(resident, LAST)
         kind.before = {**kind.before, resident.kept: resident}
 
-    def see_first(self, kind: StepKind, peak_bytes: int) -> None:
+    def warn_of_first_step(self, kind: StepKind, peak_bytes: int) -> None:
         """Warn where the first step of another kind, which ran before it was planned, took more than its budget."""
         plan = kind.own_plan
         excess_bytes = peak_bytes - max(plan.budget_bytes, plan.planned_peak_bytes)
@@ -291,8 +292,8 @@ class PlannedKinds:
 
     # ---------------------------------------------------------------- plans are made
 
-    def _replan(self, *kinds: StepKind) -> None:
-        """Plan known steps and let their programs take over."""
+    def _plan(self, *kinds: StepKind) -> None:
+        """Plan recorded steps, for the first time or anew, and let their programs take over."""
         for kind in dict.fromkeys(kinds):
             self._take(kind, *self.maker.make(kind))
 
@@ -312,7 +313,7 @@ class PlannedKinds:
         kind.step, kind.is_searching = replace(step, limits=limits), searches or kind.is_searching
         self.history.install(kind, plan, programs)
         self._watching.planned(kind)
-        self._first_steps.forget_plans()
+        self._graph_programs.forget_plans()
 
     def _announce(self, kind: StepKind, plan: Plan) -> None:
         """Report a plan, and warn of what it brings."""
@@ -337,43 +338,45 @@ class PlannedKinds:
 
     # ---------------------------------------------------------------- plans are checked, and made anew
 
-    def adapt(self, kind: StepKind, resident: Resident) -> None:
+    def check_plan(self, kind: StepKind, resident: Resident) -> None:
         """Check a plan against the memory that exists before this step; plan anew where it no longer fits."""
         plan, step = kind.own_plan, kind.recorded
-        found, resident = resident, self.maker.waiting.resident_at(resident)
-        if resident == step.resident and not kind.is_unfit:
+        at_level = self.maker.waiting.resident_at(resident)
+        if at_level == step.resident and not kind.counts_on_freed_gradients:
             return
-        self._note_before(kind, found)
+        self._note_before(kind, resident)
         if self.shortage.is_held:
             return
-        has_more_state = resident.state_bytes > step.resident.state_bytes
-        limits = step.limits.without_least() if kind.is_unfit else step.limits
-        met = self.maker.waiting.at(kind, replace(step, resident=resident, limits=limits))
+        has_more_state = at_level.state_bytes > step.resident.state_bytes
+        limits = step.limits.without_least() if kind.counts_on_freed_gradients else step.limits
+        met = self.maker.waiting.at(kind, replace(step, resident=at_level, limits=limits))
         merged, limits = met.merge(), self.maker.limits(kind, met)
-        is_old = has_more_state or (plan.measured.peak_bytes or 0) > limits.budget_bytes  # of more resident bytes
-        kind.step, kind.is_unfit = replace(met, limits=limits), False
-        kind.seen_bytes = None if is_old else kind.seen_bytes
+        is_outdated = (
+            has_more_state or (plan.measured.peak_bytes or 0) > limits.budget_bytes
+        )  # it was measured beside other resident bytes
+        kind.step, kind.counts_on_freed_gradients = replace(met, limits=limits), False
+        kind.seen_bytes = None if is_outdated else kind.seen_bytes
         adapted = plan.changed(
             graph=merged.graph,
             profile=merged.profile,
             budget_bytes=limits.budget_bytes,
-            resident_bytes=resident.size_bytes,
-            resident_parts=resident.kinds,
+            resident_bytes=at_level.size_bytes,
+            resident_parts=at_level.kinds,
         )
-        adapted = adapted.with_measured(peak_bytes=None) if is_old else adapted  # measured again
+        adapted = adapted.with_measured(peak_bytes=None) if is_outdated else adapted  # measured again
         peak_bytes = adapted.planned_peak_bytes + met.margin_bytes
         decision = decide_beside(
-            stays=limits.stays(resident, peak_bytes, is_least=plan.planned_peak_bytes > plan.budget_bytes),
-            is_risen=limits.have_risen(resident, peak_bytes),
+            stays=limits.stays(at_level, peak_bytes, is_least=plan.planned_peak_bytes > plan.budget_bytes),
+            is_risen=limits.have_risen(at_level, peak_bytes),
             recomputes=plan.solution.recompute_ms > 0,
         )
-        self._adapt(kind, adapted, peak_bytes, decision)
+        self._carry_out(kind, adapted, peak_bytes, decision)
 
-    def _adapt(self, kind: StepKind, adapted: Plan, peak_bytes: int, decision: Decision) -> None:
+    def _carry_out(self, kind: StepKind, adapted: Plan, peak_bytes: int, decision: Decision) -> None:
         """Let a plan stay that meets what exists, or make another one."""
         if decision is Decision.LESS_ROOM:
             log.info("%s is planned anew: resident bytes are now %s", self._name, format_bytes(adapted.resident_bytes))
-            self._replan(kind)
+            self._plan(kind)
             return
         kind.plan = adapted
         self._reports.kept(kind, adapted)
@@ -384,7 +387,7 @@ class PlannedKinds:
             log.info("%s is planned anew: the budget is now %s", self._name, format_bytes(adapted.budget_bytes))
             kind.step = replace(kind.recorded, limits=kind.recorded.limits.with_plan(peak_bytes))  # tried once
             with suppress(InfeasibleBudgetError):  # then the plan stays
-                self._replan(kind)
+                self._plan(kind)
 
     def peak_measured(self, kind: StepKind, peak_bytes: int, resident: Resident) -> None:
         """Compare a measured peak with the budget; where it is over, plan with less, a few times at most.
@@ -397,11 +400,11 @@ class PlannedKinds:
         if kind.is_searching:  # cuDNN tried its algorithms, with all the memory that these may take
             kind.is_searching = False
             return
-        solution, step, is_unfit = kind.own_plan.solution, kind.step, kind.is_unfit
+        solution, step, counts_on_freed_gradients = kind.own_plan.solution, kind.step, kind.counts_on_freed_gradients
         try:
-            self.adapt(kind, resident)
+            self.check_plan(kind, resident)
         except InfeasibleBudgetError:  # to be raised where such a step begins: this one has run
-            kind.step, kind.is_unfit = step, is_unfit
+            kind.step, kind.counts_on_freed_gradients = step, counts_on_freed_gradients
             return
         plan = kind.own_plan
         if plan.solution is not solution:
@@ -430,7 +433,7 @@ class PlannedKinds:
         corrected = replace(step, corrections=step.corrections + 1)
         kind.step = replace(corrected, margin_bytes=margin_bytes)
         try:
-            self._replan(*(self.maker.settle() if step.waits else ()), kind)
+            self._plan(*(self.maker.choose_level() if step.waits else ()), kind)
         except InfeasibleBudgetError:
             kind.step = corrected
             self._announcements.say_over(f"{text}, and no plan leaves that margin: the plan stays.")

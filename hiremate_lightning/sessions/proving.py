@@ -35,7 +35,7 @@ from ..rewriting.joint import is_collective
 from ..running.execution import Part
 from ..running.program import Program
 from ..torch_private import backward_pass, checkpoints, double_backward, failures, saved_hooks, tensor_state
-from .first_steps import FirstSteps
+from .graph_programs import GraphPrograms
 from .planned import PlannedKinds
 from .planned_model import PlannedModel
 from .proof_memory import ProofMemory, proof_memory
@@ -55,7 +55,7 @@ class Prover:
         model: The planned model.
         proofs: What is proved so far.
         planned: The session's plans.
-        first_steps: Chooses the program by which a part is about to run.
+        graph_programs: Chooses the program by which a part is about to run.
         steps: The step under way, and what existed before it.
         tracing: Measures the capture, which has ended where code is proved.
     """
@@ -65,12 +65,12 @@ class Prover:
         model: PlannedModel,
         proofs: Proofs,
         planned: PlannedKinds,
-        first_steps: FirstSteps,
+        graph_programs: GraphPrograms,
         steps: Steps,
         tracing: ExitStack,
     ) -> None:
         self._model, self._proofs, self._planned = model, proofs, planned
-        self._first_steps, self._steps, self._tracing = first_steps, steps, tracing
+        self._graph_programs, self._steps, self._tracing = graph_programs, steps, tracing
 
     def prove(self, proof: Proof, arguments: Sequence[Any]) -> None:
         """Prove captured code that is about to run, as far as it was not and the memory is there.
@@ -88,7 +88,7 @@ class Prover:
             return
         self._tracing.close()
         device = _device_of(proof, arguments)
-        program = None if proof.part is None else self._first_steps.choose(self._steps.under_way, proof.part).program
+        program = None if proof.part is None else self._graph_programs.choose(self._steps.under_way, proof.part).program
         if proof.part is not None and _may_differ_from_itself(proof.part, arguments):
             proof.end()
             return

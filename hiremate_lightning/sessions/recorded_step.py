@@ -61,7 +61,8 @@ class RecordedStep:
         resident: What existed when it began, as planned.
         solve: What solves it, and remembers.
         limits: Its budgets.
-        margin_bytes: By how much an earlier plan was measured above what it predicted.
+        margin_bytes: Bytes of the budget that its plan leaves free: at first for small parts that run without a plan,
+            none where no plan leaves that much; later by how much an earlier plan was measured above its prediction.
         corrections: How often it was planned again for such a margin.
         unfinished: Its forwards whose backward is not part of it, and the schedules by which these ran.
         unfinished_bytes: Bytes that unfinished forwards save beyond what they saved when the step was recorded.

@@ -52,7 +52,7 @@ class Releases:
         trial = kind.trial
         if trial.is_released is not None:
             return trial.is_released
-        return trial.settled >= SETTLED_STEPS and len(trial.seconds[False]) > len(trial.seconds[True])
+        return trial.planned_steps >= SETTLED_STEPS and len(trial.seconds[False]) > len(trial.seconds[True])
 
     def step_begins(self, kind: StepKind, is_plain: bool, is_watched: bool) -> Timing | None:
         """Learn that a step begins; what is watched is not timed.
@@ -61,8 +61,8 @@ class Releases:
             What `next_begins` is to be given if the step does not fail; None where it is not timed.
         """
         trial = kind.trial
-        trial.settled += not is_plain and not is_watched
-        is_timed = trial.is_released is None and trial.settled >= SETTLED_STEPS and not is_watched
+        trial.planned_steps += not is_plain and not is_watched
+        is_timed = trial.is_released is None and trial.planned_steps >= SETTLED_STEPS and not is_watched
         return Timing(self._clock(), kind, is_plain) if is_timed else None
 
     def next_begins(self, timing: Timing) -> float | None:

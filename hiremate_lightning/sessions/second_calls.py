@@ -27,8 +27,8 @@ from ..errors import HiRemateError
 from ..measuring.outside import Outside
 from ..objects import is_of
 from ..records.graph import Node
+from ..records.plain_ways import Calls
 from ..records.step import Step
-from ..records.ways import Calls
 from ..torch_private import hooks, saved_hooks, sharding, tensor_state
 from .given import PLAIN_DATA, things_in
 from .module_state import ModuleState, keeps_statistics

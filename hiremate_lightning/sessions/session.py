@@ -37,9 +37,9 @@ from ..torch_private.tensor_state import tensors_among
 from ..units import Budget
 from .current_step import CurrentStep
 from .eager_paths import eager_paths
-from .first_steps import FirstSteps
 from .first_wait import FirstWait, modules_without_parts
 from .given import ModuleCall, tensors_inside
+from .graph_programs import GraphPrograms
 from .largest import Arguments, LargestSizes
 from .plan_maker import PlanMaker
 from .planned import PlannedKinds
@@ -88,14 +88,14 @@ class Session:
         self._varying = VaryingSizes(lambda: (tuple(weight.shape) for weight in root.parameters()))
         self.first_wait = FirstWait(options.cache_dir, self._memory.describe_model)
         maker = PlanMaker(model, self.proofs, self.first_wait)
-        self._first_steps = FirstSteps(model, maker, self.may_exceed)
-        self.planned = PlannedKinds(model, maker, self._first_steps, watching, self.largest)
+        self._graph_programs = GraphPrograms(model, maker, self.may_exceed)
+        self.planned = PlannedKinds(model, maker, self._graph_programs, watching, self.largest)
         self.unplanned = UnplannedSteps(model, self.planned)
-        self.steps = Steps(model, self.planned, self.unplanned, self._first_steps, watching, self.largest)
+        self.steps = Steps(model, self.planned, self.unplanned, self._graph_programs, watching, self.largest)
         self._checkpointing, self._compiling = ReplacedCheckpointing(root), ReplacedCompiling(root)
         self.planned.listeners.append(self._say_replaced)
         self._tracing = ExitStack()
-        self.prover = Prover(model, self.proofs, self.planned, self._first_steps, self.steps, self._tracing)
+        self.prover = Prover(model, self.proofs, self.planned, self._graph_programs, self.steps, self._tracing)
 
     # ---------------------------------------------------------------- what others ask and tell
 
@@ -290,7 +290,7 @@ class Session:
         step = self._current
         if not step.forwards:
             self.steps.first_forward(self.parts.prepare(part)[0], arguments)
-        forward = self._first_steps.choose(step, part)
+        forward = self._graph_programs.choose(step, part)
         step.forwards.append(forward)
         program = forward.program if step.timed is None else step.timed.wrap(forward.program)
         return program, None if step.record is None else step.record.begin(part, forward.number, program, arguments)
@@ -309,7 +309,7 @@ class Session:
     def was_overwritten(self, part: Part, storages: Collection[int]) -> None:
         """Learn of values that other code overwrites before the backward: nothing can be computed from them then."""
         part.captured = part.captured.reading_once(storages)
-        self._first_steps.forget_least(part)
+        self._graph_programs.forget_least(part)
 
     def settings_changed(self) -> None:
         """Learn that code is computed again in other settings of PyTorch than it was computed in."""

@@ -73,7 +73,7 @@ class Shortage:
         return self.is_held and self._held_steps == SILENT_STEPS
 
     @property
-    def is_to_be_said(self) -> bool:
+    def is_to_be_raised(self) -> bool:
         """Whether training stops now: all was seen that may need more, or enough steps have run."""
         return not self._waits or self._held_steps >= HELD_STEPS
 

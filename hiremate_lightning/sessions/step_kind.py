@@ -16,8 +16,8 @@ from functools import cached_property
 from ..measuring.resident import Resident
 from ..planning.plan import Plan
 from ..planning.solvers.base import Solution
+from ..records.plain_ways import Calls
 from ..records.resizing import Sample
-from ..records.ways import Calls
 from ..running.program import Program
 from .given import ModuleCall
 from .recorded_step import RecordedStep
@@ -53,7 +53,7 @@ class Watched:
 
     Attributes:
         looks: How often they were watched, by reason.
-        free_looks: How often in all.
+        looks_in_all: How often in all.
         steps: Steps so far.
         higher: Steps for which more was predicted than for measured ones.
         gap: Steps until one is measured again.
@@ -63,7 +63,7 @@ class Watched:
     """
 
     looks: Counter[Reason] = field(default_factory=Counter)
-    free_looks: int = 0
+    looks_in_all: int = 0
     steps: int = 0
     higher: int = 0
     gap: int = AGAIN_AFTER
@@ -77,14 +77,14 @@ class Trial:
     """What steps of one kind take with and without their plan (`releasing`).
 
     Attributes:
-        settled: How many ran by the plan, unwatched.
-        seconds: Of those that ran plain, and of those that ran by the plan.
+        planned_steps: How many ran by the plan, unwatched.
+        seconds: By whether the step ran plain, the seconds of each.
         is_released: Whether they run plain from now on, None before that is decided.
         tries: How many plain ones were measured that did not show their peak.
         has_shown: Whether a plain one has shown that it takes no more than the plan.
     """
 
-    settled: int = 0
+    planned_steps: int = 0
     seconds: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
     is_released: bool | None = None
     tries: int = 0
@@ -159,11 +159,11 @@ class StepKind:
         largest: The kind that was foreseen from it at the largest sizes, and what its sizes become there.
         before: What existed before its steps, by the parameters whose gradients existed.
         most_before: What existed before the step of it before which most did, without optimizers' state.
-        met: How often the memory before steps had grown, and which bytes were retained, when its plan was checked last.
+        checked_at: How often the memory before steps had grown, and what was retained, as its plan was checked last.
         plan: Its plan, None before there is one.
         programs: The program for each place in its sequence of forwards.
         is_ahead: Whether it is planned ahead of its first step, at the largest sizes.
-        is_unfit: Whether its plan counts on gradients to be freed that are not.
+        counts_on_freed_gradients: Whether its plan counts gradients as freed that stay allocated.
         is_searching: Whether its next step is the first in which cuDNN chooses algorithms.
         seen_bytes: The largest predicted peak of the states of its plan whose peak was measured; None for none.
         backwards_vary: Whether some of its steps have other backwards than others.
@@ -181,11 +181,11 @@ class StepKind:
     largest: tuple[StepKind, Mapping[int, int]] | None = None
     before: Mapping[frozenset[int], Resident] = field(default_factory=dict)
     most_before: Resident | None = None
-    met: tuple[int, int] = (0, 0)
+    checked_at: tuple[int, int] = (0, 0)
     plan: Plan | None = None
     programs: Mapping[int, Program] = field(default_factory=dict)
     is_ahead: bool = False
-    is_unfit: bool = False
+    counts_on_freed_gradients: bool = False
     is_searching: bool = False
     seen_bytes: int | None = None
     backwards_vary: bool = False
@@ -223,4 +223,4 @@ class StepKind:
     def forget(self) -> None:
         """Forget what its steps run, their plan, and that they came; what existed before them stays, and all counts."""
         self.forget_step()
-        self.is_unfit, self.is_searching, self.seen_bytes, self.sights = False, False, None, Sights()
+        self.counts_on_freed_gradients, self.is_searching, self.seen_bytes, self.sights = False, False, None, Sights()

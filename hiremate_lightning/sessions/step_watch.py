@@ -65,7 +65,7 @@ class StepWatch:
         higher_bytes = 0 if kind.seen_bytes is None else plan.planned_peak_bytes - kind.seen_bytes
         may_grow = kind.recorded.outside_bytes > GUARD_BYTES
         is_higher = higher_bytes > guard_bytes(plan.budget_bytes)  # and not by a loss that is kept
-        is_piece = self._memory.iterations.are_to_be_seen
+        is_piece = self._memory.iterations.needs_measured_steps
         is_free = (may_grow or is_higher or is_piece) and not MemoryMeter.is_running(self._memory.device)
         return Expected(
             kind,

@@ -1,9 +1,9 @@
 """The life of a step: read `Steps.called`, `Steps._begin` and `Steps.end`, the rest is their detail.
 
 A call after a backward ends a step and begins the next one. What was learned from the step that has ended is used then:
-its kind is planned, plans that are likely meet the memory that exists now, the way of the new step is chosen, and what
-is watched in it. Its captured graphs choose their programs as they come (`first_steps`), by those that have run so far
-in the step, so several kinds of steps (a GAN's two, another input shape) have their own plans side by side.
+its kind is planned, likely plans are checked against the memory that exists now, the way of the new step is chosen, and
+what is watched in it. Its captured graphs choose their programs as they come (`graph_programs`), by those that have run
+so far in the step, so several kinds of steps (a GAN's two, another input shape) have their own plans side by side.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ..out_of_memory import InfeasibleBudgetError, explain
 from ..torch_private.tensor_state import tensors_among
 from .current_step import CurrentStep
 from .deciding import Decision
-from .first_steps import FirstSteps
 from .given import ModuleCall
+from .graph_programs import GraphPrograms
 from .largest import LargestSizes
 from .planned import PlannedKinds
 from .planned_model import PlannedModel
@@ -43,7 +43,7 @@ class Steps:
         model: The planned model.
         planned: The plans.
         unplanned: Decides which steps run as the user wrote them.
-        first_steps: Chooses what steps run.
+        graph_programs: Chooses the program of each captured graph.
         watching: Decides which steps are measured.
         largest: Foresees steps of the largest sizes.
 
@@ -59,7 +59,7 @@ class Steps:
         model: PlannedModel,
         planned: PlannedKinds,
         unplanned: UnplannedSteps,
-        first_steps: FirstSteps,
+        graph_programs: GraphPrograms,
         watching: WatchPolicy,
         largest: LargestSizes,
     ) -> None:
@@ -67,7 +67,7 @@ class Steps:
         self.ended: CurrentStep | None = None
         self.count = 0
         self.small_parts = SmallParts()
-        self._planned, self._unplanned, self._first_steps = planned, unplanned, first_steps
+        self._planned, self._unplanned, self._graph_programs = planned, unplanned, graph_programs
         self._watching, self._largest, self._announcements = watching, largest, model.announcements
         self._memory, self._parts, self._history = model.memory, model.parts, model.history
         self._is_passed_by = False  # by steps that ran since the latest one
@@ -132,33 +132,38 @@ class Steps:
         """Begin a step. What was learned from the one before is used here, and nowhere else."""
         began_at = time.perf_counter()
         before, self.ended = self.ended, None
-        finished = self._finished(before)
-        step = self.current = self._made(arguments, calls, began_at)
-        self._watching.settle()
+        self._end_unseen_steps()
+        has_dropped_plans = self._make_room_for_small_parts()
+        finished = before if before is not None and before.is_to_be_planned and not has_dropped_plans else None
+        step = self.current = self._new_step(arguments, calls, began_at)
+        self._watching.account_for_last_step()
         self._memory.step_begins(arguments)
         self._announcements.step_begins(len(self._parts.retained()))
         if finished is not None or self._counts_resident(step):
             self._meet(finished, step, arguments)
         self._note_times(before, began_at)
-        settled = self._unplanned.step_begins(step)
+        gainless = self._unplanned.step_begins(step)
         self._watch.begin(step, arguments)
-        if settled is not None:
-            step.timing = self._unplanned.releases.step_begins(settled, step.plain is not None, step.is_watched)
+        if gainless is not None:
+            step.timing = self._unplanned.releases.step_begins(gainless, step.plain is not None, step.is_watched)
 
     # ---------------------------------------------------------------- the beginning, in detail
 
-    def _finished(self, before: CurrentStep | None) -> CurrentStep | None:
-        """Return the step before, where its kind is to be planned now; make room for small parts that came in it."""
+    def _end_unseen_steps(self) -> None:
+        """Tell the memory that steps have ended of which nothing was seen."""
         if self._is_passed_by:
             self._memory.step_ended(None)
             self._is_passed_by = False
-        if self.small_parts.came_in(self.count):
-            self._planned.leave(self.small_parts.size_bytes)
-            return None
-        return before if before is not None and before.is_to_be_planned else None
 
-    def _made(self, arguments: list[torch.Tensor], calls: list[ModuleCall], began_at: float) -> CurrentStep:
-        """Make the step, with the kinds that it may be of."""
+    def _make_room_for_small_parts(self) -> bool:
+        """Drop all plans where small parts came in the step before, so that new ones leave room; say whether."""
+        have_come = self.small_parts.came_in(self.count)
+        if have_come:
+            self._planned.leave(self.small_parts.size_bytes)
+        return have_come
+
+    def _new_step(self, arguments: list[torch.Tensor], calls: list[ModuleCall], began_at: float) -> CurrentStep:
+        """Number the step, and list the kinds that it may be of."""
         if not self.count:
             self._planned.maker.announce()
         self.count += 1
@@ -188,12 +193,12 @@ class Steps:
     def _counts_resident(self, step: CurrentStep) -> bool:
         """Whether to count resident bytes now: they settle within a few steps, and counting takes time."""
         is_due = self.count < WATCHED_STEPS or self.count % COUNTED_AGAIN == 0 or self._memory.has_grown()
-        is_due = is_due or self._planned.shortage.is_held or self._history.any_is_unfit(step.foreseen)
-        return is_due or not all(map(self._has_met, self._planned.likely(step)))
+        is_due = is_due or self._planned.shortage.is_held or self._history.any_counts_on_freed_gradients(step.foreseen)
+        return is_due or not all(map(self._was_checked, self._planned.likely(step)))
 
-    def _has_met(self, kind: StepKind) -> bool:
+    def _was_checked(self, kind: StepKind) -> bool:
         """Whether the plan of a kind has met as much as exists: other plans let more be retained, state has grown."""
-        growths, retained_bytes = kind.met
+        growths, retained_bytes = kind.checked_at
         return growths == self._memory.growths and retained_bytes >= self._memory.retained_bytes()
 
     def first_forward(self, number: int, arguments: Sequence[Any]) -> None:
@@ -205,15 +210,15 @@ class Steps:
         """
         step = self.current
         kind = None if step is None else self._history.choose((number,), step.expected, step.start)[0]
-        if step is not None and kind is not None and not self._has_met(kind):
+        if step is not None and kind is not None and not self._was_checked(kind):
             resident = step.resident or self._memory.count_before_step(tensors_among(arguments))
-            self._planned.meet_all([kind], resident)
-            self._note_met([kind])
+            self._planned.check_plans([kind], resident)
+            self._note_checked([kind])
 
-    def _note_met(self, kinds: Iterable[StepKind]) -> None:
+    def _note_checked(self, kinds: Iterable[StepKind]) -> None:
         met = self._memory.growths, self._memory.retained_bytes()
         for kind in kinds:
-            kind.met = met
+            kind.checked_at = met
 
     def _meet(self, finished: CurrentStep | None, step: CurrentStep, arguments: list[torch.Tensor]) -> None:
         """Count what exists, plan the step that has ended, and check plans against the memory that exists now.
@@ -224,11 +229,11 @@ class Steps:
         if finished is not None:
             self._memory.collect_garbage()
         resident = step.resident = self._memory.count_before_step(arguments)
-        self._first_steps.count(resident)
+        self._graph_programs.note_resident(resident)
         record = None if finished is None else finished.record
         try:
             before = None if finished is None else finished.resident
-            self._note_met(self._planned.meet(record, resident, before, step))
+            self._note_checked(self._planned.meet(record, resident, before, step))
         except InfeasibleBudgetError as error:
             if reasons := self._announcements.why_over():
                 explain(error, f"hiremate:{reasons}")
@@ -289,12 +294,12 @@ class Steps:
         self._unplanned.ended(step, plain)
 
     def _end_captured(self, step: CurrentStep, at_once: bool) -> None:
-        is_usual = self._announcements.step_ended(self._parts.count)
-        step.has_captured = not is_usual
+        captured_nothing = self._announcements.step_ended(self._parts.count)
+        step.has_captured = not captured_nothing
         self.ended, kind, expected, record = step, self._history[step.graphs], step.expected, step.record
         is_own = step.ran_by(self._history.taken_for(kind))
         self._history.ended(kind, step.start, step.is_by_plans)
-        self._unplanned.was_foreseen(step, kind)
+        self._unplanned.learn_from_taken_over(step, kind)
         if not is_own and expected is not None and kind.plan is not None and expected is not kind:
             self._planned.confused(expected, kind)
         self._memory.step_ended(record, kind.graphs, step.has_captured)
@@ -302,7 +307,7 @@ class Steps:
             record.close(at_once)
         saw = self._learn_from(step, kind, is_own)
         if step.look is not None:
-            self._watching.step_ended(step.look, kind, saw, is_usual)
+            self._watching.step_ended(step.look, kind, saw, captured_nothing)
         is_missed = kind.plan is None and (record is None or not record.is_whole)
         if is_missed and self._planned.decide_to_plan(kind) is Decision.FIRST:
             self._watching.missed(kind)

@@ -1,9 +1,9 @@
 """Steps that run as the user wrote them, though their model is planned: where that fits, and is as fast.
 
-There are four kinds. Steps of sizes that were never seen, which to capture would take seconds (`plain_steps`); those
+There are four cases. Steps of sizes that were never seen, which to capture would take seconds (`plain_steps`); those
 of them that fit only where modules of the model are called twice, as in `torch.utils.checkpoint` (`second_calls`);
-those that fit only where what autograd saves is put aside (`aside`); and steps whose plan gains nothing and is slower
-than eager PyTorch (`releasing`).
+those that fit only where what autograd saves is put aside (`aside_room`); and steps whose plan gains nothing and is
+slower than eager PyTorch (`releasing`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import sys
 from collections import defaultdict
 from contextlib import AbstractContextManager
 from dataclasses import astuple
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
-from ..records.ways import Way as PlainWay
+from ..records.plain_ways import PlainWay
 from ..units import format_bytes
 from .aside_room import AsideRoom
 from .captured_steps import CapturedSteps
@@ -50,7 +50,7 @@ class UnplannedSteps:
         self.releases = Releases()
         self._model, self._name, self._planned = model, model.name, planned
         self._history, self._reporter, self._say = model.history, model.stages.reporter, model.announcements.say
-        self._is_allowed = not model.parts.fuses  # fused kernels give other bits than PyTorch's own
+        self._may_run_plain = not model.parts.fuses  # fused kernels give other bits than PyTorch's own
         self._note = cache(self._reporter.note)  # each text once
         self._second_calls = SecondCalls(model.root)
         self._captured, self._plain = CapturedSteps(self._second_calls), PlainSteps()
@@ -60,20 +60,20 @@ class UnplannedSteps:
         self._extra_ms = defaultdict[tuple[ModuleCall, ...], float](float)  # spent on saving memory so far, by calls
 
     def step_begins(self, step: CurrentStep) -> StepKind | None:
-        """Decide whether a step that begins with some calls runs as the user wrote it.
+        """Choose the way of a step that begins with some calls, and set it.
 
         Returns:
             The kind of the step, where its plan gains nothing; else None.
         """
         self._second_calls.step_begins()
         self._describe_planned()
-        settled = self._settled_kind(step)
-        step.way = choose_way(StepChoices(self, step, settled))
+        gainless = self._gainless_kind(step)
+        step.way = choose_way(StepChoices(self, step, gainless))
         if step.plain is not None and step.plain.released is None:
             self._sizes_vary = True
             self._extra_ms[tuple(step.calls)] += step.plain.prediction.way.extra_ms
             self._note(step.plain.describe(self._name))
-        return settled
+        return gainless
 
     def called(self, step: CurrentStep, call: ModuleCall) -> None:
         """Learn of a further call of the step under way: if it does not fit as it is, it is captured."""
@@ -105,7 +105,7 @@ class UnplannedSteps:
         if step.record is None:
             return
         peak_bytes, plan = step.record.peak_bytes, self._planned.latest
-        added_bytes = None if peak_bytes is None else peak_bytes - step.record.resident_bytes
+        added_bytes = None if peak_bytes is None else peak_bytes - step.record.existing_bytes
         self._plain.measured(step.calls, plain.likely, plain.prediction, added_bytes)
         if plain.released is not None and self._model.options.budget.share == 1:
             return  # the budget is what plain training takes
@@ -114,9 +114,9 @@ class UnplannedSteps:
             self.releases.measured(plain.released, peak_bytes, plan_bytes)
             return
         if peak_bytes is not None and plan is not None and peak_bytes > plan.budget_bytes:
-            self._is_over(plain, peak_bytes, plan.budget_bytes)
+            self._handle_over_budget(plain, peak_bytes, plan.budget_bytes)
 
-    def _is_over(self, plain: AsWritten, peak_bytes: int, budget_bytes: int) -> None:
+    def _handle_over_budget(self, plain: AsWritten, peak_bytes: int, budget_bytes: int) -> None:
         """Learn that a step that ran plain took more than the budget, and warn, once for each reason."""
         found = f" It took {format_bytes(peak_bytes)}; the budget is {format_bytes(budget_bytes)}."
         if plain.released is not None:
@@ -135,19 +135,19 @@ class UnplannedSteps:
 
         What such a graph holds in the steps that follow, nobody sees.
         """
-        self._is_allowed = False
+        self._may_run_plain = False
         self._note("Steps that retain a graph run by plans from now on, which count what it holds.")
 
-    def was_foreseen(self, step: CurrentStep, kind: StepKind) -> None:
+    def learn_from_taken_over(self, step: CurrentStep, kind: StepKind) -> None:
         """Learn of the step that ends, where it ran by the plan of another size and has none of its own."""
         foreseen = step.comparison.foreseen
-        if foreseen is not None and kind.plan is None and self._is_allowed:
+        if foreseen is not None and kind.plan is None and self._may_run_plain:
             planned, at_sizes = foreseen
             self._plain.learn_foreseen(self._captured.describe(at_sizes, step.calls, self._history.same_code(planned)))
 
     def _describe_planned(self) -> None:
         """Let predictions know what was captured."""
-        for kind in self._history.planned if self._is_allowed else ():
+        for kind in self._history.planned if self._may_run_plain else ():
             if kind.given is not None:
                 self._plain.learn(kind, self._captured.described(kind))
 
@@ -171,7 +171,7 @@ class UnplannedSteps:
             seconds: From its beginning to that of the next one.
         """
         likely = before.plain.likely if before.plain is not None else self._history[before.graphs]
-        if not before.calls or likely.plan is None or not self._is_allowed:
+        if not before.calls or likely.plan is None or not self._may_run_plain:
             return
         prediction = self._plain.predict(before.calls, likely, sys.maxsize, (PlainWay(),))
         if prediction is None or not prediction.captured_bytes:
@@ -204,9 +204,9 @@ class UnplannedSteps:
 
     def _likely(self, step: CurrentStep) -> StepKind | None:
         """Return the kind whose code a step is expected to run; None where nobody knows, or no step may run plain."""
-        return self._history.likely(step.foreseen) if self._is_allowed and step.calls else None
+        return self._history.likely(step.foreseen) if self._may_run_plain and step.calls else None
 
-    def _settled_kind(self, step: CurrentStep) -> StepKind | None:
+    def _gainless_kind(self, step: CurrentStep) -> StepKind | None:
         """Return the kind of the step that begins, where nothing else is called like it and its plan gains nothing."""
         likely = self._likely(step)
         if likely is None or self._plain.called_like(step.calls) != [likely]:
@@ -254,37 +254,25 @@ class StepChoices(Choices):
     Args:
         steps: Knows what steps take without a plan.
         step: The step, its calls so far.
-        settled: Its kind, where nothing else is called like it and its plan gains nothing; else None.
+        gainless: Its kind, where nothing else is called like it and its plan gains nothing; else None.
         begun: How it has begun without a plan, for a further call.
     """
 
     def __init__(
-        self, steps: UnplannedSteps, step: CurrentStep, settled: StepKind | None, begun: AsWritten | None = None
+        self, steps: UnplannedSteps, step: CurrentStep, gainless: StepKind | None, begun: AsWritten | None = None
     ) -> None:
-        self._steps, self._step, self._settled, self._begun = steps, step, settled, begun
-
-    @cached_property
-    def _plain(self) -> AsWritten | None:
-        return self._steps.without_plan(self._step, self._begun)
+        self._steps, self._step, self._gainless, self._begun = steps, step, gainless, begun
 
     def given_back(self) -> Way | None:
         """As the user wrote it, in turns with the plan until it is decided; a further call may be another kind's."""
-        if self._settled is None or not (self._begun or self._steps.releases.runs_plain(self._settled)):
+        if self._gainless is None or not (self._begun or self._steps.releases.runs_plain(self._gainless)):
             return None
-        return self._steps.given_back(self._step, self._settled) or BY_GRAPHS
+        return self._steps.given_back(self._step, self._gainless) or BY_GRAPHS
 
     def own_plan(self) -> Way | None:
         """Captured, where a kind that is called so has a plan."""
         return BY_GRAPHS if self._steps.has_own_plan(self._step) else None
 
-    def as_written(self) -> Way | None:
-        """As it is, where that fits."""
-        return self._plain if type(self._plain) is AsWritten else None
-
-    def modules_twice(self) -> Way | None:
-        """With modules called twice, where that fits."""
-        return self._plain if isinstance(self._plain, ModulesTwice) else None
-
-    def put_aside(self) -> Way | None:
-        """With saved values put aside, where that fits and there is room for them."""
-        return self._plain if isinstance(self._plain, PutAside) else None
+    def without_plan(self) -> Way | None:
+        """As it is, with modules called twice, or with saved values put aside: the fastest that fits."""
+        return self._steps.without_plan(self._step, self._begun)

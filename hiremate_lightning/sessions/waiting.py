@@ -86,21 +86,26 @@ class WaitingGraphs:
         self._options, self._parts, self._stages = options.plan, parts, stages
         self._alone: weakref.WeakKeyDictionary[Part, _Alone] = weakref.WeakKeyDictionary()
         self._most_bytes = 0  # that were resident beside what waits
-        self._is_due = False
+        self._is_due = False  # since pieces look alike, or more waits beside a kind than ever
+        self._has_grown = False
         self.level = LAST
 
-    def is_to_settle(self, resident: Resident, kinds: Iterable[StepKind]) -> bool:
-        """Whether to choose the level now: pieces are known to look alike, or more exists than ever.
+    def note_before(self, resident: Resident, kinds: Iterable[StepKind]) -> None:
+        """Note what exists before a step, and whether that is more than ever.
 
         Args:
-            resident: What exists before a step.
+            resident: What exists.
             kinds: That the step may be of.
         """
         for kind in kinds:
             self._see(kind, resident)
         size_bytes = resident.size_bytes - resident.waiting_bytes
-        has_grown, self._most_bytes = size_bytes > self._most_bytes, max(size_bytes, self._most_bytes)
-        return self._is_due or has_grown
+        self._has_grown, self._most_bytes = size_bytes > self._most_bytes, max(size_bytes, self._most_bytes)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to choose the level now: pieces are known to look alike, or more exists than ever."""
+        return self._is_due or self._has_grown
 
     def _see(self, kind: StepKind, resident: Resident) -> None:
         """Learn what existed before a step of a kind, and remember the most."""
@@ -125,7 +130,7 @@ class WaitingGraphs:
         self._is_due = self._is_due or not kind.backwards_vary
         kind.backwards_vary = True
 
-    def settle(self, steps: Iterable[tuple[StepKind, RecordedStep, int]]) -> bool:
+    def choose_level(self, steps: Iterable[tuple[StepKind, RecordedStep, int]]) -> bool:
         """Choose the level; return whether anything has changed.
 
         Args:

@@ -170,7 +170,7 @@ class WatchPolicy:
             return own.looks[reason] < FREE[reason] and self._looks_to_plan < FREE_TO_PLAN
         if reason is Reason.AGAIN and self._count > STEPS:
             return False
-        return own.looks[reason] < FREE[reason] and own.free_looks < FREE_OF_KIND and own.steps < FIRST
+        return own.looks[reason] < FREE[reason] and own.looks_in_all < FREE_OF_KIND and own.steps < FIRST
 
     # ---------------------------------------------------------------- what it learns
 
@@ -183,7 +183,7 @@ class WatchPolicy:
         if watch is not Watch.NOTHING and reason is not None:
             self._of(wanted.foreseen if reason is Reason.PLAN else wanted.kind).looks[reason] += 1
             self._looks_to_plan += reason is Reason.PLAN
-            self._of(wanted.kind).free_looks += 1
+            self._of(wanted.kind).looks_in_all += 1
         self._of(expected.kind).higher += expected.is_higher
         self._largest_bytes = max(self._largest_bytes, expected.size_bytes)
         self._before = None
@@ -215,7 +215,7 @@ class WatchPolicy:
         if saw is Saw.PEAK and look.reason is Reason.AGAIN:
             own.since, own.gap = 0, 2 * own.gap
 
-    def settle(self) -> None:
+    def account_for_last_step(self) -> None:
         """Put the time of the step that has ended into the account; to be called as the next one begins."""
         if self._ended is not None:
             began_at, watch, kind = self._ended

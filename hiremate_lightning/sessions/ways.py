@@ -2,7 +2,11 @@
 
 A way is chosen as a step begins, or goes on with another call. Where that is `BY_GRAPHS`, the step runs captured, and a
 way is chosen for each captured graph as it comes. `choose_way` holds the order of the rules. What each rule looks at
-stands with the objects that know it: `unplanned` for steps, `first_steps` for graphs.
+stands with the objects that know it: `unplanned` for steps, `graph_programs` for graphs.
+
+- A step: its plan gains nothing and it is given back; it has a plan of its own; without a plan as written, with modules
+  called twice, or put aside, the fastest of these that fits (`records.plain_ways`); else `BY_GRAPHS`.
+- A graph: by the plan of its step; by a plan of other sizes; at the least memory.
 """
 
 from __future__ import annotations
@@ -164,14 +168,8 @@ class Choices:
     def own_plan(self) -> Way | None:
         """By the plan of its own kind."""
 
-    def as_written(self) -> Way | None:
-        """As the user wrote it: its sizes have no plan, and it fits so."""
-
-    def modules_twice(self) -> Way | None:
-        """As the user wrote it, some modules called twice: its sizes have no plan, and it fits so."""
-
-    def put_aside(self) -> Way | None:
-        """As the user wrote it, what is saved put aside: its sizes have no plan, and it fits so."""
+    def without_plan(self) -> Way | None:
+        """As the user wrote it, with modules called twice, or with what is saved put aside: the fastest that fits."""
 
     def plan_of_other_sizes(self) -> Way | None:
         """Captured, by a plan for the same code at other sizes, where that fits."""
@@ -186,9 +184,7 @@ def choose_way(choices: Choices) -> Way:
     rules = (
         choices.given_back,
         choices.own_plan,
-        choices.as_written,
-        choices.modules_twice,
-        choices.put_aside,
+        choices.without_plan,
         choices.plan_of_other_sizes,
     )
     return next((way for rule in rules if (way := rule()) is not None), None) or choices.least_memory()

@@ -251,8 +251,8 @@ def test_the_least_memory_is_announced_again_as_it_grows():
         ((kind, plan),) = life.plans.items()
         resident = life.planned.history[kind].recorded.resident
         more = replace(resident, size_bytes=resident.size_bytes + 2**20)
-        life.planned.adapt(life.planned.history[kind], more)  # an optimizer's state has appeared, say
-        life.planned.adapt(life.planned.history[kind], more)
+        life.planned.check_plan(life.planned.history[kind], more)  # an optimizer's state has appeared, say
+        life.planned.check_plan(life.planned.history[kind], more)
         for added in (2**21, 2**20):  # outside code takes more than at first
             life.planned.peak_measured(life.planned.history[kind], plan.planned_peak_bytes + added, more)
     found = [text.rsplit(" found, ")[1] for text in said if "Nothing fits" in text]

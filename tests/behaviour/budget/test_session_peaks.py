@@ -219,7 +219,7 @@ def test_a_margin_that_no_plan_leaves_stops_nothing():
     resident = life.planned.history[kind].recorded.resident
     with pytest.warns(HiRemateWarning, match="no plan leaves that margin: the plan stays"):
         life.planned.peak_measured(life.planned.history[kind], 2 * plan.budget_bytes, resident)
-    life.planned.adapt(life.planned.history[kind], replace(resident, size_bytes=resident.size_bytes - 1024))
+    life.planned.check_plan(life.planned.history[kind], replace(resident, size_bytes=resident.size_bytes - 1024))
     assert life.plans[kind].solution == plan.solution
 
 

@@ -28,7 +28,7 @@ from hiremate_lightning import (
     hiremate,
     remove_hiremate,
 )
-from hiremate_lightning.sessions import first_steps, slots
+from hiremate_lightning.sessions import graph_programs, slots
 from hiremate_lightning.sessions.targets import targets_of
 from hiremate_lightning.torch_private import hooks
 
@@ -238,7 +238,7 @@ def test_an_infeasible_budget_names_what_a_step_has_shown():
 
 
 def test_a_first_step_without_memory_is_refused(monkeypatch):
-    monkeypatch.setattr(first_steps, "free_bytes", lambda device: 2**20)
+    monkeypatch.setattr(graph_programs, "free_bytes", lambda device: 2**20)
     model = Net()
     weights = [p.clone() for p in model.parameters()]
     hiremate(model, "1 MiB", verbose=False)

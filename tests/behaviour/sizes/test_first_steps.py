@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.capturing import backend
 from hiremate_lightning.garbage import collecting_what_it_leaves
-from hiremate_lightning.sessions import first_steps, step_watch, watching
+from hiremate_lightning.sessions import graph_programs, step_watch, watching
 from hiremate_lightning.sessions.targets import targets_of
 from tests.exact import simple_loop, train_both
 
@@ -74,8 +74,8 @@ def tight_budget() -> int:
 def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count the searches for the least memory."""
     found: list[int] = []
-    search = first_steps.first_solution
-    monkeypatch.setattr(first_steps, "first_solution", lambda *a, **k: (found.append(1), search(*a, **k))[1])
+    search = graph_programs.first_solution
+    monkeypatch.setattr(graph_programs, "first_solution", lambda *a, **k: (found.append(1), search(*a, **k))[1])
     return found
 
 

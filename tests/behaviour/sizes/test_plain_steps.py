@@ -11,8 +11,8 @@ from torch import nn
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.records.graph import StorageKind
+from hiremate_lightning.records.plain_ways import PlainWay
 from hiremate_lightning.records.resizing import Sample
-from hiremate_lightning.records.ways import Way
 from hiremate_lightning.sessions.given import ModuleCall
 from hiremate_lightning.sessions.plain_steps import (
     NEAR,
@@ -66,7 +66,7 @@ def known(*steps: CapturedStep) -> PlainSteps:
     return plain
 
 
-def takes(plain: PlainSteps, rows: int, length: int, ways: tuple[Way, ...] = (Way(),)) -> float | None:
+def takes(plain: PlainSteps, rows: int, length: int, ways: tuple[PlainWay, ...] = (PlainWay(),)) -> float | None:
     """Return what the captured graph is predicted to take, without the few bytes that always remain."""
     found = plain.predict([call(rows, length)], KIND, 10**9, ways)
     return None if found is None else found.captured_bytes
@@ -83,12 +83,12 @@ def test_a_step_fits_or_it_does_not():
     most = plain.predict([call(4, 60)], KIND, 10**9)
     assert most is not None
     assert plain.predict([call(4, 60)], KIND, most.added_bytes) is not None
-    assert plain.predict([call(4, 60)], KIND, most.added_bytes - 1, (Way(),)) is None
+    assert plain.predict([call(4, 60)], KIND, most.added_bytes - 1, (PlainWay(),)) is None
 
 
 def test_the_first_way_that_fits_is_chosen():
     plain = known(captured(4, 100))
-    ways = [Way(), Way(frozenset({"module"}), 1.0)]
+    ways = [PlainWay(), PlainWay(frozenset({"module"}), 1.0)]
     found = [plain.predict([call(4, 100)], KIND, room, tuple(ways)) for room in (10**9, bytes_at(4, 100))]
     assert [None if prediction is None else prediction.way for prediction in found] == [ways[0], None]
 
@@ -125,14 +125,14 @@ def test_kinds_called_like_a_step_are_found_by_its_first_calls():
 
 
 def added(plain: PlainSteps, length: int) -> int:
-    found = plain.predict([call(4, length)], KIND, 10**9, (Way(),))
+    found = plain.predict([call(4, length)], KIND, 10**9, (PlainWay(),))
     assert found is not None
     return found.added_bytes
 
 
 def measure(plain: PlainSteps, length: int, ratio: float | None) -> None:
     """Let a plain step of a length have taken so many times what the captured graph takes."""
-    found = plain.predict([call(4, length)], KIND, 10**9, (Way(),))
+    found = plain.predict([call(4, length)], KIND, 10**9, (PlainWay(),))
     assert found is not None
     plain.measured([call(4, length)], KIND, found, None if ratio is None else round(ratio * found.captured_bytes))
 
@@ -157,7 +157,7 @@ def test_a_bound_that_lies_high_does_not_lower_the_ratio():
 
 
 def test_a_way_that_was_not_measured_has_a_margin_of_its_own():
-    plain, twice = known(captured(4, 100)), Way(frozenset({"module"}), 1.0)
+    plain, twice = known(captured(4, 100)), PlainWay(frozenset({"module"}), 1.0)
     measure(plain, 90, 1.05)
     found = plain.predict([call(4, 90)], KIND, 10**9, (twice,))
     assert found is not None
@@ -172,7 +172,7 @@ def test_a_measured_margin_counts():
 
 def test_clearly_larger_steps_are_measured():
     plain = known(captured(4, 100))
-    found = [plain.predict([call(4, length)], KIND, 10**9, (Way(),)) for length in (50, 51, 60)]
+    found = [plain.predict([call(4, length)], KIND, 10**9, (PlainWay(),)) for length in (50, 51, 60)]
     assert plain.is_to_be_measured(found[0], found[0].added_bytes)
     measure(plain, 50, 1.2)
     assert [plain.is_to_be_measured(step, step.added_bytes) for step in found] == [False, False, True]
@@ -180,14 +180,14 @@ def test_clearly_larger_steps_are_measured():
 
 def test_steps_that_take_little_of_their_room_are_not_measured():
     plain = known(captured(4, 100))
-    found = plain.predict([call(4, 50)], KIND, 10**9, (Way(),))
+    found = plain.predict([call(4, 50)], KIND, 10**9, (PlainWay(),))
     rooms = (int(found.added_bytes / share) for share in (NEAR - 0.01, NEAR + 0.01))
     assert [plain.is_to_be_measured(found, room_bytes) for room_bytes in rooms] == [False, True]
 
 
 def test_a_step_that_was_not_seen_whole_is_measured_again():
     plain = known(captured(4, 100))
-    prediction = plain.predict([call(4, 50)], KIND, 10**9, (Way(),))
+    prediction = plain.predict([call(4, 50)], KIND, 10**9, (PlainWay(),))
     for _ in range(TRIES):
         assert plain.is_to_be_measured(prediction, prediction.added_bytes)
         measure(plain, 50, None)

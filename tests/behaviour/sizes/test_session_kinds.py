@@ -10,7 +10,7 @@ from torch import nn
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.sessions import first_steps, recorded_step, step_watch
+from hiremate_lightning.sessions import graph_programs, recorded_step, step_watch
 from hiremate_lightning.sessions.targets import targets_of
 from tests.life import (
     MANY,
@@ -85,8 +85,8 @@ def test_a_smaller_size_runs_by_the_plan_of_a_larger_one(monkeypatch):
     model = warm_up(planned(), steps=3, rows=MANY)
     first, searched = get_plan(model), []
     model = warm_up(planned(first.budget_bytes), steps=3, rows=MANY)
-    search = first_steps.first_solution
-    monkeypatch.setattr(first_steps, "first_solution", lambda *a, **k: (searched.append(1), search(*a, **k))[1])
+    search = graph_programs.first_solution
+    monkeypatch.setattr(graph_programs, "first_solution", lambda *a, **k: (searched.append(1), search(*a, **k))[1])
     for index, rows in enumerate((MANY - 3, MANY - 9, MANY // 2, MANY - 5)):
         step(model, index, rows)
     assert not searched
@@ -180,11 +180,11 @@ def test_a_first_step_above_its_budget_is_announced_once():
         planned_kinds = targets_of(model).session.planned
         history = planned_kinds.history
         (kind,) = history.planned
-        planned_kinds.see_first(kind, kind.plan.budget_bytes + 2**20)
+        planned_kinds.warn_of_first_step(kind, kind.plan.budget_bytes + 2**20)
         other = history[(*kind.graphs, 1)]
         history.install(other, kind.plan, {})
         for excess in (2**10, 2**20, 2**21):
-            planned_kinds.see_first(other, kind.plan.budget_bytes + excess)
+            planned_kinds.warn_of_first_step(other, kind.plan.budget_bytes + excess)
     (text,) = said
     assert "The first step of another kind took" in text
     assert "1.00 MiB above its budget, since it had no plan yet" in text

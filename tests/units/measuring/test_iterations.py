@@ -19,7 +19,7 @@ def grown(size_bytes: int | None) -> Any:
 
 
 def found(iterations: Iterations, counted_bytes: int) -> int:
-    return dict(iterations.add_to(Resident(counted_bytes, 0)).kinds).get(BESIDE, 0)
+    return dict(iterations.note_and_add(Resident(counted_bytes, 0)).kinds).get(BESIDE, 0)
 
 
 def run_iteration(iterations: Iterations, grown_bytes: list[int | None]) -> list[int]:
@@ -57,7 +57,7 @@ def test_steps_are_measured_until_a_whole_iteration_was_seen():
     iterations, asked = Iterations(), []
     for size_bytes in (None, 30, 30):
         run_iteration(iterations, [size_bytes, size_bytes])
-        asked.append(iterations.are_to_be_seen)
+        asked.append(iterations.needs_measured_steps)
     assert asked == [True, True, False]
 
 
@@ -66,7 +66,7 @@ def test_nothing_is_asked_for_where_no_graph_waits():
     for _ in range(3):
         iterations.step_begins(grown(30), KIND, (), has_stepped=True)
         assert found(iterations, 100) == 0
-    assert not iterations.are_to_be_seen
+    assert not iterations.needs_measured_steps
 
 
 def test_tensors_that_the_iteration_made_are_told_from_older_ones():
@@ -74,7 +74,7 @@ def test_tensors_that_the_iteration_made_are_told_from_older_ones():
     run_iteration(iterations, [0])
     iterations.step_begins(None, KIND, (), has_stepped=True)
     found(iterations, 100)
-    assert len(iterations.not_counted([old])) == 1
+    assert len(iterations.note_uncounted([old])) == 1
     iterations.step_begins(grown(0), KIND, GRAPH, has_stepped=False)
     found(iterations, 100)
-    assert [tensor is old for tensor in iterations.not_counted([torch.ones(4), old])] == [True]
+    assert [tensor is old for tensor in iterations.note_uncounted([torch.ones(4), old])] == [True]

@@ -43,7 +43,7 @@ def chained(model):
 
 def test_runs_are_in_the_order_of_their_forwards():
     record, _ = record_of(chained)
-    assert record.signature == (0, 1)
+    assert record.graphs == (0, 1)
     assert record.backwards == [1, 0]
 
 
@@ -209,7 +209,7 @@ def test_a_forward_without_a_backward_is_no_call_of_the_step():
 
     record, profiles = record_of(step)
     calls, order = describe(record, profiles)
-    assert record.signature == (0, 1)
+    assert record.graphs == (0, 1)
     assert len(calls) == 1
     assert order == [0]
 
@@ -220,14 +220,14 @@ def test_one_part_may_run_twice_in_a_step():
 
     record, profiles = record_of(step)
     calls, order = describe(record, profiles)
-    assert record.signature == (0, 0)
+    assert record.graphs == (0, 0)
     assert order == [1, 0]
     assert list(calls[1].links.values()) == [(0, calls[0].graph.outputs[0])]
 
 
 def test_the_peak_counts_what_was_there_before():
     record, _ = record_of(chained)
-    assert record.peak_bytes > record.resident_bytes > 0
+    assert record.peak_bytes > record.existing_bytes > 0
 
 
 @pytest.mark.parametrize("is_by_hand", [False, True])
@@ -301,7 +301,7 @@ class Left:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
 
-    def left_bytes(self, present):
+    def outputs_held_bytes(self, present):
         return self.size_bytes
 
     def left_inputs(self):

@@ -52,7 +52,7 @@ class Training:
         self._was_measured = False
 
     def step(self, kind: tuple[int, ...], size_bytes: int = SIZE) -> Watch:
-        self.policy.settle()
+        self.policy.account_for_last_step()
         foreseen = [*self.order.foresee(size_bytes)]
         likely = next((k for k in foreseen if k in self.planned), next(reversed(self.planned), None))
         expected = self._expect(likely, size_bytes, next(iter(foreseen), None))
@@ -216,7 +216,7 @@ def test_where_looks_are_dear_glances_keep_to_one_percent():
 def test_what_failed_is_not_counted():
     policy = WatchPolicy(Clock())
     policy.step_begins(Expected(None, None, SIZE))  # and does not end
-    policy.settle()
+    policy.account_for_last_step()
     assert policy.step_begins(Expected(None, None, SIZE)).watch is Watch.MEASURE
 
 

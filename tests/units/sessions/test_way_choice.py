@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from hiremate_lightning.records.ways import Way as PlainWay
+from hiremate_lightning.records.plain_ways import PlainWay
 from hiremate_lightning.sessions.current_step import CurrentStep
 from hiremate_lightning.sessions.plain_steps import Prediction
 from hiremate_lightning.sessions.step_kind import StepKind
 from hiremate_lightning.sessions.unplanned import StepChoices
 from hiremate_lightning.sessions.ways import BY_GRAPHS, AsWritten, Choices, ModulesTwice, PutAside, Way, choose_way
 
-RULES = ("given_back", "own_plan", "as_written", "modules_twice", "put_aside", "plan_of_other_sizes", "least_memory")
+RULES = ("given_back", "own_plan", "without_plan", "plan_of_other_sizes", "least_memory")
 KIND = StepKind((0,))
 PLAIN, TWICE, ASIDE = PlainWay(), PlainWay(frozenset({"layer"}), 1.0), PlainWay(extra_ms=1.0, puts_aside=True)
 
@@ -46,7 +46,7 @@ def without_plan(way: PlainWay, released: StepKind | None = None) -> AsWritten:
 
 def choose(
     way: PlainWay | None = PLAIN,
-    settled: StepKind | None = None,
+    gainless: StepKind | None = None,
     runs_plain: bool = True,
     has_own_plan: bool = False,
     is_begun: bool = False,
@@ -58,8 +58,8 @@ def choose(
         given_back=lambda step, kind: way and without_plan(way, kind),
         releases=SimpleNamespace(runs_plain=lambda kind: runs_plain),
     )
-    begun = without_plan(PLAIN, settled) if is_begun else None
-    return choose_way(StepChoices(steps, CurrentStep(), settled, begun))
+    begun = without_plan(PLAIN, gainless) if is_begun else None
+    return choose_way(StepChoices(steps, CurrentStep(), gainless, begun))
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,10 @@ def choose(
         ({"way": ASIDE}, PutAside),
         ({"way": None}, type(BY_GRAPHS)),  # it does not fit without a plan, or nothing has one yet
         ({"has_own_plan": True}, type(BY_GRAPHS)),
-        ({"has_own_plan": True, "settled": KIND}, AsWritten),  # the plan gains nothing
-        ({"has_own_plan": True, "settled": KIND, "runs_plain": False}, type(BY_GRAPHS)),  # it is timed in turns
-        ({"has_own_plan": True, "settled": KIND, "is_begun": True, "runs_plain": False}, AsWritten),
-        ({"settled": KIND, "is_begun": True, "way": None}, type(BY_GRAPHS)),  # a further call is another kind's
+        ({"has_own_plan": True, "gainless": KIND}, AsWritten),  # the plan gains nothing
+        ({"has_own_plan": True, "gainless": KIND, "runs_plain": False}, type(BY_GRAPHS)),  # it is timed in turns
+        ({"has_own_plan": True, "gainless": KIND, "is_begun": True, "runs_plain": False}, AsWritten),
+        ({"gainless": KIND, "is_begun": True, "way": None}, type(BY_GRAPHS)),  # a further call is another kind's
     ],
 )
 def test_a_step_runs_by_the_first_way_that_is_open_to_it(known, chosen):
@@ -81,6 +81,6 @@ def test_a_step_runs_by_the_first_way_that_is_open_to_it(known, chosen):
 
 
 def test_a_step_that_is_given_back_names_its_kind():
-    way = choose(settled=KIND, has_own_plan=True)
+    way = choose(gainless=KIND, has_own_plan=True)
     assert isinstance(way, AsWritten)
     assert way.released is KIND

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from hiremate_lightning.records.ways import ASIDE_BYTES_PER_MS, CALL_MS, COUNT, Calls, Way, may_lie_aside, ways_of
+from hiremate_lightning.records.plain_ways import (
+    ASIDE_BYTES_PER_MS,
+    CALL_MS,
+    COUNT,
+    Calls,
+    PlainWay,
+    may_lie_aside,
+    ways_of,
+)
 from tests.tiny import Builder
 
 BLOCKS = 6
@@ -75,7 +83,7 @@ def test_what_is_saved_is_put_aside_last():
     aside = may_lie_aside(graph, len(graph.storages))
     ways = ways_of(graph, profile, calls, aside)
     assert ways[:-1] == ways_of(graph, profile, calls)
-    assert ways[-1] == Way(extra_ms=(BLOCKS * 700 - 100) / ASIDE_BYTES_PER_MS, puts_aside=True)
+    assert ways[-1] == PlainWay(extra_ms=(BLOCKS * 700 - 100) / ASIDE_BYTES_PER_MS, puts_aside=True)
 
 
 def test_nothing_lies_aside_that_others_hold():

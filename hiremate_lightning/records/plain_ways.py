@@ -24,7 +24,7 @@ Calls = Mapping[str, Sequence[Sequence[int]]]  # by path of a module, the forwar
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class PlainWay:
     """A way to run a step.
 
     Attributes:
@@ -59,7 +59,7 @@ class _Gain:
         return self.size_bytes / max(self.time_ms, 1e-3)
 
 
-def ways_of(graph: Graph, profile: Profile, calls: Calls, aside: frozenset[int] = frozenset()) -> tuple[Way, ...]:
+def ways_of(graph: Graph, profile: Profile, calls: Calls, aside: frozenset[int] = frozenset()) -> tuple[PlainWay, ...]:
     """List ways to run a step: from nothing called twice to the most bytes saved, and what is saved put aside.
 
     Args:
@@ -69,12 +69,12 @@ def ways_of(graph: Graph, profile: Profile, calls: Calls, aside: frozenset[int] 
         aside: The storages that may be put aside.
     """
     picks = list(_picks(_gains(graph, profile, calls)))
-    ways, spaced_bytes = [Way()], picks[-1][1].size_bytes / COUNT if picks else 0.0
+    ways, spaced_bytes = [PlainWay()], picks[-1][1].size_bytes / COUNT if picks else 0.0
     for paths, total in picks:
         if total.size_bytes >= spaced_bytes * len(ways):
-            ways.append(Way(paths, total.time_ms))
+            ways.append(PlainWay(paths, total.time_ms))
     aside_bytes = sum(graph.sizes[storage] for storage in aside)
-    return (*ways, Way(extra_ms=aside_bytes / ASIDE_BYTES_PER_MS, puts_aside=True)) if aside else tuple(ways)
+    return (*ways, PlainWay(extra_ms=aside_bytes / ASIDE_BYTES_PER_MS, puts_aside=True)) if aside else tuple(ways)
 
 
 def may_lie_aside(graph: Graph, storages: int) -> frozenset[int]:

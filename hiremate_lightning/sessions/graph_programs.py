@@ -40,8 +40,8 @@ TRACING_BYTES = 2**14  # that tracing takes for itself: states of the random gen
 TakenOver = dict[GraphNumbers, Program | None]  # programs of a part by other steps' plans, by what ran before it
 
 
-class FirstSteps:
-    """Chooses the programs of the steps of one model.
+class GraphPrograms:
+    """Chooses the program of each captured graph that is about to run: of its plan, of other sizes, or of least memory.
 
     Args:
         model: The planned model.
@@ -64,7 +64,7 @@ class FirstSteps:
         """Decide anew what to take over: there is another plan, or more is resident."""
         self._taken_over.clear()
 
-    def count(self, resident: Resident) -> None:
+    def note_resident(self, resident: Resident) -> None:
         """Learn of what exists before a step: where that is more than ever, what was taken over may not fit."""
         if resident.size_bytes > self._most_bytes:
             self._most_bytes = resident.size_bytes
@@ -124,13 +124,13 @@ class FirstSteps:
                     self._model.name,
                     self._stages.reporter.solving(step_time_ms(captured.graph, profile)),
                     self._searches,
-                    self._spare_bytes,
+                    self._spare_bytes_or_announce_full,
                 )
                 self._searches.append(FirstSolution(alone, least))
                 programs[part] = _build(captured, lower(captured.graph, alone.split(least.recompute)[0]))
         return programs[part]
 
-    def _spare_bytes(self) -> int:
+    def _spare_bytes_or_announce_full(self) -> int:
         """Return the bytes that a first step may take beyond the budget; none, announced, where no plan may follow."""
         if not self._may_exceed:
             return 0
@@ -197,7 +197,7 @@ class GraphChoices(Choices):
         profile: Its costs.
     """
 
-    def __init__(self, programs: FirstSteps, step: CurrentStep, part: Part, number: int, profile: Profile) -> None:
+    def __init__(self, programs: GraphPrograms, step: CurrentStep, part: Part, number: int, profile: Profile) -> None:
         self._programs, self._step, self._part, self._profile = programs, step, part, profile
         self._ran = (*step.graphs, number)
 
