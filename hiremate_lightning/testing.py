@@ -16,7 +16,8 @@ from .capturing.capture import Captured
 from .measuring import profiling
 from .planning.plan import Plan
 from .records.costs import Machine, estimate
-from .records.schedule import Compute
+from .records.graph import Graph
+from .records.schedule import Compute, Free, Operation
 from .sessions.current_step import CurrentStep
 from .sessions.session import Session
 from .sessions.targets import targets_of
@@ -97,10 +98,19 @@ def _ways(step: CurrentStep) -> Iterator[str]:
 
 def plan_digest(plan: Plan) -> str:
     """Return a short digest of what a plan runs: its operations in order, and what is freed after each."""
-    nodes, schedule = plan.graph.nodes, plan.schedule
-    operations = (*schedule.forward, *schedule.backward)
-    lines = [f"{op.node} {nodes[op.node].op}" if isinstance(op, Compute) else f"free {op.tensor}" for op in operations]
+    schedule = plan.schedule
+    lines = [_spell(plan.graph, operation) for operation in (*schedule.forward, *schedule.backward)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+
+def _spell(graph: Graph, operation: Operation) -> str:
+    match operation:
+        case Compute(node):
+            return f"{node} {graph.nodes[node].op}"
+        case Free(tensor):
+            return f"free {tensor}"
+        case copying:
+            return f"{type(copying).__name__} {copying.storage}"
 
 
 @contextmanager

@@ -112,13 +112,13 @@ def without(captured: Captured, absence: Absence, profile: Profile) -> tuple[Gra
     }
     storages = tuple(s if i in there else replace(s, size_bytes=0) for i, s in enumerate(graph.storages))
     idle = gone | {i for i, node in enumerate(captured.fx_nodes) if node in absence.replaced}
-    costs = Profile(
-        tuple(0.0 if i in idle else time_ms for i, time_ms in enumerate(profile.time_ms)),
-        tuple(
+    costs = replace(
+        profile,
+        time_ms=tuple(0.0 if i in idle else time_ms for i, time_ms in enumerate(profile.time_ms)),
+        workspace_bytes=tuple(
             0 if i in idle else size + _zeros_bytes(node, absence, captured.device)
             for i, (node, size) in enumerate(zip(captured.fx_nodes, profile.workspace_bytes, strict=True))
         ),
-        profile.device,
     )
     tensors = tuple(replace(t, storage=None) if t.producer in gone else t for t in graph.tensors)  # not even views
     return replace(graph, nodes=_reading_at_once(graph, gone), tensors=tensors, storages=storages), costs

@@ -15,6 +15,31 @@ HALF_TYPES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """How fast a device copies to the host and from there, both at once, beside what it computes.
+
+    That copies take some of the bandwidth of the device's own memory is not counted.
+
+    Attributes:
+        out_bytes_per_ms: Bytes a millisecond to the host.
+        in_bytes_per_ms: Bytes a millisecond from the host.
+        latency_ms: Milliseconds that each copy takes beside.
+    """
+
+    out_bytes_per_ms: float
+    in_bytes_per_ms: float
+    latency_ms: float = 0.0
+
+    def out_ms(self, size_bytes: int) -> float:
+        """Return the milliseconds of a copy to the host."""
+        return self.latency_ms + size_bytes / self.out_bytes_per_ms
+
+    def in_ms(self, size_bytes: int) -> float:
+        """Return the milliseconds of a copy from the host."""
+        return self.latency_ms + size_bytes / self.in_bytes_per_ms
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """Costs by node of a graph.
 
@@ -23,11 +48,13 @@ class Profile:
         workspace_bytes: Bytes needed only while the node runs, beyond its outputs; less than nothing where an output
             takes the memory of a value that dies.
         device: Where it was measured, or "estimate".
+        link: How fast it copies to the host and back; None where nothing is to be copied.
     """
 
     time_ms: tuple[float, ...]
     workspace_bytes: tuple[int, ...]
     device: str
+    link: Link | None = None
 
     def to_json(self) -> str:
         """Write the profile as JSON; `profile_from_json` reads it back, equal."""
@@ -37,7 +64,8 @@ class Profile:
 def profile_from_json(text: str) -> Profile:
     """Read a profile written by `Profile.to_json`."""
     data = json.loads(text)
-    return Profile(tuple(data["time_ms"]), tuple(data["workspace_bytes"]), data["device"])
+    link = Link(**data["link"]) if data.get("link") else None
+    return Profile(tuple(data["time_ms"]), tuple(data["workspace_bytes"]), data["device"], link)
 
 
 def as_plain(graph: Graph, profile: Profile) -> tuple[Graph, Profile]:

@@ -179,7 +179,7 @@ class Scaling:
         graph = replace(base.graph, nodes=tuple(nodes), tensors=tuple(tensors), storages=tuple(storages))
         times = tuple(line.measured(size) for line in self._times)
         workspaces = tuple(self._round(math.ceil(line.measured(size))) for line in self._workspaces)
-        return replace(base, graph=graph, profile=Profile(times, workspaces, base.profile.device))
+        return replace(base, graph=graph, profile=Profile(times, workspaces, base.profile.device, base.profile.link))
 
     def _bytes_at(self, size: int, source: int | Line, tensors: Sequence[Tensor]) -> int:
         if isinstance(source, Line):

@@ -3,7 +3,7 @@
 The forward part runs the forward nodes in order. At the turn only `saved` tensors (and what the caller holds) survive.
 The backward part runs backward nodes and, before some of them, forward nodes once more. A tensor is freed after the
 last use of each of its definitions; `lower` makes that explicit, so that the simulator and the executor see the same
-`Free`.
+`Free`. A storage may be away in the host's memory for a while, between a copy out and a copy in (`away.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,36 @@ class Free:
     tensor: int
 
 
-Operation = Compute | Free
+@dataclass(frozen=True, slots=True)
+class CopyOut:
+    """Begin to copy a storage to the host, beside what is computed; meanwhile it can be read."""
+
+    storage: int
+
+
+@dataclass(frozen=True, slots=True)
+class WaitOut:
+    """Wait until a storage has been copied out, and free its memory on the device."""
+
+    storage: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyIn:
+    """Take memory on the device for a storage that is away, and begin to copy it in."""
+
+    storage: int
+
+
+@dataclass(frozen=True, slots=True)
+class WaitIn:
+    """Wait until a storage has been copied in; now it can be read, and the memory of the host is free."""
+
+    storage: int
+
+
+Copying = CopyOut | WaitOut | CopyIn | WaitIn
+Operation = Compute | Free | Copying
 
 
 @dataclass(frozen=True, slots=True)

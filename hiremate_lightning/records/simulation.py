@@ -6,10 +6,14 @@ schedules. Counted: all that the step allocates, each block at the size its allo
 they appear, outputs and outside code, and the workspace of the running node. What the caller holds is never given back,
 whatever the schedule frees or runs again. Resident bytes (parameters, batch, optimizer state) are the same for every
 schedule; the caller adds them.
+
+A storage that is away takes memory of the device until the wait for its copy out, and again from the start of its copy
+in: both are places in the program, so bytes are exact whatever the copies take. Only times depend on the link.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
@@ -18,9 +22,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import ScheduleError
-from .costs import Profile, as_plain
+from .costs import Link, Profile, as_plain
 from .graph import Graph
-from .schedule import Compute, Operation, Schedule, as_written, lower
+from .lines import Copied, Lines
+from .schedule import Compute, CopyIn, Copying, CopyOut, Free, Operation, Schedule, WaitIn, WaitOut, as_written, lower
+
+NO_TIME = Link(math.inf, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +37,7 @@ class Moment:
     Attributes:
         node: The node that ran.
         peak_bytes: Bytes while it ran: what lived before, its outputs and its workspace.
-        live_bytes: Bytes after it, and after the frees that follow it.
+        live_bytes: Bytes after it, and after what follows it is freed; copies in that follow count to the next one.
     """
 
     node: int
@@ -47,8 +54,11 @@ class Simulation:
         turn: Number of moments before the backward.
         peak_bytes: Largest `peak_bytes` of the timeline.
         saved_bytes: Bytes that live at the turn.
-        time_ms: Time of all nodes.
+        time_ms: Time of all nodes, and of waits for copies.
         recompute_ms: Time of the nodes that run again.
+        wait_ms: Time that computing waits for copies.
+        host_bytes: Most bytes that lie on the host at once.
+        copies: Copies to the host and back, in the order in which they begin in each direction.
     """
 
     timeline: tuple[Moment, ...]
@@ -57,6 +67,9 @@ class Simulation:
     saved_bytes: int
     time_ms: float
     recompute_ms: float
+    wait_ms: float = 0.0
+    host_bytes: int = 0
+    copies: tuple[Copied, ...] = ()
 
     @property
     def peak_moment(self) -> Moment:
@@ -65,9 +78,10 @@ class Simulation:
 
     @property
     def overhead(self) -> float:
-        """Extra time over time without recomputation, a ratio."""
-        useful = self.time_ms - self.recompute_ms
-        return self.recompute_ms / useful if useful else 0.0
+        """Extra time over time without recomputation and copies, a ratio."""
+        extra_ms = self.recompute_ms + self.wait_ms
+        useful = self.time_ms - extra_ms
+        return extra_ms / useful if useful else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +122,9 @@ class _Memory:
         self.storage_of_block: list[int] = []
         self.events: list[tuple[int, int]] = []  # blocks, and 1 where they are allocated, -1 where freed
         self.to_hold = set(graph.held)
+        self.copied: dict[int, tuple[int, type[Copying]]] = {}  # storage on its way -> block, and what was done last
+        self.not_there: set[int] = set()  # blocks whose values are away, or on the way back
+        self.host_bytes = self.host_peak_bytes = 0
 
     def retain(self, tensors: Iterable[int]) -> None:
         """Hold tensors to the end of the step."""
@@ -119,6 +136,15 @@ class _Memory:
         for tensor in tensors:
             if tensor not in self.block_of:
                 raise ScheduleError(f"{why} {self.graph.tensors[tensor].name!r}, which is not in memory")
+            if self.block_of[tensor] in self.not_there:
+                raise ScheduleError(f"{why} {self.graph.tensors[tensor].name!r}, which is away")
+
+    def check_unchanged(self, tensors: tuple[int, ...], why: str) -> None:
+        """Refuse to change what is being copied."""
+        leaving = {block for block, done in self.copied.values() if done is CopyOut}
+        for tensor in tensors if leaving else ():
+            if self.block_of[tensor] in leaving:
+                raise ScheduleError(f"{why} {self.graph.tensors[tensor].name!r}, which is being copied out")
 
     def define(self, outputs: tuple[int, ...], inputs: tuple[int, ...]) -> None:
         """Place each output on its input's block where it is a view, else on a new block."""
@@ -132,11 +158,7 @@ class _Memory:
             elif storage in block_of_storage:
                 block = block_of_storage[storage]
             else:
-                block = block_of_storage[storage] = len(self.tensors_on)
-                self.tensors_on.append(0)
-                self.storage_of_block.append(storage)
-                self.events.append((block, 1))
-                self.live_bytes += self.graph.sizes[storage]
+                block = block_of_storage[storage] = self._allocate(storage)
             defined.append((tensor, block))
         for tensor, block in defined:
             if tensor in self.block_of:
@@ -146,14 +168,93 @@ class _Memory:
                 self.tensors_on[block] += 1 + (tensor in self.to_hold)  # the holder's own reference is never dropped
                 self.to_hold.discard(tensor)
 
+    def _allocate(self, storage: int) -> int:
+        """Take a new block for a storage."""
+        block = len(self.tensors_on)
+        self.tensors_on.append(0)
+        self.storage_of_block.append(storage)
+        self.events.append((block, 1))
+        self.live_bytes += self.graph.sizes[storage]
+        return block
+
+    def _give_back(self, block: int) -> None:
+        self.events.append((block, -1))
+        self.live_bytes -= self.graph.sizes[self.storage_of_block[block]]
+
+    def is_away(self, tensor: int) -> bool:
+        """Whether a tensor is on the host, and nowhere else."""
+        return self.block_of.get(tensor) in self.not_there
+
     def free(self, tensor: int) -> None:
         self.check_live((tensor,), "The schedule frees")
         block = self.block_of.pop(tensor)
         if block >= 0:
             self.tensors_on[block] -= 1
             if not self.tensors_on[block]:
-                self.events.append((block, -1))
-                self.live_bytes -= self.graph.sizes[self.storage_of_block[block]]
+                if self.copied.get(self.storage_of_block[block], (None,))[0] == block:
+                    name = self.graph.tensors[tensor].name
+                    raise ScheduleError(f"The schedule frees {name!r}, which is being copied out")
+                self._give_back(block)
+
+    def copy(self, operation: Copying) -> None:
+        """Do a part of what brings a storage to the host and back."""
+        storage = operation.storage
+        block, done = self.copied.get(storage, (None, None))
+        if done is not _BEFORE[type(operation)]:
+            raise ScheduleError(f"{type(operation).__name__} of {self._name(storage)!r} is out of turn")
+        if block is None:
+            block = self._block_to_copy(storage)
+            self.host_bytes += self.graph.sizes[storage]
+            self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
+        elif isinstance(operation, WaitOut):
+            self._leave(block)
+        elif isinstance(operation, CopyIn):
+            block = self._move(block)
+        else:
+            self.not_there.remove(block)
+            self.host_bytes -= self.graph.sizes[storage]
+            del self.copied[storage]
+            return
+        self.copied[storage] = block, type(operation)
+
+    def _leave(self, block: int) -> None:
+        """Free a block whose tensors are on the host."""
+        if self.tensors_on[block] != len(self._tensors_on(block)):
+            name = self._name(self.storage_of_block[block])
+            raise ScheduleError(f"{name!r} can't go away: it is held to the end of the step")
+        self.not_there.add(block)
+        self._give_back(block)
+
+    def _move(self, block: int) -> int:
+        """Put the tensors of a block that is away on a new one, which is not there yet."""
+        tensors, new = self._tensors_on(block), self._allocate(self.storage_of_block[block])
+        self.block_of.update(dict.fromkeys(tensors, new))
+        self.tensors_on[new], self.tensors_on[block] = self.tensors_on[block], 0
+        self.not_there.remove(block)
+        self.not_there.add(new)
+        return new
+
+    def _block_to_copy(self, storage: int) -> int:
+        tensors = self.graph.tensors
+        found = {block for tensor, block in self.block_of.items() if tensors[tensor].storage == storage}
+        if len(found) != 1 or -1 in found:
+            raise ScheduleError(f"The schedule copies {self._name(storage)!r}, which is not one block of the step")
+        return found.pop()
+
+    def _tensors_on(self, block: int) -> list[int]:
+        return [tensor for tensor, other in self.block_of.items() if other == block]
+
+    def _name(self, storage: int) -> str:
+        return next(tensor.name for tensor in self.graph.tensors if tensor.storage == storage)
+
+    def check_copied(self, why: str, *done: type[Copying]) -> None:
+        """Refuse storages of which so much was done."""
+        for storage, (_, last) in self.copied.items():
+            if last in done:
+                raise ScheduleError(f"{why} {self._name(storage)!r}: its last operation is {last.__name__}")
+
+
+_BEFORE: dict[type[Copying], type[Copying] | None] = {CopyOut: None, WaitOut: CopyOut, CopyIn: WaitOut, WaitIn: CopyIn}
 
 
 def simulate(graph: Graph, profile: Profile, schedule: Schedule) -> Simulation:
@@ -234,7 +335,7 @@ def _blocks(memory: _Memory, events: Sequence[int]) -> list[tuple[int, int, int]
 
 
 def _without_costs(graph: Graph) -> Profile:
-    return Profile((0.0,) * len(graph.nodes), (0,) * len(graph.nodes), "")
+    return Profile((0.0,) * len(graph.nodes), (0,) * len(graph.nodes), "", NO_TIME)
 
 
 def _run(graph: Graph, profile: Profile, schedule: Schedule) -> tuple[Simulation, _Memory, Sequence[int]]:
@@ -244,16 +345,20 @@ def _run(graph: Graph, profile: Profile, schedule: Schedule) -> tuple[Simulation
     timeline: list[Moment] = []
     runs = [0] * len(graph.nodes)
     events: list[int] = []
-    _replay(memory, profile, schedule.forward, runs, timeline, events)
+    lines = Lines(graph, profile)
+    _check_halves(schedule)
+    _replay(memory, lines, schedule.forward, runs, timeline, events)
     turn = len(timeline)
-    memory.check_live(schedule.saved, "The schedule saves")
+    memory.check_copied("The forward ends before it has copied out", CopyOut)
+    memory.check_live(tuple(t for t in schedule.saved if not memory.is_away(t)), "The schedule saves")
     survivors = {*schedule.saved, *graph.held, *graph.inputs}
     for tensor in [t for t in memory.block_of if t not in survivors]:
         memory.free(tensor)
     saved_bytes = memory.live_bytes
-    memory.retain(set(graph.retained).intersection(schedule.saved))
+    memory.retain(t for t in set(graph.retained).intersection(schedule.saved) if not memory.is_away(t))
     memory.define(graph.tangents, ())
-    _replay(memory, profile, schedule.backward, runs, timeline, events)
+    _replay(memory, lines, schedule.backward, runs, timeline, events)
+    memory.check_copied("The step ends without", CopyOut, WaitOut, CopyIn)
     memory.check_live(graph.gradients, "The step returns")
     for index in (*graph.forward, *graph.backward):
         if not runs[index]:
@@ -261,8 +366,30 @@ def _run(graph: Graph, profile: Profile, schedule: Schedule) -> tuple[Simulation
     time_ms = sum(count * profile.time_ms[index] for index, count in enumerate(runs))
     step_ms = sum(profile.time_ms[index] for index in (*graph.forward, *graph.backward))
     peak = max((moment.peak_bytes for moment in timeline), default=0)
-    simulation = Simulation(tuple(timeline), turn, peak, saved_bytes, time_ms, time_ms - step_ms)
+    simulation = Simulation(
+        timeline=tuple(timeline),
+        turn=turn,
+        peak_bytes=peak,
+        saved_bytes=saved_bytes,
+        time_ms=time_ms + lines.wait_ms,
+        recompute_ms=time_ms - step_ms,
+        wait_ms=lines.wait_ms,
+        host_bytes=memory.host_peak_bytes,
+        copies=tuple(lines.copies),
+    )
     return simulation, memory, events
+
+
+def _check_halves(schedule: Schedule) -> None:
+    """Refuse copies where the halves of a step do not have them."""
+    for half, operations, kinds in (
+        ("forward", schedule.forward, (CopyIn, WaitIn)),
+        ("backward", schedule.backward, (CopyOut, WaitOut)),
+    ):
+        for operation in operations:
+            if isinstance(operation, kinds):
+                name = type(operation).__name__
+                raise ScheduleError(f"The {half} has a {name}: values go away in the forward, and come back after it")
 
 
 def simulate_plain(graph: Graph, profile: Profile) -> Simulation:
@@ -291,26 +418,37 @@ def forward_peak_bytes(graph: Graph, profile: Profile) -> int:
 
 def _replay(
     memory: _Memory,
-    profile: Profile,
+    lines: Lines,
     operations: tuple[Operation, ...],
     runs: list[int],
     timeline: list[Moment],
     events: list[int],
 ) -> None:
-    graph = memory.graph
+    graph, profile = memory.graph, lines.profile
+    is_taken = False  # memory for a copy in that no node has run with yet
     for operation in operations:
-        if not isinstance(operation, Compute):
-            memory.free(operation.tensor)
-            if timeline:
-                timeline[-1] = Moment(timeline[-1].node, timeline[-1].peak_bytes, memory.live_bytes)
+        if isinstance(operation, Compute):
+            index, is_taken = operation.node, False
+            node = graph.nodes[index]
+            if runs[index] and not node.is_repeatable:
+                raise ScheduleError(f"The schedule runs {node.name!r} twice, but it must run once")
+            memory.check_live(node.inputs, f"{node.name!r} reads")
+            if node.is_mutating:
+                memory.check_unchanged(node.inputs, f"{node.name!r} changes")
+            memory.define(node.outputs, node.inputs)
+            peak = memory.live_bytes + profile.workspace_bytes[index]
+            timeline.append(Moment(index, peak, memory.live_bytes))
+            events.append(len(memory.events))
+            runs[index] += 1
+            lines.compute(index)
             continue
-        index = operation.node
-        node = graph.nodes[index]
-        if runs[index] and not node.is_repeatable:
-            raise ScheduleError(f"The schedule runs {node.name!r} twice, but it must run once")
-        memory.check_live(node.inputs, f"{node.name!r} reads")
-        memory.define(node.outputs, node.inputs)
-        peak = memory.live_bytes + profile.workspace_bytes[index]
-        timeline.append(Moment(index, peak, memory.live_bytes))
-        events.append(len(memory.events))
-        runs[index] += 1
+        if isinstance(operation, Free):
+            if is_taken:
+                raise ScheduleError("The schedule frees after a copy in that no node has followed yet: free before it")
+            memory.free(operation.tensor)
+        else:
+            memory.copy(operation)
+            lines.copy(operation)
+            is_taken |= isinstance(operation, CopyIn)
+        if timeline and not is_taken:
+            timeline[-1] = Moment(timeline[-1].node, timeline[-1].peak_bytes, memory.live_bytes)

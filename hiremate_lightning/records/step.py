@@ -404,7 +404,7 @@ class _Merger:
         saved_bytes = _taken_bytes(graph)
         workspaces = tuple(merged.workspace_bytes - saved_bytes.get(i, 0) for i, merged in enumerate(self.nodes))
         times, owners = tuple(m.time_ms for m in self.nodes), tuple(merged.owner for merged in self.nodes)
-        profile = Profile(times, workspaces, self.calls[0].profile.device)
+        profile = Profile(times, workspaces, self.calls[0].profile.device, self.calls[0].profile.link)
         return Step(graph, profile, owners, tuple(spans[i] for i in range(len(self.calls))))
 
     def _append_beginning(self, stale_until: int, left_until: int | None) -> int:

@@ -11,7 +11,7 @@ from enum import Enum
 from itertools import accumulate
 
 from ..records.graph import OUTSIDE, Graph, StorageKind
-from ..records.schedule import Compute, Schedule
+from ..records.schedule import Compute, CopyIn, Schedule
 from ..records.simulation import blocks
 from ..records.step import STALE_GRADIENTS
 
@@ -61,12 +61,23 @@ def lifetimes(graph: Graph, schedule: Schedule) -> tuple[Lifetime, ...]:
     run = [op.node for op in (*schedule.forward, *schedule.backward) if isinstance(op, Compute)]
     turn = sum(isinstance(op, Compute) for op in schedule.forward)
     stale = {tensor.storage for tensor in graph.tensors if tensor.name == STALE_GRADIENTS}
+    away: dict[int, int | None] = {op.storage: None for op in schedule.backward if isinstance(op, CopyIn)}
     found = []
     for storage, first, last in blocks(graph, schedule):
-        if graph.sizes[storage]:
-            node = None if graph.storages[storage].kind is StorageKind.TANGENT else run[first]
-            band = Band.GRADIENT if storage in stale else _band(graph, storage, node, first >= turn, last >= turn)
-            found.append(Lifetime(storage, node, band, graph.sizes[storage], first, last))
+        if not graph.sizes[storage]:
+            continue
+        node = None if graph.storages[storage].kind is StorageKind.TANGENT else run[first]
+        if storage in stale:
+            band = Band.GRADIENT
+        elif storage in away:  # two blocks, before it goes away and when it is back; later ones are computed again
+            band, maker = Band.SAVED, away.pop(storage)
+            if maker is None:
+                away[storage] = node
+            else:
+                node = maker
+        else:
+            band = _band(graph, storage, node, first >= turn, last >= turn)
+        found.append(Lifetime(storage, node, band, graph.sizes[storage], first, last))
     return tuple(found)
 
 

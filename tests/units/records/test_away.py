@@ -1,0 +1,387 @@
+"""Storages that are away: what a schedule does with them, counted by hand, and by two slower ways."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hiremate_lightning.errors import ScheduleError
+from hiremate_lightning.records.away import Away, Idle, idle_storages, put_away
+from hiremate_lightning.records.costs import Link, Profile, profile_from_json
+from hiremate_lightning.records.graph import Graph, StorageKind
+from hiremate_lightning.records.lines import Copied
+from hiremate_lightning.records.schedule import (
+    Compute,
+    CopyIn,
+    CopyOut,
+    Free,
+    Operation,
+    Schedule,
+    WaitIn,
+    WaitOut,
+    keep_all,
+    lower,
+)
+from hiremate_lightning.records.simulation import Simulation, allocations, blocks, simulate
+from hiremate_lightning.reporting.lifetimes import Band, lifetimes
+from tests.helpers import random_graph
+from tests.lazily import recompute_lazily
+from tests.tiny import Builder, chain
+
+FAST, SLOW = Link(100.0, 100.0), Link(50.0, 25.0)  # a block of 100 bytes takes 1 ms, or 2 ms out and 4 ms in
+
+
+def kept(length: int, link: Link | None = FAST) -> tuple[Graph, Profile, Schedule]:
+    graph, profile = chain(length, size=100)
+    return graph, replace(profile, link=link), lower(graph, keep_all(graph))
+
+
+def storage_of(graph: Graph, name: str) -> int:
+    (storage,) = {tensor.storage for tensor in graph.tensors if tensor.name == name}
+    assert storage is not None
+    return storage
+
+
+def moments(simulation: Simulation) -> list[tuple[int, int]]:
+    return [(moment.peak_bytes, moment.live_bytes) for moment in simulation.timeline]
+
+
+def test_a_value_can_go_away_between_its_last_and_its_first_use():
+    graph, _, schedule = kept(3)
+    a0, a1 = storage_of(graph, "a0"), storage_of(graph, "a1")
+    # a0 is made by the first operation and read by the second; of the backward it is g1 that reads it, the second.
+    assert idle_storages(graph, schedule) == (Idle(a0, made=1, last=2, first=1), Idle(a1, made=2, last=3, first=0))
+
+
+def test_a_value_that_is_away_is_counted_as_by_hand():
+    graph, profile, schedule = kept(3)
+    a0 = storage_of(graph, "a0")
+    found = simulate(graph, profile, put_away(graph, schedule, [Away(a0, out=1, gone=2, back=1)]))
+    # a0; a0 and a1, then a0 is gone; a1 and a2; a1, dy and g2; a0, which is back, g2 and g1; g1 and g0.
+    assert moments(found) == [(100, 100), (200, 100), (200, 100), (300, 100), (300, 100), (200, 100)]
+    assert (found.peak_bytes, found.saved_bytes, found.host_bytes) == (300, 100, 100)
+    # It goes out while a1 is computed. It comes in when g2 is there, and g1 waits for it.
+    assert found.copies == (Copied(a0, True, 1.0, 2.0, 1), Copied(a0, False, 4.0, 5.0, 4))
+    assert (found.time_ms, found.wait_ms, found.recompute_ms) == (7.0, 1.0, 0.0)
+    assert found.overhead == pytest.approx(1 / 6)
+
+
+def test_a_copy_that_begins_earlier_takes_memory_earlier_and_no_time():
+    graph, profile, schedule = kept(3)
+    away = Away(storage_of(graph, "a0"), out=1, gone=2, back=0)
+    found = simulate(graph, profile, put_away(graph, schedule, [away]))
+    # a0 is back before g2 runs: a0, a1, dy and g2.
+    assert moments(found)[3:] == [(400, 200), (300, 100), (200, 100)]
+    assert (found.time_ms, found.wait_ms) == (6.0, 0.0)
+
+
+def test_copies_of_one_direction_wait_for_each_other():
+    graph, profile, schedule = kept(4, SLOW)
+    a0, a1 = storage_of(graph, "a0"), storage_of(graph, "a1")
+    aways = [Away(a1, out=2, gone=4, back=0), Away(a0, out=1, gone=4, back=0)]
+    found = simulate(graph, profile, put_away(graph, schedule, aways))
+    # Out: a0 from 1 to 3, a1 from 3 to 5, and computing, done at 4, waits for it. In: a1 from 5 to 9, a0 from 9 to 13.
+    assert [(c.storage, c.is_out, c.start_ms, c.end_ms) for c in found.copies] == [
+        *((a0, True, 1.0, 3.0), (a1, True, 3.0, 5.0)),
+        *((a1, False, 5.0, 9.0), (a0, False, 9.0, 13.0)),
+    ]
+    # g3 runs from 5 to 6; g2 waits for a1 until 9, g1 from 10 until 13 for a0, g0 ends at 15.
+    assert (found.time_ms, found.wait_ms, found.host_bytes) == (15.0, 7.0, 200)
+
+
+def test_each_copy_takes_the_latency_of_the_link():
+    graph, profile, schedule = kept(3, Link(100.0, 100.0, latency_ms=0.5))
+    away = Away(storage_of(graph, "a0"), out=1, gone=2, back=1)
+    assert simulate(graph, profile, put_away(graph, schedule, [away])).wait_ms == 0.5 + 1.5
+
+
+def test_views_go_away_with_their_storage_and_come_back_with_it():
+    b = Builder()
+    a = b.op("a", (b.input("x", 1, StorageKind.INPUT),), 100)
+    view = b.op("view", (a,), view_of=a, time=0.0)
+    out = b.op("b", (view,), 10)
+    b.op("g", (a, view, b.tangent("dy", 1)), 10, backward=True)
+    graph, profile = b.graph(outputs=(out,))
+    schedule, storage = lower(graph, keep_all(graph)), storage_of(graph, "a")
+    assert [(idle.last, idle.first) for idle in idle_storages(graph, schedule)] == [(3, 0)]
+    found = simulate(graph, replace(profile, link=FAST), put_away(graph, schedule, [Away(storage, 1, 3, 0)]))
+    assert (found.saved_bytes, [m.live_bytes for m in found.timeline]) == (0, [100, 100, 0, 0])
+
+
+def test_what_a_mutation_changes_is_copied_after_it():
+    b = Builder()
+    a = b.op("a", (b.input("x", 1, StorageKind.INPUT),), 100)
+    b.op("fill", (a,), view_of=a, mutating=True)
+    out = b.op("b", (a,), 10)
+    b.op("g", (a, b.tangent("dy", 1)), 10, backward=True)
+    graph, profile = b.graph(outputs=(out,))
+    schedule, storage = lower(graph, keep_all(graph)), storage_of(graph, "a")
+    assert [(idle.made, idle.last) for idle in idle_storages(graph, schedule)] == [(2, 3)]
+    early = (schedule.forward[0], CopyOut(storage), *schedule.forward[1:], WaitOut(storage))
+    words = refused(graph, replace(profile, link=FAST), replace(schedule, forward=early))
+    assert words == "'fill' changes 'a', which is being copied out"
+
+
+@pytest.mark.parametrize("seen", ["outputs", "held", "gradients"])
+def test_what_others_see_does_not_go_away(seen: str):
+    graph, _, schedule = kept(3)
+    a0 = graph.nodes[0].outputs[0]
+    others = replace(graph, **{seen: (*getattr(graph, seen), a0)})
+    assert [idle.storage for idle in idle_storages(others, schedule)] == [storage_of(graph, "a1")]
+
+
+def test_what_outside_code_made_or_reads_and_what_is_pinned_does_not_go_away():
+    b = Builder()
+    a = b.op("a", (), 100)
+    read = b.op("read", (a,), 100)
+    held = b.outside((read,), 50)
+    other = b.op("b", (held,), 100)
+    b.op("g", (a, read, held, other, b.tangent("dy", 1)), 1, backward=True)
+    graph, _ = b.graph()
+    schedule = lower(graph, keep_all(graph))
+    found = [idle.storage for idle in idle_storages(graph, schedule)]
+    assert found == [storage_of(graph, "a"), storage_of(graph, "b")]
+    pinned = idle_storages(graph, schedule, pinned=[storage_of(graph, "a")])
+    assert [idle.storage for idle in pinned] == [storage_of(graph, "b")]
+
+
+def test_what_is_retained_for_another_backward_stays_on_the_host():
+    graph, profile, schedule = kept(3)
+    retaining = replace(graph, retained=tuple(range(len(graph.tensors))))
+    away = Away(storage_of(graph, "a0"), out=1, gone=2, back=1)
+    found = simulate(retaining, profile, put_away(retaining, schedule, [away]))
+    # a1 and g2; a1 and g1, as a0 has come back and died with it; a1 and g0.
+    assert [moment.live_bytes for moment in found.timeline[3:]] == [200, 200, 200]
+
+
+def test_a_value_that_comes_back_may_be_dropped_and_computed_again():
+    graph, profile, _ = kept(4)
+    a0 = storage_of(graph, "a0")
+    schedule = lower(graph, ((0, 1), (1,), (0,), (), ()))  # a0 is saved by none: make it so
+    assert a0 not in {graph.tensors[t].storage for t in schedule.saved}
+    schedule = lower(graph, ((1,), (), (0,), (), ()))  # a1 from a0, which is dropped and computed again for g1
+    away = Away(a0, out=1, gone=2, back=0)
+    found = simulate(graph, profile, put_away(graph, schedule, [away]))
+    assert found.recompute_ms == 2.0
+    assert [life.band for life in lifetimes(graph, put_away(graph, schedule, [away])) if life.storage == a0] == [
+        *(Band.SAVED, Band.SAVED),
+        Band.RECOMPUTED,
+    ]
+
+
+def test_nothing_away_is_the_schedule_as_it_was():
+    graph, _, schedule = kept(3)
+    assert put_away(graph, schedule, []) == schedule
+
+
+def test_a_profile_with_a_link_is_read_back_equal():
+    _, profile, _ = kept(3, SLOW)
+    assert profile_from_json(profile.to_json()) == profile
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def refused(graph: Graph, profile: Profile, schedule: Schedule) -> str:
+    with pytest.raises(ScheduleError) as error:
+        simulate(graph, profile, schedule)
+    return str(error.value)
+
+
+def without(operations: tuple[Operation, ...], kind: type) -> tuple[Operation, ...]:
+    return tuple(operation for operation in operations if not isinstance(operation, kind))
+
+
+@pytest.fixture
+def away() -> tuple[Graph, Profile, Schedule]:
+    graph, profile, schedule = kept(3)
+    return graph, profile, put_away(graph, schedule, [Away(storage_of(graph, "a0"), out=1, gone=2, back=1)])
+
+
+def test_a_read_before_the_wait_for_the_way_back_is_refused(away):
+    graph, profile, schedule = away
+    early = replace(schedule, backward=(*without(schedule.backward, WaitIn), WaitIn(storage_of(graph, "a0"))))
+    assert refused(graph, profile, early) == "'g1' reads 'a0', which is away"
+
+
+def test_a_read_while_it_is_away_is_refused(away):
+    graph, profile, schedule = away
+    a0 = storage_of(graph, "a0")
+    forward = (Compute(0), CopyOut(a0), WaitOut(a0), Compute(1), *without(schedule.forward, Compute))
+    assert refused(graph, profile, replace(schedule, forward=forward)) == "'a1' reads 'a0', which is away"
+
+
+@pytest.mark.parametrize(
+    ("half", "left_out", "words"),
+    [
+        ("forward", CopyOut, "WaitOut of 'a0' is out of turn"),
+        ("forward", WaitOut, "The forward ends before it has copied out 'a0': its last operation is CopyOut"),
+        ("backward", CopyIn, "WaitIn of 'a0' is out of turn"),
+        ("backward", WaitIn, "'g1' reads 'a0', which is away"),
+    ],
+)
+def test_no_part_of_the_way_can_be_left_out(away, half, left_out, words):
+    graph, profile, schedule = away
+    broken = replace(schedule, **{half: without(getattr(schedule, half), left_out)})
+    assert refused(graph, profile, broken) == words
+
+
+def test_a_value_that_never_comes_back_is_refused():
+    graph, profile, schedule = kept(3)
+    lost = storage_of(graph, "a2")
+    keeping = replace(schedule, saved=(*schedule.saved, *graph.nodes[2].outputs))
+    forward = (*without(schedule.forward, Free), CopyOut(lost), WaitOut(lost))
+    words = "The step ends without 'a2': its last operation is WaitOut"
+    assert refused(replace(graph, outputs=()), profile, replace(keeping, forward=forward)) == words
+
+
+def test_a_value_that_is_freed_while_it_is_copied_is_refused():
+    graph, profile, schedule = kept(3)
+    a2 = storage_of(graph, "a2")
+    forward = (*without(schedule.forward, Free), CopyOut(a2), Free(graph.nodes[2].outputs[0]), WaitOut(a2))
+    words = "The schedule frees 'a2', which is being copied out"
+    assert refused(graph, profile, replace(schedule, forward=forward)) == words
+
+
+def test_what_is_held_to_the_end_of_the_step_can_not_go_away(away):
+    graph, profile, schedule = away
+    holding = replace(graph, held=graph.nodes[0].outputs)
+    assert refused(holding, profile, schedule) == "'a0' can't go away: it is held to the end of the step"
+
+
+def test_a_free_after_a_copy_in_waits_for_a_node(away):
+    graph, profile, schedule = away
+    first = next(position for position, o in enumerate(schedule.backward) if isinstance(o, Free))
+    copy_in = CopyIn(storage_of(graph, "a0"))
+    backward = list(without(schedule.backward, CopyIn))
+    backward.insert(first, copy_in)
+    words = "The schedule frees after a copy in that no node has followed yet: free before it"
+    assert refused(graph, profile, replace(schedule, backward=tuple(backward))) == words
+
+
+def test_values_come_back_in_the_backward_only(away):
+    graph, profile, schedule = away
+    forward = (*schedule.forward, CopyIn(storage_of(graph, "a0")))
+    words = "The forward has a CopyIn: values go away in the forward, and come back after it"
+    assert refused(graph, profile, replace(schedule, forward=forward)) == words
+
+
+def test_a_schedule_with_copies_needs_a_link(away):
+    graph, profile, schedule = away
+    words = refused(graph, replace(profile, link=None), schedule)
+    assert words == "The schedule copies to the host, but its costs do not say how fast (Profile.link)"
+
+
+@pytest.mark.parametrize(
+    "places",
+    [{"out": 0}, {"gone": 1}, {"out": 3}, {"gone": 4}, {"back": 2}, {"back": -1}],
+    ids=["before it is made", "while it is read", "after it is gone", "after the forward", "too late", "before all"],
+)
+def test_places_that_do_not_fit_are_refused(places: dict[str, int]):
+    graph, _, schedule = kept(3)
+    away = replace(Away(storage_of(graph, "a0"), out=1, gone=2, back=1), **places)
+    with pytest.raises(ScheduleError, match=r"does not fit Idle\(storage=1, made=1, last=2, first=1\)"):
+        put_away(graph, schedule, [away])
+
+
+def test_a_storage_that_may_not_go_away_or_goes_twice_is_refused():
+    graph, _, schedule = kept(3)
+    away = Away(storage_of(graph, "a0"), out=1, gone=2, back=1)
+    with pytest.raises(ScheduleError, match="may not go away"):
+        put_away(graph, schedule, [replace(away, storage=storage_of(graph, "a2"))])
+    with pytest.raises(ScheduleError, match="goes away twice"):
+        put_away(graph, schedule, [away, away])
+
+
+# ---------------------------------------------------------------- two slower ways to count the same
+
+
+def slowly_counted_bytes(graph: Graph, profile: Profile, schedule: Schedule, aways: list[Away]) -> list[int]:
+    """Count the bytes while each node runs: all blocks that live then, but for those across the turn that are away."""
+    nodes = [o.node for o in (*schedule.forward, *schedule.backward) if isinstance(o, Compute)]
+    turn = sum(isinstance(operation, Compute) for operation in schedule.forward)
+    windows = {away.storage: range(away.gone, turn + away.back) for away in aways}
+    counted = [profile.workspace_bytes[node] for node in nodes]
+    for storage, first, last in blocks(graph, schedule):
+        is_away = windows.get(storage, range(0)) if first < turn <= last else range(0)
+        for moment in range(first, last + 1):
+            counted[moment] += 0 if moment in is_away else graph.sizes[storage]
+    return counted
+
+
+def tick_by_tick(graph: Graph, profile: Profile, schedule: Schedule) -> int:
+    """Let three workers go through their lists, a millisecond at a time; return when the last is done."""
+    link, now, left, place = profile.link, 0, 0, 0
+    queues: dict[str, list[list[int]]] = {"out": [], "in": []}  # storage and milliseconds of each copy to be done
+    operations = (*schedule.forward, *schedule.backward)
+    assert link is not None
+    while True:
+        while left == 0 and place < len(operations):
+            operation = operations[place]
+            if isinstance(operation, Compute):
+                left = int(profile.time_ms[operation.node])
+            elif isinstance(operation, CopyOut):
+                queues["out"].append([operation.storage, int(link.out_ms(graph.sizes[operation.storage]))])
+            elif isinstance(operation, CopyIn):
+                queues["in"].append([operation.storage, int(link.in_ms(graph.sizes[operation.storage]))])
+            elif isinstance(operation, (WaitOut, WaitIn)):
+                queue = queues["out" if isinstance(operation, WaitOut) else "in"]
+                if any(storage == operation.storage for storage, _ in queue):
+                    break
+            place += 1
+        if left == 0 and place == len(operations):
+            return now
+        now, left = now + 1, max(0, left - 1)
+        for queue in queues.values():
+            if queue:
+                queue[0][1] -= 1
+                if queue[0][1] == 0:
+                    queue.pop(0)
+
+
+def random_aways(graph: Graph, schedule: Schedule, rng: random.Random) -> list[Away]:
+    turn = sum(isinstance(operation, Compute) for operation in schedule.forward)
+    found = []
+    for idle in idle_storages(graph, schedule):
+        if rng.random() < 0.6:
+            out = rng.randint(idle.made, turn)
+            gone = rng.randint(max(out, idle.last), turn)
+            found.append(Away(idle.storage, out, gone, rng.randint(0, idle.first)))
+    rng.shuffle(found)
+    return found
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(st.integers(0, 10**6), st.integers(2, 12))
+def test_the_simulator_agrees_with_both_slow_ways(seed: int, length: int):
+    rng = random.Random(seed)
+    graph, costs = random_graph(seed, length)
+    times = tuple(float(rng.randint(0, 40)) for _ in graph.nodes)
+    profile = replace(costs, time_ms=times, link=Link(*rng.choice(((1.0, 0.5), (2.0, 4.0), (0.25, 1.0))), latency_ms=3))
+    sizes = tuple(replace(s, size_bytes=-(-s.size_bytes // 4) * 4) for s in graph.storages)  # whole milliseconds
+    graph = replace(graph, storages=sizes)
+    keep = [s for s in range(len(sizes)) if rng.random() < 0.7]
+    schedule = lower(graph, recompute_lazily(graph, keep))
+    aways = random_aways(graph, schedule, rng)
+    away = put_away(graph, schedule, aways)
+    found = simulate(graph, profile, away)
+    assert [moment.peak_bytes for moment in found.timeline] == slowly_counted_bytes(graph, profile, schedule, aways)
+    assert found.time_ms == tick_by_tick(graph, profile, away)
+    assert found.recompute_ms == simulate(graph, profile, schedule).recompute_ms
+    assert found.host_bytes == sum(graph.sizes[away.storage] for away in aways)
+    listed = allocations(graph, away).peak_bytes(np.array(graph.sizes), np.array(profile.workspace_bytes))
+    assert listed == found.peak_bytes
+
+
+def test_many_random_steps_have_something_to_put_away():
+    rng = random.Random(0)
+    counts = []
+    for seed in range(60):
+        graph, _ = random_graph(seed, 8)
+        counts.append(len(random_aways(graph, lower(graph, keep_all(graph)), rng)))
+    assert sum(count > 1 for count in counts) > 30
