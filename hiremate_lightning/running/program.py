@@ -16,8 +16,9 @@ from torch import fx
 
 from ..capturing.absent import NOTHING, Absence, find_absent
 from ..capturing.capture import Captured
+from ..errors import ScheduleError
 from ..records.graph import Direction, Node
-from ..records.schedule import Compute, Operation, Schedule
+from ..records.schedule import Compute, CopyIn, Copying, CopyOut, Free, Operation, Schedule, WaitOut
 from ..rewriting.contributions import additions
 from ..rewriting.joint import is_collective
 from ..rewriting.kernels import as_eager, needs_traced_layout
@@ -25,6 +26,7 @@ from ..rewriting.overwriting import overwriting, traced_strides
 from ..rewriting.replays import DRAW_AGAIN, call_of, is_state, state_arguments
 from ..rewriting.straight_line import compiled
 from ..torch_private import aot, tensor_state
+from .copies import HostMemory, copy_in, copying_out, pinned_storages, wait_in, wait_out
 from .saved_values import SavedValues, saved_values
 
 aten = torch.ops.aten
@@ -59,19 +61,24 @@ class Program:
     protects: bool = False
 
 
-def build(captured: Captured, schedule: Schedule) -> Program:
+def build(captured: Captured, schedule: Schedule, host: HostMemory | None = None) -> Program:
     """Generate the two straight-line programs of a schedule.
 
     Args:
         captured: The captured graph.
         schedule: A valid schedule of its graph.
+        host: Memory of the host for what goes away; by default the program has its own.
 
     Returns:
         The programs, compiled to Python.
+
+    Raises:
+        ScheduleError: If something goes away that must stay on the device.
     """
     _check_collectives(captured, schedule)
+    _check_pinned(captured, schedule)
     saved = tuple(captured.fx_values[t] for t in schedule.saved)
-    forward = _forward_module(captured, schedule, saved)
+    forward = _forward_module(captured, schedule, saved, host or HostMemory())
     takes = _takes(captured, schedule)
     present = Absence(overwrites={**captured.overwrites, **takes})
     backward = _backward_module(captured, schedule, saved, present)
@@ -108,6 +115,15 @@ def _check_collectives(captured: Captured, schedule: Schedule) -> None:
     assert found == wanted, "a plan moves or repeats a collective"
 
 
+def _check_pinned(captured: Captured, schedule: Schedule) -> None:
+    """Refuse a schedule in which something goes away that must stay on the device."""
+    away = {operation.storage for operation in schedule.forward if isinstance(operation, CopyOut)}
+    stays = away & pinned_storages(captured) if away else ()
+    if stays:
+        names = ", ".join(t.name for t in captured.graph.tensors if t.storage in stays)
+        raise ScheduleError(f"A plan puts away what must stay on the device: {names}. Pass pinned_storages(captured)")
+
+
 def _takes(captured: Captured, schedule: Schedule) -> dict[fx.Node, int]:
     """Return what computes into a value of the forward that nothing reads after it in a schedule, with its position."""
     found, read = dict[fx.Node, int](), set[int | None]()
@@ -127,11 +143,13 @@ def _unread(module: fx.GraphModule) -> tuple[int, ...]:
     return tuple(position for position, value in placeholders if not value.users)
 
 
-def _forward_module(captured: Captured, schedule: Schedule, saved: Sequence[fx.Node]) -> fx.GraphModule:
+def _forward_module(
+    captured: Captured, schedule: Schedule, saved: Sequence[fx.Node], host: HostMemory
+) -> fx.GraphModule:
     graph = fx.Graph()
     values = {p: graph.node_copy(p) for p in captured.placeholders}
     _copy_constants(captured, graph, values)
-    _Emitter(captured, graph, values).emit(schedule.forward)
+    _Emitter(captured, graph, values, _Copies(captured, schedule, host)).emit(schedule.forward)
     outputs = [values[v] if isinstance(v, fx.Node) else v for v in captured.forward_outputs]
     graph.output((*outputs, *(values[v] for v in saved)))
     _drop_unread_states(graph)
@@ -154,7 +172,7 @@ def _backward_module(
     totals = {position: _placeholder(graph, f"total_{position}", gradients[position]) for position in sorted(added)}
     sums = [_Sum(captured, p, _placeholder(graph, f"carried_{p}", gradients[p])) for p in sorted(carried)]
     _copy_constants(captured, graph, values)
-    _Emitter(captured, graph, values, absence, sums).emit(schedule.backward)
+    _Emitter(captured, graph, values, _Copies(captured, schedule), absence, sums).emit(schedule.backward)
     there = (v if isinstance(v, fx.Node) and v not in absence.values else None for v in gradients)
     results = [None if v is None else values[v] for v in there]
     for position, total in totals.items():
@@ -214,6 +232,48 @@ class _Sum:
         return self._total
 
 
+class _Copies:
+    """Appends what brings storages to the host and back, for one half of a step.
+
+    From the wait for its copy out to the wait for its copy in, what stands for a saved value is a `Parked`.
+    """
+
+    def __init__(self, captured: Captured, schedule: Schedule, host: HostMemory | None = None) -> None:
+        tensors = captured.graph.tensors
+        away = {o.storage for o in (*schedule.forward, *schedule.backward) if isinstance(o, Copying)}
+        saved: dict[int, list[fx.Node]] = {storage: [] for storage in away}
+        for tensor in schedule.saved:
+            storage = tensors[tensor].storage
+            if storage is not None and storage in saved:
+                saved[storage].append(captured.fx_values[tensor])
+        on = {storage: [t for t, tensor in enumerate(tensors) if tensor.storage == storage] for storage in away}
+        self._saved = saved
+        self._values_on = {storage: [captured.fx_values[t] for t in found] for storage, found in on.items()}
+        self._copy_out = None if host is None else copying_out(host)
+        self._on_the_way: dict[int, fx.Node] = {}
+
+    def append(self, operation: Copying, graph: fx.Graph, values: dict[fx.Node, fx.Node]) -> None:
+        """Append one operation, and let values stand for what there is after it."""
+        storage = operation.storage
+        saved = self._saved[storage]
+        if isinstance(operation, CopyOut):
+            assert self._copy_out is not None, "values go away in the forward"
+            there = next(value for value in self._values_on[storage] if value in values)
+            self._on_the_way[storage] = graph.call_function(self._copy_out, (values[there],))
+        elif isinstance(operation, WaitOut):
+            parked = graph.call_function(wait_out, (self._on_the_way.pop(storage), *(values[v] for v in saved)))
+            parked.meta["val"] = tuple(value.meta["val"] for value in saved)  # so it is known to have parts
+            for position, value in enumerate(saved):
+                values[value] = graph.call_function(operator.getitem, (parked, position))
+        elif isinstance(operation, CopyIn):
+            self._on_the_way[storage] = graph.call_function(copy_in, (values[saved[0]],))
+        else:
+            arriving = self._on_the_way.pop(storage)
+            for value in saved:
+                values[value] = graph.call_function(wait_in, (values[value], arriving))
+                values[value].meta = {"val": value.meta["val"]}
+
+
 class _Emitter:
     """Appends the operations of a schedule to a graph; generated code frees by itself, after the last use.
 
@@ -226,29 +286,37 @@ class _Emitter:
         captured: Captured,
         graph: fx.Graph,
         values: dict[fx.Node, fx.Node],
+        copies: _Copies,
         absence: Absence = NOTHING,
         sums: Sequence[_Sum] = (),
     ) -> None:
         self.values = values
+        self._copies = copies
         self._adding = {node: own for own in sums for node in own.terms}
         self._captured, self._graph, self._absence = captured, graph, absence
         self._returned = {*captured.forward_outputs, *captured.backward_outputs}
 
     def emit(self, operations: Sequence[Operation]) -> None:
         """Append operations, in their order."""
-        computed = (op.node for op in operations if isinstance(op, Compute))
-        for index in (node for node in computed if node < len(self._captured.fx_nodes)):
-            record, node = self._captured.graph.nodes[index], self._captured.fx_nodes[index]
-            if record.replays is not None:
-                self._replay(record, node)
-            elif node in self._adding:
-                self._add(self._adding[node], node)
-            elif node in self._absence.values:
-                pass  # a gradient that has not arrived
-            elif node in self._absence.replaced:
-                self.values[node] = self.values[self._absence.replaced[node]]
-            else:
-                self._compute(record, node)
+        for operation in operations:
+            if isinstance(operation, Compute):
+                if operation.node < len(self._captured.fx_nodes):
+                    self._run(operation.node)
+            elif not isinstance(operation, Free):  # generated code frees by itself
+                self._copies.append(operation, self._graph, self.values)
+
+    def _run(self, index: int) -> None:
+        record, node = self._captured.graph.nodes[index], self._captured.fx_nodes[index]
+        if record.replays is not None:
+            self._replay(record, node)
+        elif node in self._adding:
+            self._add(self._adding[node], node)
+        elif node in self._absence.values:
+            pass  # a gradient that has not arrived
+        elif node in self._absence.replaced:
+            self.values[node] = self.values[self._absence.replaced[node]]
+        else:
+            self._compute(record, node)
 
     def _add(self, own: _Sum, node: fx.Node) -> None:
         """Add terms to a sum that goes on, those that have arrived."""

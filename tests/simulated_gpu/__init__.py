@@ -2,5 +2,6 @@
 
 A library of C++ gives PyTorch tensors of device type "cuda", and `torch.cuda` is made to tell of them. So all of our
 code for GPUs runs, and PyTorch's that asks for one: captures, budgets in blocks of CUDA's allocator, statistics,
-events, generators, autograd's own thread. Nothing of it says how fast anything is.
+events, generators, autograd's own thread, and copies in streams of their own, which run as late as they may. Nothing of
+it says how fast anything is.
 """

@@ -3,7 +3,8 @@
 // Tensors have device type "cuda", memory comes from a caching allocator with the rules of CUDA's, operations run by
 // the kernels of the CPU on that memory, the backward pass runs in a thread of the device's own, and random numbers
 // come from a generator with a seed and an offset. What it can't show: the kernels of a GPU, the memory that they take
-// inside, and work that goes on while the host runs ahead.
+// inside, and work that goes on while the host runs ahead; but for copies between host and device in streams of their
+// own, which run as late as they may.
 #include <torch/extension.h>
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -13,6 +14,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <cstdlib>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <set>
@@ -163,9 +165,84 @@ void CachingAllocator::release(void* begin) {
   if (begin != nullptr) allocator().give(static_cast<char*>(begin));
 }
 
-// ---- the device: one, with streams that are numbers, as each operation ends before the next begins ----
+// ---- the device: one, with streams that are numbers ----
 
 thread_local int64_t current_stream = 0;
+
+// What is computed is done before the next operation begins, in any stream. Copies between host and device that need not
+// block the host wait in a stream other than the default one, 0, until some other work waits for that stream: so what
+// is read too early is not there yet, and what is freed too early is no longer what was to be copied.
+class LateCopies {
+ public:
+  void add(char* to, const char* from, size_t n) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Queue& queue = queues_[current_stream];
+    TORCH_CHECK(queue.ordered_after == computed_, "A copy in stream ", current_stream,
+                " does not wait for what was computed before it (simulated)");
+    queue.items.push_back({to, from, n, 0, 0});
+    ++queue.asked;
+  }
+  void computed() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (current_stream == 0)
+      ++computed_;
+    else
+      run(current_stream, queues_[current_stream].asked);
+  }
+  size_t record(int64_t stream) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return queues_[stream].asked;
+  }
+  void wait(int64_t by, int64_t stream, size_t asked) {  // let one stream wait for what another was asked for
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (by == 0) run(stream, asked);
+    Queue& queue = queues_[by];
+    if (stream == 0)
+      queue.ordered_after = computed_;
+    else if (by != 0 && by != stream) {
+      queue.items.push_back({nullptr, nullptr, 0, stream, asked});
+      ++queue.asked;
+    }
+  }
+  void finish() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& [stream, queue] : queues_) run(stream, queue.asked);
+  }
+
+ private:
+  struct Item {  // a copy, or a wait for another stream
+    char* to;
+    const char* from;
+    size_t n;
+    int64_t stream;
+    size_t asked;
+  };
+  struct Queue {
+    std::deque<Item> items;
+    size_t asked = 0, done = 0, ordered_after = 0;
+  };
+  void run(int64_t stream, size_t asked) {
+    Queue& queue = queues_[stream];
+    while (queue.done < asked) {
+      const Item item = queue.items.front();
+      queue.items.pop_front();
+      ++queue.done;
+      if (item.to == nullptr)
+        run(item.stream, item.asked);
+      else
+        std::memcpy(item.to, item.from, item.n);
+    }
+  }
+
+  std::mutex mutex_;
+  std::map<int64_t, Queue> queues_;
+  size_t computed_ = 0;  // operations in the default stream
+};
+
+LateCopies& late_copies() {
+  static auto* it = new LateCopies;
+  return *it;
+}
 
 struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   DeviceType type() const override { return DeviceType::CUDA; }
@@ -410,7 +487,27 @@ class HostCall {  // one call of an operation, with its arguments as the host se
   bool has_own_ = false, has_other_ = false;
 };
 
-void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) { HostCall(op).run(stack); }
+bool is_late(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  if (current_stream == 0 || op.schema().name() != "aten::copy_") return false;
+  const at::Tensor& to = torch::jit::peek(stack, 0, 3).toTensor();
+  const at::Tensor& from = torch::jit::peek(stack, 1, 3).toTensor();
+  const bool is_alike = to.scalar_type() == from.scalar_type() && to.sizes() == from.sizes();
+  return torch::jit::peek(stack, 2, 3).toBool() && to.is_cuda() != from.is_cuda() && is_alike &&
+         to.is_contiguous() && from.is_contiguous();
+}
+
+void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  if (is_late(op, *stack)) {
+    const at::Tensor to = torch::jit::peek(*stack, 0, 3).toTensor();
+    const at::Tensor from = torch::jit::peek(*stack, 1, 3).toTensor();
+    late_copies().add(static_cast<char*>(to.data_ptr()), static_cast<const char*>(from.data_ptr()), to.nbytes());
+    torch::jit::drop(*stack, 3);
+    torch::jit::push(*stack, to);
+    return;
+  }
+  late_copies().computed();
+  HostCall(op).run(stack);
+}
 
 // ---- operations that no kernel of the CPU does, or does otherwise ----
 
@@ -565,5 +662,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_capacity", [](size_t n) { allocator().set_capacity(n); });
   m.def("record_events", [](bool on) { allocator().record_events(on); });
   m.def("events", [] { return allocator().events(); });
+  m.def("set_stream", [](int64_t stream) { current_stream = stream; });
+  m.def("record", [](int64_t stream) { return late_copies().record(stream); });
+  m.def("wait", [](int64_t by, int64_t stream, size_t asked) { late_copies().wait(by, stream, asked); });
+  m.def("finish", [] { late_copies().finish(); });
   m.def("default_generator", [] { return default_generator(); });
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,39 +14,63 @@ TOTAL_BYTES = 8 * 2**30
 DEVICE = 0
 
 
-class Event:
-    """Each operation ends before the next begins, so an event happens when it is recorded."""
+def streams_of(device: ModuleType) -> tuple[type, type]:
+    """Make the classes of streams and events of a device.
 
-    def __init__(self, **_: Any) -> None:
-        self._at = 0.0
+    What is computed ends before the next operation begins, so nobody waits for it. A copy between host and device in a
+    stream of its own runs when somebody waits for it, and not before.
+    """
+    numbers = count()  # the first is the default stream's
 
-    def record(self, stream: Any = None) -> None:
-        self._at = time.perf_counter()
+    class Event:
+        """A place in a stream; it happens when it is recorded, but for copies before it."""
 
-    def elapsed_time(self, other: Event) -> float:
-        """Give the milliseconds to another one."""
-        return (other._at - self._at) * 1e3
+        def __init__(self, **_: Any) -> None:
+            self._at, self.stream, self.asked = 0.0, 0, 0
 
-    def synchronize(self) -> None:
-        """Wait, which takes no time."""
+        def record(self, stream: Any = None) -> None:
+            self._at = time.perf_counter()
+            self.stream = (stream or torch_stream()).number
+            self.asked = device.record(self.stream)
 
-    wait = query = synchronize
+        def elapsed_time(self, other: Event) -> float:
+            """Give the milliseconds to another one."""
+            return (other._at - self._at) * 1e3
 
+        def synchronize(self) -> None:
+            """Wait, which takes no time."""
+            device.wait(0, self.stream, self.asked)
 
-class Stream:
-    """Work in any stream runs at once."""
+        wait = query = synchronize
 
-    def __init__(self, **_: Any) -> None:
-        self.stream_id = self.cuda_stream = id(self)
-        self.device_index, self.device_type = DEVICE, 1
+    class Stream:
+        """A stream."""
 
-    def wait_stream(self, other: Any) -> None:
-        """Wait, which takes no time."""
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.number = next(numbers)
+            self.stream_id = self.cuda_stream = id(self)
+            self.device_index, self.device_type = DEVICE, 1
 
-    wait_event = wait_stream
+        def record_event(self, event: Event | None = None) -> Event:
+            event = event or Event()
+            event.record(self)
+            return event
 
-    def synchronize(self) -> None:
-        """Wait, which takes no time."""
+        def wait_event(self, event: Event) -> None:
+            device.wait(self.number, event.stream, event.asked)
+
+        def wait_stream(self, other: Stream) -> None:
+            self.wait_event(other.record_event())
+
+        def synchronize(self) -> None:
+            device.wait(0, self.number, device.record(self.number))
+
+    def torch_stream() -> Any:
+        import torch
+
+        return torch.cuda.current_stream()
+
+    return Stream, Event
 
 
 def install(device: ModuleType) -> None:
@@ -55,16 +81,22 @@ def install(device: ModuleType) -> None:
     """
     import torch
 
-    current, default = [Stream()], Stream()
-    current[0] = default
+    stream_class, event_class = streams_of(device)
+    default = stream_class()
+    current = threading.local()
+
+    def current_stream(device_: Any = None) -> Any:
+        return getattr(current, "stream", default)
 
     @contextmanager
-    def stream(chosen: Stream | None) -> Iterator[None]:
-        before, current[0] = current[0], chosen or current[0]
+    def stream(chosen: Any | None) -> Iterator[None]:
+        before, current.stream = current_stream(), chosen or current_stream()
+        device.set_stream(current.stream.number)
         try:
             yield
         finally:
-            current[0] = before
+            current.stream = before
+            device.set_stream(before.number)
 
     fraction = [1.0]
 
@@ -105,7 +137,6 @@ def install(device: ModuleType) -> None:
         "_lazy_init": None,
         "init": None,
         "set_device": None,
-        "synchronize": None,
         "_sleep": None,
         "ipc_collect": None,
     }
@@ -124,10 +155,11 @@ def install(device: ModuleType) -> None:
         "_record_memory_history": lambda enabled=None, **_: device.record_events(enabled is not None),
         "_snapshot": snapshot,
         "default_generators": (device.default_generator(),),
-        "Event": Event,
-        "Stream": Stream,
+        "synchronize": lambda device_=None: device.finish(),
+        "Event": event_class,
+        "Stream": stream_class,
         "stream": stream,
-        "current_stream": lambda device_=None: current[0],
+        "current_stream": current_stream,
         "default_stream": lambda device_=None: default,
     }
     for module in (torch.cuda, torch.cuda.random, torch.cuda.memory):

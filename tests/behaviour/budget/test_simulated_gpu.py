@@ -21,12 +21,16 @@ pytestmark = [
     pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler, or no headers of Python"),
     pytest.mark.skipif(sys.platform != "linux", reason="the library is built for Linux"),
 ]
-FILES = ("behaviour/budget/test_gpu", "behaviour/exactness/test_loops", "behaviour/integrations/test_strategy")
+FILES = (
+    *("behaviour/budget/test_gpu", "behaviour/exactness/test_away", "behaviour/exactness/test_loops"),
+    "behaviour/integrations/test_strategy",
+)
 PARTS = {
     "training": "training_under_a_plan and tight",
     "loops": "script",
+    "away": "test_away",
     # a search for the largest batch takes minutes of a CPU
-    "rest": "not training_under_a_plan and not script and not largest_batch",
+    "rest": "not training_under_a_plan and not script and not largest_batch and not test_away",
 }
 
 

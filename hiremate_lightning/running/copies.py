@@ -1,0 +1,217 @@
+"""Copies to the host and back beside what is computed: what a program calls where a value of it goes away.
+
+A device has two streams of its own for them, one for each direction. Each copy begins behind all that was computed
+before it, and the stream that computes waits for the copy's event before memory is freed or read. So memory goes back
+to the allocator in the order of the program: no `record_stream`, and as many bytes as the simulator counts.
+
+What lies on the CPU is copied at once: a CPU has no streams.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from ..capturing.capture import Captured
+from ..rewriting.joint import is_collective
+from ..rewriting.replays import is_state
+from ..torch_private import tensor_state
+
+
+class HostMemory:
+    """Blocks of the host's memory that copies lie in: pinned for a GPU, and used again from step to step.
+
+    Attributes:
+        size_bytes: Bytes of all blocks.
+    """
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self._idle: defaultdict[tuple[int, bool], list[Block]] = defaultdict(list)
+
+    def take(self, size_bytes: int, is_pinned: bool) -> Block:
+        """Return a block that nobody uses."""
+        idle = self._idle[size_bytes, is_pinned]
+        if idle:
+            return idle.pop()
+        self.size_bytes += size_bytes
+        return Block(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=is_pinned), is_pinned)
+
+    def give(self, block: Block) -> None:
+        """Take a block back, the last copy from which may still run."""
+        self._idle[block.memory.nbytes, block.is_pinned].append(block)
+
+
+@dataclass
+class Block:
+    """A block of the host's memory.
+
+    Attributes:
+        memory: Its bytes.
+        is_pinned: Whether a GPU copies to it and from it beside what the host does.
+        last: Event of the last copy to it or from it, None where there is nothing to wait for.
+    """
+
+    memory: torch.Tensor
+    is_pinned: bool
+    last: Any = None
+
+
+class _Streams:
+    """The two streams of a device, and what waits for what."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def copy_out(self, block: Block, memory: torch.Tensor) -> None:
+        """Begin a copy to the host."""
+        block.last = self._copy(self._out, block.memory, memory, block)
+
+    def copy_in(self, memory: torch.Tensor, block: Block) -> None:
+        """Begin a copy from the host."""
+        block.last = self._copy(self._in, memory, block.memory, block)
+
+    def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor, block: Block) -> Any:
+        """Copy behind all that was computed so far, and behind the last copy to the block or from it."""
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        if block.last is not None:
+            stream.wait_event(block.last)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            return stream.record_event()
+
+    def wait(self, event: Any) -> None:
+        """Let what is computed from here on wait for a copy."""
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+
+class _AtOnce:
+    """A device without streams: copies are done when they were asked for."""
+
+    def copy_out(self, block: Block, memory: torch.Tensor) -> None:
+        """Copy to the host."""
+        block.memory.copy_(memory)
+
+    def copy_in(self, memory: torch.Tensor, block: Block) -> None:
+        """Copy from the host."""
+        memory.copy_(block.memory)
+
+    def wait(self, event: None) -> None:
+        """There is nothing to wait for."""
+
+
+@cache
+def _lines(device: torch.device) -> _Streams | _AtOnce:
+    return _Streams(device) if device.type == "cuda" else _AtOnce()
+
+
+class Leaving:
+    """A storage that is being copied to the host, or lies there.
+
+    Its block of the host's memory is for others when nobody holds it any more.
+    """
+
+    def __init__(self, tensor: torch.Tensor, host: HostMemory) -> None:
+        memory = tensor_state.memory_of(tensor)
+        self.device, self._host = memory.device, host
+        self.block = host.take(memory.nbytes, is_pinned=memory.device.type == "cuda")
+        _lines(self.device).copy_out(self.block, memory)
+
+    def wait(self) -> None:
+        """Let what is computed from here on wait for the copy."""
+        _lines(self.device).wait(self.block.last)
+
+    def __del__(self) -> None:
+        if hasattr(self, "block"):
+            self._host.give(self.block)
+
+
+class Parked:
+    """A tensor whose storage is on the host."""
+
+    def __init__(self, tensor: torch.Tensor, leaving: Leaving) -> None:
+        self.leaving = leaving
+        self._dtype, self._offset = tensor.dtype, tensor.storage_offset()
+        self._shape, self._strides = tensor.shape, tensor.stride()
+
+    def on(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the tensor as it was, on memory that has the bytes of its storage."""
+        tensor = torch.empty(0, dtype=self._dtype, device=memory.device)
+        return tensor.set_(memory.untyped_storage(), self._offset, self._shape, self._strides)
+
+
+class Arriving:
+    """A storage that is being copied back from the host, to new memory of the device."""
+
+    def __init__(self, leaving: Leaving) -> None:
+        self._leaving = leaving  # whose block must not be used again before
+        self._memory = torch.empty(leaving.block.memory.nbytes, dtype=torch.uint8, device=leaving.device)
+        _lines(leaving.device).copy_in(self._memory, leaving.block)
+        self._copied: Any = leaving.block.last
+        self._is_there = False
+
+    def get(self, parked: Parked) -> torch.Tensor:
+        """Let what is computed from here on wait for the copy, and return a tensor on it."""
+        self._wait()
+        return parked.on(self._memory)
+
+    def _wait(self) -> None:
+        if not self._is_there:
+            _lines(self._leaving.device).wait(self._copied)
+            self._is_there = True
+
+    def __del__(self) -> None:
+        if hasattr(self, "_is_there"):  # a step that fails before it waits must not write to what others get
+            self._wait()
+
+
+def wait_out(leaving: Leaving, *tensors: torch.Tensor) -> tuple[Parked, ...]:
+    """Wait for a copy to the host; return what stands for the tensors on the storage from here on."""
+    leaving.wait()
+    return tuple(Parked(tensor, leaving) for tensor in tensors)
+
+
+def copy_in(parked: Parked) -> Arriving:
+    """Begin to copy a storage back."""
+    return Arriving(parked.leaving)
+
+
+def wait_in(parked: Parked, arriving: Arriving) -> torch.Tensor:
+    """Wait for a storage to be back; return a tensor on it."""
+    return arriving.get(parked)
+
+
+def copying_out(host: HostMemory) -> Callable[[torch.Tensor], Leaving]:
+    """Return the function that begins to copy a tensor's storage to the host."""
+
+    def copy_out(tensor: torch.Tensor) -> Leaving:
+        return Leaving(tensor, host)
+
+    return copy_out
+
+
+def pinned_storages(captured: Captured) -> frozenset[int]:
+    """List the storages that must stay on the device, whatever a plan would like.
+
+    They are those that collectives read or make, which go on beside what is computed; states of generators; those of
+    another device; and those with a tensor that is more than its bytes, shape and strides.
+    """
+    graph = captured.graph
+    found = {graph.tensors[t].storage for t, v in enumerate(captured.fx_values) if not _is_plain(v, captured)}
+    for node in graph.nodes:
+        if is_collective(node.op):
+            found.update(graph.tensors[t].storage for t in (*node.inputs, *node.outputs))
+    return frozenset(storage for storage in found if storage is not None)
+
+
+def _is_plain(value: Any, captured: Captured) -> bool:
+    shown = value.meta.get("val")
+    if is_state(value) or not tensor_state.is_dense(shown) or tensor_state.has_parts(shown):
+        return False
+    return shown.device == captured.device and not (shown.is_conj() or shown.is_neg() or shown.is_quantized)
