@@ -1,0 +1,228 @@
+"""Which of what a schedule saves goes away to the host, and when: a second pass over decisions of what to recompute.
+
+For given decisions the bytes at each moment are known, and with them what is too much for the budget. The pass picks
+storages that are idle at these moments until enough is away, and gives each its places. Its copy out begins when it is
+made. Its memory is waited for when the budget needs it, and not before. Its copy in begins as early as there is room,
+in the order in which values are used again. The pass finds places whenever there are any for these decisions, since at
+worst each storage is gone from its last use to its first; which storages are the fastest is a heuristic. Several
+decisions, those of larger budgets too, go through it, and the fastest wins.
+
+`away_bound` proves how fast any such plan could be. Let V be the bytes that are away in it. With all of them kept, the
+same decisions take at most V more than the budget B, so they recompute for T(B + V) or longer, where T bounds what is
+recomputed within a budget (`turn_point.lower_bound`). All V go out before the forward ends and come in after it. With F
+and G the times of forward and backward, and the link's bytes a millisecond, out and in, the plan takes at least
+
+    max(0, V / out - F)  +  max(T(B + V), V / in - G)
+
+more than the step without either. The first part grows with V, and T falls, so the least of it over all V is at least
+the least over a few intervals, each with V at its lower end in the quotients and at its upper end in T.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from ...errors import ConfigurationError
+from ...records.away import Away, Idle, idle_storages, put_away
+from ...records.costs import Link
+from ...records.schedule import Schedule, lower
+from ...records.simulation import Simulation, simulate
+from ...records.step import Decisions
+from .base import UNLIMITED, Problem
+from .model import StepModel
+from .turn_point import lower_bound
+
+INTERVALS = 8  # of the bytes that are away, for the bound
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is recomputed and what goes away, and what the simulator says of it.
+
+    Attributes:
+        recompute: R, see `schedule.lower`.
+        aways: What goes away, nothing where that does not pay.
+        extra_ms: Time of what is recomputed, and of waits for copies.
+        peak_bytes: Peak on the device.
+        host_bytes: Most bytes on the host.
+    """
+
+    recompute: Decisions
+    aways: tuple[Away, ...]
+    extra_ms: float
+    peak_bytes: int
+    host_bytes: int
+
+
+def fastest_choice(
+    problem: Problem, candidates: Iterable[Decisions], host_bytes: int = UNLIMITED, pinned: Collection[int] = ()
+) -> Choice | None:
+    """Put away what the budget asks for, for each of some decisions; return the fastest that fits.
+
+    Args:
+        problem: The problem; its profile has a link.
+        candidates: Decisions, whatever their peaks.
+        host_bytes: Most bytes on the host.
+        pinned: Storages that must stay on the device.
+
+    Returns:
+        The fastest, of equals the one with less on the host; None where none of the decisions fits.
+    """
+    found: list[Choice] = []
+    for recompute in dict.fromkeys(candidates):
+        schedule = lower(problem.graph, recompute)
+        for aways in _ways(problem, schedule, pinned):
+            done = simulate(problem.graph, problem.profile, put_away(problem.graph, schedule, aways, pinned))
+            if done.peak_bytes <= problem.budget_bytes and done.host_bytes <= host_bytes:
+                extra_ms = done.recompute_ms + done.wait_ms
+                found.append(Choice(recompute, aways, extra_ms, done.peak_bytes, done.host_bytes))
+    return min(found, key=lambda choice: (choice.extra_ms, choice.host_bytes), default=None)
+
+
+def _ways(problem: Problem, schedule: Schedule, pinned: Collection[int]) -> Iterable[tuple[Away, ...]]:
+    """Yield ways to fit a schedule into the budget, none where there is none."""
+    kept = simulate(problem.graph, problem.profile, schedule)
+    over = np.array([moment.peak_bytes for moment in kept.timeline], dtype=np.int64) - problem.budget_bytes
+    if over.max(initial=0) <= 0:
+        yield ()
+        return
+    step = _Step(problem, kept, idle_storages(problem.graph, schedule, pinned), over)
+    known = set[frozenset[int]]()
+    for rank in (step.covered, step.idle_ms, step.size_bytes):
+        chosen = step.choose(rank)
+        if chosen is None:
+            return  # by whatever rank, all would be chosen
+        names = frozenset(idle.storage for idle in chosen)
+        if names not in known:
+            known.add(names)
+            yield step.place(chosen)
+
+
+class _Step:
+    """A schedule with nothing away, and what is too much at each moment.
+
+    Attributes:
+        idle: What may go away.
+        over: Bytes beyond the budget while each node runs, less than nothing where there is room.
+        turn: Number of moments before the backward.
+    """
+
+    def __init__(self, problem: Problem, kept: Simulation, idle: Sequence[Idle], over: np.ndarray) -> None:
+        self.idle, self.over, self.turn = idle, over, kept.turn
+        self._sizes = problem.graph.sizes
+        times = [problem.profile.time_ms[moment.node] for moment in kept.timeline]
+        self._start_ms = np.concatenate(([0.0], np.cumsum(times)))
+
+    def window(self, idle: Idle) -> slice:
+        """Return the moments at which a storage can be away."""
+        return slice(idle.last, self.turn + idle.first)
+
+    def covered(self, idle: Idle, over: np.ndarray) -> float:
+        """Rank by how much of what is too much a byte takes away, over all moments."""
+        size_bytes = self._sizes[idle.storage]
+        return float(np.clip(over[self.window(idle)], 0, size_bytes).sum()) / size_bytes
+
+    def idle_ms(self, idle: Idle, over: np.ndarray) -> float:
+        """Rank by how long a storage is idle."""
+        window = self.window(idle)
+        return float(self._start_ms[window.stop] - self._start_ms[window.start])
+
+    def size_bytes(self, idle: Idle, over: np.ndarray) -> float:
+        """Rank by size: few copies."""
+        return self._sizes[idle.storage]
+
+    def choose(self, rank: Callable[[Idle, np.ndarray], float]) -> list[Idle] | None:
+        """Choose what goes away, in order of rank at the moment of the largest excess; None where all is not enough."""
+        over, chosen = self.over.copy(), list[Idle]()
+        while over.max() > 0:
+            worst = int(over.argmax())
+            there = (i for i in self.idle if i not in chosen and i.last <= worst < self.turn + i.first)
+            best = max(there, key=lambda i: (rank(i, over), -i.storage), default=None)
+            if best is None:
+                return None
+            chosen.append(best)
+            over[self.window(best)] -= self._sizes[best.storage]
+        for idle in sorted(chosen, key=lambda i: (-self._sizes[i.storage], i.storage)):
+            window, size_bytes = self.window(idle), self._sizes[idle.storage]
+            if over[window].max(initial=-size_bytes) + size_bytes <= 0:  # the others are enough
+                chosen.remove(idle)
+                over[window] += size_bytes
+        return chosen
+
+    def place(self, chosen: Sequence[Idle]) -> tuple[Away, ...]:
+        """Give each storage its places; what is used first comes first."""
+        gone, back = self._gone(chosen), self._back(chosen)
+        in_order = sorted(chosen, key=lambda i: (i.first, i.made, i.storage))
+        return tuple(Away(i.storage, i.made, gone[i.storage], back[i.storage]) for i in in_order)
+
+    def _gone(self, chosen: Sequence[Idle]) -> dict[int, int]:
+        """Wait for copies out at the end of the forward, and before only for what a moment needs."""
+        over, waiting = self.over[: self.turn].copy(), sorted(chosen, key=lambda i: (i.made, i.storage))
+        gone = {idle.storage: self.turn for idle in chosen}
+        for moment in range(self.turn):
+            for idle in [i for i in waiting if i.last <= moment]:
+                if over[moment] <= 0:
+                    break
+                gone[idle.storage] = moment
+                over[moment:] -= self._sizes[idle.storage]
+                waiting.remove(idle)
+        return gone
+
+    def _back(self, chosen: Sequence[Idle]) -> dict[int, int]:
+        """Begin copies in where there is room until the first use, none before the one that is used before it."""
+        over = self.over[self.turn :].copy()
+        for idle in chosen:
+            over[: idle.first] -= self._sizes[idle.storage]
+        back, earliest = dict[int, int](), 0
+        for idle in sorted(chosen, key=lambda i: (i.first, i.made, i.storage)):
+            place, size_bytes = idle.first, self._sizes[idle.storage]
+            while place > earliest and over[place - 1] + size_bytes <= 0:
+                place -= 1
+            over[place : idle.first] += size_bytes
+            back[idle.storage] = earliest = place
+        return back
+
+
+def away_bound(model: StepModel, budget_bytes: int, deadline: float, host_bytes: int = UNLIMITED) -> float | None:
+    """Bound the extra time of every schedule in which values may be away, within a budget, from below.
+
+    Args:
+        model: The step; its profile has a link.
+        budget_bytes: Most bytes on the device at any moment.
+        deadline: Stop when so much work was done; the bound is weaker then.
+        host_bytes: Most bytes on the host.
+
+    Returns:
+        Milliseconds of recomputation and waits, or None where no schedule fits.
+    """
+    link, excess = _link(model.problem), max(0, model.keep_all_bytes - budget_bytes)
+    most = min(host_bytes, excess)
+    ends = [most * number // INTERVALS for number in range(INTERVALS + 1)]
+    forward_ms, backward_ms = (
+        sum(model.problem.profile.time_ms[node] for node in half)
+        for half in (model.graph.forward, model.graph.backward)
+    )
+
+    def extra_ms(away_bytes: int, recompute_ms: float) -> float:
+        out_ms = max(0.0, away_bytes / link.out_bytes_per_ms - forward_ms)
+        return out_ms + max(recompute_ms, away_bytes / link.in_bytes_per_ms - backward_ms)
+
+    least_ms = extra_ms(excess, 0.0) if host_bytes >= excess else math.inf
+    for start, end in pairwise(ends):
+        recompute_ms = 0.0 if end >= excess else lower_bound(model, budget_bytes + end, deadline)
+        if recompute_ms is not None:
+            least_ms = min(least_ms, extra_ms(start, recompute_ms))
+    return None if math.isinf(least_ms) else least_ms
+
+
+def _link(problem: Problem) -> Link:
+    if problem.profile.link is None:
+        raise ConfigurationError(
+            "Nothing can go away without the speed of copies: give the profile a link (costs.Link)"
+        )
+    return problem.profile.link

@@ -1,0 +1,192 @@
+"""What goes away: within the budget, found whenever it is possible, and never faster than what is proven."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, product
+
+import pytest
+
+from hiremate_lightning.errors import ConfigurationError
+from hiremate_lightning.planning.solvers.away import Choice, away_bound, fastest_choice
+from hiremate_lightning.planning.solvers.base import UNLIMITED, Problem
+from hiremate_lightning.planning.solvers.decisions import decisions
+from hiremate_lightning.planning.solvers.model import StepModel
+from hiremate_lightning.planning.solvers.turn_point import lower_bound
+from hiremate_lightning.records.away import Away, Idle, idle_storages, put_away
+from hiremate_lightning.records.costs import Link
+from hiremate_lightning.records.schedule import Schedule, keep_all, lower
+from hiremate_lightning.records.simulation import simulate
+from tests.helpers import all_lazy, problem_of, random_graph
+from tests.lazily import recompute_lazily
+from tests.tiny import chain, storages_of, transformer
+
+DEADLINE = 1e9
+LINKS = [Link(1e9, 1e9), Link(40.0, 40.0), Link(20.0, 10.0, latency_ms=0.1)]
+SLOW = [Link(2.0, 4.0), Link(4.0, 1.0)]
+
+
+def with_link(step, link: Link, budget_bytes: int = 0) -> Problem:
+    graph, profile = step
+    return problem_of((graph, replace(profile, link=link)), budget_bytes)
+
+
+def kept_bytes(problem: Problem) -> int:
+    return simulate(problem.graph, problem.profile, lower(problem.graph, keep_all(problem.graph))).peak_bytes
+
+
+def check(problem: Problem, choice: Choice, host_bytes: int = UNLIMITED) -> None:
+    """Hold a choice to what it says of itself."""
+    schedule = put_away(problem.graph, lower(problem.graph, choice.recompute), choice.aways)
+    found = simulate(problem.graph, problem.profile, schedule)
+    assert found.peak_bytes == choice.peak_bytes <= problem.budget_bytes
+    assert found.host_bytes == choice.host_bytes <= host_bytes
+    assert found.recompute_ms + found.wait_ms == choice.extra_ms
+
+
+def all_aways(idle: tuple[Idle, ...], turn: int) -> Iterator[tuple[Away, ...]]:
+    """Enumerate all that can be away, copied out as soon as it is made, at all places and in all orders of use."""
+    for count in range(len(idle) + 1):
+        for chosen in combinations(sorted(idle, key=lambda i: (i.first, i.made, i.storage)), count):
+            gone = [range(i.last, turn + 1) for i in chosen]
+            back = [range(i.first + 1) for i in chosen]
+            for places in product(product(*gone), product(*back)):
+                yield tuple(Away(i.storage, i.made, g, b) for i, g, b in zip(chosen, *places, strict=True))
+
+
+def exhaustive_ms(problem: Problem, schedule: Schedule) -> float | None:
+    """Try all there is for a schedule; return the least extra time."""
+    turn = len(problem.graph.forward)
+    times = []
+    for aways in all_aways(idle_storages(problem.graph, schedule), turn):
+        found = simulate(problem.graph, problem.profile, put_away(problem.graph, schedule, aways))
+        if found.peak_bytes <= problem.budget_bytes:
+            times.append(found.recompute_ms + found.wait_ms)
+    return min(times, default=None)
+
+
+def small_steps(count: int, links: list[Link] = LINKS) -> Iterator[tuple[int, Problem]]:
+    """Yield steps that are small enough to try everything, with a budget from what is just too little upwards."""
+    seed = found = 0
+    while found < count:
+        seed += 1
+        rng = random.Random(seed)
+        problem = with_link(random_graph(seed, 4), rng.choice(links))
+        schedule, turn = lower(problem.graph, keep_all(problem.graph)), len(problem.graph.forward)
+        idle = idle_storages(problem.graph, schedule)
+        widest = [Away(i.storage, i.made, i.last, i.first) for i in idle]
+        least = simulate(problem.graph, problem.profile, put_away(problem.graph, schedule, widest)).peak_bytes
+        ways = math.prod(1 + (turn + 1 - i.last) * (i.first + 1) for i in idle)
+        if ways < 1500 and least < kept_bytes(problem):
+            found += 1
+            yield seed, replace(problem, budget_bytes=rng.randint(least - 1, kept_bytes(problem)))
+
+
+def test_it_finds_places_whenever_there_are_any_and_is_mostly_the_fastest():
+    fits, best = 0, 0
+    for seed, problem in small_steps(40):
+        expected = exhaustive_ms(problem, lower(problem.graph, keep_all(problem.graph)))
+        choice = fastest_choice(problem, [keep_all(problem.graph)])
+        assert (choice is None) == (expected is None), seed
+        if choice is not None and expected is not None:
+            check(problem, choice)
+            assert choice.extra_ms >= expected - 1e-9, seed
+            fits, best = fits + 1, best + (choice.extra_ms <= expected + 1e-9)
+    assert fits >= 30
+    assert best >= 0.9 * fits
+
+
+def test_no_choice_of_any_decisions_is_faster_than_what_is_proven():
+    bounded = 0
+    for seed, problem in small_steps(16, LINKS + SLOW):
+        model = StepModel(problem)
+        everything = all_lazy(model, 40)
+        if everything is None:
+            continue
+        bound = away_bound(model, problem.budget_bytes, DEADLINE)
+        schedules = {lower(problem.graph, decisions(model, rows)) for rows in everything}
+        found = [ms for schedule in schedules if (ms := exhaustive_ms(problem, schedule)) is not None]
+        if bound is None:
+            assert not found, seed
+        elif found:
+            assert bound <= min(found) + 1e-3, seed
+            bounded += bound > 0
+    assert bounded >= 3
+
+
+def test_with_a_fast_link_a_budget_that_recomputing_can_not_meet_costs_nothing():
+    """The middle of the backward reads all; only what is away while the forward ends can make room."""
+    graph, profile = chain(8, size=100)
+    once = replace(graph, nodes=tuple(replace(node, is_random=True) for node in graph.nodes))
+    problem = with_link((once, profile), Link(1e6, 1e6), 500)
+    assert lower_bound(StepModel(problem), 500, DEADLINE) is None
+    choice = fastest_choice(problem, [keep_all(once)])
+    assert choice is not None
+    check(problem, choice)
+    assert choice.extra_ms < 0.01
+
+
+def test_where_copies_are_slow_it_declines():
+    graph, profile = chain(8, size=100)
+    lazily = recompute_lazily(graph, storages_of(graph, ["a3", "a4", "a5", "a6"]))
+    problem = with_link((graph, profile), Link(1.0, 1.0), 600)
+    choice = fastest_choice(problem, [keep_all(graph), lazily])
+    assert choice is not None
+    assert (choice.recompute, choice.aways, choice.host_bytes) == (lazily, (), 0)
+    faster = fastest_choice(replace(problem, profile=replace(profile, link=Link(1e6, 1e6))), [keep_all(graph), lazily])
+    assert faster is not None
+    assert faster.recompute == keep_all(graph)
+    assert faster.extra_ms < 0.01 < choice.extra_ms
+
+
+def test_nothing_goes_away_where_all_fits():
+    problem = with_link(transformer(2), Link(1e6, 1e6))
+    problem = replace(problem, budget_bytes=kept_bytes(problem))
+    choice = fastest_choice(problem, [keep_all(problem.graph)])
+    assert choice is not None
+    assert (choice.aways, choice.extra_ms) == ((), 0.0)
+    assert away_bound(StepModel(problem), problem.budget_bytes, DEADLINE) == 0.0
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
+def test_a_transformer_fits_with_less_on_the_device(share: float):
+    problem = with_link(transformer(4), Link(2e5, 2e5))
+    problem = replace(problem, budget_bytes=int(share * kept_bytes(problem)))
+    choice = fastest_choice(problem, [keep_all(problem.graph)])
+    assert choice is not None
+    check(problem, choice)
+    bound = away_bound(StepModel(problem), problem.budget_bytes, DEADLINE)
+    assert bound is not None
+    assert bound <= choice.extra_ms
+    assert choice.host_bytes >= kept_bytes(problem) - problem.budget_bytes
+
+
+def test_the_host_is_not_given_more_than_it_has():
+    problem = with_link(transformer(4), Link(2e5, 2e5))
+    problem = replace(problem, budget_bytes=int(0.7 * kept_bytes(problem)))
+    needed = fastest_choice(problem, [keep_all(problem.graph)])
+    assert needed is not None
+    assert fastest_choice(problem, [keep_all(problem.graph)], host_bytes=problem.budget_bytes // 10) is None
+    enough = fastest_choice(problem, [keep_all(problem.graph)], host_bytes=needed.host_bytes)
+    assert enough == needed
+    free, tight = (away_bound(StepModel(problem), problem.budget_bytes, DEADLINE, host) for host in (UNLIMITED, 1000))
+    assert free is not None
+    assert tight is None or tight >= free
+
+
+def test_what_is_pinned_stays():
+    problem = with_link(transformer(4), Link(2e5, 2e5))
+    problem = replace(problem, budget_bytes=int(0.8 * kept_bytes(problem)))
+    choice = fastest_choice(problem, [keep_all(problem.graph)])
+    assert choice is not None
+    pinned = {choice.aways[0].storage}
+    other = fastest_choice(problem, [keep_all(problem.graph)], pinned=pinned)
+    assert other is None or pinned.isdisjoint(away.storage for away in other.aways)
+
+
+def test_a_bound_needs_to_know_how_fast_copies_are():
+    with pytest.raises(ConfigurationError, match="give the profile a link"):
+        away_bound(StepModel(problem_of(chain(3), 100)), 100, DEADLINE)
