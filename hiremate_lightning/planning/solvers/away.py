@@ -84,6 +84,24 @@ def fastest_choice(
     return min(found, key=lambda choice: (choice.extra_ms, choice.host_bytes), default=None)
 
 
+def least_bytes(
+    problem: Problem, candidates: Iterable[Decisions], host_bytes: int = UNLIMITED, pinned: Collection[int] = ()
+) -> int | None:
+    """Return the smallest budget for which `fastest_choice` finds one of some decisions; None where the host is small.
+
+    It is the peak with all away that may go, each storage from its last use to its first; the host must hold them all.
+    """
+    found = list[int]()
+    for recompute in dict.fromkeys(candidates):
+        schedule = lower(problem.graph, recompute)
+        idle = idle_storages(problem.graph, schedule, pinned)
+        aways = [Away(i.storage, i.made, i.last, i.first) for i in idle]
+        done = simulate(problem.graph, problem.profile, put_away(problem.graph, schedule, aways, pinned))
+        if done.host_bytes <= host_bytes:
+            found.append(done.peak_bytes)
+    return min(found, default=None)
+
+
 def _ways(problem: Problem, schedule: Schedule, pinned: Collection[int]) -> Iterable[tuple[Away, ...]]:
     """Yield ways to fit a schedule into the budget, none where there is none."""
     kept = simulate(problem.graph, problem.profile, schedule)
@@ -201,6 +219,8 @@ def away_bound(model: StepModel, budget_bytes: int, deadline: float, host_bytes:
         Milliseconds of recomputation and waits, or None where no schedule fits.
     """
     link, excess = _link(model.problem), max(0, model.keep_all_bytes - budget_bytes)
+    if budget_bytes < model.least_bytes:  # what a node reads and makes is on the device while it runs
+        return None
     most = min(host_bytes, excess)
     ends = [most * number // INTERVALS for number in range(INTERVALS + 1)]
     forward_ms, backward_ms = (

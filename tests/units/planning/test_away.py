@@ -11,7 +11,7 @@ from itertools import combinations, product
 import pytest
 
 from hiremate_lightning.errors import ConfigurationError
-from hiremate_lightning.planning.solvers.away import Choice, away_bound, fastest_choice
+from hiremate_lightning.planning.solvers.away import Choice, away_bound, fastest_choice, least_bytes
 from hiremate_lightning.planning.solvers.base import UNLIMITED, Problem
 from hiremate_lightning.planning.solvers.decisions import decisions
 from hiremate_lightning.planning.solvers.model import StepModel
@@ -175,6 +175,19 @@ def test_the_host_is_not_given_more_than_it_has():
     free, tight = (away_bound(StepModel(problem), problem.budget_bytes, DEADLINE, host) for host in (UNLIMITED, 1000))
     assert free is not None
     assert tight is None or tight >= free
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_smallest_budget_is_enough_and_a_byte_less_is_not(seed: int):
+    problem = with_link(random_graph(seed, 6), LINKS[0])
+    kept = [keep_all(problem.graph), recompute_lazily(problem.graph, ())]
+    least = least_bytes(problem, kept)
+    assert least is not None
+    assert fastest_choice(replace(problem, budget_bytes=least - 1), kept) is None
+    choice = fastest_choice(replace(problem, budget_bytes=least), kept)
+    assert choice is not None
+    check(replace(problem, budget_bytes=least), choice)
+    assert least_bytes(problem, kept, host_bytes=-1) is None
 
 
 def test_what_is_pinned_stays():
