@@ -168,7 +168,7 @@ def test_a_forward_without_a_backward_gives_its_blocks_back():
     assert sum(block.memory.nbytes for block in blocks) == conductor.host.size_bytes > 0
 
 
-def test_a_gradient_that_does_not_arrive_leaves_values_where_they_are():
+def test_a_gradient_that_does_not_arrive_changes_no_other():
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -254,7 +254,7 @@ def test_a_copy_that_does_not_wait_for_what_is_computed_is_seen(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_copy_on_its_way_when_a_step_fails_does_not_write_to_what_others_get():
+def test_a_copy_on_its_way_when_a_step_fails_harms_nobody():
     block = torch.arange(2**16, dtype=torch.uint8, device="cuda")
     expected = block.cpu()
     leaving = copies.Leaving(block, HostMemory())

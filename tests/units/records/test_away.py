@@ -71,7 +71,7 @@ def test_a_value_that_is_away_is_counted_as_by_hand():
     assert found.overhead == pytest.approx(1 / 6)
 
 
-def test_a_copy_that_begins_earlier_takes_memory_earlier_and_no_time():
+def test_a_copy_that_begins_earlier_takes_memory_and_no_time():
     graph, profile, schedule = kept(3)
     away = Away(storage_of(graph, "a0"), out=1, gone=2, back=0)
     found = simulate(graph, profile, put_away(graph, schedule, [away]))
@@ -135,7 +135,7 @@ def test_what_others_see_does_not_go_away(seen: str):
     assert [idle.storage for idle in idle_storages(others, schedule)] == [storage_of(graph, "a1")]
 
 
-def test_what_outside_code_made_or_reads_and_what_is_pinned_does_not_go_away():
+def test_what_outside_code_uses_and_what_is_pinned_stays():
     b = Builder()
     a = b.op("a", (), 100)
     read = b.op("read", (a,), 100)
@@ -159,7 +159,7 @@ def test_what_is_retained_for_another_backward_stays_on_the_host():
     assert [moment.live_bytes for moment in found.timeline[3:]] == [200, 200, 200]
 
 
-def test_a_value_that_comes_back_may_be_dropped_and_computed_again():
+def test_a_value_that_comes_back_may_be_computed_again_later():
     graph, profile, _ = kept(4)
     a0 = storage_of(graph, "a0")
     schedule = lower(graph, ((0, 1), (1,), (0,), (), ()))  # a0 is saved by none: make it so
