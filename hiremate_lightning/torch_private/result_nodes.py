@@ -42,4 +42,4 @@ def give_own_nodes(results: Iterable[Any]) -> None:
         for tensor in tensors:
             if shared[tensor.grad_fn] > 1:
                 with changes_uncounted([tensor]):
-                    _OwnNode.apply(tensor)
+                    _OwnNode.apply(tensor)  # type: ignore[no-untyped-call]
