@@ -26,6 +26,7 @@ from ..torch_private import aot, autocasting, backward_pass, double_backward, te
 from ..torch_private.changes import lost_changes
 from ..torch_private.each_size import EachSize, LetRunCaptured, Runner, TraceAhead, sizes_among
 from ..torch_private.eager_tracing import traced_as_eager
+from ..torch_private.result_nodes import give_own_nodes
 from .capture import Captured, capture, order_of_gradients
 from .passes import Traced, rewrite
 from .stubs import stub_modules
@@ -116,6 +117,17 @@ def has_gradients(inputs: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(i, torch.Tensor) and i.requires_grad for i in inputs)
 
 
+def _giving_own_nodes(run: Runner) -> Runner:
+    """Run code, and give each of its results a node of its own in autograd's graph."""
+
+    def run_apart(*arguments: Any) -> Any:
+        results = run(*arguments)
+        give_own_nodes(results)
+        return results
+
+    return run_apart
+
+
 def _running_statistics(module: fx.GraphModule) -> list[int]:
     """List the positions of the inputs that are running statistics of norms.
 
@@ -168,6 +180,7 @@ class _Compilation:
                 break
             except user_compiled.NotCompiledError as missing:
                 missing.compile()
+        run = run if self.part is None else _giving_own_nodes(run)
         statistics = _running_statistics(module)
         if not statistics:
             return run

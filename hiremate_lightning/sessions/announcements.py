@@ -100,10 +100,8 @@ class Announcements:
         if self._retaining_steps == RETAINING:
             self.say(
                 f"Before each of {RETAINING} consecutive steps there were more graphs retained for another backward, "
-                "and more memory with them. Usual causes: losses that are kept with retain_graph=True, which plain "
-                "PyTorch keeps too; or a hook on a tensor that holds what was computed from another tensor of the same "
-                "captured graph, as the hook of a deep equilibrium model does, which is never freed. In that case "
-                "name submodules with target=, the layer that is iterated say."
+                "and more memory with them. The usual cause: losses, or other results, that are kept after a backward "
+                "with retain_graph=True, which plain PyTorch keeps too. Drop them after their last backward."
             )
 
     # ---------------------------------------------------------------- captured code

@@ -8,10 +8,13 @@ of random numbers; and tensors. `places` says how each of them is kept and put b
 from __future__ import annotations
 
 import random
+import threading
 import weakref
-from collections import deque
+from argparse import Namespace
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -28,6 +31,7 @@ from .given import PLAIN_DATA
 from .places import (
     AttributesPlace,
     CellPlace,
+    ContextPlace,
     DictPlace,
     DrawnPlace,
     HooksPlace,
@@ -47,6 +51,10 @@ from .slots import is_ours
 MOST_THINGS, THINGS_PER_MODULE = 16384, 64  # to look at, of which most are plain data
 LARGEST_ARRAY = 2**16  # bytes of a NumPy array of which a copy is kept
 _PLAIN = frozenset(PLAIN_DATA)
+_HOLDING = (  # classes of Python's own library whose objects hold what others put there
+    *(SimpleNamespace, Namespace, UserDict, UserList, ChainMap),
+    *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
+)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -192,7 +200,11 @@ class ModuleState:
             self._visit_array(value)
         elif is_of(value, weakref.ref):
             self._stack.append(value())
-        elif is_of(value, SimpleNamespace) or not (is_of(value, ModuleType) or is_of_library(type(value))):
+        elif is_of(value, threading.local):
+            self._visit_attributes(AttributesPlace(value, partial(vars, value)))
+        elif is_of(value, ContextVar):
+            self._visit_context(value)
+        elif is_of(value, _HOLDING) or not (is_of(value, ModuleType) or is_of_library(type(value))):
             self._visit_object(value)
 
     def _visit_module(self, module: nn.Module) -> None:
@@ -212,7 +224,7 @@ class ModuleState:
         if is_of(code, MethodType):
             self._stack += [code.__self__, code.__func__]
         elif is_of(code, partial):
-            self._stack += [code.func, *code.args, *code.keywords.values()]
+            self._stack += [code.func, *code.args, code.keywords]
         elif not is_of_library(code):
             self._code[code] = None
 
@@ -230,14 +242,21 @@ class ModuleState:
 
     def _visit_object(self, value: Any) -> None:
         own = attributes_of(value)
-        if own:
-            self._add(DictPlace(own))
-            self._stack += own.values()
+        self._add(DictPlace(own))  # even if there are none yet: one may come to stand before one of the class
+        self._stack += own.values()
         if slots_of(type(value)):
             place = AttributesPlace(value, partial(in_slots, value))
             self._add(place)
             self._stack += place.kept.values()
         self._stack.append(type(value))
+
+    def _visit_context(self, variable: ContextVar[Any]) -> None:
+        try:
+            place = ContextPlace(variable)
+        except LookupError:
+            raise UnknownStateError("it reads a context variable without a value") from None
+        self._add(place)
+        self._stack.append(place.kept)
 
     def _visit_outside(self, outside: Outside) -> None:
         if not outside.is_whole:

@@ -9,6 +9,7 @@ import random
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from operator import is_
 from types import CellType
 from typing import Any
@@ -195,6 +196,29 @@ class CellPlace(Place):
 
     def _matches(self, are_alike: Callable[[Any, Any], bool]) -> bool:
         return are_alike(self.kept, self._read())  # whatever it refers to is one thing
+
+
+class ContextPlace(Place):
+    """A context variable that has a value.
+
+    Raises:
+        LookupError: If it has none: it could not be made to have none again.
+    """
+
+    __slots__ = ("_holder",)
+
+    def __init__(self, holder: ContextVar[Any]) -> None:
+        self._holder = holder
+        super().__init__()
+
+    def _read(self) -> Any:
+        return self._holder.get()
+
+    def _write(self, value: Any) -> None:
+        self._holder.set(value)
+
+    def _matches(self, are_alike: Callable[[Any, Any], bool]) -> bool:
+        return are_alike(self.kept, self._read())  # whatever its value is
 
 
 class KindPlace(Place):

@@ -140,7 +140,7 @@ class Targets:
 
     def call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a candidate: planned where it trains and is outermost, or is called by what can't be captured."""
-        if self._is_waiting:
+        if self._is_waiting or (self.is_inside and self.session.is_plain):
             return hooks.plain_call(module, *args, **kwargs)
         if name in self._around:
             return self._call_around(module, args, kwargs)
@@ -232,8 +232,6 @@ class Targets:
 
     def _call_inside(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a candidate inside of a planned call, where that is not captured: it becomes a graph of its own."""
-        if self.session.is_plain:
-            return hooks.plain_call(module, *args, **kwargs)
         before = self.session.runs
         with self._in_place(module):
             result = hooks.plain_call(module, *args, **kwargs)

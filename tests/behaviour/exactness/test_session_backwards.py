@@ -15,6 +15,7 @@ from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.errors import CaptureError, HiRemateError
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.sessions.targets import targets_of
+from tests.exact import Log, leave_behind, train_both
 from tests.life import (
     MANY,
     Net,
@@ -166,6 +167,66 @@ def test_retained_tensors_are_not_watched(retains):
         output.sum().backward(retain_graph=retains)
 
     assert len(record._unwatch) == 2  # the batch, and the product
+
+
+class _Equilibrium(nn.Module):
+    """Solves for the gradient in a hook, which holds what was computed beside the result that it is set on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.iterated, self.last = make(1), make(2), make(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        with torch.no_grad():
+            found = self.iterated(x) + x
+        result, start = self.iterated(found) + x, found.detach().requires_grad_()
+        once_more = self.iterated(start) + x
+
+        def solve(gradient: torch.Tensor) -> torch.Tensor:
+            return gradient + torch.autograd.grad(once_more, start, gradient, retain_graph=True)[0]
+
+        result.register_hook(solve)
+        torch._dynamo.graph_break()
+        return self.last(result)
+
+
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.one, self.other = make(1), make(2), make(3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.trunk(x)
+        return self.one(x), self.other(x)
+
+
+def test_a_hook_on_a_result_is_called_only_with_its_gradient():
+    def train(model: nn.Module) -> list[int]:
+        calls = []
+        for index in range(4):
+            one, other = model(batch(index))
+            one.register_hook(lambda gradient: calls.append(gradient.numel()))
+            (other if index % 2 else one + other).square().mean().backward()
+        return calls
+
+    assert train(hiremate(_Branches(), "100%", verbose=False)) == train(_Branches()) == [batch().numel()] * 2
+
+
+def test_graphs_that_a_hook_holds_do_not_pile_up():
+    kept = []
+
+    def loop(module: nn.Module) -> Log:
+        log: Log = []
+        for index in range(7):
+            module.zero_grad()
+            module(batch(index)).square().mean().backward()
+            log += leave_behind(module)
+            kept.append(len(session_of(module).parts.retained()) if get_plan(module) else 0)
+        return log
+
+    train_both(_Equilibrium, loop)
+    assert kept[-1] == kept[-4] <= 2, f"graphs retained after each step: {kept}"
 
 
 def test_training_goes_on_after_a_second_backward_failed():

@@ -5,7 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+import threading
+from argparse import Namespace
 from contextlib import nullcontext
+from contextvars import ContextVar, copy_context
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -231,6 +235,19 @@ def test_a_weight_changed_after_observation_is_an_error():
 
 
 FACTOR, FACTORS = 2.0, {"now": 2.0}  # of a block that reads these
+OF_CONTEXT, OF_THREAD = ContextVar("factor", default=2.0), threading.local()
+OF_THREAD.factor = 2.0
+
+
+class _Settings:
+    """Has no attributes but those of its class, until one is set."""
+
+    factor = 2.0
+
+
+def raised(x: Tensor, exponent: float) -> Tensor:
+    """Raise to a power."""
+    return x**exponent
 
 
 def factor_of(x: Tensor) -> Tensor:
@@ -256,6 +273,7 @@ class _Reading(Block):
         self.scale, self.mode, self.chosen = 2.0, "one", ["a"]
         self.inner = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in "ab"})
         self.scaling, self.state, self.slotted = {"a": 2.0, "b": 3.0}, SimpleNamespace(deep={"x": [2.0]}), _Slotted()
+        self.settings, self.arguments, self.times = _Settings(), Namespace(factor=2.0), partial(raised, exponent=2.0)
         self.generator, self.draws, self.counts, self.count, self.seen = random.Random(3), False, False, 0, []
         count = 2.0
 
@@ -270,6 +288,8 @@ class _Reading(Block):
             y = y + torch.tanh(self.inner[name](y) * self.scaling[name])
         y = y * self.scale * self.of_class * FACTOR * FACTORS["now"] * self.around() * factor_of(y)
         y = torch.tanh(y * self.state.deep["x"][0] * self.slotted.factor)
+        y = torch.tanh(y * self.settings.factor * self.arguments.factor * OF_CONTEXT.get() * OF_THREAD.factor)
+        y = torch.tanh(self.times(y.abs() + 1))
         if self.draws:
             y = y * self.generator.random() * random.random() * np.random.random()  # noqa: NPY002
         if self.counts:
@@ -312,6 +332,11 @@ CHANGES = {
     "a dictionary": lambda block, _: block.scaling.update(a=5.0),
     "an object deep inside": lambda block, _: block.state.deep["x"].__setitem__(0, 5.0),
     "an object with slots": lambda block, _: setattr(block.slotted, "factor", 5.0),
+    "an attribute that stands before one of a class": lambda block, _: setattr(block.settings, "factor", 5.0),
+    "a namespace": lambda block, _: setattr(block.arguments, "factor", 5.0),
+    "a keyword of a partial function": lambda block, _: block.times.keywords.update(exponent=3.0),
+    "a context variable": lambda block, _: OF_CONTEXT.set(5.0),
+    "a variable of a thread": lambda block, patch: patch.setattr(OF_THREAD, "factor", 5.0),
     "evaluation mode": lambda block, _: block.eval(),
     "a dropout's probability": lambda block, _: setattr(block.drop, "p", 0.7),
     "its class": _set("__class__", _Otherwise),
@@ -359,7 +384,7 @@ def test_what_changes_before_the_backward_does_not_change_it(name):
         calls = SecondCalls(model)
         observe(calls, model)
         assert calls.fit >= BLOCKS
-        found.append(step_with(CHANGES[name], model, calls, twice))
+        found.append(copy_context().run(step_with, CHANGES[name], model, calls, twice))
     assert all((a is b is None) or torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -750,8 +775,9 @@ class _Holding(nn.Module):
         (iter(range(3)), "it reads an iterator"),
         ([{"number": i} for i in range(40_000)], "it reads too much beside its arguments"),
         (np.zeros(2**17), "it reads a large NumPy array"),
+        (ContextVar("empty"), "it reads a context variable without a value"),
     ],
-    ids=["iterator", "many things", "array"],
+    ids=["iterator", "many things", "array", "context variable"],
 )
 def test_what_a_module_reads_may_not_be_known(thing, reason):
     with pytest.raises(UnknownStateError, match=reason):
