@@ -647,22 +647,29 @@ _begin, _build_variable = MutationType.__init__, VariableBuilder.__call__
 _check_change, _store = SideEffects.check_allowed_side_effect, functions.invoke_and_store_as_constant
 _call_id = builtin.BuiltinVariable.call_id
 _compare_identity: Any = getattr(object_protocol, "vt_identity_compare", None)
-_LOOKED_UP = VariableTracker, UserDefinedObjectVariable, TensorVariable
-WHILE_CAPTURING: tuple[tuple[Any, str, Any], ...] = ()
-if _compare_identity is not None:  # before 2.13 it isn't seen where code asks which object something is
-    WHILE_CAPTURING = (
-        (UnspecializedNNModuleVariable, "call_function", _call_or_copy),
-        (SideEffects, "check_allowed_side_effect", _note_change),
-        (MutationType, "__init__", _begin_mutable),
-        (VariableBuilder, "__call__", _build),
-        (functions, "invoke_and_store_as_constant", _store_as_constant),
-        (nn_module, "invoke_and_store_as_constant", _store_as_constant),
-        (object_protocol, "vt_identity_compare", _identify),
-        (builtin, "vt_identity_compare", _identify),
-        (utils, "_get_fake_tensor", _noting(utils._get_fake_tensor)),
-        (builtin.BuiltinVariable, "call_id", _identified),
-        *(
-            (kind, "hash_impl", _noting(kind.hash_impl))
-            for kind in (VariableTracker, UserDefinedObjectVariable, TensorVariable)
-        ),
-    )
+
+
+def _stand_ins() -> tuple[tuple[Any, str, Any], ...]:
+    """List what stands in for functions of Dynamo; nothing where it isn't seen which objects code compares."""
+    looked_up = VariableTracker, UserDefinedObjectVariable, TensorVariable
+    try:
+        stand_ins = (
+            (UnspecializedNNModuleVariable, "call_function", _call_or_copy),
+            (SideEffects, "check_allowed_side_effect", _note_change),
+            (MutationType, "__init__", _begin_mutable),
+            (VariableBuilder, "__call__", _build),
+            (functions, "invoke_and_store_as_constant", _store_as_constant),
+            (nn_module, "invoke_and_store_as_constant", _store_as_constant),
+            (object_protocol, "vt_identity_compare", _identify),
+            (builtin, "vt_identity_compare", _identify),
+            (utils, "_get_fake_tensor", _noting(utils._get_fake_tensor)),
+            (builtin.BuiltinVariable, "call_id", _identified),
+            *((kind, "hash_impl", _noting(kind.hash_impl)) for kind in looked_up),
+        )
+    except AttributeError:  # PyTorch before 2.13
+        return ()
+    is_known = all(hasattr(owner, name) for owner, name, _ in stand_ins)
+    return stand_ins if is_known and hasattr(VariableTracker, "get_real_python_backed_value") else ()
+
+
+WHILE_CAPTURING = _stand_ins()

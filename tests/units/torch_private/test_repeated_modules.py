@@ -16,6 +16,9 @@ from torch._guards import TracingContext
 from torch.nn import functional as F
 
 from hiremate_lightning.torch_private import dynamo, repeated_modules
+from tests.exact import TORCH
+
+pytestmark = pytest.mark.skipif(TORCH < (2, 13), reason="all is traced before PyTorch 2.13")
 
 WIDTH = 8
 SHARED = SimpleNamespace(power=2.0)
@@ -573,3 +576,7 @@ def test_what_is_not_read_may_differ(monkeypatch):
 def test_another_object_with_the_same_numbers_is_alike(monkeypatch):
     make = edited(lambda blocks: setattr(blocks[2], "config", SimpleNamespace(power=2.0)))
     assert both(make, batch(), monkeypatch=monkeypatch).copies == 3
+
+
+def test_torch_has_all_that_comparing_needs():
+    assert repeated_modules.WHILE_CAPTURING
