@@ -22,9 +22,10 @@ import functools
 import itertools
 import logging
 import re
+import sys
 import types
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,7 +59,8 @@ from .likeness import Likeness, Read, UnlikeError, equal, expect, facts_of, is_p
 
 log = logging.getLogger("hiremate_lightning")
 
-_MOST_TRACES = 8  # of one class in one graph; each that differs is compared with every later call
+_MOST_TRACES = 4  # of one class in one graph; each that differs is compared with every later call
+_MOST_MISSES = 4  # calls of one class for which no trace held: then none of that class is compared any more
 _FEWEST_NODES = 4  # in a trace: less is traced as fast as it is compared
 _KNOWN_OF_NODES = frozenset(  # a node of which more is known has a mark that is its own
     ("example_value", "stack_trace", "nn_module_stack", "source_fn_stack", "creation_timestamp")
@@ -464,18 +466,24 @@ class _Traces:
         self.unseen = 0
         self.aliases: list[tuple[Source, Source]] = []
         self._by_class: defaultdict[type, list[_Trace]] = defaultdict(list)
+        self._misses = Counter[type]()
 
     def call(self, call: _Call) -> Any:
         """Copy a trace that holds for a call, or else trace it."""
-        traces = self._by_class[type(call.module.value)]
-        for trace in traces:
+        kind = type(call.module.value)
+        if self._misses[kind] == _MOST_MISSES:
+            return _call(call.module, call.tx, list(call.arguments), call.named)
+        for trace in self._by_class[kind]:
             try:
                 expect(not self.changes.may_be_read(trace.changes_before, trace.age), "something was changed")
-                return trace.copy_for(call, self.aliases)
+                result = trace.copy_for(call, self.aliases)
+                self._misses[kind] = -sys.maxsize  # it pays here
+                return result
             except TorchDynamoException:
                 raise
             except Exception as error:  # what is compared is code of torch and of users: what fails isn't alike
-                log.debug("%s is traced: %s", call.module.value_type.__name__, error)
+                log.debug("%s is traced: %s", kind.__name__, error)
+        self._misses[kind] += bool(self._by_class[kind])
         return self._trace(call)
 
     def _trace(self, call: _Call) -> Any:
