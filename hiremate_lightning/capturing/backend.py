@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from ..errors import CaptureError
 from ..rewriting import casts
-from ..rewriting.contributions import Contributions, OtherTermsError, TermCounts, sums_alone
+from ..rewriting.contributions import Contributions, OtherTermsError, TermCounts, likely_terms, sums_alone
 from ..rewriting.fused_kernel import FusedKernels
 from ..rewriting.kernels import run_as_eager
 from ..rewriting.straight_line import compiled
@@ -89,7 +89,7 @@ def planning_backend(
         return autocasting.leaving_as_found(module, run_in_place(module, inputs))
 
     def run_in_place(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        terms: TermCounts = {}  # at the size traced last
+        terms: TermCounts = likely_terms(module) if has_gradients(inputs) else {}  # then those at the size traced last
 
         def trace(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Runner, int]:
             nonlocal terms

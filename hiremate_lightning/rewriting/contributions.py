@@ -15,13 +15,14 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
 from torch.autograd.graph import get_gradient_edge
 
 from ..torch_private import aot
+from ..torch_private.tensor_state import is_dense, storage_id, versions_of
 from .joint import written_values
 
 TermCounts = Mapping[int, int]  # by position of an input: of how many terms its gradient is the sum
@@ -39,6 +40,31 @@ class OtherTermsError(Exception):
         self.terms = terms
 
 
+def likely_terms(module: fx.GraphModule) -> TermCounts:
+    """Expect, before code is traced, of how many terms the gradients of its inputs are.
+
+    Dynamo ran the code on tensors without memory, and autograd has noted there what reads each. A trace shows whether
+    that is right, and where it isn't the code is traced once more.
+
+    Args:
+        module: The code, as Dynamo captured it.
+
+    Returns:
+        The terms by position, where there are several, of inputs whose memory is not written to.
+    """
+    inputs = [node.meta.get("example_value") for node in module.graph.find_nodes(op="placeholder")]
+    results = [node.meta.get("example_value") for node in module.graph.output_node().all_input_nodes]
+    dense = [value for value in inputs if is_dense(value)]
+    written = {storage_id(value) for value, version in zip(dense, versions_of(dense), strict=True) if version}
+    kept = [p for p, value in enumerate(inputs) if _has_gradient(value) and storage_id(value) not in written]
+    readers = _count_readers([v for v in results if _has_gradient(v)], [inputs[position] for position in kept])
+    return {position: count for position, count in zip(kept, readers, strict=True) if count > 1}
+
+
+def _has_gradient(value: Any) -> TypeGuard[torch.Tensor]:
+    return is_dense(value) and value.requires_grad
+
+
 class Contributions:
     """The gradients of one captured graph's inputs that are handed over term by term.
 
@@ -52,7 +78,7 @@ class Contributions:
 
         Args:
             inputs: Of the captured graph, without memory.
-            terms: Of how many terms gradients are, by position: those at another size, nothing where unknown.
+            terms: Of how many terms gradients are, by position: those at another size, or the likely ones.
         """
         self._is_settled, self._count = False, len(inputs)
         self._with_gradient = [i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and v.requires_grad]

@@ -41,7 +41,7 @@ from torch.nn.modules import module as nn_module
 
 from ..garbage import collecting_what_it_leaves
 from ..objects import attempt, is_of
-from . import byte_targets, data_parallel, folding, user_compiled
+from . import byte_targets, data_parallel, folding, repeated_modules, user_compiled
 
 __all__ = ["CompileError"]
 
@@ -69,6 +69,7 @@ def capturing_for_plans(
     * What changes a number in double precision on the CPU in place is captured: a counter, say. Dynamo drops it.
     * What its author compiled within planned code is captured, or compiled, as its author asked for: see
       `user_compiled`.
+    * Modules that are alike are traced once: see `repeated_modules`.
     * What is in `torch.compiler.nested_compile_region` is captured as any other code.
     * Under DistributedDataParallel graphs end where buckets of gradients do, but no bucket is too small for Dynamo.
     * A log's message does not end a graph if it is said only once, or not at all.
@@ -138,6 +139,7 @@ def _capture_with(
         warnings.catch_warnings(),
         byte_targets.traced(),
         folding.shaped_at_once(),
+        repeated_modules.copied(),
         collecting_what_it_leaves(),
     ):
         warnings.filterwarnings("ignore", "Error detected in")  # said of a backward that fails while it is traced
@@ -344,6 +346,7 @@ _WHILE_CAPTURING = (
     (RandomVariable, "call_method", _draw_outside),
     (logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),  # it logs a traceback for a wrong shape
     *user_compiled.WHILE_CAPTURING,
+    *repeated_modules.WHILE_CAPTURING,
     (dynamo_config, "run_gc_after_compile", False),  # it would take what the capture still holds for old
 )
 _SETTINGS: dict[str, Any] = {

@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn.functional import logsigmoid, normalize
 
 from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning.capturing import backend
+from hiremate_lightning.rewriting import contributions
 from hiremate_lightning.sessions.targets import targets_of
 
 ROWS, WIDTH = 64, 48
@@ -115,6 +117,23 @@ def test_gradients_of_a_value_that_several_parts_read_are_exact(first, second):
     model = trained_exactly(lambda: Read(first, second))
     assert targets_of(model).session.captured_count == 3
     assert get_plan(model) is not None
+
+
+@pytest.mark.parametrize("first", [once, many, twice_by_one_operator, by_a_sum_before])
+def test_what_several_parts_read_is_traced_once(first, monkeypatch):
+    errors = []
+    begin = contributions.OtherTermsError.__init__
+    monkeypatch.setattr(
+        contributions.OtherTermsError, "__init__", lambda error, terms: errors.append(terms) or begin(error, terms)
+    )
+    trained_exactly(lambda: Read(first, many))
+    assert errors == []
+
+
+@pytest.mark.parametrize("expected", [{}, {0: 2}, {0: 7, 1: 3}, {2: 2}], ids=["nothing", "two", "more", "another"])
+def test_terms_that_were_expected_wrongly_are_exact(expected, monkeypatch):
+    monkeypatch.setattr(backend, "likely_terms", lambda module: expected)
+    trained_exactly(lambda: Read(many, many))
 
 
 class Gated(nn.Module):

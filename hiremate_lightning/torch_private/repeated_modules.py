@@ -1,0 +1,683 @@
+"""One trace for modules that are alike: what Dynamo traced of one is copied for the next.
+
+A deep network calls modules of one class again and again: the blocks of a transformer, the stages of a ResNet. Dynamo
+goes through the code of each, which takes a quarter of the time to the first plan. Here a call of a module leaves a
+`Trace`: the nodes that it added to the graph, what it was called with and what it returned. A later call gets copies of
+these nodes, run on fake tensors again, where all of this holds:
+
+* Dynamo would read the same of the module, see `Likeness`, and what is guarded is guarded for this one too.
+* It is called with tensors of the same kind and with the same constants, from the same line, under the same modes and
+  `with` blocks.
+* The traced call changed nothing but tensors, by operations that are in the graph, drew no random number in Python,
+  and nothing that it could read was changed since.
+
+Any other call is traced as it is. Where a copy turns out other than what it was copied from, all is traced anew without
+copies. The graph is the one that Dynamo makes without all this, node by node: the same order of random operations, the
+same inputs in the same order; and so are its guards.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import re
+import sys
+import types
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._C._dynamo.guards import GlobalStateGuard
+from torch._dynamo import utils
+from torch._dynamo.exc import TorchDynamoException, UnspecializeRestartAnalysis
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.source import FloatTensorSource, NumpyTensorSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import get_fake_value, set_example_value
+from torch._dynamo.variables import ConstantVariable, TupleVariable, builtin, functions, nn_module
+from torch._dynamo.variables.base import AttributeMutationNew, MutationType, ValueMutationNew, VariableTracker
+from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.nn_module import UnspecializedBuiltinNNModuleVariable, UnspecializedNNModuleVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch._guards import Source
+from torch._ops import HigherOrderOperator
+
+try:
+    from torch._dynamo.variables import object_protocol
+except ImportError:  # PyTorch before 2.13
+    object_protocol = None  # type: ignore[assignment]
+
+from .likeness import Likeness, Read, UnlikeError, equal, expect, facts_of, is_plain
+
+log = logging.getLogger("hiremate_lightning")
+
+_MOST_TRACES = 4  # of one class in one graph; each that differs is compared with every later call
+_MOST_MISSES = 4  # calls of one class for which no trace held: then none of that class is compared any more
+_FEWEST_NODES = 4  # in a trace: less is traced as fast as it is compared
+_KNOWN_OF_NODES = frozenset(  # a node of which more is known has a mark that is its own
+    ("example_value", "stack_trace", "nn_module_stack", "source_fn_stack", "creation_timestamp")
+)
+_WITH_MORE_INSIDE = HigherOrderOperator, types.MethodType, functools.partial
+_NUMBER_AT_END = re.compile(r"_\d+$")
+
+
+@dataclass(frozen=True)
+class _Circumstances:
+    """What a call of a module depends on beside the module and what it gets.
+
+    Attributes:
+        lines: The code that calls, and that which called it, each with its line.
+        blocks: The `with` blocks that all these are in.
+        modes: What torch computes with: gradients, autocast, determinism.
+    """
+
+    lines: tuple[tuple[types.CodeType, int], ...]
+    blocks: tuple[Any, ...]
+    modes: GlobalStateGuard
+
+    @classmethod
+    def of(cls, tx: Any) -> _Circumstances:
+        """Look at a call that Dynamo is about to trace.
+
+        Raises:
+            UnlikeError: It depends on what is not compared.
+        """
+        expect(tx.output.current_tracer.parent is None, "in a function of its own")
+        expect(torch._C._functorch.peek_interpreter_stack() is None, "within torch.func")
+        modes = tx.symbolic_torch_function_state
+        expect(modes.torch_function_subclass_enabled and not modes.mode_stack, "a mode of torch functions")
+        expect(not torch.is_inference_mode_enabled() and not tx.output.export, "not in training")
+        frames = tuple(_frames(tx))
+        lines = tuple((frame.f_code, frame.lineno) for frame in frames)
+        blocks = tuple(entry.with_context for frame in frames for entry in frame.block_stack if entry.with_context)
+        return cls(lines, blocks, GlobalStateGuard())
+
+    def expect_same(self, other: _Circumstances) -> None:
+        """Compare with those of a later call.
+
+        Raises:
+            UnlikeError: They are others.
+        """
+        expect(self.lines == other.lines, "another line")
+        is_same = len(self.blocks) == len(other.blocks) and all(map(_is, self.blocks, other.blocks))
+        expect(is_same and self.modes.check(), "other modes")
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other
+
+
+def _frames(tx: Any) -> Iterator[Any]:
+    while tx is not None:
+        yield tx
+        tx = getattr(tx, "parent", None)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a module: the module, and what it is called with."""
+
+    module: UnspecializedNNModuleVariable
+    source: Source
+    tx: Any
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+    circumstances: _Circumstances
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """What the module is called with, one after the other."""
+        return *self.arguments, *self.named.values()
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """How many arguments there are, and the names of the others."""
+        return len(self.arguments), *self.named
+
+
+class _Leaves:
+    """Two trees of values that Dynamo traces, one of each call, compared leaf by leaf.
+
+    Attributes:
+        nodes: The nodes of the other tree's tensors by the one's.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: dict[fx.Node, fx.Node] = {}
+        self.variables: dict[fx.Node, Any] = {}
+        self._back: dict[fx.Node, fx.Node] = {}
+
+    def compare(self, one: Any, other: Any, known: SideEffects) -> None:
+        """Compare a value that one call got with that of the other call at the same place."""
+        if isinstance(one, LazyVariableTracker) and not one.is_realized():
+            expect(one.source is not None and one.source == other.source, "an argument that is not read")
+            return
+        one, other = _realized(one), _realized(other)
+        expect(type(one) is type(other), "an argument of another kind")
+        if type(one) is TensorVariable:
+            self._pair(one, other, known)
+        elif type(one) is TupleVariable:
+            expect(len(one.items) == len(other.items), "an argument of another length")
+            for inner, other_inner in zip(one.items, other.items, strict=True):
+                self.compare(inner, other_inner, known)
+        elif type(one) is SymNodeVariable:
+            expect(str(one.sym_num) == str(other.sym_num), "a number that varies")
+            self._pair_nodes(one, other)
+        else:
+            expect(_is_constant(one) and equal(one.value, other.value), "an argument")
+
+    def _pair(self, one: Any, other: Any, known: SideEffects) -> None:
+        facts = [facts_of(variable.proxy.node.meta["example_value"]) for variable in (one, other)]
+        expect(facts[0] == facts[1], "a tensor of another kind")
+        expect(one.source == other.source, "a tensor that comes from elsewhere")
+        expect(not any(map(known.has_pending_mutation, (one, other))), "a tensor with attributes")
+        self._pair_nodes(one, other)
+
+    def _pair_nodes(self, one: Any, other: Any) -> None:
+        node, other_node = one.as_proxy().node, other.as_proxy().node
+        pair = self.nodes.setdefault(node, other_node), self._back.setdefault(other_node, node)
+        expect(pair == (other_node, node), "an argument that is another one too")
+        self.variables[node] = other
+
+
+def _realized(variable: Any) -> Any:
+    while isinstance(variable, LazyVariableTracker):
+        variable = variable.realize()
+    return variable
+
+
+def _is_constant(variable: Any) -> bool:
+    plain = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+    return type(variable) is ConstantVariable and isinstance(variable.value, plain)
+
+
+class _Trace:
+    """What a call of a module added to Dynamo's graph.
+
+    Args:
+        call: The call.
+        result: What it returned.
+        nodes: The nodes that it added.
+        inputs: The inputs that it added, in order.
+        calls_before: How often each module that it called was called before it, by names.
+        calls: How often it called each module.
+        changes_before: How often something was changed before it.
+        age: Of what was made as it began; what was made before is younger by that number.
+    """
+
+    def __init__(
+        self,
+        call: _Call,
+        result: Any,
+        nodes: list[fx.Node],
+        inputs: list[fx.Node],
+        calls_before: dict[str, int],
+        calls: dict[str, int],
+        changes_before: int,
+        age: int,
+    ) -> None:
+        self.call, self.result, self.nodes, self.inputs = call, result, nodes, inputs
+        self.calls_before, self.calls = calls_before, calls
+        self.changes_before, self.age = changes_before, age
+        self.outer = frozenset(call.tx.nn_module_stack)
+        self.returned = frozenset(_nodes_of(result))
+        self._read: Read | None = None
+
+    def read(self, aliases: Sequence[tuple[Source, Source]] = ()) -> Read:
+        """List what was read of the module, with the first list of what was reached from two places that is given."""
+        if self._read is None:
+            self._read = Read(self.call.tx.output, self.call.source, aliases)
+        return self._read
+
+    def copy_for(self, other: _Call, aliases: Sequence[tuple[Source, Source]]) -> Any:
+        """Return what another call returns, with the nodes for it in the graph.
+
+        Raises:
+            UnlikeError: That call is not shown to be alike; nothing was added.
+        """
+        call, known = self.call, other.tx.output.side_effects
+        expect(call.form == other.form, "other arguments")
+        call.circumstances.expect_same(other.circumstances)
+        leaves = _Leaves()
+        for one, another in zip(call.values, other.values, strict=True):
+            leaves.compare(one, another, known)
+        is_new_or_given = all(node in leaves.nodes or node.op != "placeholder" for node in self.returned)
+        expect(is_new_or_given, "a result that is a parameter")
+        likeness = Likeness(other.tx.output, self.read(aliases), other.source)
+        inputs = self._inputs(likeness, leaves)
+        try:
+            return _Copy(self, other, leaves, likeness, inputs).make()
+        except Exception as error:  # whatever it is: what was added can't be taken back
+            _traced_whole.add(other.tx.output.root_tx.f_code)
+            log.debug("%s is captured again, without copies", call.module.value_type.__name__, exc_info=True)
+            raise UnspecializeRestartAnalysis(restart_reason="a copy of a module's trace failed") from error
+
+    def _inputs(self, likeness: Likeness, leaves: _Leaves) -> dict[fx.Node, Source | None]:
+        """List the inputs that the nodes read, in order, each with its source in the other module, None for itself."""
+        own, sources = set(self.nodes), dict[fx.Node, Source | None]()
+        used = (use for node in self.nodes for use in node.all_input_nodes if use not in own)
+        for node in dict.fromkeys((*self.inputs, *used)):
+            if node not in leaves.nodes:
+                expect(node.op == "placeholder", "a value from outside")
+                source = node.meta["grapharg"].source if "grapharg" in node.meta else None
+                is_outside = source is None or not self.read().has(source)
+                sources[node] = None if is_outside else self._other_source(node, cast(Source, source), likeness)
+        return sources
+
+    def _other_source(self, node: fx.Node, source: Source, likeness: Likeness) -> Source:
+        value = node.meta["example_value"]
+        is_static = isinstance(value, torch.Tensor) and not value._has_symbolic_sizes_strides
+        is_itself = source in self.read().tensors and not isinstance(source, (FloatTensorSource, NumpyTensorSource))
+        expect(is_static and is_itself, "an input of the module that varies")
+        other = likeness.other_of(source)
+        likeness.value_of(other)
+        return other
+
+
+class _Copy:
+    """The nodes of a trace, added once more for another call."""
+
+    def __init__(
+        self,
+        trace: _Trace,
+        call: _Call,
+        leaves: _Leaves,
+        likeness: Likeness,
+        inputs: dict[fx.Node, Source | None],
+    ) -> None:
+        self._trace, self._tx, self._leaves, self._likeness = trace, call.tx, leaves, likeness
+        self._output = call.tx.output
+        self._names = tuple(_name_in_stack(of.module) for of in (trace.call, call))
+        self._others: dict[fx.Node, fx.Node] = dict(leaves.nodes)
+        self._inputs = inputs
+        self._returned: dict[fx.Node, Any] = {}
+
+    def make(self) -> Any:
+        """Add the inputs, the guards and the nodes; return what the call returns."""
+        calls_before = dict(self._tx.num_calls)
+        for node, source in self._inputs.items():
+            self._others[node] = node if source is None else self._input(node, source, calls_before)
+        for guard in self._likeness.guards:
+            self._output.guards.add(guard, collect_debug_stack=False)
+        self._output.guard_on_key_order.update(map(self._likeness.other_of, self._trace.read().in_order))
+        for node in self._trace.nodes:
+            self._others[node] = self._node(node, calls_before)
+        for name, count in self._trace.calls.items():
+            other = self._renamed(name)
+            self._tx.num_calls[other] = self._tx.num_calls.get(other, 0) + count
+        return self._result(self._trace.result)
+
+    def _input(self, node: fx.Node, source: Source, calls_before: dict[str, int]) -> fx.Node:
+        count = len(self._output.placeholders)
+        variable = VariableBuilder(self._tx, source)(self._likeness.value_of(source))
+        added: fx.Node = variable.as_proxy().node
+        if len(self._output.placeholders) > count and "nn_module_stack" in node.meta:
+            added.meta["nn_module_stack"] = self._stack(node, calls_before)
+        return added
+
+    def _node(self, node: fx.Node, calls_before: dict[str, int]) -> fx.Node:
+        tracer = self._output.current_tracer
+        arguments, named = fx.map_arg((node.args, node.kwargs), self._others.__getitem__)
+        first, last = _names_of(node)
+        added: fx.Node = tracer.create_node(node.op, node.target, arguments, named, first, node.type)
+        own = ("example_value", "creation_timestamp")
+        added.meta.update({key: value for key, value in node.meta.items() if key not in own})
+        if "nn_module_stack" in node.meta:
+            added.meta["nn_module_stack"] = self._stack(node, calls_before)
+        if "source_fn_stack" in node.meta:
+            *outer, (_, target) = node.meta["source_fn_stack"]
+            added.meta["source_fn_stack"] = [*outer, (added.name, target)]
+        if first != last:
+            added._rename(last)
+        if node in self._trace.returned:
+            self._returned[node] = wrap_fx_proxy(self._tx, fx.Proxy(added, tracer))
+        else:
+            set_example_value(added, get_fake_value(added, self._tx))
+        value = added.meta["example_value"]
+        expect(_facts(value) == _facts(node.meta["example_value"]), f"{added.name} is another")
+        return added
+
+    def _stack(self, node: fx.Node, calls_before: dict[str, int]) -> dict[str, Any]:
+        """Return the modules that the copy of a node is in, by their names."""
+        stack = dict(self._tx.nn_module_stack)
+        for key, (name, kind) in node.meta["nn_module_stack"].items():
+            if key in self._trace.outer:
+                continue
+            other, before = self._renamed(name), self._trace.calls_before.get(name, 0)
+            number, _, calls = key.partition("@")
+            number = str(self._likeness.modules.get(int(number), number))
+            count = calls_before.get(other, 0) + int(calls or 0) - before
+            stack[f"{number}@{count}" if count else number] = other, kind
+        return stack
+
+    def _renamed(self, name: str) -> str:
+        one, other = self._names
+        rest = name.removeprefix(one)
+        return other + rest if name.startswith(one) and not rest[:1].isalnum() else name
+
+    def _result(self, variable: Any) -> Any:
+        variable = _realized(variable)
+        if type(variable) is TupleVariable:
+            return TupleVariable([self._result(item) for item in variable.items])
+        if _is_constant(variable):
+            return ConstantVariable.create(variable.value)
+        node = variable.as_proxy().node
+        return self._leaves.variables[node] if node in self._leaves.variables else self._returned[node]
+
+
+def _names_of(node: fx.Node) -> tuple[str, str]:
+    """Return the name that a node was made with, and that of a variable that it was stored in, without numbers."""
+    made = node.meta.get("source_fn_stack")
+    names = made[-1][0] if made else node.name, node.name
+    first, last = (_NUMBER_AT_END.sub("", name) for name in names)
+    return first, last
+
+
+def _name_in_stack(module: UnspecializedNNModuleVariable) -> str:
+    """Name a module as Dynamo names it where it says which modules a node is in."""
+    name: str = module.get_nn_module_stack_source().name
+    return _MEMBER.sub(r".\2", name)
+
+
+def _facts(value: Any) -> Any:
+    """List what code can ask of what a node gives."""
+    if isinstance(value, torch.Tensor):
+        return facts_of(value)
+    return tuple(map(_facts, value)) if isinstance(value, (tuple, list)) else (type(value), str(value))
+
+
+class _Changes:
+    """What the traced code has changed that is not of the graph: attributes, lists, globals.
+
+    Args:
+        known: What Dynamo knows of objects that code may change.
+    """
+
+    def __init__(self, known: SideEffects) -> None:
+        self._known = known
+        self._changed: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._changed)
+
+    def note(self, item: Any) -> None:
+        """Note that an object is changed."""
+        self._changed.append(item)
+
+    def of_older(self, since: int, age: int) -> bool:
+        """Whether any object older than some age was changed since there were so many changes, or any tensor."""
+        changed = self._changed[since:]
+        return any(_age_of(item) < age or isinstance(item, TensorVariable) for item in changed)
+
+    def may_be_read(self, since: int, age: int) -> bool:
+        """Whether a module could read, other than from what it is called with, what was changed since then.
+
+        It could where the object was there before the traced code ran, or where such an object has come to hold it.
+        """
+        items = [item for item in self._changed[since:] if _age_of(item) < age]
+        if not all(map(_is_new, items)):
+            return True
+        held = _held_by_existing(self._known) if items else set()
+        return any(id(item) in held for item in items)
+
+
+def _age_of(item: Any) -> int:
+    return getattr(item.mutation_type, "age", 0) if _is_new(item) else 0
+
+
+def _is_new(item: Any) -> bool:
+    return isinstance(item.mutation_type, (AttributeMutationNew, ValueMutationNew))
+
+
+def _held_by_existing(known: SideEffects) -> set[int]:
+    """List, by their ids, what can be reached from objects that were there before the traced code changed them."""
+    existing = [v for v in known.id_to_variable.values() if v.mutation_type is not None and not _is_new(v)]
+    reached, ahead = set[int](), [v for v in existing if known.is_modified(v) or known.has_pending_mutation(v)]
+    while ahead:
+        variable = ahead.pop()
+        if id(variable) not in reached:
+            reached.add(id(variable))
+            attributes = list(known.store_attr_mutations.get(variable, {}).values())
+            VariableTracker.visit(ahead.append, [variable, attributes])
+    return reached
+
+
+class _Traces:
+    """The traces of calls of modules in one graph, and what was changed since it was begun.
+
+    Args:
+        output: Dynamo's graph that is being made.
+
+    Attributes:
+        unseen: How often code has asked which object something is, or has run what Dynamo does not trace.
+        aliases: The sources of what was reached from two places: that of the second one, and the first one's.
+    """
+
+    def __init__(self, output: Any) -> None:
+        self.output, self.changes = output, _Changes(output.side_effects)
+        self.unseen = 0
+        self.aliases: list[tuple[Source, Source]] = []
+        self._by_class: defaultdict[type, list[_Trace]] = defaultdict(list)
+        self._misses = Counter[type]()
+
+    def call(self, call: _Call) -> Any:
+        """Copy a trace that holds for a call, or else trace it."""
+        kind = type(call.module.value)
+        if self._misses[kind] == _MOST_MISSES:
+            return _call(call.module, call.tx, list(call.arguments), call.named)
+        for trace in self._by_class[kind]:
+            try:
+                expect(not self.changes.may_be_read(trace.changes_before, trace.age), "something was changed")
+                result = trace.copy_for(call, self.aliases)
+                self._misses[kind] = -sys.maxsize  # it pays here
+                return result
+            except TorchDynamoException:
+                raise
+            except Exception as error:  # what is compared is code of torch and of users: what fails isn't alike
+                log.debug("%s is traced: %s", kind.__name__, error)
+        self._misses[kind] += bool(self._by_class[kind])
+        return self._trace(call)
+
+    def _trace(self, call: _Call) -> Any:
+        output, tx = call.tx.output, call.tx
+        age, changes_before, hidden_before = next(_ages), len(self.changes), self._hidden()
+        last, inputs_before, calls_before = output.graph._root.prev, len(output.placeholders), dict(tx.num_calls)
+        result = _call(call.module, tx, list(call.arguments), call.named)
+        nodes, inputs = _nodes_after(last), output.placeholders[inputs_before:]
+        traces = self._by_class[type(call.module.value)]
+        is_pure = hidden_before == self._hidden() and not self.changes.of_older(changes_before, age)
+        if len(traces) < _MOST_TRACES and is_pure and _can_be_copied(nodes, result):
+            counts = {name: n - calls_before.get(name, 0) for name, n in tx.num_calls.items()}
+            calls = {name: count for name, count in counts.items() if count}
+            traces.append(_Trace(call, result, nodes, inputs, calls_before, calls, changes_before, age))
+        return result
+
+    def _hidden(self) -> tuple[int, ...]:
+        """Count what Dynamo does at the end beside the graph, and what is made for operations that have code inside."""
+        output = self.output
+        known = output.side_effects
+        lists = known.tensor_hooks, known.save_for_backward, output.random_calls, output.nn_modules
+        return self.unseen, *map(len, lists)
+
+
+def _nodes_after(node: fx.Node) -> list[fx.Node]:
+    """List the nodes that were added at the end of the graph since a node was its last one."""
+    nodes: list[fx.Node] = []
+    while (node := node.next).op != "root":
+        nodes.append(node)
+    return nodes
+
+
+def _can_be_copied(nodes: list[fx.Node], result: Any) -> bool:
+    added = [node for node in nodes if node.op != "placeholder"]
+    return len(added) >= _FEWEST_NODES and all(map(_is_operation, added)) and _is_of_values(result)
+
+
+def _is_operation(node: fx.Node) -> bool:
+    """Whether a node is an operation, with nothing inside of it and of constants that any module would give it."""
+    is_called = node.op in ("call_function", "call_method") and not isinstance(node.target, _WITH_MORE_INSIDE)
+    is_of_values = "example_value" in node.meta and _KNOWN_OF_NODES.issuperset(node.meta)
+    given: list[Any] = []
+    fx.node.map_aggregate((node.args, node.kwargs), given.append)
+    return is_called and is_of_values and all(isinstance(value, fx.Node) or is_plain(value) for value in given)
+
+
+def _is_of_values(result: Any) -> bool:
+    """Whether a module returned tensors and constants, alone or in a tuple."""
+    result = _realized(result)
+    if type(result) is TupleVariable:
+        return result.source is None and all(map(_is_of_values, result.items))
+    return type(result) is TensorVariable or (_is_constant(result) and result.source is None)
+
+
+def _nodes_of(result: Any) -> Iterator[fx.Node]:
+    """Go through the nodes of the tensors that a module returned."""
+    result = _realized(result)
+    if type(result) is TupleVariable:
+        for item in result.items:
+            yield from _nodes_of(item)
+    elif type(result) is TensorVariable:
+        yield result.as_proxy().node
+
+
+def _call_or_copy(module: UnspecializedNNModuleVariable, tx: Any, arguments: list[Any], named: dict[str, Any]) -> Any:
+    """Call a module as Dynamo does; where an earlier call of one that is alike was traced, copy that."""
+    is_plain = type(module) in (UnspecializedNNModuleVariable, UnspecializedBuiltinNNModuleVariable)
+    is_whole = tx.output.root_tx.f_code in _traced_whole
+    source, value = module.source, cast(Any, module.value)
+    if not is_plain or is_whole or source is None or not value._modules:
+        return _call(module, tx, arguments, named)
+    try:
+        call = _Call(module, source, tx, tuple(arguments), dict(named), _Circumstances.of(tx))
+    except UnlikeError:
+        return _call(module, tx, arguments, named)
+    return _traces_of(tx.output).call(call)
+
+
+def _note_change(known: SideEffects, item: Any) -> Any:
+    """Note that something is changed."""
+    output = known.output_graph_weakref()
+    if output is not None:
+        _traces_of(output).changes.note(item)
+    return _check_change(known, item)
+
+
+def _store_as_constant(tx: Any, *arguments: Any, **named: Any) -> Any:
+    """Note that a function runs now, whose result is a constant from then on: nothing guards what it reads."""
+    _traces_of(tx.output).unseen += 1
+    return _store(tx, *arguments, **named)
+
+
+def _identify(one: Any, other: Any) -> Any:
+    """Note that code asks whether two objects are the same one: nothing guards that, and another module may differ."""
+    if _is_one_of_many(one) and _is_one_of_many(other):
+        _note_unseen()
+    return _compare_identity(one, other)
+
+
+def _note_unseen() -> None:
+    _traces_of(InstructionTranslator.current_tx().output).unseen += 1
+
+
+def _is_one_of_many(variable: Any) -> bool:
+    if isinstance(variable, LazyVariableTracker) and not variable.is_realized():
+        return not is_plain(variable.peek_value())
+    variable = _realized(variable)
+    return variable.source is not None and not is_plain(variable.get_real_python_backed_value())
+
+
+def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Note that code looks something up by which object it is."""
+
+    @functools.wraps(method)
+    def noted(variable: Any, *arguments: Any, **named: Any) -> Any:
+        if _is_one_of_many(variable):
+            _note_unseen()
+        return method(variable, *arguments, **named)
+
+    return noted
+
+
+def _identified(variable: Any, tx: Any, *arguments: Any) -> Any:
+    """Note that code asks for the `id` of something."""
+    _note_unseen()
+    return _call_id(variable, tx, *arguments)
+
+
+def _build(builder: VariableBuilder, value: Any) -> Any:
+    """Note that something is reached from a second place."""
+    known = builder.tx.output.side_effects
+    if value in known:
+        first = known[value].source
+        if first is not None and first.name != builder.source.name:
+            _traces_of(builder.tx.output).aliases.append((builder.source, first))
+    return _build_variable(builder, value)
+
+
+def _begin_mutable(mutation_type: MutationType, *arguments: Any) -> None:
+    """Number what code may change, as it is made."""
+    _begin(mutation_type, *arguments)
+    mutation_type.age = next(_ages)  # type: ignore[attr-defined]
+
+
+def _traces_of(output: Any) -> _Traces:
+    for traces in reversed(_state.traces):
+        if traces.output is output:
+            return traces  # type: ignore[no-any-return]
+    _state.traces.append(_Traces(output))
+    return _traces_of(output)
+
+
+@contextmanager
+def copied() -> Iterator[None]:
+    """Have what is traced meanwhile traced once for modules that are alike."""
+    before, _state.traces = _state.traces, []
+    try:
+        yield
+    finally:
+        _state.traces = before
+
+
+_MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]")
+_state = types.SimpleNamespace(traces=[])
+_traced_whole: weakref.WeakSet[types.CodeType] = weakref.WeakSet()  # code of which a copy failed
+_call = UnspecializedNNModuleVariable.call_function
+_ages = itertools.count(1)
+_begin, _build_variable = MutationType.__init__, VariableBuilder.__call__
+_check_change, _store = SideEffects.check_allowed_side_effect, functions.invoke_and_store_as_constant
+_call_id = builtin.BuiltinVariable.call_id
+_compare_identity: Any = getattr(object_protocol, "vt_identity_compare", None)
+
+
+def _stand_ins() -> tuple[tuple[Any, str, Any], ...]:
+    """List what stands in for functions of Dynamo; nothing where it isn't seen which objects code compares."""
+    looked_up = VariableTracker, UserDefinedObjectVariable, TensorVariable
+    try:
+        stand_ins = (
+            (UnspecializedNNModuleVariable, "call_function", _call_or_copy),
+            (SideEffects, "check_allowed_side_effect", _note_change),
+            (MutationType, "__init__", _begin_mutable),
+            (VariableBuilder, "__call__", _build),
+            (functions, "invoke_and_store_as_constant", _store_as_constant),
+            (nn_module, "invoke_and_store_as_constant", _store_as_constant),
+            (object_protocol, "vt_identity_compare", _identify),
+            (builtin, "vt_identity_compare", _identify),
+            (utils, "_get_fake_tensor", _noting(utils._get_fake_tensor)),
+            (builtin.BuiltinVariable, "call_id", _identified),
+            *((kind, "hash_impl", _noting(kind.hash_impl)) for kind in looked_up),
+        )
+    except AttributeError:  # PyTorch before 2.13
+        return ()
+    is_known = all(hasattr(owner, name) for owner, name, _ in stand_ins)
+    return stand_ins if is_known and hasattr(VariableTracker, "get_real_python_backed_value") else ()
+
+
+WHILE_CAPTURING = _stand_ins()
