@@ -139,8 +139,8 @@ def _capture_with(
         warnings.catch_warnings(),
         byte_targets.traced(),
         folding.shaped_at_once(),
-        repeated_modules.copied(),
         collecting_what_it_leaves(),
+        repeated_modules.copied(),  # within: what its traces hold is to be collected too
     ):
         warnings.filterwarnings("ignore", "Error detected in")  # said of a backward that fails while it is traced
         result = _capture(code, *arguments, **options)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hiremate_lightning import hiremate
 from hiremate_lightning.torch_private import repeated_modules
 from tests.exact import TORCH, simple_loop, train_both
 
@@ -137,3 +140,15 @@ def test_a_change_of_one_layer_between_steps_trains_bit_for_bit():
         return log + simple_loop(batch, steps=2)(module)
 
     train_both(lambda: Stack(Block), loop)
+
+
+def test_nothing_of_the_trace_is_left_as_garbage():
+    """It would hold tensors of the step, which then count as there."""
+    model = hiremate(Stack(Block), "80%", verbose=False)
+    gc.collect()
+    gc.disable()
+    try:
+        model(batch(0)).square().mean().backward()
+        assert not [kind for kind in map(type, gc.get_objects()) if kind.__name__ == "TensorVariable"]
+    finally:
+        gc.enable()
