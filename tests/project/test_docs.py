@@ -152,7 +152,8 @@ def _anchors(page: Path) -> set[str]:
 # ---------------------------------------------------------------- texts of errors and warnings
 
 SHOWN = ("warn", "say", "_say", "rank_zero_warn", "warning")  # what they are given is shown to users
-NOT_SHOWN = {"AttributeError", "WorkerLostError", "TypeError", "KeyError", "StopIteration"}  # caught, or Python's own
+NOT_SHOWN = {"AttributeError", "TypeError", "KeyError", "StopIteration"}  # Python's own
+NOT_SHOWN |= {"WorkerLostError", "UnlikeError"}  # caught
 FIXED_WORDS = 3  # fewer of them, between what differs, don't tell a text
 COMPARED_WORDS = 8
 
