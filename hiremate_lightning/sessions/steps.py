@@ -150,7 +150,7 @@ class Steps:
     # ---------------------------------------------------------------- the beginning, in detail
 
     def _end_unseen_steps(self) -> None:
-        """Tell the memory that steps have ended of which nothing was seen."""
+        """Report the end of steps that ran unseen to the memory."""
         if self._is_passed_by:
             self._memory.step_ended(None)
             self._is_passed_by = False

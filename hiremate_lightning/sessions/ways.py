@@ -109,7 +109,7 @@ class AsWritten(Way):
         return self.calls.observed()
 
     def describe(self, name: str) -> str:
-        """Say of a model, by name, what its steps do that run so."""
+        """Describe such steps of the named model for the user."""
         return "Steps of other input sizes that fit the budget as they are run without a plan."
 
 
@@ -122,7 +122,7 @@ class ModulesTwice(AsWritten):
         return self.calls.twice(self.prediction.way.paths)
 
     def describe(self, name: str) -> str:
-        """Say of a model, by name, what its steps do that run so."""
+        """Describe such steps of the named model for the user."""
         return _with_less_memory(f"call as many modules of {name} twice as they need to")
 
 
@@ -143,7 +143,7 @@ class PutAside(AsWritten):
             yield
 
     def describe(self, name: str) -> str:
-        """Say of a model, by name, what its steps do that run so."""
+        """Describe such steps of the named model for the user."""
         return _with_less_memory(
             "put what the backward reads aside, in temporary files or, from a GPU, in the host's memory"
         )

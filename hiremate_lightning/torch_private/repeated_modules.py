@@ -33,7 +33,6 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._C._dynamo.guards import GlobalStateGuard
 from torch._dynamo import utils
 from torch._dynamo.exc import TorchDynamoException, UnspecializeRestartAnalysis
 from torch._dynamo.side_effects import SideEffects
@@ -45,7 +44,7 @@ from torch._dynamo.variables.base import AttributeMutationNew, MutationType, Val
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.nn_module import UnspecializedBuiltinNNModuleVariable, UnspecializedNNModuleVariable
-from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._guards import Source
 from torch._ops import HigherOrderOperator
@@ -55,7 +54,8 @@ try:
 except ImportError:  # PyTorch before 2.13
     object_protocol = None  # type: ignore[assignment]
 
-from .likeness import Likeness, Read, UnlikeError, equal, expect, facts_of, is_plain
+from .likeness import Likeness, Read, UnlikeError, expect, facts_of, is_plain
+from .module_calls import Call, Circumstances, Leaves, is_constant, realized
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -70,162 +70,37 @@ _NUMBER_AT_END = re.compile(r"_\d+$")
 
 
 @dataclass(frozen=True)
-class _Circumstances:
-    """What a call of a module depends on beside the module and what it gets.
+class _Added:
+    """What a call added to Dynamo's graph.
 
     Attributes:
-        lines: The code that calls, and that which called it, each with its line.
-        blocks: The `with` blocks that all these are in.
-        modes: What torch computes with: gradients, autocast, determinism.
+        nodes: The nodes.
+        inputs: The inputs, in order.
+        calls_before: How often each module that it called was called before it, by names.
+        calls: How often it called each module.
     """
 
-    lines: tuple[tuple[types.CodeType, int], ...]
-    blocks: tuple[Any, ...]
-    modes: GlobalStateGuard
-
-    @classmethod
-    def of(cls, tx: Any) -> _Circumstances:
-        """Look at a call that Dynamo is about to trace.
-
-        Raises:
-            UnlikeError: It depends on what is not compared.
-        """
-        expect(tx.output.current_tracer.parent is None, "in a function of its own")
-        expect(torch._C._functorch.peek_interpreter_stack() is None, "within torch.func")
-        modes = tx.symbolic_torch_function_state
-        expect(modes.torch_function_subclass_enabled and not modes.mode_stack, "a mode of torch functions")
-        expect(not torch.is_inference_mode_enabled() and not tx.output.export, "not in training")
-        frames = tuple(_frames(tx))
-        lines = tuple((frame.f_code, frame.lineno) for frame in frames)
-        blocks = tuple(entry.with_context for frame in frames for entry in frame.block_stack if entry.with_context)
-        return cls(lines, blocks, GlobalStateGuard())
-
-    def expect_same(self, other: _Circumstances) -> None:
-        """Compare with those of a later call.
-
-        Raises:
-            UnlikeError: They are others.
-        """
-        expect(self.lines == other.lines, "another line")
-        is_same = len(self.blocks) == len(other.blocks) and all(map(_is, self.blocks, other.blocks))
-        expect(is_same and self.modes.check(), "other modes")
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
-
-
-def _frames(tx: Any) -> Iterator[Any]:
-    while tx is not None:
-        yield tx
-        tx = getattr(tx, "parent", None)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call of a module: the module, and what it is called with."""
-
-    module: UnspecializedNNModuleVariable
-    source: Source
-    tx: Any
-    arguments: tuple[Any, ...]
-    named: dict[str, Any]
-    circumstances: _Circumstances
-
-    @property
-    def values(self) -> tuple[Any, ...]:
-        """What the module is called with, one after the other."""
-        return *self.arguments, *self.named.values()
-
-    @property
-    def form(self) -> tuple[Any, ...]:
-        """How many arguments there are, and the names of the others."""
-        return len(self.arguments), *self.named
-
-
-class _Leaves:
-    """Two trees of values that Dynamo traces, one of each call, compared leaf by leaf.
-
-    Attributes:
-        nodes: The nodes of the other tree's tensors by the one's.
-    """
-
-    def __init__(self) -> None:
-        self.nodes: dict[fx.Node, fx.Node] = {}
-        self.variables: dict[fx.Node, Any] = {}
-        self._back: dict[fx.Node, fx.Node] = {}
-
-    def compare(self, one: Any, other: Any, known: SideEffects) -> None:
-        """Compare a value that one call got with that of the other call at the same place."""
-        if isinstance(one, LazyVariableTracker) and not one.is_realized():
-            expect(one.source is not None and one.source == other.source, "an argument that is not read")
-            return
-        one, other = _realized(one), _realized(other)
-        expect(type(one) is type(other), "an argument of another kind")
-        if type(one) is TensorVariable:
-            self._pair(one, other, known)
-        elif type(one) is TupleVariable:
-            expect(len(one.items) == len(other.items), "an argument of another length")
-            for inner, other_inner in zip(one.items, other.items, strict=True):
-                self.compare(inner, other_inner, known)
-        elif type(one) is SymNodeVariable:
-            expect(str(one.sym_num) == str(other.sym_num), "a number that varies")
-            self._pair_nodes(one, other)
-        else:
-            expect(_is_constant(one) and equal(one.value, other.value), "an argument")
-
-    def _pair(self, one: Any, other: Any, known: SideEffects) -> None:
-        facts = [facts_of(variable.proxy.node.meta["example_value"]) for variable in (one, other)]
-        expect(facts[0] == facts[1], "a tensor of another kind")
-        expect(one.source == other.source, "a tensor that comes from elsewhere")
-        expect(not any(map(known.has_pending_mutation, (one, other))), "a tensor with attributes")
-        self._pair_nodes(one, other)
-
-    def _pair_nodes(self, one: Any, other: Any) -> None:
-        node, other_node = one.as_proxy().node, other.as_proxy().node
-        pair = self.nodes.setdefault(node, other_node), self._back.setdefault(other_node, node)
-        expect(pair == (other_node, node), "an argument that is another one too")
-        self.variables[node] = other
-
-
-def _realized(variable: Any) -> Any:
-    while isinstance(variable, LazyVariableTracker):
-        variable = variable.realize()
-    return variable
-
-
-def _is_constant(variable: Any) -> bool:
-    plain = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
-    return type(variable) is ConstantVariable and isinstance(variable.value, plain)
+    nodes: list[fx.Node]
+    inputs: list[fx.Node]
+    calls_before: dict[str, int]
+    calls: dict[str, int]
 
 
 class _Trace:
-    """What a call of a module added to Dynamo's graph.
+    """A traced call of a module.
 
     Args:
         call: The call.
         result: What it returned.
-        nodes: The nodes that it added.
-        inputs: The inputs that it added, in order.
-        calls_before: How often each module that it called was called before it, by names.
-        calls: How often it called each module.
+        added: What it added to the graph.
         changes_before: How often something was changed before it.
         age: Of what was made as it began; what was made before is younger by that number.
     """
 
-    def __init__(
-        self,
-        call: _Call,
-        result: Any,
-        nodes: list[fx.Node],
-        inputs: list[fx.Node],
-        calls_before: dict[str, int],
-        calls: dict[str, int],
-        changes_before: int,
-        age: int,
-    ) -> None:
-        self.call, self.result, self.nodes, self.inputs = call, result, nodes, inputs
-        self.calls_before, self.calls = calls_before, calls
+    def __init__(self, call: Call, result: Any, added: _Added, changes_before: int, age: int) -> None:
+        self.call, self.result = call, result
+        self.nodes, self.inputs = added.nodes, added.inputs
+        self.calls_before, self.calls = added.calls_before, added.calls
         self.changes_before, self.age = changes_before, age
         self.outer = frozenset(call.tx.nn_module_stack)
         self.returned = frozenset(_nodes_of(result))
@@ -237,7 +112,7 @@ class _Trace:
             self._read = Read(self.call.tx.output, self.call.source, aliases)
         return self._read
 
-    def copy_for(self, other: _Call, aliases: Sequence[tuple[Source, Source]]) -> Any:
+    def copy_for(self, other: Call, aliases: Sequence[tuple[Source, Source]]) -> Any:
         """Return what another call returns, with the nodes for it in the graph.
 
         Raises:
@@ -246,7 +121,7 @@ class _Trace:
         call, known = self.call, other.tx.output.side_effects
         expect(call.form == other.form, "other arguments")
         call.circumstances.expect_same(other.circumstances)
-        leaves = _Leaves()
+        leaves = Leaves()
         for one, another in zip(call.values, other.values, strict=True):
             leaves.compare(one, another, known)
         is_new_or_given = all(node in leaves.nodes or node.op != "placeholder" for node in self.returned)
@@ -260,7 +135,7 @@ class _Trace:
             log.debug("%s is captured again, without copies", call.module.value_type.__name__, exc_info=True)
             raise UnspecializeRestartAnalysis(restart_reason="a copy of a module's trace failed") from error
 
-    def _inputs(self, likeness: Likeness, leaves: _Leaves) -> dict[fx.Node, Source | None]:
+    def _inputs(self, likeness: Likeness, leaves: Leaves) -> dict[fx.Node, Source | None]:
         """List the inputs that the nodes read, in order, each with its source in the other module, None for itself."""
         own, sources = set(self.nodes), dict[fx.Node, Source | None]()
         used = (use for node in self.nodes for use in node.all_input_nodes if use not in own)
@@ -288,8 +163,8 @@ class _Copy:
     def __init__(
         self,
         trace: _Trace,
-        call: _Call,
-        leaves: _Leaves,
+        call: Call,
+        leaves: Leaves,
         likeness: Likeness,
         inputs: dict[fx.Node, Source | None],
     ) -> None:
@@ -364,10 +239,10 @@ class _Copy:
         return other + rest if name.startswith(one) and not rest[:1].isalnum() else name
 
     def _result(self, variable: Any) -> Any:
-        variable = _realized(variable)
+        variable = realized(variable)
         if type(variable) is TupleVariable:
             return TupleVariable([self._result(item) for item in variable.items])
-        if _is_constant(variable):
+        if is_constant(variable):
             return ConstantVariable.create(variable.value)
         node = variable.as_proxy().node
         return self._leaves.variables[node] if node in self._leaves.variables else self._returned[node]
@@ -468,7 +343,7 @@ class _Traces:
         self._by_class: defaultdict[type, list[_Trace]] = defaultdict(list)
         self._misses = Counter[type]()
 
-    def call(self, call: _Call) -> Any:
+    def call(self, call: Call) -> Any:
         """Copy a trace that holds for a call, or else trace it."""
         kind = type(call.module.value)
         if self._misses[kind] == _MOST_MISSES:
@@ -486,7 +361,7 @@ class _Traces:
         self._misses[kind] += bool(self._by_class[kind])
         return self._trace(call)
 
-    def _trace(self, call: _Call) -> Any:
+    def _trace(self, call: Call) -> Any:
         output, tx = call.tx.output, call.tx
         age, changes_before, hidden_before = next(_ages), len(self.changes), self._hidden()
         last, inputs_before, calls_before = output.graph._root.prev, len(output.placeholders), dict(tx.num_calls)
@@ -497,7 +372,8 @@ class _Traces:
         if len(traces) < _MOST_TRACES and is_pure and _can_be_copied(nodes, result):
             counts = {name: n - calls_before.get(name, 0) for name, n in tx.num_calls.items()}
             calls = {name: count for name, count in counts.items() if count}
-            traces.append(_Trace(call, result, nodes, inputs, calls_before, calls, changes_before, age))
+            added = _Added(nodes, inputs, calls_before, calls)
+            traces.append(_Trace(call, result, added, changes_before, age))
         return result
 
     def _hidden(self) -> tuple[int, ...]:
@@ -532,15 +408,15 @@ def _is_operation(node: fx.Node) -> bool:
 
 def _is_of_values(result: Any) -> bool:
     """Whether a module returned tensors and constants, alone or in a tuple."""
-    result = _realized(result)
+    result = realized(result)
     if type(result) is TupleVariable:
         return result.source is None and all(map(_is_of_values, result.items))
-    return type(result) is TensorVariable or (_is_constant(result) and result.source is None)
+    return type(result) is TensorVariable or (is_constant(result) and result.source is None)
 
 
 def _nodes_of(result: Any) -> Iterator[fx.Node]:
     """Go through the nodes of the tensors that a module returned."""
-    result = _realized(result)
+    result = realized(result)
     if type(result) is TupleVariable:
         for item in result.items:
             yield from _nodes_of(item)
@@ -556,7 +432,7 @@ def _call_or_copy(module: UnspecializedNNModuleVariable, tx: Any, arguments: lis
     if not is_plain or is_whole or source is None or not value._modules:
         return _call(module, tx, arguments, named)
     try:
-        call = _Call(module, source, tx, tuple(arguments), dict(named), _Circumstances.of(tx))
+        call = Call(module, source, tx, tuple(arguments), dict(named), Circumstances.of(tx))
     except UnlikeError:
         return _call(module, tx, arguments, named)
     return _traces_of(tx.output).call(call)
@@ -590,7 +466,7 @@ def _note_unseen() -> None:
 def _is_one_of_many(variable: Any) -> bool:
     if isinstance(variable, LazyVariableTracker) and not variable.is_realized():
         return not is_plain(variable.peek_value())
-    variable = _realized(variable)
+    variable = realized(variable)
     return variable.source is not None and not is_plain(variable.get_real_python_backed_value())
 
 

@@ -173,7 +173,7 @@ class _Step:
         return chosen
 
     def place(self, chosen: Sequence[Idle]) -> tuple[Away, ...]:
-        """Give each storage its places; what is used first comes first."""
+        """Choose the places of each copy. The storage that the backward uses first comes first."""
         gone, back = self._gone(chosen), self._back(chosen)
         in_order = sorted(chosen, key=lambda i: (i.first, i.made, i.storage))
         return tuple(Away(i.storage, i.made, gone[i.storage], back[i.storage]) for i in in_order)
