@@ -253,7 +253,7 @@ def _build(name: str) -> Any:
 def _planned(name: str, budget: Any, **options: Any) -> tuple[_Training, Any, Any, float]:
     """Train a new copy of a model under a budget; give the run, its plan, its session, and seconds of planning."""
     from hiremate_lightning import get_plan, hiremate
-    from hiremate_lightning.sessions.targets import targets_of
+    from hiremate_lightning.targets.modules import targets_of
 
     case = _build(name)
     planning_s = [0.0]

@@ -34,7 +34,7 @@ from zoo import sizes_that_vary
 
 from hiremate_lightning import bucket_lengths, bucket_of, hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 
 RANK = 8  # of adapters
 ROWS, MEDIAN, SHORTEST, LONGEST, WORDS = 4, 80, 16, 256, 1000

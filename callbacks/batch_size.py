@@ -23,11 +23,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from hiremate_lightning.callbacks.planning import planner_of, targets_for
 from hiremate_lightning.errors import HiRemateWarning
 from hiremate_lightning.options import SessionOptions, make_options, make_size_options
-from hiremate_lightning.sessions.targets import Target
 from hiremate_lightning.sizes.batch_size import SizeFinder
 from hiremate_lightning.sizes.size_result import BatchSizeResult
 from hiremate_lightning.sizes.size_trials import SizeTask, TrialSession
 from hiremate_lightning.sizes.training_state import TrainingState
+from hiremate_lightning.targets.modules import Target
 from hiremate_lightning.units import Budget, parse_budget
 
 MODE = "plan"

@@ -15,8 +15,8 @@ from hiremate_lightning.options import Sizes, make_options
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.reporting.metrics import plan_metrics
 from hiremate_lightning.sessions.session import Session
-from hiremate_lightning.sessions.step_target import StepTarget
-from hiremate_lightning.sessions.targets import Target, Targets, give_way
+from hiremate_lightning.targets.modules import Target, Targets, give_way
+from hiremate_lightning.targets.training_step import StepTarget
 
 UNSUPPORTED_STRATEGIES = {
     "FSDPStrategy": "FSDP1 flattens the parameters of each unit. Use ModelParallelStrategy or strategy='ddp'.",

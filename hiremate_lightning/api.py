@@ -9,13 +9,13 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from .calls.refusals import refuse
 from .errors import ConfigurationError
 from .options import Sizes, make_options, refuse_changes
 from .planning.plan import Plan
-from .sessions import compiled
-from .sessions.refusals import refuse
 from .sessions.session import Session
-from .sessions.targets import Target, Targets, give_way, targets_of
+from .targets import compiled
+from .targets.modules import Target, Targets, give_way, targets_of
 from .torch_private import compiled_calls
 
 Planned = TypeVar("Planned", bound=nn.Module | Callable[..., Any])

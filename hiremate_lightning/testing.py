@@ -20,8 +20,8 @@ from .records.graph import Graph
 from .records.schedule import Compute, Free, Operation
 from .sessions.current_step import CurrentStep
 from .sessions.session import Session
-from .sessions.targets import targets_of
 from .sessions.ways import ModulesTwice, PutAside
+from .targets.modules import targets_of
 
 OWN_PLAN, OTHER_PLAN, LEAST_MEMORY = "own plan", "plan of another step", "least memory"
 AS_WRITTEN, PUT_ASIDE, RELEASED = "as written", "as written, saved values put aside", "as written, its plan given back"

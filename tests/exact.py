@@ -14,7 +14,7 @@ from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hirem
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.planning.plan import Plan
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))  # the release that runs
 

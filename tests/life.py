@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import HiRemateWarning, hiremate
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 
 WIDTH, ROWS, MANY = 16, 256, 4096
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from hiremate_lightning import HiRemateWarning, hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from tests.sharding import Block, Left
 
 WIDTH, WORDS, ROWS, LENGTH = 32, 64, 16, 32

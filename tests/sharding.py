@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from hiremate_lightning import HiRemateWarning, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.planning.plan import Plan
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from tests.shared_memory import SharedMemory, collectives_through, communicate_through
 
 STEPS = 5

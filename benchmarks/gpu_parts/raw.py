@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import Plan
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 
 MOST_OPERATIONS = 30
 EVENTS_AROUND = 300  # on each side of the peak

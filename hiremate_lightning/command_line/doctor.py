@@ -20,6 +20,8 @@ from torch import nn
 
 from .. import torch_private
 from ..api import get_plan, hiremate, remove_hiremate
+from ..calls.refusals import refuse
+from ..calls.replaced import checkpointed_modules
 from ..errors import ConfigurationError, HiRemateError
 from ..integrations.any_script import Alive, Finder
 from ..integrations.compiled_in_place import take_aside
@@ -27,8 +29,6 @@ from ..memory.free_memory import free_host_bytes
 from ..planning.solvers import Status
 from ..planning.solvers.mip_backend import BACKENDS
 from ..planning.solvers.worker import MENDING, backend_failure
-from ..sessions.refusals import refuse
-from ..sessions.replaced import checkpointed_modules
 from ..torch_private import tensor_state
 from ..units import format_bytes, format_ratio
 from .factory import Workload, find_factory

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ..calls.eager_paths import eager_paths
+from ..calls.refusals import refuse
 from ..capturing.backend import planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError, ConfigurationError, did_you_mean, place_of
@@ -29,8 +31,6 @@ from ..measuring.profiling import CostCache, measure
 from ..memory.allocator import storage_bytes
 from ..records.costs import Profile, estimate
 from ..records.step import Step, merge
-from ..sessions.eager_paths import eager_paths
-from ..sessions.refusals import refuse
 from ..torch_private import dynamo, tensor_state
 from .arguments import DEVICES, LOSSES, ZERO_GRADS
 from .factory import ModelCall, Workload

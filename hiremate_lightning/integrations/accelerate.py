@@ -20,7 +20,7 @@ from ..options import ENVIRONMENT_BUDGET, make_options
 from ..planning.plan import Plan
 from ..reporting.metrics import plan_metrics
 from ..sessions.session import Session
-from ..sessions.targets import Target, targets_of
+from ..targets.modules import Target, targets_of
 
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 REASONS = {

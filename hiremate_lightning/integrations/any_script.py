@@ -25,13 +25,13 @@ import torch.distributed
 from torch import nn
 
 from ..api import FABRIC_WRAPPER, hiremate, inside_wrappers
+from ..calls.refusals import refuse
+from ..calls.slots import is_ours
 from ..errors import ConfigurationError, HiRemateError
 from ..planning.plan import Plan
-from ..sessions.refusals import refuse
 from ..sessions.session import Session
-from ..sessions.slots import is_ours
-from ..sessions.step_target import plans_step_of
-from ..sessions.targets import is_inside_planned, planned_module_with, targets_of
+from ..targets.modules import is_inside_planned, planned_module_with, targets_of
+from ..targets.training_step import plans_step_of
 from ..torch_private import backward_pass, compiled_modules, hooks, tensor_state
 from .compile_backend import hiremate as compile_backend
 from .compiled_in_place import CompiledCall, take_aside

@@ -30,18 +30,18 @@ import torch
 from torch import fx, nn
 
 from ..api import get_plan
+from ..calls.slots import WITH_COMPILE
 from ..capturing.backend import has_gradients, planning_backend
 from ..capturing.capture import Captured
 from ..errors import ConfigurationError, did_you_mean
 from ..options import OPTIONS, make_options
 from ..reporting.report import calls_for
 from ..running.execution import Part
-from ..sessions import compiled
-from ..sessions.compiled import CompiledSession
 from ..sessions.proofs import Proof
 from ..sessions.session import Session
-from ..sessions.slots import WITH_COMPILE
-from ..sessions.targets import planned_module_with
+from ..targets import compiled
+from ..targets.compiled import CompiledSession
+from ..targets.modules import planned_module_with
 from ..torch_private import compiled_calls
 from ..torch_private.tensor_state import is_fake, tensors_among
 

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from ..api import get_plan, hiremate, remove_hiremate
 from ..options import make_options
 from ..planning.plan import Plan
-from ..sessions.targets import Target, targets_of
+from ..targets.modules import Target, targets_of
 
 
 class HiRemateTrainerCallback(TrainerCallback):

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..calls.given import tensors_inside
 from ..measuring.aside import HAS_FILES, SavedAside
 from ..memory.free_memory import free_host_bytes
 from ..torch_private import saved_hooks, sharding, tensor_state
-from .given import tensors_inside
 from .planned_model import PlannedModel
 
 SHARE_ASIDE = 0.5  # of what the host could still hand out, and the disk of the temporary files, at most

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from ..calls.given import ModuleCall
+from ..calls.second_calls import SecondCalls
 from ..records.plain_ways import Calls
 from ..records.resizing import Sample
-from .given import ModuleCall
 from .recorded_step import RecordedStep
-from .second_calls import SecondCalls
 from .step_kind import CapturedStep, StepKind
 
 

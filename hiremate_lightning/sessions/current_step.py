@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from ..calls.given import ModuleCall
 from ..capturing.capture import Captured
 from ..measuring.profiling import TimedRun
 from ..measuring.recording import StepRecord
@@ -13,7 +14,6 @@ from ..measuring.resident_memory import ResidentMemory
 from ..records.costs import Profile
 from ..records.step import Decisions
 from ..running.program import Program
-from .given import ModuleCall
 from .recorded_step import RecordedStep
 from .releasing import Timing
 from .step_kind import GraphNumbers, Start, StepKind

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ..calls.given import ModuleCall
 from ..errors import ConfigurationError, did_you_mean
 from ..measuring.resident import Resident
 from ..objects import attempt, is_of
@@ -29,7 +30,6 @@ from ..running.execution import Part
 from ..torch_private import dynamo
 from ..torch_private.each_size import Sizes
 from .announcements import Announcements
-from .given import ModuleCall
 from .graph_programs import foresee
 from .parts import Parts
 from .recorded_step import RecordedStep

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ..calls.given import ModuleCall
 from ..measuring.aside import LEAST_ASIDE
 from ..records.costs import as_plain
 from ..records.graph import OUTSIDE, bytes_of
@@ -26,7 +27,6 @@ from ..records.plain_ways import PlainWay, may_lie_aside, ways_of
 from ..records.resizing import Bytes, Resizing
 from ..records.schedule import as_written, lower, with_checkpoints
 from ..records.simulation import Allocations, allocations
-from .given import ModuleCall
 from .step_kind import CapturedStep, StepKind
 
 UNMEASURED_RATIO = 1.3  # of what grows with the sizes in eager PyTorch to the same in the captured graph

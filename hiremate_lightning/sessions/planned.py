@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+from ..calls.given import ModuleCall
 from ..garbage import collecting_what_it_leaves
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
@@ -21,7 +22,6 @@ from ..running.program import Program
 from ..units import Budget, format_bytes
 from .current_step import CurrentStep
 from .deciding import Decision, decide_beside, decide_first, decide_measured
-from .given import ModuleCall
 from .graph_programs import GraphPrograms
 from .history import CERTAIN, starts_so
 from .largest import LargestSizes, given_at

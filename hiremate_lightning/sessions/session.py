@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..calls.eager_paths import eager_paths
+from ..calls.given import ModuleCall, tensors_inside
+from ..calls.replaced import ReplacedCheckpointing, ReplacedCompiling
 from ..capturing.backend import planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError
@@ -36,9 +39,7 @@ from ..torch_private import backward_pass, dynamo, tensor_state
 from ..torch_private.tensor_state import tensors_among
 from ..units import Budget
 from .current_step import CurrentStep
-from .eager_paths import eager_paths
 from .first_wait import FirstWait, modules_without_parts
-from .given import ModuleCall, tensors_inside
 from .graph_programs import GraphPrograms
 from .largest import Arguments, LargestSizes
 from .plan_maker import PlanMaker
@@ -46,7 +47,6 @@ from .planned import PlannedKinds
 from .planned_model import PlannedModel
 from .proofs import Proof, Proofs
 from .proving import Prover
-from .replaced import ReplacedCheckpointing, ReplacedCompiling
 from .step_kind import GraphNumbers
 from .steps import Steps
 from .unplanned import UnplannedSteps

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
+from ..calls.given import ModuleCall
 from ..measuring.resident import Resident
 from ..planning.plan import Plan
 from ..planning.solvers.base import Solution
 from ..records.plain_ways import Calls
 from ..records.resizing import Sample
 from ..running.program import Program
-from .given import ModuleCall
 from .recorded_step import RecordedStep
 
 AGAIN_AFTER = 8  # steps of a kind, then 16 more, 32, ...: code outside of its plan may come to take more

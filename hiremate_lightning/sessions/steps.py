@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..calls.given import ModuleCall
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..measuring.resident_memory import WATCHED_STEPS
@@ -21,7 +22,6 @@ from ..out_of_memory import InfeasibleBudgetError, explain
 from ..torch_private.tensor_state import tensors_among
 from .current_step import CurrentStep
 from .deciding import Decision
-from .given import ModuleCall
 from .graph_programs import GraphPrograms
 from .largest import LargestSizes
 from .planned import PlannedKinds

@@ -16,18 +16,18 @@ from dataclasses import astuple
 from functools import cache
 from typing import Any
 
+from ..calls.given import ModuleCall
+from ..calls.second_calls import SecondCalls
 from ..records.plain_ways import PlainWay
 from ..units import format_bytes
 from .aside_room import AsideRoom
 from .captured_steps import CapturedSteps
 from .current_step import CurrentStep
-from .given import ModuleCall
 from .new_sizes import NewSizes, TimedStep
 from .plain_steps import PlainSteps, Prediction
 from .planned import PlannedKinds, saves_nothing
 from .planned_model import PlannedModel
 from .releasing import Releases, Timing
-from .second_calls import SecondCalls
 from .step_kind import StepKind
 from .ways import BY_GRAPHS, AsWritten, Choices, ModulesTwice, PutAside, Way, choose_way
 

@@ -16,10 +16,10 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from ..calls.second_calls import SecondCalls
 from ..running.program import Program
 from .aside_room import AsideRoom
 from .plain_steps import Prediction
-from .second_calls import SecondCalls
 from .step_kind import StepKind
 
 

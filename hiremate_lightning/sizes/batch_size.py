@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..calls.refusals import refuse
 from ..errors import BudgetError, ConfigurationError, HiRemateWarning
 from ..memory.metering import MemoryMeter
 from ..options import SessionOptions, SizeOptions, make_options, make_size_options
@@ -32,8 +33,7 @@ from ..planning.solvers.base import Problem
 from ..records.graph import OUTSIDE, Graph
 from ..records.scaling import Scaling, difference
 from ..reporting.report import Reporter
-from ..sessions.refusals import refuse
-from ..sessions.targets import Target, Targets, targets_of
+from ..targets.modules import Target, Targets, targets_of
 from ..units import Budget, format_bytes, format_ratio, parse_budget
 from .size_result import BatchSizeResult, result_table
 from .size_search import Forecast, FoundSize, Limit, SizeTrial, search, trial_of

@@ -23,8 +23,8 @@ from ..planning.planner import resolve
 from ..records.scaling import Line
 from ..records.step import Call, Step, merge
 from ..sessions.session import Session
-from ..sessions.step_target import StepTarget
-from ..sessions.targets import Targets
+from ..targets.modules import Targets
+from ..targets.training_step import StepTarget
 from ..torch_private import hooks
 from ..units import Budget
 from .training_state import TrainingState

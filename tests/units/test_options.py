@@ -13,7 +13,7 @@ from hiremate_lightning.command_line.run import parser
 from hiremate_lightning.errors import ConfigurationError
 from hiremate_lightning.integrations.transformers_trainer import HiRemateTrainerCallback
 from hiremate_lightning.options import OPTIONS, SEARCH_OPTIONS, Option, SessionOptions, make_options, make_size_options
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from tests import option_docs
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -31,8 +31,8 @@ from hiremate_lightning import (
     remove_hiremate,
 )
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.sessions.targets import targets_of
 from hiremate_lightning.sizes.batch_size import CAUTION, SizeFinder
+from hiremate_lightning.targets.modules import targets_of
 from tests.models import GPT, UNet
 from tests.training import resident_bytes
 

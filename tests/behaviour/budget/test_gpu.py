@@ -14,7 +14,7 @@ from hiremate_lightning.memory.allocator import LEAST_REST_BYTES
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.rewriting import kernels, losses
 from hiremate_lightning.rewriting.overwriting import overwriting
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private.tensor_state import storage_id
 from tests.behaviour.exactness.test_accumulation import Wide, batch, weight_bytes
 from tests.behaviour.exactness.test_execution import compiled, keep_all, nothing_kept, results

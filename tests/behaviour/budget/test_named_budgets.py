@@ -31,7 +31,7 @@ from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.solvers import Problem, Solution, work
 from hiremate_lightning.planning.solvers.worker import Worker
 from hiremate_lightning.records.step import Decisions
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.units import parse_budget
 
 WIDTH, ROWS, STEPS = 32, 2048, 6

@@ -16,7 +16,7 @@ from hiremate_lightning.planning.solvers.base import Problem, replay
 from hiremate_lightning.planning.solvers.decisions import decisions
 from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.planning.solvers.segments import segment_policies
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import dynamo
 from tests.life import WIDTH, Net, batch, warm_up
 

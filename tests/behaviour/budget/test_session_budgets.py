@@ -13,7 +13,7 @@ from hiremate_lightning import InfeasibleBudgetError, get_plan, hiremate
 from hiremate_lightning.measuring.profiling import TimedRun
 from hiremate_lightning.planning.planner import make_plan
 from hiremate_lightning.sessions import plan_maker
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.units import format_bytes
 from tests.life import (
     MANY,

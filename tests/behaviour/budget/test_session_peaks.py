@@ -13,7 +13,7 @@ from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sessions import deciding
 from hiremate_lightning.sessions import planned as planning
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from tests.life import ROWS, WIDTH, batch, planned, recorded, session_of, step, warm_up
 
 

@@ -16,7 +16,7 @@ from hiremate_lightning.measuring.resident import BESIDE
 from hiremate_lightning.measuring.resident_memory import held_by
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.planning.plan import Plan
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from tests.exact import differing, leave_behind, quiet
 
 ROWS, WIDTH = 512, 32

@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning.calls.given import tensors_inside
 from hiremate_lightning.objects import attempt, attributes_of, held_by, is_of, plain_data
-from hiremate_lightning.sessions.given import tensors_inside
 from tests.exact import simple_loop, train_both
 
 

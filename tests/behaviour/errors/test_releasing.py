@@ -12,7 +12,7 @@ from hiremate_lightning import hiremate
 from hiremate_lightning.sessions import releasing
 from hiremate_lightning.sessions.releasing import SAMPLES, SETTLED_STEPS, Releases
 from hiremate_lightning.sessions.step_kind import StepKind
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from tests.exact import differing, leave_behind, quiet
 
 DECIDED = SETTLED_STEPS + 2 * SAMPLES - 1  # steps until it is decided

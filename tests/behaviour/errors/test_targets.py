@@ -29,7 +29,7 @@ from hiremate_lightning import (
     remove_hiremate,
 )
 from hiremate_lightning.sessions import graph_programs, slots
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import hooks
 
 OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory."  # as a CPU says it

@@ -24,7 +24,7 @@ from hiremate_lightning import CaptureError, ConfigurationError, HiRemateWarning
 from hiremate_lightning.capturing import backend
 from hiremate_lightning.capturing.capture import capture
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from tests.exact import TORCH, simple_loop, train_both
 
 ROWS, WIDTH = 256, 32

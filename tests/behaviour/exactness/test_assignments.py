@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hiremate_lightning import hiremate
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.rewriting.assignments import _step, assign, assign_to_new
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from tests.exact import captured_by, simple_loop, train_both
 
 ROWS, WIDTH = 48, 32

@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid, normalize
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.capturing import backend
 from hiremate_lightning.rewriting import contributions
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 
 ROWS, WIDTH = 64, 48
 

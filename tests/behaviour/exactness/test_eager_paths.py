@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
-from hiremate_lightning.sessions.eager_paths import OPAQUE, QUESTIONS, eager_paths
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.calls.eager_paths import OPAQUE, QUESTIONS, eager_paths
+from hiremate_lightning.targets.modules import targets_of
 
 
 @pytest.fixture

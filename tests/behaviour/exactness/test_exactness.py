@@ -60,7 +60,7 @@ def test_two_budgets_share_one_captured_step():
     assert_equal(found, expected)
     assert peaks[1] < peaks[0]
     assert found.peaks[4] <= get_plan(model.module).budget_bytes
-    from hiremate_lightning.sessions.targets import targets_of
+    from hiremate_lightning.targets.modules import targets_of
 
     assert targets_of(model.module).session.captured_count == 1
     remove_hiremate(model.module)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from hiremate_lightning import ConfigurationError, HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.callbacks import HiRemateCallback
 from hiremate_lightning.integrations import compile_backend
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import inductor
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import grad
 
 from hiremate_lightning import CaptureError, HiRemateWarning, get_plan, hiremate, remove_hiremate
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from tests.exact import leave_behind, simple_loop, train_both
 
 WIDTH, ROWS = 64, 256

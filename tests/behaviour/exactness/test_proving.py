@@ -32,7 +32,7 @@ from hiremate_lightning.rewriting.finishing import Finish
 from hiremate_lightning.running import program
 from hiremate_lightning.running.execution import Part
 from hiremate_lightning.sessions import proving, session
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import aot, changes, dynamo
 from tests.exact import TORCH, Log, differing, simple_loop
 

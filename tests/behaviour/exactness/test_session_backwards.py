@@ -14,7 +14,7 @@ from torch import nn
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.errors import CaptureError, HiRemateError
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from tests.exact import Log, leave_behind, train_both
 from tests.life import (
     MANY,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from tests.exact import quiet
 
 SIZES = (96, 128, 160, 192)

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrizations
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.measuring.python_calls import functions_called
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from tests.exact import quiet, simple_loop, train_both
 
 ROWS, WIDTH = 256, 16

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import checkpoints
 from hiremate_lightning.units import parse_budget
 from tests.exact import simple_loop, square_error, train_both

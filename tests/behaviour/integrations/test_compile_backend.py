@@ -26,7 +26,7 @@ from hiremate_lightning import (
     remove_hiremate,
 )
 from hiremate_lightning.integrations.compile_backend import get_plan
-from hiremate_lightning.sessions.compiled import _sessions
+from hiremate_lightning.targets.compiled import _sessions
 
 WIDTH, ROWS = 48, 384
 

@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
-from hiremate_lightning.sessions.replaced import checkpointed_modules
+from hiremate_lightning.calls.replaced import checkpointed_modules
 from hiremate_lightning.torch_private import compiled_modules
 from tests.exact import differing, quiet, simple_loop, train_both
 

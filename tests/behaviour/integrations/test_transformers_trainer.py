@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 from hiremate_lightning import BudgetError, ConfigurationError
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]  # transformers warns of what is its own
 

@@ -14,8 +14,8 @@ from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.options import make_options
 from hiremate_lightning.sessions import aside_room, unplanned
 from hiremate_lightning.sessions.session import Session
-from hiremate_lightning.sessions.step_target import StepTarget
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
+from hiremate_lightning.targets.training_step import StepTarget
 from tests.exact import simple_loop, train_both
 
 WIDTH = 32

@@ -12,7 +12,7 @@ from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.capturing import backend
 from hiremate_lightning.garbage import collecting_what_it_leaves
 from hiremate_lightning.sessions import graph_programs, step_watch, watching
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from tests.exact import simple_loop, train_both
 
 WIDTH, LONG = 32, 200

@@ -122,7 +122,7 @@ def test_a_mark_names_sizes_for_the_backend():
         torch._dynamo.mark_dynamic(batch["mask"], 1, min=2, max=LONG)
         call(**batch).square().mean().backward()
         model.zero_grad()
-    from hiremate_lightning.sessions.compiled import _sessions
+    from hiremate_lightning.targets.compiled import _sessions
 
     plans = [session.plans for session in list(_sessions) if session.options.plan.time_limit_s == 7]
     assert [len(own) for own in plans] == [2]

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
+from hiremate_lightning.calls.given import ModuleCall
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.records.graph import StorageKind
 from hiremate_lightning.records.plain_ways import PlainWay
 from hiremate_lightning.records.resizing import Sample
-from hiremate_lightning.sessions.given import ModuleCall
 from hiremate_lightning.sessions.plain_steps import (
     NEAR,
     ROUNDING,
@@ -23,7 +23,7 @@ from hiremate_lightning.sessions.plain_steps import (
     PlainSteps,
 )
 from hiremate_lightning.sessions.step_kind import CapturedStep, StepKind
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from tests.exact import simple_loop, train_both
 from tests.tiny import Builder
 

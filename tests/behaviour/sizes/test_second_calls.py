@@ -21,13 +21,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from hiremate_lightning import HiRemateError, get_plan, hiremate
+from hiremate_lightning.calls.module_state import ModuleState, UnknownStateError
+from hiremate_lightning.calls.second_calls import OBSERVED_STEPS, SecondCalls, _PathsInGraphs
 from hiremate_lightning.measuring import outside
 from hiremate_lightning.measuring.outside import Outside
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sessions import unplanned
-from hiremate_lightning.sessions.module_state import ModuleState, UnknownStateError
-from hiremate_lightning.sessions.second_calls import OBSERVED_STEPS, SecondCalls, _PathsInGraphs
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from tests.exact import simple_loop, train_both
 
 WIDTH, DEPTH = 32, 4

@@ -11,7 +11,7 @@ from torch import nn
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.sessions import graph_programs, recorded_step, step_watch
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from tests.life import (
     MANY,
     ROWS,

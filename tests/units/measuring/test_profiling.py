@@ -28,7 +28,7 @@ from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.records.costs import Profile, estimate
 from hiremate_lightning.records.schedule import lower
 from hiremate_lightning.running.program import build
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import tensor_state
 from tests.lazily import recompute_lazily
 

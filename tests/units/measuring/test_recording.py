@@ -10,7 +10,7 @@ from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.measuring.describing import describe
 from hiremate_lightning.measuring.recording import StepRecord
 from hiremate_lightning.measuring.resident import LeftOutputs, Resident
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 
 ROWS, WIDTH = 256, 16
 SIZE = ROWS * WIDTH * 4  # bytes of an activation

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
+from ..sessions.session import Session
 from ..torch_private import compiled_calls
 from .overseeing import listen_to_optimizers
-from .session import Session
 
 Key = tuple[tuple[str, str], ...]  # options by name, as text
 

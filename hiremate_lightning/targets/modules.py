@@ -19,7 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..calls.refusals import reason_of_others, refuse, refuse_each
+from ..calls.slots import Slot, WaitingSlots, slot_for
 from ..errors import ConfigurationError, HiRemateWarning, did_you_mean
+from ..sessions.session import Session
 from ..torch_private import backward_pass, dynamo, hooks, sharding, tensor_state
 from .entry_points import Compiler, call_forward, call_found
 from .overseeing import (
@@ -31,9 +34,6 @@ from .overseeing import (
     requires_gradient,
     without_labels,
 )
-from .refusals import reason_of_others, refuse, refuse_each
-from .session import Session
-from .slots import Slot, WaitingSlots, slot_for
 
 Target = str | Sequence[str] | None
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..calls.slots import WITH_COMPILE
 from ..errors import CaptureError
+from ..sessions.session import Session
 from ..torch_private import dynamo, hooks, tensor_state
-from .session import Session
-from .slots import WITH_COMPILE
 
 UNPLANNED = (
     "trains without its plan: an optimizer stepped twice, and none of the planned calls ran in between. A plan runs "

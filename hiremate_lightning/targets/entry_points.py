@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..sessions.session import Session
 from ..torch_private import dynamo
-from .session import Session
 
 
 def call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..calls.refusals import refuse
+from ..calls.slots import StepSlot
 from ..errors import ConfigurationError
+from ..sessions.session import Session
 from ..torch_private import sharding
 from .entry_points import Compiler, call_found, call_training_step
 from .overseeing import check_captured, leaving_no_trace, listen_to_optimizers, without_labels
-from .refusals import refuse
-from .session import Session
-from .slots import StepSlot
 
 
 class StepTarget:

@@ -1,0 +1,1 @@
+"""Which calls are planned, and how they come to a session."""
