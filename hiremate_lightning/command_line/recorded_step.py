@@ -12,7 +12,7 @@ from torch import nn
 
 from ..capturing.capture import Captured
 from ..measuring.describing import describe
-from ..measuring.recording import Run, StepRecord
+from ..measuring.recording import Existing, Run, StepRecord
 from ..memory.counting import CountingMeter
 from ..records.costs import Profile
 from ..records.schedule import keep_all, lower
@@ -35,7 +35,7 @@ class RecordedStep:
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
-        self.record = StepRecord(None, 0, 0, 0, sees_frees=False)
+        self.record = StepRecord(None, Existing())
         self.meter = CountingMeter(torch.device("cpu"))
         self.path = ""
         self._paths: list[str] = []
@@ -51,7 +51,7 @@ class RecordedStep:
         """
         self._paths.clear()
         self.meter = CountingMeter(device, sharding.resized_tensors(root))
-        self.record = StepRecord(None, 0, 0, 0, sees_frees=False, root=root, meter=self.meter)
+        self.record = StepRecord(None, Existing(), root, self.meter)
         try:
             yield
         finally:

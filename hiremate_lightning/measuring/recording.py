@@ -122,6 +122,28 @@ class Run:
         return replace(graph, storages=tuple(storages), held=(*graph.held, *roots)), profile
 
 
+@dataclass(frozen=True, slots=True)
+class Existing:
+    """The memory that exists when a step begins.
+
+    Attributes:
+        resident_bytes: What stays.
+        stale_bytes: What is freed before the backward is called.
+        left_bytes: Outputs of the step before that are freed as the last forward returns.
+        sees_frees: Whether the measurement sees what is freed of these: that step was measured.
+    """
+
+    resident_bytes: int = 0
+    stale_bytes: int = 0
+    left_bytes: int = 0
+    sees_frees: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """All bytes."""
+        return self.resident_bytes + self.stale_bytes + self.left_bytes
+
+
 class StepRecord:
     """A step under way.
 
@@ -130,17 +152,14 @@ class StepRecord:
 
     Args:
         device: Whose memory is measured; None for none, where a step runs on tensors without memory.
-        resident_bytes: Bytes that exist when it begins, and stay.
-        stale_bytes: Bytes that exist when it begins, and are freed before the backward is called.
-        left_bytes: Bytes of outputs of the step before that are freed as the last forward returns.
-        sees_frees: Whether the step before it was measured.
+        existing: The memory that exists when it begins.
         root: The model, None where none of it can be sharded.
         meter: Measures the memory, by default that of the device.
 
     Attributes:
         has_memory: Whether its tensors have memory.
-        existing_bytes: Bytes that existed when it began: resident ones, stale ones, and outputs of the step before.
-        counted: Storages of which these are, where that is known.
+        existing: The memory that existed when it began.
+        counted: Storages that this was in, where that is known.
         runs: Its runs, in the order of their forwards.
         backwards: Indices of the runs, in the order of their backwards.
         parameters: Which parameters they were given, by identity.
@@ -155,22 +174,17 @@ class StepRecord:
     def __init__(
         self,
         device: torch.device | None,
-        resident_bytes: int,
-        stale_bytes: int,
-        left_bytes: int,
-        sees_frees: bool,
+        existing: Existing,
         root: torch.nn.Module | None = None,
         meter: Meter | None = None,
     ) -> None:
-        self._sees_frees = sees_frees
         self._sharded = root if root is not None and sharding.has_units(root) else None
-        self._stale_bytes, self._left_bytes = stale_bytes, left_bytes
         self._watched: tuple[int, bool] | None = None  # what the step before left: bytes, and whether taken for stale
         self._left = set[Mark]()  # of this step's outputs, those that the next one has not seen released
         self._next: weakref.ref[StepRecord] | None = None
         self._thread = threading.get_ident()
         self.has_memory = device is not None
-        self.existing_bytes = resident_bytes + stale_bytes + left_bytes
+        self.existing = existing
         self.counted = frozenset[int]()
         self.runs: list[Run] = []
         self.backwards: list[int] = []
@@ -227,9 +241,9 @@ class StepRecord:
     @property
     def freed_bytes(self) -> int:
         """Bytes that the measurement sees freed before the backward, without `returned_bytes`."""
-        if not self._sees_frees:
+        if not self.existing.sees_frees:
             return 0
-        return self._stale_bytes if self.returned_bytes else self._stale_bytes + self._left_bytes
+        return self.existing.stale_bytes + (0 if self.returned_bytes else self.existing.left_bytes)
 
     @property
     def returned_bytes(self) -> int:
@@ -422,7 +436,7 @@ class StepRecord:
                 unwatch()
             spans = spans_of(self._meter.intervals, self._marks)
             closed = spans.pop() if sees_end else None
-            if closed is not None and not at_once and self.is_measured and self._sees_frees:
+            if closed is not None and not at_once and self.is_measured and self.existing.sees_frees:
                 unseen = unseen_bytes(self._meter.intervals, self._marks)
                 self.grown_bytes = closed.start_bytes - unseen
             self._peak_bytes = peak_of_step(spans, at_once)
@@ -431,9 +445,9 @@ class StepRecord:
     @property
     def peak_bytes(self) -> int | None:
         """Peak of the step, resident bytes included; None where it was not measured to its end."""
-        if self._meter is None or self._meter.lost_marks or not self._sees_frees:
+        if self._meter is None or self._meter.lost_marks or not self.existing.sees_frees:
             return None
-        return self.existing_bytes + self._peak_bytes
+        return self.existing.size_bytes + self._peak_bytes
 
     def outputs_held_bytes(self, present: Collection[int]) -> int:
         """Return the bytes of outputs that someone holds after the step, beside the storages that count already.

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from ..measuring.profiling import TimedRun
-from ..measuring.recording import StepRecord
+from ..measuring.recording import Existing, StepRecord
 from ..measuring.resident_memory import ALL, LITTERED_STEPS, YOUNG
 from ..memory.metering import MemoryMeter
 from ..planning.planner import GUARD_BYTES, guard_bytes
@@ -84,8 +84,8 @@ class StepWatch:
             step.resident = self._memory.count_before_step(arguments, generation)
         resident = step.resident
         sees_frees = self._memory.sees_frees(resident)
-        sizes = (resident.size_bytes, resident.stale_bytes, resident.left_bytes)
-        record = StepRecord(self._memory.device, *sizes, sees_frees, self._memory.root)
+        existing = Existing(resident.size_bytes, resident.stale_bytes, resident.left_bytes, sees_frees)
+        record = StepRecord(self._memory.device, existing, self._memory.root)
         self._memory.watch_releases(record, arguments, generation)
         if not record.is_measured and not backward_pass.is_running():
             self._announcements.profiled()

@@ -105,7 +105,7 @@ class UnplannedSteps:
         if step.record is None:
             return
         peak_bytes, plan = step.record.peak_bytes, self._planned.latest
-        added_bytes = None if peak_bytes is None else peak_bytes - step.record.existing_bytes
+        added_bytes = None if peak_bytes is None else peak_bytes - step.record.existing.size_bytes
         self._plain.measured(step.calls, plain.likely, plain.prediction, added_bytes)
         if plain.released is not None and self._model.options.budget.share == 1:
             return  # the budget is what plain training takes

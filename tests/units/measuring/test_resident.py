@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hiremate_lightning.measuring.recording import StepRecord
+from hiremate_lightning.measuring.recording import Existing, StepRecord
 from hiremate_lightning.measuring.resident import Resident
 from hiremate_lightning.measuring.resident_memory import ALL, YOUNG, ResidentMemory
 
@@ -109,7 +109,7 @@ def test_a_glance_knows_what_is_young_and_what_the_last_look_has_seen():
     memory, old = ResidentMemory(nn.Linear(2, 2)), torch.ones(2**13)
 
     def watched(generation: int) -> list[int]:
-        record = StepRecord(torch.device("cpu"), 0, 0, 0, True, memory.root)
+        record = StepRecord(torch.device("cpu"), Existing(sees_frees=True), memory.root)
         seen = list[int]()
         record.watch_uncounted = lambda tensors: seen.extend(map(id, tensors))  # type: ignore[method-assign]
         memory.watch_releases(record, [], generation)
