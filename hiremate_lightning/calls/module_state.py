@@ -1,8 +1,9 @@
 """What a call of a module reads beside its arguments, as it was when the call began.
 
 That is: attributes of the module, of the modules below it, and of the objects that these hold; what is in their lists
-and dictionaries; attributes of their classes; global names and variables of functions that their code reads; generators
-of random numbers; and tensors. `places` says how each of them is kept and put back.
+and dictionaries; attributes of their classes; global names and variables of functions that their code reads, and code,
+defaults and attributes of these functions; generators of random numbers; and tensors. `places` says how each of them is
+kept and put back.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from types import MethodType, ModuleType, SimpleNamespace
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from .places import (
     ContextPlace,
     DictPlace,
     DrawnPlace,
+    FunctionsPlace,
     HooksPlace,
     ItemsPlace,
     KindPlace,
@@ -79,6 +81,7 @@ class ModuleState:
         self._modules, self._hooks = list[nn.Module](), list[dict[int, Any]]()
         self._seen, self._stack, self._count = set[int](), list[Any](), 0
         self._code, self._classes, self._named = dict[Any, None](), set[type](), dict[int, int]()
+        self._functions = dict[FunctionType, None]()
         self._add = self._places.append
         self._gather()
         self._settings, self._function_modes = tensor_state.settings(), tensor_state.function_modes()
@@ -162,6 +165,7 @@ class ModuleState:
         while code != (code := frozenset(self._code)):  # what it reads outside may use more code
             self._visit_outside(self._outside(code))
             self._walk()
+        self._add(FunctionsPlace(list(self._functions)))
         self._add(HooksPlace([*hooks.hooks_of_all_modules(), *self._hooks]))
 
     def _walk(self) -> None:
@@ -268,6 +272,7 @@ class ModuleState:
         for kind in outside.classes.keys() - self._classes:
             self._classes.add(kind)
             self._visit_attributes(AttributesPlace(kind, partial(vars, kind)))
+        self._functions |= outside.functions
         for cell in outside.cells:
             if id(cell) not in self._seen:
                 self._seen.add(id(cell))

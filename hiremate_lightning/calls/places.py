@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from operator import is_
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -237,6 +237,40 @@ class KindPlace(Place):
         self._holder.__class__ = value
 
 
+class FunctionsPlace(Place):
+    """Functions: their code, defaults and attributes. Few are ever changed, so all are looked at in one go."""
+
+    __slots__ = ("_holders",)
+
+    def __init__(self, holders: Sequence[FunctionType]) -> None:
+        self._holders = holders
+        super().__init__()
+
+    def _read(self) -> tuple[Any, ...]:
+        return tuple([_parts_of(holder) for holder in self._holders])
+
+    def _write(self, value: tuple[Any, ...]) -> None:
+        for holder, parts in zip(self._holders, value, strict=True):
+            if not _match_all(_parts_of(holder), parts, is_):
+                holder.__code__, holder.__defaults__, holder.__kwdefaults__ = parts[:3]
+                for own, kept in zip((holder.__kwdefaults__, vars(holder)), parts[3:], strict=True):
+                    if own is not None:
+                        own.clear()
+                        own.update(kept)
+
+    def _matches(self, are_alike: Callable[[Any, Any], bool]) -> bool:
+        return all(
+            _match_all(kept, _parts_of(holder), are_alike)
+            for kept, holder in zip(self.kept, self._holders, strict=True)
+        )
+
+
+def _parts_of(function: FunctionType) -> tuple[Any, ...]:
+    """Return what is kept of a function: code, defaults, and what is in its dictionaries of defaults and attributes."""
+    named, own = function.__kwdefaults__, function.__dict__
+    return function.__code__, function.__defaults__, named, dict(named) if named else {}, dict(own) if own else {}
+
+
 class HooksPlace(Place):
     """The hooks of modules: few have any, so all are looked at in one go."""
 
@@ -360,6 +394,12 @@ def _match(one: Any, other: Any, are_alike: Callable[[Any, Any], bool]) -> bool:
     if is_of(one, tuple):
         return len(one) == len(other) and all(map(are_alike, one, other))
     return are_alike(one, other)
+
+
+def _match_all(some: tuple[Any, ...], others: tuple[Any, ...], are_alike: Callable[[Any, Any], bool]) -> bool:
+    """Compare tuples whose items may be dictionaries or tuples."""
+    pairs = zip(some, others, strict=True)
+    return all(one is other or (type(one) is type(other) and _match(one, other, are_alike)) for one, other in pairs)
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -36,14 +36,16 @@ class Outside:
         names: The global names, by the namespace that they are in.
         classes: The classes whose attributes it reads.
         cells: Variables of the functions around it.
-        values: Default values of arguments, and objects whose methods it calls.
+        values: Default values of arguments, attributes of functions, and objects whose methods it calls.
+        functions: The functions that it calls.
         is_whole: Whether all code was looked through.
     """
 
     def __init__(self, code: Iterable[Any]) -> None:
         self.classes, self.cells, self.values = dict[type, None](), list[CellType](), list[Any]()
         self._names, self._spaces = {"forward"}, dict[int, tuple[dict[str, Any], dict[str, None]]]()
-        self._made, self._functions = set[type](), dict[FunctionType, None]()
+        self.functions = dict[FunctionType, None]()
+        self._made = set[type]()
         self._seen, self._stack = set[int](), list(code)
         self.is_whole = self._follow()
 
@@ -56,7 +58,7 @@ class Outside:
         while self._stack:
             while self._stack:
                 self._take(self._stack.pop())
-                if len(self._functions) > _MOST_CODE:
+                if len(self.functions) > _MOST_CODE:
                     return False
             for kind in self.classes:
                 self._stack += [code for code in self._methods_of(kind) if id(code) not in self._seen]
@@ -82,7 +84,8 @@ class Outside:
         if not is_code(code) or is_of_library(code):
             return
         if is_of(code, type):
-            self.classes |= dict.fromkeys(base for base in code.__mro__ if not is_of_library(base))
+            bases = (*code.__mro__, *type(code).__mro__)  # those of its metaclass too
+            self.classes |= dict.fromkeys(base for base in bases if not is_of_library(base))
         elif is_of(code, FunctionType):
             self._take_function(code)
         elif is_of(code, property):
@@ -97,7 +100,7 @@ class Outside:
             self._stack += [getattr(code, "__func__", None), attributes_of(code).get("__wrapped__")]
 
     def _take_function(self, function: FunctionType) -> None:
-        self._functions[function] = None
+        self.functions[function] = None
         space = function.__globals__
         names, attributes = _names_in(function.__code__)
         self._names |= attributes
@@ -111,7 +114,7 @@ class Outside:
         self._take_from_modules(modules, attributes)
         self.cells += function.__closure__ or ()
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        self.values += defaults
+        self.values += [*defaults, *vars(function).values()]
         for value in (*map(contents_of, function.__closure__ or ()), *defaults):
             self._read(value)
 

@@ -205,6 +205,15 @@ class Announcements:
             topic="piece",
         )
 
+    def without_gradients(self, peak_bytes: int, excess_bytes: int) -> None:
+        """Warn, once, of what is computed between calls without gradients and the next one with them."""
+        self.say(
+            f"Calls of {self._name} without gradients, and what was computed until the next call with gradients, took "
+            f"{format_bytes(peak_bytes)}, {format_bytes(excess_bytes)} above the budget. No plan can lower that: "
+            "compute a loss of many embeddings in parts, or call .eval() before calls that don't belong to training.",
+            topic="without gradients",
+        )
+
     def least(self, peak_bytes: int, budget_bytes: int) -> None:
         """Warn that nothing fits the budget."""
         least, budget = format_bytes(peak_bytes), format_bytes(budget_bytes)

@@ -38,6 +38,7 @@ from ..running.program import Program
 from ..torch_private import backward_pass, dynamo, tensor_state
 from ..torch_private.tensor_state import tensors_among
 from ..units import Budget
+from .calls_without_gradients import CallsWithoutGradients
 from .current_step import CurrentStep
 from .first_wait import FirstWait, modules_without_parts
 from .graph_programs import GraphPrograms
@@ -92,6 +93,7 @@ class Session:
         self.planned = PlannedKinds(model, maker, self._graph_programs, watching, self.largest)
         self.unplanned = UnplannedSteps(model, self.planned)
         self.steps = Steps(model, self.planned, self.unplanned, self._graph_programs, watching, self.largest)
+        self._without_gradients = CallsWithoutGradients(model)
         self._checkpointing, self._compiling = ReplacedCheckpointing(root), ReplacedCompiling(root)
         self.planned.listeners.append(self._say_replaced)
         self._tracing = ExitStack()
@@ -190,6 +192,8 @@ class Session:
         Where graphs wait, more of the iteration follows: to see what it makes, the measurement goes on.
         """
         is_own = self._memory.stepped(optimizer)
+        if is_own:
+            self._without_gradients.drop()
         if is_own and self.runs > self._runs_of_update:
             self.updates, self._runs_of_update = self.updates + 1, self.runs
         record = self._current.record
@@ -206,6 +210,7 @@ class Session:
         """Drop the step under way; what was replaced comes back."""
         self._checkpointing.put_back()
         self._compiling.put_back()
+        self._without_gradients.drop()
         self.abandon_step()
 
     # ---------------------------------------------------------------- capture
@@ -350,7 +355,7 @@ class Session:
             self.largest.called(function, arguments, tensors)
             call = ModuleCall.of(name, tensors)
             self._varying.called(name, call.shapes)
-            self.steps.called(arguments, call)
+            self._called(arguments, call)
         return self.is_plain
 
     def waits_for_modes(self) -> bool:
@@ -373,7 +378,19 @@ class Session:
         Inside of a backward, where a call is made again, the step goes on.
         """
         if not backward_pass.is_running():
-            self.steps.called(arguments)
+            self._called(arguments)
+
+    def _called(self, arguments: Any, call: ModuleCall | None = None) -> None:
+        """Learn of a call with gradients, or of what is around it."""
+        self._without_gradients.end(self.plan)
+        self.steps.called(arguments, call)
+
+    def begin_without_gradients(self, name: str, arguments: Arguments) -> None:
+        """Learn that a module is called without gradients, in training mode: between steps that is watched."""
+        step = self.steps.current
+        is_between = not backward_pass.is_running() and (step is None or step.is_over)
+        if is_between and self.plan is not None:
+            self._without_gradients.begins(name, tensors_inside(arguments))
 
     def end_step(self) -> None:
         """End the step under way, which has ended just now; what was learned is used when the next one begins."""

@@ -207,9 +207,17 @@ class UnplannedSteps:
         return self._history.likely(step.foreseen) if self._may_run_plain and step.calls else None
 
     def _gainless_kind(self, step: CurrentStep) -> StepKind | None:
-        """Return the kind of the step that begins, where nothing else is called like it and its plan gains nothing."""
+        """Return the kind of the step that begins, where nothing else is called like it and its plan gains nothing.
+
+        At sizes that no kind has been called with, that is the kind of the same code which has proved so.
+        """
         likely = self._likely(step)
-        if likely is None or self._plain.called_like(step.calls) != [likely]:
+        if likely is None:
+            return None
+        alike = self._plain.called_like(step.calls)
+        if not alike and likely.trial.is_released and saves_nothing(likely.own_plan):
+            return likely
+        if alike != [likely]:
             return None
         plain_bytes = self._plain.with_margin(likely.own_plan.unplanned.peak_bytes)
         return likely if self._planned.gains_nothing(likely, plain_bytes) else None
@@ -242,7 +250,9 @@ class UnplannedSteps:
 
     def given_back(self, step: CurrentStep, kind: StepKind) -> AsWritten | None:
         """Return how a step of a kind runs whose plan gains nothing; None where its calls are another kind's."""
-        if kind not in self._plain.called_like(step.calls):
+        alike = self._plain.called_like(step.calls)
+        is_of_new_size = not alike and saves_nothing(kind.own_plan)
+        if kind not in alike and not is_of_new_size:
             return None
         prediction = self._plain.predict(step.calls, kind, sys.maxsize, (PlainWay(),))
         return None if prediction is None else AsWritten(prediction, kind, self._second_calls, kind)

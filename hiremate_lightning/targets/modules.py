@@ -145,6 +145,8 @@ class Targets:
         if name in self._around:
             return self._call_around(module, args, kwargs)
         if not self._trains(name, module, (args, kwargs)):
+            if not torch.is_grad_enabled() and module.training and not self.is_inside and _has_weights(module):
+                self.session.begin_without_gradients(name, (args, kwargs))
             result = hooks.plain_call(module, *args, **kwargs)
             if module is self.root:
                 self._learn_of_others_weights((args, kwargs), result)

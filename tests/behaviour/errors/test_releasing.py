@@ -137,3 +137,27 @@ def test_a_step_that_takes_more_memory_without_its_plan_keeps_it(monkeypatch):
             clock.now_s += 1.0 if session.is_plain else 2.0
     assert 1 <= sum(ran_plain) <= 2
     assert not ran_plain[-1]
+
+
+def test_new_sizes_of_code_whose_plan_gains_nothing_run_unplanned():
+    """Nothing fits, and the plan of one size was given back: to capture other sizes would take seconds for nothing."""
+    logs = []
+    for is_planned in (False, True):
+        model, log, clock = make(), [], Clock()
+        if is_planned:
+            hiremate(model, "20%", verbose=False, on_infeasible="warn")
+            session = targets_of(model).session
+            session.unplanned.releases = Releases(clock)
+        with quiet():
+            for index, rows in enumerate([32] * (DECIDED + 8) + [40, 48, 24, 32, 40]):
+                model.zero_grad()
+                x = torch.randn(rows, 16, generator=torch.Generator().manual_seed(index))
+                model(x).square().mean().backward()
+                log += leave_behind(model)
+                clock.now_s += 1.0 if is_planned and session.is_plain else 2.0
+                if is_planned and index == DECIDED + 7:
+                    captured = session.captured_count
+        logs.append(log)
+    assert not differing(logs[1], logs[0])
+    assert session.captured_count == captured
+    assert session.is_released

@@ -255,6 +255,19 @@ def factor_of(x: Tensor) -> Tensor:
     return x.sigmoid()
 
 
+def bent(x: Tensor, scale: float = 2.0, *, shift: float = 0.5) -> Tensor:
+    """Compute with defaults and with an attribute of this function."""
+    return torch.tanh(x * scale + shift) * bent.factor
+
+
+bent.factor = 2.0
+
+
+def straight(x: Tensor, scale: float = 2.0, *, shift: float = 0.5) -> Tensor:
+    """Give another function its code."""
+    return x * scale + shift
+
+
 class _Slotted:
     __slots__ = ("factor",)
 
@@ -262,7 +275,11 @@ class _Slotted:
         self.factor = 2.0
 
 
-class _Reading(Block):
+class _Meta(type):
+    factor_of_all = 2.0
+
+
+class _Reading(Block, metaclass=_Meta):
     """Reads all that a second call may find changed."""
 
     of_class = 2.0
@@ -282,14 +299,15 @@ class _Reading(Block):
 
         self.around = around
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, power: float = 2.0) -> Tensor:
         y = self.norm_of_batch(self.drop(self.norm(x)).transpose(1, 2)).transpose(1, 2)
         for name in self.chosen:
             y = y + torch.tanh(self.inner[name](y) * self.scaling[name])
         y = y * self.scale * self.of_class * FACTOR * FACTORS["now"] * self.around() * factor_of(y)
+        y = torch.tanh(y * type(self).factor_of_all)
         y = torch.tanh(y * self.state.deep["x"][0] * self.slotted.factor)
         y = torch.tanh(y * self.settings.factor * self.arguments.factor * OF_CONTEXT.get() * OF_THREAD.factor)
-        y = torch.tanh(self.times(y.abs() + 1))
+        y = torch.tanh(bent(self.times(y.abs() + 1)) ** power)
         if self.draws:
             y = y * self.generator.random() * random.random() * np.random.random()  # noqa: NPY002
         if self.counts:
@@ -341,6 +359,7 @@ CHANGES = {
     "a dropout's probability": lambda block, _: setattr(block.drop, "p", 0.7),
     "its class": _set("__class__", _Otherwise),
     "an attribute of its class": lambda block, patch: patch.setattr(_Reading, "of_class", 3.0),
+    "an attribute of its metaclass": lambda block, patch: patch.setattr(_Meta, "factor_of_all", 3.0),
     "a new attribute of an outer class": lambda block, patch: patch.setattr(Block, "draws", True, raising=False),
     "a method of its class": lambda block, patch: patch.setattr(_Reading, "forward", Block.forward),
     "its own forward": lambda block, _: setattr(block, "forward", lambda x: x.sin()),
@@ -348,6 +367,12 @@ CHANGES = {
     "a global dictionary": lambda block, patch: patch.setitem(FACTORS, "now", 3.0),
     "a global function": lambda block, patch: patch.setattr(sys.modules[__name__], "factor_of", torch.tanh),
     "a variable around a function": _around,
+    "defaults of a function": lambda block, patch: patch.setattr(bent, "__defaults__", (3.0,)),
+    "named defaults of a function": lambda block, patch: patch.setattr(bent, "__kwdefaults__", {"shift": 1.0}),
+    "a named default in place": lambda block, patch: patch.setitem(bent.__kwdefaults__, "shift", 1.0),
+    "an attribute of a function": lambda block, patch: patch.setattr(bent, "factor", 3.0),
+    "code of a function": lambda block, patch: patch.setattr(bent, "__code__", straight.__code__),
+    "defaults of its forward": lambda block, patch: patch.setattr(_Reading.forward, "__defaults__", (3.0,)),
     "a hook": _hook,
     "a hook of all modules": _hook_all,
     "a module in it": lambda block, _: setattr(block, "first", nn.Linear(WIDTH, 128)),
@@ -608,6 +633,20 @@ def note() -> int:
     return len(SEEN)
 
 
+def remember() -> int:
+    """Count a call, in an attribute of this function."""
+    remember.calls += 1
+    return remember.calls
+
+
+remember.calls = 0
+
+
+class _OutsideAttribute(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * remember())
+
+
 class _OutsideGenerator(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * torch.rand(1, generator=GENERATOR)
@@ -671,6 +710,7 @@ UNFIT = {
     "settings that end before the backward": _AttendingNet,
     "a generator of its file": lambda: Net(_OutsideGenerator),
     "a list of its file, in a function": lambda: Net(_OutsideList),
+    "a counter in an attribute of a function": lambda: Net(_OutsideAttribute),
     "an iterator of its file": lambda: Net(_OutsideIterator),
     "a counter of the class that it inherits from": lambda: Net(_Inheriting),
     "a generator of NumPy": lambda: Net(_NumbersOfNumPy),

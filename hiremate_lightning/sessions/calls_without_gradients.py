@@ -1,0 +1,72 @@
+"""Calls without gradients in training mode, and what a script computes from them until the next call with gradients.
+
+A contrastive loss over a large batch is made so (GradCache: Gao et al., Scaling Deep Contrastive Learning Batch Size
+under Memory Limited Setup, 2021, arXiv 2101.06983): first all embeddings without gradients and a loss of all of them,
+then calls with gradients, chunk by chunk. Nothing of the first half is captured, so no plan lowers what it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..memory.metering import MemoryMeter
+from ..planning.plan import Plan
+from .planned_model import PlannedModel
+
+MOST_CALLS = 100  # in a row that are watched: a validation in training mode has more, and each has its events
+
+
+class CallsWithoutGradients:
+    """Measures runs of such calls, up to the next call with gradients, and warns where they exceed the budget.
+
+    The first run, the second, the fourth, the eighth and so on are measured.
+
+    Args:
+        model: The planned model.
+    """
+
+    def __init__(self, model: PlannedModel) -> None:
+        self._memory, self._announcements = model.memory, model.announcements
+        self._runs = self._calls = 0  # so far, and calls in the latest run of what was called first
+        self._first = ""  # that
+        self._meter: MemoryMeter | None = None
+        self._existing_bytes = 0  # before the latest run
+
+    def begins(self, name: str, arguments: Sequence[torch.Tensor]) -> None:
+        """Learn that a call begins: the first one of a run, or a further one.
+
+        Args:
+            name: Of the module that is called.
+            arguments: What it is given.
+        """
+        if self._calls:
+            self._calls += name == self._first
+            if self._calls > MOST_CALLS:
+                self.drop()
+            return
+        self._first, self._calls, self._runs = name, 1, self._runs + 1
+        device = self._memory.device
+        if self._runs.bit_count() > 1 or MemoryMeter.is_running(device) or not MemoryMeter.is_available(device):
+            return
+        existing = self._memory.count(arguments)
+        self._existing_bytes = existing.size_bytes + existing.stale_bytes
+        self._meter = MemoryMeter(device)
+        self._meter.start()
+
+    def end(self, plan: Plan | None) -> None:
+        """End a run, since a call with gradients begins; warn where it took more than the budget of a plan."""
+        meter, self._calls = self._meter, 0
+        if meter is None:
+            return
+        self.drop()
+        peak_bytes = self._existing_bytes + max(interval.peak_bytes for interval in meter.intervals)
+        if plan is not None and peak_bytes > plan.budget_bytes:
+            self._announcements.without_gradients(peak_bytes, peak_bytes - plan.budget_bytes)
+
+    def drop(self) -> None:
+        """Stop to measure a run."""
+        if self._meter is not None:
+            self._meter.stop()
+            self._meter = None

@@ -1,0 +1,143 @@
+"""What a script computes from calls without gradients, before the next call with them, counts for the budget."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hiremate_lightning import HiRemateWarning, get_plan, hiremate
+from hiremate_lightning.memory.metering import MemoryMeter
+from tests.exact import differing
+
+ROWS, CHUNK, WIDTH, STEPS = 512, 128, 32, 6
+TEXT = "without gradients, and what was computed until the next call with gradients, took"
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(4 * WIDTH, 4 * WIDTH), nn.GELU())]
+    return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), *layers, nn.Linear(4 * WIDTH, WIDTH))
+
+
+def plan_net(budget: int | str = "60%") -> nn.Module:
+    model = make_net()
+    hiremate(model, budget, verbose=False)
+    return model
+
+
+def contrastive_loss(embeddings: list[torch.Tensor]) -> torch.Tensor:
+    """Compute a loss of all pairs: its table of ROWS x ROWS numbers is the largest value of the iteration."""
+    one, other = (F.normalize(torch.cat(embeddings[i::2])) for i in range(2))
+    return F.cross_entropy(20 * one @ other.T, torch.arange(len(one)))
+
+
+def cached_gradients(model: nn.Module, index: int, rows: int = ROWS) -> torch.Tensor:
+    """GradCache: embeddings without gradients, their loss, then calls with gradients chunk by chunk."""
+    generator = torch.Generator().manual_seed(index)
+    chunks = torch.randn(2 * rows, WIDTH, generator=generator).split(CHUNK)
+    with torch.no_grad():
+        embeddings = [model(chunk).detach().requires_grad_() for chunk in chunks]
+    loss = contrastive_loss(embeddings)
+    loss.backward()
+    for chunk, embedding in zip(chunks, embeddings, strict=True):
+        (model(chunk) * embedding.grad).sum().backward()
+    return loss.detach()
+
+
+def train(model: nn.Module, rows: int = ROWS, steps: int = STEPS) -> list[torch.Tensor]:
+    """Train, and return losses, gradients of each step and weights."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    values = []
+    for index in range(steps):
+        optimizer.zero_grad()
+        values.append(cached_gradients(model, index, rows))
+        values += [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+    return [*values, *(p.detach() for p in model.parameters())]
+
+
+def said(warned: list[warnings.WarningMessage]) -> list[str]:
+    return [str(w.message) for w in warned if TEXT in str(w.message)]
+
+
+def test_a_loss_of_cached_embeddings_above_the_budget_is_said() -> None:
+    plain, model = train(make_net()), plan_net()
+    with pytest.warns(HiRemateWarning, match=TEXT) as warned:
+        values = train(model)
+    assert not differing(plain, values)
+    assert len(said(list(warned))) == 1
+
+
+def test_the_peak_that_is_said_of_a_cached_loss_is_true() -> None:
+    model = plan_net()
+    with pytest.warns(HiRemateWarning, match=TEXT) as warned:
+        train(model)
+    model.zero_grad()
+    gc.collect()
+    with MemoryMeter(torch.device("cpu")) as meter:
+        cached_gradients(model, 0)
+    added_bytes = max(interval.peak_bytes for interval in meter.intervals)
+    weights_bytes = sum(p.nbytes for p in model.parameters())
+    (text,) = said(list(warned))
+    number, unit = text.split(" took ")[1].split(",")[0].split()
+    assert unit == "MiB"
+    # The first chunk counts as existing, so nothing but the batch of the script is missing in what is said.
+    assert float(number) * 2**20 == pytest.approx(weights_bytes + added_bytes, rel=0.03)
+
+
+def test_cached_embeddings_within_the_budget_say_nothing() -> None:
+    model = plan_net(64 * 2**20)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        train(model)
+    assert not said(warned)
+    assert get_plan(model) is not None
+
+
+def test_an_optimizer_ends_what_is_watched_of_calls_without_gradients() -> None:
+    """A validation in training mode, before the optimizer steps, is not measured together with that step."""
+    model = plan_net("80%")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(CHUNK, WIDTH, generator=torch.Generator().manual_seed(1))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            with torch.no_grad():
+                model(x[:1])
+            optimizer.step()
+            assert not MemoryMeter.is_running(torch.device("cpu"))
+            torch.empty(2**22)  # 16 MiB, not in a run of calls without gradients
+    assert not said(warned)
+
+
+def test_many_calls_without_gradients_are_not_watched_for_ever() -> None:
+    model = plan_net("80%")
+    x = torch.randn(CHUNK, WIDTH, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        model.zero_grad()
+        model(x).square().mean().backward()
+    with torch.no_grad():
+        model(x)
+        assert MemoryMeter.is_running(torch.device("cpu"))
+        for _ in range(100):
+            model(x[:1])
+    assert not MemoryMeter.is_running(torch.device("cpu"))
+
+
+def test_calls_in_eval_mode_are_not_watched() -> None:
+    model = plan_net("80%")
+    x = torch.randn(CHUNK, WIDTH, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        model.zero_grad()
+        model(x).square().mean().backward()
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    assert not MemoryMeter.is_running(torch.device("cpu"))
