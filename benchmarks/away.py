@@ -25,9 +25,17 @@ from zoo.large import OTHERS, TOY_LLAMA, LlamaSize, llama
 from hiremate_lightning.command_line.factory import Workload
 from hiremate_lightning.command_line.offline import OfflineOptions, OfflineStep, capture_offline
 from hiremate_lightning.command_line.rates import rates_of
-from hiremate_lightning.planning.solvers import Problem, Solution, SolveOptions, get_strategy, smallest_budget
+from hiremate_lightning.planning.solvers import (
+    UNLIMITED,
+    Problem,
+    Solution,
+    SolveOptions,
+    get_strategy,
+    smallest_budget,
+)
 from hiremate_lightning.planning.solvers.away import Choice, away_bound, fastest_choice, least_bytes
 from hiremate_lightning.planning.solvers.model import StepModel
+from hiremate_lightning.records.away import Host
 from hiremate_lightning.records.costs import A100, Link, Machine
 from hiremate_lightning.records.schedule import keep_all
 from hiremate_lightning.records.simulation import simulate_plain
@@ -103,7 +111,7 @@ def problem_of(step: OfflineStep, machine: Machine, gb_per_s: float, limit_s: fl
     """Estimate a step on a machine."""
     merged = step.estimated(replace(rates_of(CUDA), machine=machine))
     profile = replace(merged.profile, link=Link(gb_per_s * 1e6, gb_per_s * 1e6, LATENCY_MS))
-    return Problem(merged.graph, profile, 0, SolveOptions(limit_s))
+    return Problem(merged.graph, profile, 0, SolveOptions(limit_s), Host(UNLIMITED))
 
 
 def solved(whole: Problem, plain_bytes: int) -> tuple[dict[float, Solution], list[Decisions]]:

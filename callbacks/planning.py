@@ -56,6 +56,11 @@ class HiRemateCallback(Callback):
             "chen", "dtr"; see docs/formulation.md.
         compile: "inductor" to fuse operations into kernels that Inductor makes, None for PyTorch's own; see
             docs/compiled.md.
+        offload: "auto" to let plans put values into the host's memory between forward and backward, where that is
+            faster than to compute them again or nothing else fits, in up to half of what the host has free; "always
+            allowed" for as much as host_budget names; "off" for never. See docs/offloading.md.
+        host_budget: Most bytes of the host's memory for values that are away, of this process ("64 GiB", an int);
+            "auto" for half of what is free as planning begins, shared by the processes of a machine.
         verify: "first" to prove captured code against eager PyTorch at its first run, a number of steps to prove it at
             as many runs, "off" to believe it; see docs/limits.md.
         sizes: Smallest and largest size of a dimension of an argument, such as `{"input_ids": {1: (1, 4096)}}`.
@@ -89,6 +94,8 @@ class HiRemateCallback(Callback):
         cache_dir: str | Path | None = None,
         solver: str = "portfolio",
         compile: str | None = None,
+        offload: str = "off",
+        host_budget: int | str = "auto",
         verify: str | int = "first",
         sizes: Sizes | None = None,
         verbose: bool | Literal["full"] = True,
@@ -104,6 +111,8 @@ class HiRemateCallback(Callback):
             verify=verify,
             sizes=sizes,
             verbose=verbose,
+            offload=offload,
+            host_budget=host_budget,
         )
         self.target = target
         self._targets: Targets | StepTarget | None = None

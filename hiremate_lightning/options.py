@@ -36,6 +36,8 @@ SIZES_FORM = (
     "sizes must be like {'input_ids': {1: (1, 4096)}}: an argument, its dimension, its smallest and largest size"
 )
 
+OFFLOADS = ("off", "auto", "always allowed")
+
 Sizes = Mapping[str, Mapping[int, tuple[int, int]]]
 
 
@@ -158,6 +160,10 @@ def _number_of_proofs(verify: str | int) -> int:
     return int(verify == "first") if isinstance(verify, str) else verify
 
 
+def _is_bytes_or_auto(value: Any) -> bool:
+    return parse_budget(value).share is None
+
+
 def _word_or_number(text: str) -> str | int:
     return int(text) if text.lstrip("-").isdecimal() else text
 
@@ -242,6 +248,26 @@ class SessionOptions:
         allowed="'inductor' or None",
         is_allowed=lambda value: value in (None, "inductor"),
         flag=Flag("fuse operations into kernels", choices=("inductor",)),
+    )
+    offload: str = _option(
+        "str",
+        "off",
+        '"auto" to let plans put values into the host\'s memory between forward and backward, where that is faster '
+        "than to compute them again or nothing else fits, in up to half of what the host has free; "
+        '"always allowed" for as much as host_budget names; "off" for never. See docs/offloading.md.',
+        allowed="'off', 'auto' or 'always allowed'",
+        is_allowed=lambda value: value in OFFLOADS,
+        flag=Flag("let plans put values into the host's memory", choices=OFFLOADS),
+    )
+    host_budget: Budget = _option(  # noqa: RUF009
+        "int | str",
+        "auto",
+        'Most bytes of the host\'s memory for values that are away, of this process ("64 GiB", an int); "auto" for '
+        "half of what is free as planning begins, shared by the processes of a machine.",
+        allowed='bytes such as "64 GiB", or "auto"',
+        is_allowed=_is_bytes_or_auto,
+        read=parse_budget,
+        flag=Flag("most bytes of the host for values away", metavar="BYTES"),
     )
     verify: int = _option(
         "str | int",

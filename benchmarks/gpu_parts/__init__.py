@@ -35,6 +35,7 @@ PARTS = (
         "headline",
     ),
     Part("others", 120, "GPT-2, BERT, ViT, ResNet, a diffusion UNet, T5: ours beside checkpointing", "others"),
+    Part("offload", 90, "copies beside what is computed; plans with values on the host, and without", "offload"),
     Part("budget", 60, "training inside a real memory limit at the budget, where plain training runs out", "limits"),
     Part("batch", 60, "the largest batch inside a real memory limit: plain search beside ours", "batches"),
     Part("host", 20, "small models, where the host's time counts: planned beside eager", "host"),

@@ -173,6 +173,8 @@ def run_ours(send: Send, task: Task, budgets: Sequence[Budget], folder: Path, ra
 def plan_and_measure(trainer: Trainer, task: Task, budget: Budget) -> tuple[dict[str, Any], Plan]:
     """Plan at a budget, or change the budget of what is planned; then measure."""
     options: dict[str, Any] = {"compile": "inductor"} if budget.method.startswith("fused") else {}
+    if budget.method.endswith("offload"):
+        options["offload"] = "auto"
     allowed = trainer.resident_bytes() + budget.added_bytes if budget.added_bytes else "100%"
     start = time.perf_counter()
     hiremate(trainer.module, allowed, time_limit_s=task.setup.time_limit_s, verbose=False, **options)
@@ -194,6 +196,7 @@ def of_plan(plan: Plan, peak_bytes: float) -> dict[str, Any]:
         "predicted_overhead": plan.predicted_overhead,
         "measured_overhead": plan.measured.overhead,
         "bound_overhead": plan.bound_overhead,
+        "away_mib": plan.planned.host_bytes / 2**20,
         "strategy": f"{plan.solution.strategy}, {plan.solution.status.value}",
         "planning_s": seconds.capture_s + seconds.profile_s + seconds.solve_s + seconds.compile_s,
     }

@@ -24,7 +24,7 @@ DEVICES = ("cpu", "cuda")
 LOSSES = ("auto", "model", "sum")
 HALF_TYPES = ("bfloat16", "float16")
 ZERO_GRADS = ("before", "after-forward", "accumulate")
-ABOVE_ZERO = ("time_limit", "tflops", "bandwidth", "points", "max_batch", "tp", "link")
+ABOVE_ZERO = ("time_limit", "tflops", "bandwidth", "points", "max_batch", "tp", "link", "host_link")
 # The classes of torch.optim, for misspelt names; torch itself is asked for those that are not here.
 OPTIMIZERS = (
     *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam"),
@@ -95,6 +95,7 @@ def read_overhead(text: str) -> float:
 
 def _check_step(asked: argparse.Namespace) -> None:
     get_strategy(asked.solver)
+    _check_host(asked)
     _check_name("--autocast", asked.autocast, HALF_TYPES)
     _check_name("--param-dtype", asked.param_dtype, HALF_TYPES)
     device, _, index = asked.device.partition(":")
@@ -113,6 +114,18 @@ def _check_step(asked: argparse.Namespace) -> None:
         raise ConfigurationError(f"torch.optim has no optimizer {asked.optimizer!r}.{hint} Name one, or none.")
     if asked.input is not None:
         read_inputs(asked.input)
+
+
+def _check_host(asked: argparse.Namespace) -> None:
+    if not getattr(asked, "offload", False):
+        return
+    if asked.device.partition(":")[0] != "cuda":
+        raise ConfigurationError(
+            f"--offload puts values of a GPU into the host's memory, which device {asked.device!r} has already. "
+            "Add --device cuda, which need not be there."
+        )
+    if asked.host_budget is not None and parse_budget(asked.host_budget).size_bytes is None:
+        raise ConfigurationError(f'--host-budget must be bytes such as "64 GiB", found {asked.host_budget!r}')
 
 
 def _check_name(option: str, name: str | None, known: tuple[str, ...]) -> None:

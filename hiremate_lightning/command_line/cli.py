@@ -209,6 +209,7 @@ def _parser() -> argparse.ArgumentParser:
     plan = _command(commands, "plan", _heavy("plan"), "plan a model under a budget, without its memory")
     _add_workload(plan)
     _add_several(plan)
+    _add_host(plan)
     _add_budget(plan, '"8 GiB", "60%%" of what the step adds, or "auto" for what is free')
     plan.add_argument("--html", metavar="FILE", type=Path, help="write the report as one HTML page")
     plan.add_argument("--svg", metavar="FILE", type=Path, help="draw memory over time as an SVG picture")
@@ -316,6 +317,14 @@ def _add_several(parser: argparse.ArgumentParser) -> None:
     several.add_argument("--units", metavar="CLASSES", help="classes of the units to shard, instead of repeated blocks")
     several.add_argument("--param-dtype", metavar="DTYPE", help="type that FSDP2 gathers parameters in: bfloat16")
     several.add_argument("--link", type=float, help="what a GPU sends, GB a second (default: 300, NVLink of an A100)")
+
+
+def _add_host(parser: argparse.ArgumentParser) -> None:
+    """Add what lets values go away to the host."""
+    host = parser.add_argument_group("the host's memory, between forward and backward")
+    host.add_argument("--offload", action="store_true", help="let the plan put values there, from a GPU")
+    host.add_argument("--host-link", type=float, help="copies each way, GB a second (default: 25, PCIe 4; or measured)")
+    host.add_argument("--host-budget", metavar="BYTES", help='most bytes of it, such as "64 GiB" (default: no limit)')
 
 
 def _add_budget(parser: argparse.ArgumentParser, words: str) -> None:

@@ -7,14 +7,13 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ..errors import ConfigurationError
@@ -28,9 +27,10 @@ from ..planning.comparing import compare as solve_by_each
 from ..planning.options import PlanOptions
 from ..planning.plan import Plan, PlanningTime
 from ..planning.planner import guard_bytes, make_plan, resolve
-from ..planning.solvers import Curve, Problem, SolveOptions, smallest_budget
+from ..planning.solvers import Problem, SolveOptions, smallest_budget
 from ..planning.solvers.curve import curve as solve_curve
 from ..planning.solvers.worker import check_strategy
+from ..records.away import Host
 from ..records.costs import step_time_ms
 from ..records.scaling import Line, Scaling
 from ..records.step import Step
@@ -39,10 +39,10 @@ from ..reporting.html_report import write_html
 from ..reporting.plan_summary import all_numbers
 from ..reporting.report import Reporter
 from ..reporting.svg_report import write_svg
-from ..reporting.terminal import plain_table, plan_table
+from ..reporting.terminal import plan_table
 from ..sizes.size_result import BatchSizeResult, result_table
 from ..sizes.size_search import Forecast, search
-from ..units import Budget, format_bytes, format_ratio, format_time, parse_budget
+from ..units import Budget, format_bytes, format_time, parse_budget
 from .arguments import read_counts, read_overhead
 from .comparisons import (
     budget_line,
@@ -55,8 +55,10 @@ from .comparisons import (
     spread,
 )
 from .counts import Count, answer, count_line, count_of, counts_table, look_at
+from .curve_table import CurvePoint, curve_table, points_of
 from .doctor import Verdict, examine
 from .factory import Workload, find_factory, parse_inputs
+from .host import host_use
 from .offline import OfflineOptions, OfflineStep, capture_offline
 from .rates import Rates, rates_of
 from .sharded import Layout
@@ -93,7 +95,7 @@ class _Work:
 
     def __init__(self, asked: argparse.Namespace) -> None:
         check_strategy(asked.solver)
-        self.asked = asked
+        self.asked, self.host_notes = asked, list[str]()
         self.counts = read_counts(asked.fsdp)
         units = tuple(name.strip() for name in (asked.units or "").split(",") if name.strip())
         layout = Layout(self.counts[0] if self.counts else 1, asked.tp, units, _type_of(asked.param_dtype))
@@ -192,7 +194,7 @@ def plan(asked: argparse.Namespace) -> int:
             write_html(made, asked.html)
     if asked.svg is not None:
         write_svg(made, asked.svg)
-    notes = work.notes(captured)
+    notes = [*work.notes(captured), *work.host_notes]
     if not _write_json(asked.json, _plan_numbers(work, made, captured, notes)):
         _show(plan_table(made), notes)
     return 0
@@ -202,8 +204,10 @@ def _plan_on(work: _Work, budget: Budget, shards: int, on_infeasible: str = "rai
     """Plan on a number of GPUs that parameters are sharded over."""
     captured, step = work.capture(shards=shards)
     budget_bytes = work.budget_bytes(budget, captured.resident_bytes, step.plain_bytes)
-    with work.reporter.stage("solving"):
-        made = make_plan(
+    use = host_use(captured, step, work.asked)
+
+    def solve(step: Step, on_infeasible: str, host: Host | None = None) -> Plan:
+        return make_plan(
             step,
             budget,
             budget_bytes,
@@ -212,7 +216,15 @@ def _plan_on(work: _Work, budget: Budget, shards: int, on_infeasible: str = "rai
             target=captured.name,
             planning=PlanningTime(capture_s=captured.capture_s),
             progress=work.reporter.solving(step_time_ms(step.graph, step.profile)),
+            host=host,
         )
+
+    with work.reporter.stage("solving"):
+        if use is None:
+            made = solve(step, on_infeasible)
+        else:
+            made = solve(use.step, on_infeasible, use.host)
+            work.host_notes = [use.words(made, lambda: solve(step, "warn"))]
     return replace(made, resident_parts=captured.resident), captured
 
 
@@ -254,17 +266,6 @@ def _plan_numbers(work: _Work, made: Plan, captured: OfflineStep, notes: list[st
 # ---------------------------------------------------------------- curve
 
 
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """One point of the curve: bytes with what is resident, milliseconds, ratios of the time without recomputation."""
-
-    peak_bytes: int
-    step_ms: float
-    overhead: float
-    bound_overhead: float
-    strategy: str
-
-
 def curve(asked: argparse.Namespace) -> int:
     """Show the extra time of many budgets."""
     work = _Work(asked)
@@ -273,8 +274,8 @@ def curve(asked: argparse.Namespace) -> int:
     with work.reporter.stage("solving"):
         least, most = smallest_budget(replace(problem, budget_bytes=0)).peak_bytes, problem.budget_bytes
         budgets = [least + (most - least) * i // asked.points for i in range(asked.points)]
-        points = _points(solve_curve(problem, budgets, asked.solver), captured.resident_bytes)
-        points.append(_Point(captured.resident_bytes + most, problem.step_ms, 0.0, 0.0, "plain training"))
+        points = points_of(solve_curve(problem, budgets, asked.solver), captured.resident_bytes)
+        points.append(CurvePoint(captured.resident_bytes + most, problem.step_ms, 0.0, 0.0, "plain training"))
     notes = work.notes(captured)
     numbers = {
         "target": captured.name,
@@ -285,38 +286,9 @@ def curve(asked: argparse.Namespace) -> int:
     if not _write_json(asked.json, numbers):
         console = Console()
         _say(console, [f"{captured.name}: peak memory against time; the last line is plain training"])
-        console.print(_curve_table(points))
+        console.print(curve_table(points))
         _say_notes(console, notes)
     return 0
-
-
-def _points(found: Curve, resident_bytes: int) -> list[_Point]:
-    step_ms = found.problem.step_ms
-    return [
-        _Point(
-            resident_bytes + point.peak_bytes,
-            step_ms + point.recompute_ms,
-            point.recompute_ms / step_ms if step_ms else 0.0,
-            found.solution(point.peak_bytes).bound_ms / step_ms if step_ms else 0.0,
-            point.strategy,
-        )
-        for point in found.points
-    ]
-
-
-def _curve_table(points: Sequence[_Point]) -> Table:
-    table = plain_table()
-    for header in ("peak memory", "step", "extra time", "no plan below", "found by"):
-        table.add_column(header, justify="left" if header == "found by" else "right")
-    for point in points:
-        table.add_row(
-            format_bytes(point.peak_bytes, up=True),
-            format_time(point.step_ms),
-            format_ratio(point.overhead),
-            format_ratio(point.bound_overhead),
-            point.strategy,
-        )
-    return table
 
 
 # ---------------------------------------------------------------- compare

@@ -71,6 +71,11 @@ class RecordedStep:
         paths = [self._paths[run.index] for run in runs]
         return [_below(call, path) if path else call for call, path in zip(calls, paths, strict=True)], order
 
+    @property
+    def captured_calls(self) -> list[Captured]:
+        """What the calls of the latest step run that have a backward, in the order of their forwards."""
+        return [run.part.captured for run in self.record.runs if run.index in self.record.backwards]
+
     # ---------------------------------------------------------------- conductor of the parts
 
     def take_in(self, captured: Captured) -> Part:

@@ -13,7 +13,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median, median_low
 from typing import Any
@@ -25,12 +25,14 @@ from ..capturing.capture import Captured
 from ..memory import page_faults
 from ..memory.allocator import storage_bytes
 from ..memory.metering import MemoryMeter, measure_peak
-from ..records.costs import A100, Machine, Profile, estimate
+from ..records.costs import A100, Link, Machine, Profile, estimate
 from ..records.graph import Direction, Graph
 from ..rewriting.joint import is_collective, is_part, values_of
+from ..running.copies import is_copying
 from ..running.program import Program
 from ..torch_private import runtime, tensor_state
 from .apart import undisturbed
+from .links import measure_link
 from .stand_ins import laid_out, runner, runners, traced_strides
 
 log = logging.getLogger("hiremate_lightning")
@@ -73,6 +75,7 @@ class CostCache:
 
     folder: Path | None = None
     _costs: dict[str, dict[str, Cost]] = field(default_factory=dict)
+    _links: dict[str, Link] = field(default_factory=dict)
 
     def costs_on(self, device: torch.device) -> dict[str, Cost]:
         """Return the costs known for a device; what is added to them is kept."""
@@ -80,6 +83,15 @@ class CostCache:
         if name not in self._costs:
             self._costs[name] = self._read(name)
         return self._costs[name]
+
+    def link_of(self, device: torch.device) -> Link:
+        """Return the link between a GPU and the host, measured where it is not known."""
+        name = describe_device(device)
+        self.costs_on(device)  # reads the file
+        if name not in self._links:
+            self._links[name] = measure_link(device)
+            self.write(device)
+        return self._links[name]
 
     def write(self, device: torch.device) -> None:
         """Keep the costs of a device on disk."""
@@ -91,7 +103,8 @@ class CostCache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps({"format": CACHE_FORMAT, "device": name, "costs": rows}))
+            link = asdict(self._links[name]) if name in self._links else None
+            partial.write_text(json.dumps({"format": CACHE_FORMAT, "device": name, "costs": rows, "link": link}))
             partial.replace(path)
         except OSError as error:
             log.warning("Could not keep the profile in %s (%s); the next run measures again", path, error)
@@ -107,6 +120,8 @@ class CostCache:
             data = json.loads(self._path(name).read_text())
             if data["format"] != CACHE_FORMAT or data["device"] != name:
                 raise ValueError("it was written for another version or device")
+            if data.get("link"):
+                self._links[name] = Link(**data["link"])
             return {key: Cost(float(time_ms), int(size)) for key, (time_ms, size) in data["costs"].items()}
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("Ignored the profile in %s: %s", self._path(name), error)
@@ -278,11 +293,11 @@ def _time_once_ms(run: Callable[[], Any], device: torch.device) -> float:
 
 
 class TimedRun:
-    """Runs a program node by node and adds up its time, and that of what it recomputes.
+    """Runs a program node by node and adds up its time, and that of what it recomputes or waits for.
 
     Attributes:
         total_ms: Time of all nodes.
-        recompute_ms: Time of the forward nodes that ran in the backward.
+        recompute_ms: Time of the forward nodes that ran in the backward, and of waits for copies to the host and back.
         samples: By `Node.key`, the times of each run where plain training has it, without those of page faults.
         samples_again: By `Node.key`, the times of each run that recomputed, without those of page faults.
     """
@@ -309,7 +324,7 @@ class TimedRun:
         for node, elapsed_ms, fault_ms in interpreter.times():
             self.total_ms += elapsed_ms
             is_again = recomputed is not None and node.meta.get("direction") is recomputed
-            if is_again:
+            if is_again or is_copying(node.target):
                 self.recompute_ms += elapsed_ms
             samples = self.samples_again if is_again else self.samples
             if "key" in node.meta:

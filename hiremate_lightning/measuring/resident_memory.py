@@ -345,8 +345,8 @@ class ResidentMemory:
 
 def more_kept_plainly(graph: Graph, schedule: Schedule) -> int:
     """Count the bytes by which plain training, which computes nothing again, saves more than a schedule of a graph."""
-    plain, inputs = lower(graph, keep_all(graph)).saved, set(graph.inputs)
-    plain_bytes, own_bytes = (bytes_of(graph, [t for t in s if t not in inputs]) for s in (plain, schedule.saved))
+    plain, own, inputs = lower(graph, keep_all(graph)).saved, schedule.saved_on_device(graph), set(graph.inputs)
+    plain_bytes, own_bytes = (bytes_of(graph, [t for t in s if t not in inputs]) for s in (plain, own))
     return max(0, plain_bytes - own_bytes)
 
 

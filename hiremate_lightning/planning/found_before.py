@@ -76,9 +76,7 @@ def at_least(problem: Problem, solution: Solution, files: PlanFiles | None = Non
             found = replay(problem, recompute)
         except (HiRemateError, IndexError, KeyError):  # of a file that holds no schedule of this step
             continue
-        if found.peak_bytes <= problem.budget_bytes and not (
-            best.is_feasible and best.recompute_ms <= found.recompute_ms
-        ):
+        if found.peak_bytes <= problem.budget_bytes and not (best.is_feasible and best.extra_ms <= found.recompute_ms):
             best = replace(
                 solution,
                 status=Status.FEASIBLE,
@@ -86,6 +84,8 @@ def at_least(problem: Problem, solution: Solution, files: PlanFiles | None = Non
                 recompute_ms=found.recompute_ms,
                 peak_bytes=found.peak_bytes,
                 bound_ms=min(solution.bound_ms, found.recompute_ms),
+                aways=(),
+                wait_ms=0.0,
                 stopped_by=KNOWN_BEFORE,
             )
     return best

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ..records.away import put_away
 from ..records.costs import Profile, step_time_ms
 from ..records.graph import Graph
 from ..records.schedule import Schedule, lower
@@ -91,7 +92,7 @@ class Plan:
     @cached_property
     def schedule(self) -> Schedule:
         """The straight-line program that runs."""
-        return lower(self.graph, self.solution.recompute)
+        return put_away(self.graph, lower(self.graph, self.solution.recompute), self.solution.aways)
 
     @cached_property
     def planned(self) -> Simulation:
@@ -115,7 +116,7 @@ class Plan:
 
     @property
     def predicted_overhead(self) -> float:
-        """Time of recomputation over the time of the step without it, a ratio."""
+        """Time of recomputation and of waits for copies over the time of the step without, a ratio."""
         return self.planned.overhead
 
     @property
@@ -180,6 +181,8 @@ class Plan:
             "costs": self.profile.device,
             "step_ms": step_time_ms(self.graph, self.profile),
             "planned_step_ms": self.planned.time_ms,
+            "away_bytes": self.planned.host_bytes,
+            "away_wait_ms": self.planned.wait_ms,
         }
 
     def to_json(self) -> str:
@@ -201,9 +204,10 @@ def planned_lines(plan: Plan) -> list[str]:
     """Describe what was planned: peak and time, then solver and planning."""
     numbers = plan.to_dict()
     peak = f"{format_bytes(plan.unplanned_peak_bytes)} -> {peak_words(numbers, 'planned_peak_bytes')}"
+    away = away_words(numbers)
     return [
         f"{plan_title(plan)}: peak {peak}, budget {budget_words(numbers)}, "
-        f"extra time {format_ratio(plan.predicted_overhead)}",
+        f"extra time {format_ratio(plan.predicted_overhead)}{away and f'; {away}'}",
         f"  {solver_words(numbers)}; planned in {planning_words(numbers)}",
     ]
 
@@ -244,6 +248,15 @@ def budget_words(numbers: Numbers) -> str:
     return size if size == asked else f"{size} ({asked})"
 
 
+def away_words(numbers: Numbers) -> str:
+    """Describe how many bytes go away to the host in a step, and what that costs; "" for none."""
+    if not numbers.get("away_bytes"):  # of files of earlier versions, too
+        return ""
+    waits = numbers["away_wait_ms"] / numbers["step_ms"] if numbers["step_ms"] else 0.0
+    size = format_bytes(numbers["away_bytes"])
+    return f"{size} in the host's memory meanwhile, waits for copies {format_ratio(waits)}"
+
+
 def solver_words(numbers: Numbers) -> str:
     """Describe which strategy solved it, how that ended, and how good the result is proven to be."""
     ended = f"{numbers['strategy']}: {numbers['status']}"
@@ -252,7 +265,7 @@ def solver_words(numbers: Numbers) -> str:
     if numbers.get("note"):
         ended += f" ({numbers['note'].rstrip('.')})"
     if not numbers["predicted_overhead"]:
-        return f"{ended}; nothing is recomputed"
+        return f"{ended}; {'at no extra time' if numbers.get('away_bytes') else 'nothing is recomputed'}"
     if not numbers["bound_overhead"]:
         return f"{ended}; no lower bound known"
     return f"{ended}; gap {100 * numbers['gap']:.1f}% (no plan below {format_ratio(numbers['bound_overhead'])})"

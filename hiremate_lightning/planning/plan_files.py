@@ -16,12 +16,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ..errors import HiRemateError
+from ..records.away import Away
 from ..records.costs import Profile, profile_from_json
 from ..records.step import Decisions
-from .solvers.base import Problem, Solution, Status, replay
+from .solvers.base import Problem, Solution, Status, replay_solution
 
 log = logging.getLogger("hiremate_lightning")
-FORMAT = 1
+FORMAT = 2
 MOST_FOUND = 8  # schedules of a step, the latest
 
 
@@ -87,7 +88,8 @@ class PlanFiles:
             log.warning("Could not keep the plan in %s (%s); the next run solves again", path, error)
 
     def _path(self, problem: Problem, solver: str) -> Path:
-        said = (FORMAT, package_version(), solver, problem.budget_bytes, problem.graph.to_json())
+        host = problem.host and (problem.host.size_bytes, problem.profile.link)
+        said = (FORMAT, package_version(), solver, problem.budget_bytes, host, problem.graph.to_json())
         return self.folder / f"plan-{_name_of(said)}.json"
 
     def _found_path(self, problem: Problem) -> Path:
@@ -119,11 +121,14 @@ def _decode(text: str, problem: Problem) -> tuple[Solution, Profile]:
         raise ValueError("it was written by another version")
     fields = data["solution"]
     recompute = tuple(tuple(int(node) for node in row) for row in fields.pop("recompute"))
-    solution = Solution(**{**fields, "status": Status(fields["status"]), "recompute": recompute})
+    aways = tuple(Away(**{name: int(place) for name, place in row.items()}) for row in fields.pop("aways"))
+    solution = Solution(**{**fields, "status": Status(fields["status"]), "recompute": recompute, "aways": aways})
     profile = profile_from_json(json.dumps(data["profile"]))
     if not len(profile.time_ms) == len(profile.workspace_bytes) == len(problem.graph.nodes):
         raise ValueError("its profile is of another graph")
-    peak_bytes = replay(Problem(problem.graph, profile, problem.budget_bytes), recompute).peak_bytes
+    if aways and not (problem.host is not None and problem.host.holds(problem.graph, aways)):
+        raise ValueError("it puts more in the host's memory than there is")
+    peak_bytes = replay_solution(Problem(problem.graph, profile, problem.budget_bytes), solution).peak_bytes
     if peak_bytes > problem.budget_bytes or peak_bytes != solution.peak_bytes:
         raise ValueError(f"its schedule takes {peak_bytes:,} bytes, where it says {solution.peak_bytes:,}")
     return solution, profile

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from ..out_of_memory import InfeasibleBudgetError, words_for_finders
+from ..records.away import Host
 from ..records.costs import Profile
 from ..records.graph import OUTSIDE, Graph
 from ..records.scaling import difference
@@ -26,8 +27,19 @@ from .plan import Plan, PlanningTime
 from .plan_files import PlanFiles
 from .shared_solving import agreed
 from .solvers import UNLIMITED, smallest_budget
-from .solvers.base import CLOCK, Problem, Solution, SolveOptions, Status, Strategy, get_strategy, replay
+from .solvers.base import (
+    CLOCK,
+    Problem,
+    Solution,
+    SolveOptions,
+    Status,
+    Strategy,
+    get_strategy,
+    replay,
+    replay_solution,
+)
 from .solvers.least_memory import SEARCH_S
+from .solvers.putting_away import least_with_aways
 from .solvers.worker import apart
 
 log = logging.getLogger("hiremate_lightning")
@@ -74,6 +86,7 @@ def make_plan(
     solve: Strategy | None = None,
     progress: Callable[[float, float], None] | None = None,
     decided: Decisions | None = None,
+    host: Host | None = None,
 ) -> Plan:
     """Solve a step under a budget.
 
@@ -89,6 +102,7 @@ def make_plan(
         solve: What solves, by default the strategy that the options name, in a process of its own.
         progress: Told of what is found while solving, see `SolveOptions`.
         decided: What is computed again, where that is not to be chosen.
+        host: Memory of the host that values may go away to; None where all stays on the device.
 
     Returns:
         A plan whose simulated peak is within the budget; with `on_infeasible="warn"` the one with the smallest peak
@@ -104,6 +118,7 @@ def make_plan(
         step.profile,
         max(0, budget_bytes - margin_bytes - resident_bytes),
         SolveOptions(time_limit_s=options.time_limit_s, progress=progress),
+        None if decided is not None else host,
     )
     problem = agreed(own, strategy)
     profile = problem.profile
@@ -170,7 +185,8 @@ def _solve(problem: Problem, options: PlanOptions, strategy: Strategy, is_alone:
     if is_alone:
         solution = at_least(problem, solution, files)
     if _fits(problem, solution):
-        remember(problem, solution.recompute, files)
+        if not solution.aways:
+            remember(problem, solution.recompute, files)
         if files is not None:
             files.write(problem, options.solver, solution)
     return solution, problem.profile
@@ -184,7 +200,7 @@ def _solve_until_it_fits(problem: Problem, strategy: Strategy) -> Solution:
     solution = first = strategy(problem)
     tighter, left_s = problem, problem.options.time_limit_s
     for attempt in range(TIGHTENINGS):
-        excess = replay(problem, solution.recompute).peak_bytes - problem.budget_bytes if solution.is_feasible else 0
+        excess = replay_solution(problem, solution).peak_bytes - problem.budget_bytes if solution.is_feasible else 0
         if excess <= 0:
             break
         left_s -= solution.work_s or solution.solve_s  # a strategy from elsewhere may count seconds only
@@ -194,11 +210,11 @@ def _solve_until_it_fits(problem: Problem, strategy: Strategy) -> Solution:
         solution = strategy(tighter)
     if solution is first or not solution.is_feasible:
         return solution
-    proven = solution.recompute_ms <= first.bound_ms + problem.options.gap * problem.step_ms
+    proven = solution.extra_ms <= first.bound_ms + problem.options.gap * problem.step_ms
     return replace(
         solution,
         status=Status.OPTIMAL if proven else Status.FEASIBLE,
-        bound_ms=min(first.bound_ms, solution.recompute_ms),
+        bound_ms=min(first.bound_ms, solution.extra_ms),
         stopped_by="proof" if proven else "end of the search",
         solve_s=first.solve_s + solution.solve_s,
         work_s=first.work_s + solution.work_s,
@@ -237,11 +253,11 @@ def _serves_as_well(first: FirstSolution, problem: Problem) -> bool:
     before = Problem(first.step.graph, first.step.profile, 0)
     if _saved_share(problem, first.solution) + SAVES_AS_MUCH < _saved_share(before, first.solution):
         return False
-    return replay(problem, first.solution.recompute).peak_bytes <= problem.budget_bytes
+    return replay_solution(problem, first.solution).peak_bytes <= problem.budget_bytes
 
 
 def _saved_share(problem: Problem, solution: Solution) -> float:
-    planned, kept = replay(problem, solution.recompute), replay(problem, keep_all(problem.graph))
+    planned, kept = replay_solution(problem, solution), replay(problem, keep_all(problem.graph))
     return 1 - planned.peak_bytes / max(1, kept.peak_bytes)
 
 
@@ -255,6 +271,7 @@ def first_solution(
     progress: Callable[[float, float], None] | None = None,
     known: Iterable[FirstSolution] = (),
     free_bytes: Callable[[], int] = lambda: 0,
+    host: Host | None = None,
 ) -> Solution:
     """Find how to run a captured part for the first time, or stop where it can't run.
 
@@ -272,6 +289,7 @@ def first_solution(
         progress: Told of what is found while solving, see `SolveOptions`.
         known: What was found for other parts.
         free_bytes: Returns the bytes that the part may add beyond the budget.
+        host: Memory of the host that values may go away to; None where all stays on the device.
 
     Raises:
         InfeasibleBudgetError: If no schedule of the captured part was found that fits.
@@ -281,6 +299,7 @@ def first_solution(
         step.profile,
         max(0, budget_bytes - resident_bytes) if budget_bytes else UNLIMITED,
         SolveOptions(time_limit_s=options.time_limit_s, gap=ANY_GAP, progress=progress),
+        host,
     )
     at_other_size = next((first for first in known if difference(first.step.graph, step.graph) is None), None)
     if at_other_size is not None and _serves_as_well(at_other_size, problem):
@@ -291,19 +310,24 @@ def first_solution(
     solved = _solve_until_it_fits(problem, apart(options.solver))
     if _fits(problem, solved):
         return solved
-    if replay(problem, smallest.recompute).peak_bytes > free_bytes():
+    room_bytes = free_bytes()
+    if smallest.peak_bytes > room_bytes:
+        smallest = least_with_aways(problem, smallest)
+    if replay_solution(problem, smallest).peak_bytes > room_bytes:
         raise infeasible([Need(problem, smallest, resident_bytes)], budget, budget_bytes, target, AT_LEAST)
     return smallest
 
 
 def _fits(problem: Problem, solution: Solution) -> bool:
     """Replay a solution with the independent simulator: what a strategy says of itself doesn't count."""
-    return solution.is_feasible and replay(problem, solution.recompute).peak_bytes <= problem.budget_bytes
+    return solution.is_feasible and replay_solution(problem, solution).peak_bytes <= problem.budget_bytes
 
 
 def _least_memory(problem: Problem, failed: Solution) -> Solution:
     smallest = smallest_budget(problem)
-    peak = replay(problem, smallest.recompute).peak_bytes
+    if smallest.peak_bytes > problem.budget_bytes:
+        smallest = least_with_aways(problem, smallest)
+    peak = replay_solution(problem, smallest).peak_bytes
     return replace(smallest, peak_bytes=peak, stopped_by=failed.stopped_by or smallest.stopped_by)
 
 
@@ -313,7 +337,7 @@ def _fastest_within_its_peak(
     """Solve under the peak of the solution of least memory, for which any time was good enough."""
     enough = replace(problem, budget_bytes=max(smallest.peak_bytes, problem.budget_bytes))
     solution, profile = _solve(enough, options, strategy, is_alone)
-    if _fits(enough, solution) and solution.recompute_ms < smallest.recompute_ms:
+    if _fits(enough, solution) and solution.extra_ms < smallest.extra_ms:
         return solution, profile
     return smallest, problem.profile
 
@@ -326,6 +350,10 @@ def _place_of(simulation: Simulation, graph: Graph) -> str:
     if node.op == OUTSIDE or 2 * sum(graph.sizes[s] for s in held if s is not None) > simulation.peak_bytes:
         return "in the code outside of the planned modules"
     return f"at {node.op} in {f'module {node.module!r}' if node.module else 'the code of the planned module itself'}"
+
+
+def _puts_away(solution: Solution, simulation: Simulation) -> str:
+    return f"puts {format_bytes(simulation.host_bytes)} in the host's memory and " if solution.aways else ""
 
 
 def _whose(less_bytes: int) -> str:
@@ -357,7 +385,7 @@ class Need:
     @property
     def peak_bytes(self) -> int:
         """Bytes allocated at its peak, resident bytes included."""
-        added_bytes = replay(self.problem, self.smallest.recompute).peak_bytes
+        added_bytes = replay_solution(self.problem, self.smallest).peak_bytes
         guard = guard_bytes(added_bytes) if self.is_guarded else 0
         return self.resident_bytes + added_bytes + self.less_bytes + guard
 
@@ -388,7 +416,7 @@ def least_need(
     hurried = replace(problem, budget_bytes=0, options=replace(problem.options, time_limit_s=limit_s))
     smallest = smallest_budget(hurried)
     remember(problem, smallest.recompute, files)
-    return Need(problem, smallest, resident_bytes)
+    return Need(problem, least_with_aways(problem, smallest), resident_bytes)
 
 
 def infeasible(
@@ -405,7 +433,7 @@ def infeasible(
         advice: What to do.
     """
     need = max(needs, key=lambda need: need.peak_bytes)
-    simulation, needed = replay(need.problem, need.smallest.recompute), need.peak_bytes
+    simulation, needed = replay_solution(need.problem, need.smallest), need.peak_bytes
     node = need.problem.graph.nodes[simulation.peak_moment.node]
     share = ""
     if budget.share is not None:
@@ -415,7 +443,7 @@ def infeasible(
         f"{words} {format_bytes(needed, up=True)} ({needed:,} bytes{share}), "
         f"of which {format_bytes(need.resident_bytes)} are resident (parameters, gradients, optimizer state, batch). "
         f"{_whose(need.less_bytes)}"
-        f"Such a plan takes at most {simulation.overhead:.0%} more time. "
+        f"Such a plan {_puts_away(need.smallest, simulation)}takes at most {simulation.overhead:.0%} more time. "
         f"The peak is {_place_of(simulation, need.problem.graph)}. {advice}"
         f"{words_for_finders(need.problem.profile.device)}",
         budget_bytes=budget_bytes,

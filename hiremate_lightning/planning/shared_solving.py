@@ -21,12 +21,13 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Protocol
 
 from ..errors import ScheduleError
+from ..records.away import Away
 from ..records.graph import Graph
-from .solvers.base import Problem, Solution, Status, Strategy, replay
+from .solvers.base import Problem, Solution, Status, Strategy, replay_solution
 from .solvers.work import clock_limit_s
 
 log = logging.getLogger("hiremate_lightning")
@@ -162,7 +163,8 @@ class SharedSolving:
         answer = ""
         try:
             solution = self._strategy(problem)
-            answer = json.dumps([solution.strategy, solution.status.value, solution.recompute])
+            aways = [astuple(away) for away in solution.aways]
+            answer = json.dumps([solution.strategy, solution.status.value, solution.recompute, aways])
         finally:
             self._tell(f"{key}/answer{self._count(key)}", answer)
         return solution
@@ -202,22 +204,41 @@ class SharedSolving:
 
 
 def _needs(problem: Problem) -> list[int]:
-    """List the budget, and all bytes: what ranks measure on their own may differ."""
+    """List the budget, the host and the link to it, and all bytes: what ranks measure on their own may differ."""
     sizes = (storage.size_bytes for storage in problem.graph.storages)
-    return [problem.budget_bytes, *problem.profile.workspace_bytes, *sizes]
+    return [problem.budget_bytes, *_host_needs(problem), *problem.profile.workspace_bytes, *sizes]
+
+
+def _host_needs(problem: Problem) -> tuple[int, int, int]:
+    """List the bytes of the host, and what is copied in a millisecond; nothing where all stays on the device."""
+    host, link = problem.host, problem.profile.link
+    if host is None or link is None:
+        return 0, 0, 0
+    return host.size_bytes, int(link.out_bytes_per_ms), int(link.in_bytes_per_ms)
 
 
 def _meeting(problem: Problem, needs: Sequence[Sequence[int]]) -> Problem:
-    """Return the problem with the smallest budget of several, and the most bytes of everything else."""
-    budgets, *others = zip(*needs, strict=True)
-    most, graph, count = [max(values) for values in others], problem.graph, len(problem.graph.nodes)
+    """Return the problem with the smallest budget, host and link of several, and the most bytes of everything else."""
+    budget_bytes, *of_host = (min(values) for values in zip(*(own[:4] for own in needs), strict=True))
+    most = [max(values) for values in zip(*(own[4:] for own in needs), strict=True)]
+    graph, count = problem.graph, len(problem.graph.nodes)
     pairs = zip(graph.storages, most[count:], strict=True)
+    problem = _meeting_host(problem, *of_host)
     return replace(
         problem,
         graph=replace(graph, storages=tuple(replace(storage, size_bytes=size) for storage, size in pairs)),
         profile=replace(problem.profile, workspace_bytes=tuple(most[:count])),
-        budget_bytes=min(budgets),
+        budget_bytes=budget_bytes,
     )
+
+
+def _meeting_host(problem: Problem, size_bytes: int, out_bytes_per_ms: int, in_bytes_per_ms: int) -> Problem:
+    """Return the problem with less memory of the host, and a slower link to it."""
+    host, link = problem.host, problem.profile.link
+    if host is None or link is None or not size_bytes:
+        return replace(problem, host=None)
+    slower = replace(link, out_bytes_per_ms=float(out_bytes_per_ms), in_bytes_per_ms=float(in_bytes_per_ms))
+    return replace(problem, host=replace(host, size_bytes=size_bytes), profile=replace(problem.profile, link=slower))
 
 
 def _written(needs: Sequence[int]) -> str:
@@ -244,16 +265,20 @@ def _checked(problem: Problem, answer: str, leader: int) -> Solution | None:
     """Replay the decisions of the first rank with the costs of this rank; None where they are of no use here."""
     if not answer:
         return None
-    strategy, status, rows = json.loads(answer)
-    recompute = tuple(tuple(row) for row in rows)
-    found = Solution(strategy, Status(status), recompute, stopped_by=f"rank {leader} solved")
+    strategy, status, rows, places = json.loads(answer)
+    recompute, aways = tuple(tuple(row) for row in rows), tuple(Away(*place) for place in places)
+    found = Solution(strategy, Status(status), recompute, stopped_by=f"rank {leader} solved", aways=aways)
     if not found.is_feasible:
         return found
     try:
-        simulation = replay(problem, recompute)
+        simulation = replay_solution(problem, found)
     except ScheduleError as error:
         log.info("The plan of rank %d is for another step (%s): solving alone", leader, error)
         return None
     return replace(
-        found, status=Status.FEASIBLE, recompute_ms=simulation.recompute_ms, peak_bytes=simulation.peak_bytes
+        found,
+        status=Status.FEASIBLE,
+        recompute_ms=simulation.recompute_ms,
+        wait_ms=simulation.wait_ms,
+        peak_bytes=simulation.peak_bytes,
     )

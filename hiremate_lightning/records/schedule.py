@@ -79,6 +79,11 @@ class Schedule:
         nodes = (op.node for op in self.backward if isinstance(op, Compute))
         return tuple(node for node in nodes if graph.nodes[node].direction is Direction.FORWARD)
 
+    def saved_on_device(self, graph: Graph) -> tuple[int, ...]:
+        """List what is handed to the backward and not away meanwhile."""
+        away = {operation.storage for operation in self.forward if isinstance(operation, CopyOut)}
+        return tuple(tensor for tensor in self.saved if graph.tensors[tensor].storage not in away)
+
     def decisions(self, graph: Graph) -> tuple[tuple[int, ...], ...]:
         """Return the decisions that were lowered to it."""
         rows: list[list[int]] = [[]]

@@ -77,11 +77,15 @@ class Simulation:
         return max(self.timeline, key=lambda moment: moment.peak_bytes)
 
     @property
+    def extra_ms(self) -> float:
+        """Time of the nodes that run again, and of waits for copies."""
+        return self.recompute_ms + self.wait_ms
+
+    @property
     def overhead(self) -> float:
         """Extra time over time without recomputation and copies, a ratio."""
-        extra_ms = self.recompute_ms + self.wait_ms
-        useful = self.time_ms - extra_ms
-        return extra_ms / useful if useful else 0.0
+        useful = self.time_ms - self.extra_ms
+        return self.extra_ms / useful if useful else 0.0
 
 
 @dataclass(frozen=True, slots=True)

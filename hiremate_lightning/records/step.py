@@ -138,12 +138,14 @@ class Step:
         profile: Costs of its nodes.
         owners: For each node, the call that it belongs to and its index there; None for outside code.
         spans: For each call, the first position of its backward in `graph.backward`, and their number.
+        storages_at: For each call, its first storage.
     """
 
     graph: Graph
     profile: Profile
     owners: tuple[tuple[int, int] | None, ...]
     spans: tuple[tuple[int, int], ...]
+    storages_at: tuple[int, ...] = ()
 
     @cached_property
     def plain_bytes(self) -> int:
@@ -274,6 +276,7 @@ class _Merger:
         self.outside: list[tuple[Gap, list[int], list[int], Direction]] = []
         self.node_at: list[int] = []  # the first node of each call
         self.tensor_at: list[int] = []  # its first tensor
+        self.storage_at: list[int] = []  # its first storage
         self.stale_until = 0  # the outside beyond which nothing stale lives
         self.left_until = 0  # and none of the outputs of the step before
         self.after_forward: list[int] = []  # the outside after each forward
@@ -286,6 +289,7 @@ class _Merger:
         graph, nodes, tensors, storages = call.graph, len(self.nodes), len(self.tensors), len(self.storages)
         self.node_at.append(nodes)
         self.tensor_at.append(tensors)
+        self.storage_at.append(storages)
         self.storages.extend(graph.storages)
         linked = {graph.tensors[t].storage: self._linked_storage(link) for t, link in call.links.items()}
         for tensor in graph.tensors:
@@ -405,7 +409,8 @@ class _Merger:
         workspaces = tuple(merged.workspace_bytes - saved_bytes.get(i, 0) for i, merged in enumerate(self.nodes))
         times, owners = tuple(m.time_ms for m in self.nodes), tuple(merged.owner for merged in self.nodes)
         profile = Profile(times, workspaces, self.calls[0].profile.device, self.calls[0].profile.link)
-        return Step(graph, profile, owners, tuple(spans[i] for i in range(len(self.calls))))
+        calls = range(len(self.calls))
+        return Step(graph, profile, owners, tuple(spans[i] for i in calls), tuple(self.storage_at))
 
     def _append_beginning(self, stale_until: int, left_until: int | None) -> int:
         """Begin with what outside code makes before the first forward, and with what the step before has left."""

@@ -101,8 +101,8 @@ def uses_by_module(plan: Plan) -> dict[str, ModuleUse]:
 
 
 def _kept_storages(graph: Graph, schedule: Schedule) -> set[int | None]:
-    """Find the storages that live at the turn."""
-    return {graph.tensors[t].storage for t in (*schedule.saved, *graph.held)}
+    """Find the storages that live on the device at the turn."""
+    return {graph.tensors[t].storage for t in (*schedule.saved_on_device(graph), *graph.held)}
 
 
 def _original(graph: Graph, index: int) -> int:

@@ -23,6 +23,7 @@ OTHER = "other, resident"
 # Told apart also without red and green; resident bytes are grey.
 COLOURS = {
     Band.SAVED: "#4477aa",
+    Band.AWAY: "#117a8b",
     Band.PASSING: "#a6c8e4",
     Band.RECOMPUTED: "#ee7733",
     Band.OUTSIDE: "#aa6fb0",
@@ -144,19 +145,20 @@ def frontier_of(plan: Plan, curve: Curve) -> Frontier:
     known = curve.with_solution(plan.planned.peak_bytes, plan.solution)  # its bound was proven for at least that much
     step_ms = step_time_ms(plan.graph, plan.profile) or 1.0
 
-    def place(peak_bytes: int, recompute_ms: float) -> Point:
-        return plan.resident_bytes + peak_bytes, recompute_ms / step_ms
+    def place(peak_bytes: int, extra_ms: float) -> Point:
+        return plan.resident_bytes + peak_bytes, extra_ms / step_ms
 
     most = max([plan.unplanned.peak_bytes, *(point.peak_bytes for point in known.points)])
-    found = [place(point.peak_bytes, point.recompute_ms) for point in known.points]
+    found = [place(point.peak_bytes, point.extra_ms) for point in known.points]
     found.append((max(found[-1][0], place(most, 0)[0]), found[-1][1]) if found else place(most, 0))
-    bounds = [place(budget, bound_ms) for budget, bound_ms in _falling(known.bounds) if budget <= most]
+    proven = () if plan.solution.aways else _falling(known.bounds)  # of plans in which all stays on the device
+    bounds = [place(budget, bound_ms) for budget, bound_ms in proven if budget <= most]
     measured = plan.measured
     return Frontier(
         tuple(found),
         tuple(bounds),
         (plan.unplanned_peak_bytes, 0.0),
-        place(plan.planned.peak_bytes, plan.planned.recompute_ms),
+        place(plan.planned.peak_bytes, plan.planned.extra_ms),
         None if measured.peak_bytes is None or measured.overhead is None else (measured.peak_bytes, measured.overhead),
     )
 
@@ -173,7 +175,7 @@ def _falling(bounds: tuple[tuple[int, float], ...]) -> list[tuple[int, float]]:
 
 def frontier_words(plan: Plan) -> str:
     """Describe how good the plan is proven to be."""
-    if not plan.solution.recompute_ms:
+    if plan.solution.is_plain:
         return "Nothing is recomputed: no plan is faster."
     found, bound = format_ratio(plan.predicted_overhead), format_ratio(plan.bound_overhead)
     return f"This plan: {found}; proven: no plan within the budget is below {bound}."

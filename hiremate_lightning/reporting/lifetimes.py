@@ -20,6 +20,7 @@ class Band(str, Enum):
     """What a block is for, in the order in which bands are stacked, the longest-lived below."""
 
     SAVED = "saved activations"
+    AWAY = "activations that go to the host"
     PASSING = "activations, not saved"
     RECOMPUTED = "recomputed activations"
     OUTSIDE = "outside the plan"
@@ -70,7 +71,7 @@ def lifetimes(graph: Graph, schedule: Schedule) -> tuple[Lifetime, ...]:
         if storage in stale:
             band = Band.GRADIENT
         elif storage in away:  # two blocks, before it goes away and when it is back; later ones are computed again
-            band, maker = Band.SAVED, away.pop(storage)
+            band, maker = Band.AWAY, away.pop(storage)
             if maker is None:
                 away[storage] = node
             else:

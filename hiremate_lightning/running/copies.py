@@ -18,29 +18,46 @@ from typing import Any
 import torch
 
 from ..capturing.capture import Captured
+from ..records.away import round_block, staying
 from ..rewriting.joint import is_collective
 from ..rewriting.replays import is_state
-from ..torch_private import tensor_state
+from ..torch_private import runtime, tensor_state
 
 
 class HostMemory:
     """Blocks of the host's memory that copies lie in: pinned for a GPU, and used again from step to step.
 
+    PyTorch rounds what it pins up to a power of two. So blocks that are pinned have such sizes, and serve all smaller
+    values. What nobody uses is given back where other blocks are needed beyond the most bytes.
+
     Attributes:
         size_bytes: Bytes of all blocks.
+        most_bytes: Bytes that they take at most, unless more are in use at once; None for no limit.
     """
 
     def __init__(self) -> None:
         self.size_bytes = 0
+        self.most_bytes: int | None = None
         self._idle: defaultdict[tuple[int, bool], list[Block]] = defaultdict(list)
 
     def take(self, size_bytes: int, is_pinned: bool) -> Block:
         """Return a block that nobody uses."""
-        idle = self._idle[size_bytes, is_pinned]
-        if idle:
-            return idle.pop()
-        self.size_bytes += size_bytes
-        return Block(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=is_pinned), is_pinned)
+        whole_bytes = round_block(size_bytes) if is_pinned else size_bytes
+        idle = self._idle[whole_bytes, is_pinned]
+        if not idle:
+            self._make_room(whole_bytes)
+            self.size_bytes += whole_bytes
+            idle.append(Block(torch.empty(whole_bytes, dtype=torch.uint8, pin_memory=is_pinned), is_pinned))
+        return idle.pop()
+
+    def _make_room(self, size_bytes: int) -> None:
+        """Give blocks back that nobody uses."""
+        if self.most_bytes is None or self.size_bytes + size_bytes <= self.most_bytes:
+            return
+        for idle in self._idle.values():
+            self.size_bytes -= sum(block.memory.nbytes for block in idle)
+            idle.clear()
+        runtime.empty_host_cache()
 
     def give(self, block: Block) -> None:
         """Take a block back, the last copy from which may still run."""
@@ -52,7 +69,7 @@ class Block:
     """A block of the host's memory.
 
     Attributes:
-        memory: Its bytes.
+        memory: Its bytes, of which a value takes the first ones.
         is_pinned: Whether a GPU copies to it and from it beside what the host does.
         last: Event of the last copy to it or from it, None where there is nothing to wait for.
     """
@@ -71,11 +88,11 @@ class _Streams:
 
     def copy_out(self, block: Block, memory: torch.Tensor) -> None:
         """Begin a copy to the host."""
-        block.last = self._copy(self._out, block.memory, memory, block)
+        block.last = self._copy(self._out, block.memory[: memory.nbytes], memory, block)
 
     def copy_in(self, memory: torch.Tensor, block: Block) -> None:
         """Begin a copy from the host."""
-        block.last = self._copy(self._in, memory, block.memory, block)
+        block.last = self._copy(self._in, memory, block.memory[: memory.nbytes], block)
 
     def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor, block: Block) -> Any:
         """Copy behind all that was computed so far, and behind the last copy to the block or from it."""
@@ -119,7 +136,7 @@ class Leaving:
 
     def __init__(self, tensor: torch.Tensor, host: HostMemory) -> None:
         memory = tensor_state.memory_of(tensor)
-        self.device, self._host = memory.device, host
+        self.device, self.size_bytes, self._host = memory.device, memory.nbytes, host
         self.block = host.take(memory.nbytes, is_pinned=memory.device.type == "cuda")
         _lines(self.device).copy_out(self.block, memory)
 
@@ -151,7 +168,7 @@ class Arriving:
 
     def __init__(self, leaving: Leaving) -> None:
         self._leaving = leaving  # whose block must not be used again before
-        self._memory = torch.empty(leaving.block.memory.nbytes, dtype=torch.uint8, device=leaving.device)
+        self._memory = torch.empty(leaving.size_bytes, dtype=torch.uint8, device=leaving.device)
         _lines(leaving.device).copy_in(self._memory, leaving.block)
         self._copied: Any = leaving.block.last
         self._is_there = False
@@ -196,18 +213,24 @@ def copying_out(host: HostMemory) -> Callable[[torch.Tensor], Leaving]:
     return copy_out
 
 
+def is_copying(function: object) -> bool:
+    """Whether a function of a program is one of these, which bring values to the host and back."""
+    return getattr(function, "__module__", None) == __name__
+
+
 def pinned_storages(captured: Captured) -> frozenset[int]:
     """List the storages that must stay on the device, whatever a plan would like.
 
-    They are those that collectives read or make, which go on beside what is computed; states of generators; those of
-    another device; and those with a tensor that is more than its bytes, shape and strides.
+    They are those that others than the graph itself see; those that collectives read or make, which go on beside what
+    is computed; those of functions that their author compiled, which may keep their memory; states of generators; those
+    of another device; and those with a tensor that is more than its bytes, shape and strides.
     """
     graph = captured.graph
     found = {graph.tensors[t].storage for t, v in enumerate(captured.fx_values) if not _is_plain(v, captured)}
     for node in graph.nodes:
-        if is_collective(node.op):
+        if is_collective(node.op) or node.compiled:
             found.update(graph.tensors[t].storage for t in (*node.inputs, *node.outputs))
-    return frozenset(storage for storage in found if storage is not None)
+    return frozenset(storage for storage in found.union(staying(graph)) if storage is not None)
 
 
 def _is_plain(value: Any, captured: Captured) -> bool:

@@ -48,7 +48,8 @@ class Forward:
     def left_bytes(self) -> int:
         """Bytes of its outputs and of what it saves for its backward."""
         graph = self.captured.graph
-        storages = {graph.tensors[t].storage for t in (*graph.outputs, *self.program.schedule.saved)} - {None}
+        saved = self.program.schedule.saved_on_device(graph)
+        storages = {graph.tensors[t].storage for t in (*graph.outputs, *saved)} - {None}
         return sum(graph.sizes[s] for s in storages if s is not None and not graph.storages[s].kind.is_resident)
 
 

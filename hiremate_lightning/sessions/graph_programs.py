@@ -125,9 +125,11 @@ class GraphPrograms:
                     self._stages.reporter.solving(step_time_ms(captured.graph, profile)),
                     self._searches,
                     self._spare_bytes_or_announce_full,
+                    self._model.offloading.host(alone, [captured]),
                 )
                 self._searches.append(FirstSolution(alone, least))
-                programs[part] = _build(captured, lower(captured.graph, alone.split(least.recompute)[0]))
+                (program,) = self._model.offloading.build(alone, [captured], least)
+                programs[part] = replace(program, protects=True)  # see `_build`
         return programs[part]
 
     def _spare_bytes_or_announce_full(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from ..capturing.capture import Captured
@@ -32,6 +33,7 @@ class Parts:
         fuses: Whether operations are fused.
         count: How many parts were captured so far.
         least: The program by which a part runs at the least memory, where that was looked for.
+        measures_link: Returns whether plans need to know how fast the device copies to the host and back.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Parts:
         self._unmeasured: set[str] = set()  # operators
         self._costs = CostCache(cache_dir)
         self.fuses = kernels is not None
+        self.measures_link: Callable[[], bool] = lambda: False
         self.count = 0
         self._parts: dict[int, weakref.ref[Part]] = {}
         self._numbers: weakref.WeakKeyDictionary[Part, int] = weakref.WeakKeyDictionary()
@@ -90,12 +93,13 @@ class Parts:
             with self._stages.stage("compile_s", "compiling"), undisturbed(captured.device):
                 self._kernels.compile(lambda done, total: self._stages.reporter.progress("kernels", done, total))
         with self._stages.stage("profile_s", "profiling"):
-            return measure(
+            profile = measure(
                 captured,
                 self._costs,
                 progress=lambda done, total: self._stages.reporter.progress("operations", done, total),
                 announce=self._say_unmeasured,
             )
+            return replace(profile, link=self._costs.link_of(captured.device)) if self.measures_link() else profile
 
     def _say_unmeasured(self, op: str, why: str) -> None:
         """Announce an operator that can't be measured; for other sizes of it only the reason's numbers would differ."""

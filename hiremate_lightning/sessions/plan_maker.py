@@ -16,11 +16,11 @@ from ..planning.shared_solving import announce, shared
 from ..planning.solvers import worker
 from ..planning.solvers.base import Strategy
 from ..planning.solvers.curve import Remembering
+from ..records.away import Host
 from ..records.costs import step_time_ms
 from ..records.scaling import are_same
-from ..records.schedule import lower
 from ..records.step import Step
-from ..running.program import Program, build
+from ..running.program import Program
 from ..torch_private import runtime
 from ..units import Budget
 from .first_wait import FirstWait
@@ -172,6 +172,7 @@ class PlanMaker:
                 solve=recorded.solve,
                 progress=self._stages.reporter.solving(step_time_ms(step.graph, step.profile)),
                 decided=step.join(recorded.decided) if recorded.decided else None,
+                host=self.host(recorded),
             )
         self._first_wait.took(self._stages.total)
         return self._finish(recorded, step, plan)
@@ -183,5 +184,11 @@ class PlanMaker:
             rounded=self._proofs.rounded(),
             planning=self._stages.total,
         )
-        pairs = zip(recorded.calls, step.split(plan.solution.recompute), strict=True)
-        return plan, {call.place: build(call.captured, lower(call.captured.graph, rows)) for call, rows in pairs}
+        programs = self._model.offloading.build(step, [call.captured for call in recorded.calls], plan.solution)
+        return plan, {call.place: program for call, program in zip(recorded.calls, programs, strict=True)}
+
+    def host(self, recorded: RecordedStep) -> Host | None:
+        """Return the memory of the host that values of a step may go away to; None where all stays on the device."""
+        captured = [call.captured for call in recorded.calls]
+        waits = recorded.waits or bool(recorded.decided)
+        return self._model.offloading.host(recorded.merge(), captured, waits)

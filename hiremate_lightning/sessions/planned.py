@@ -177,7 +177,7 @@ class PlannedKinds:
 
     def _error_of_all(self) -> InfeasibleBudgetError | None:
         steps = [(kind, self.maker.waiting.at(kind, kind.recorded, LAST)) for kind in self.history.recorded]
-        return self.shortage.error(steps, self._model.options, self.maker.budget_bytes, self._name)
+        return self.shortage.error(steps, self._model.options, self.maker.budget_bytes, self.maker.host, self._name)
 
     def see_backwards(self, kind: StepKind, record: StepRecord) -> None:
         """See whether a step has other backwards than the one that was seen of its kind.
@@ -368,7 +368,7 @@ class PlannedKinds:
         decision = decide_beside(
             stays=limits.stays(at_level, peak_bytes, is_least=plan.planned_peak_bytes > plan.budget_bytes),
             is_risen=limits.have_risen(at_level, peak_bytes),
-            recomputes=plan.solution.recompute_ms > 0,
+            recomputes=not plan.solution.is_plain,
         )
         self._carry_out(kind, adapted, peak_bytes, decision)
 
@@ -459,7 +459,7 @@ class PlannedKinds:
         """Learn that a step turned out another kind than it began as."""
         self.history.confuse(expected, kind)
         plan = max((expected.own_plan, kind.own_plan), key=lambda plan: plan.unplanned_peak_bytes)
-        if plan.solution.recompute_ms > 0:
+        if not plan.solution.is_plain:
             self._announcements.confused(plan.budget_bytes, CERTAIN)
 
     # ---------------------------------------------------------------- what others ask
@@ -479,7 +479,7 @@ class PlannedKinds:
         if plan.planned_peak_bytes > plan.budget_bytes:
             more_bytes = plain_bytes - plan.planned.peak_bytes
             return saves_nothing(plan) and more_bytes < free_bytes(self._memory.device)
-        if plan.solution.recompute_ms:
+        if not plan.solution.is_plain:
             return False
         is_whole = self._model.options.budget.share == 1  # of what plain training adds
         return is_whole or plan.resident_bytes + plain_bytes + step.margin_bytes <= plan.budget_bytes

@@ -10,6 +10,7 @@ from ..reporting.report import Reporter, Stages
 from ..rewriting.fused_kernel import FusedKernels
 from .announcements import Announcements
 from .history import History
+from .offloading import Offloading
 from .parts import Parts
 
 
@@ -27,6 +28,7 @@ class PlannedModel:
         announcements: Warns.
         stages: Shows the stages of planning, and counts their time.
         kernels: Where fused operations are kept, None where nothing is fused.
+        offloading: What may go away to the host's memory.
         parts: Its captured graphs.
         memory: What exists before its steps.
         history: The kinds of its steps.
@@ -37,7 +39,9 @@ class PlannedModel:
         self.announcements = Announcements(self.name)
         self.stages = Stages(Reporter(options.verbose))
         self.kernels = FusedKernels(self.announcements.say) if options.compile else None
+        self.offloading = Offloading(options, lambda: self.memory.device, self.announcements.say)
         self.parts = Parts(self.stages, options.cache_dir, self.kernels, self.announcements.say)
+        self.parts.measures_link = lambda: self.offloading.is_on
         self.memory = ResidentMemory(root, self.parts.waiting, self.parts.retained)
         self.history = History()
 

@@ -17,6 +17,7 @@ from ..out_of_memory import InfeasibleBudgetError
 from ..planning.options import PlanOptions
 from ..planning.planner import AT_LEAST, Need, infeasible, least_need
 from ..planning.solvers.base import Problem, SolveOptions
+from ..records.away import Host
 from ..records.step import Step
 from .recorded_step import RecordedStep
 from .step_kind import StepKind
@@ -27,6 +28,7 @@ SO_FAR = "The smallest budget found for the steps seen so far is"
 ADVICE = "Raise the budget, make the batch smaller, or pass on_infeasible='warn' to train with the least memory."
 
 BudgetOf = Callable[[Step, Resident, StepKind], int]  # of a step of a kind, and what exists before it
+HostOf = Callable[[RecordedStep], Host | None]
 
 
 class Shortage:
@@ -78,7 +80,12 @@ class Shortage:
         return not self._waits or self._held_steps >= HELD_STEPS
 
     def error(
-        self, steps: Iterable[tuple[StepKind, RecordedStep]], options: SessionOptions, budget_of: BudgetOf, name: str
+        self,
+        steps: Iterable[tuple[StepKind, RecordedStep]],
+        options: SessionOptions,
+        budget_of: BudgetOf,
+        host_of: HostOf,
+        name: str,
     ) -> InfeasibleBudgetError | None:
         """Build the error that names what is enough for the steps seen; None where all fit the budget after all.
 
@@ -86,6 +93,7 @@ class Shortage:
             steps: The kinds of steps, and what each runs.
             options: What was asked for.
             budget_of: Returns the budget of a step.
+            host_of: Returns the memory of the host that values of a step may go away to.
             name: What is planned.
         """
         needs, short = list[Need](), dict[int, int]()
@@ -94,7 +102,7 @@ class Shortage:
                 continue
             states = [replace(step, resident=self._with_all(seen)) for seen in kind.before.values()]
             budget_bytes = max(budget_of(state.merge(), state.resident, kind) for state in states)
-            of_kind = [_need(state, options.plan, self.less_bytes) for state in states]
+            of_kind = [_need(state, host_of(state), options.plan, self.less_bytes) for state in states]
             short.update((need.peak_bytes, budget_bytes) for need in of_kind if need.peak_bytes > budget_bytes)
             needs += of_kind
         if not short:
@@ -108,9 +116,9 @@ class Shortage:
         return replace(resident, size_bytes=resident.size_bytes + more_bytes)
 
 
-def _need(recorded: RecordedStep, options: PlanOptions, less_bytes: int) -> Need:
+def _need(recorded: RecordedStep, host: Host | None, options: PlanOptions, less_bytes: int) -> Need:
     step, resident = recorded.merge(), recorded.resident
-    problem = Problem(step.graph, step.profile, 0, SolveOptions(options.time_limit_s))
+    problem = Problem(step.graph, step.profile, 0, SolveOptions(options.time_limit_s), host)
     decided = step.join(recorded.decided) if recorded.decided else None
     need = least_need(problem, resident.size_bytes, decided, options.files)
     waiting_bytes = resident.waiting_bytes, resident.plain_waiting_bytes

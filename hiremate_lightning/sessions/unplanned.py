@@ -187,7 +187,7 @@ class UnplannedSteps:
             self._new_sizes.ran_plain(step)
         else:
             recompute_ms = likely.plan.measured.recompute_ms
-            self._new_sizes.ran_planned(step, (recompute_ms or likely.plan.solution.recompute_ms) / 1000)
+            self._new_sizes.ran_planned(step, (recompute_ms or likely.plan.solution.extra_ms) / 1000)
 
     def _room_bytes(self) -> int:
         """Return what a step may add to the resident bytes."""
@@ -225,7 +225,7 @@ class UnplannedSteps:
     def has_own_plan(self, step: CurrentStep) -> bool:
         """Whether a kind that is called like a step has a plan of use: it recomputes, or all steps run by plans."""
         kinds = [] if self._likely(step) is None else self._plain.called_like(step.calls)
-        recomputes = any(kind.own_plan.solution.recompute_ms for kind in kinds)
+        recomputes = any(not kind.own_plan.solution.is_plain for kind in kinds)
         return bool(kinds) and (recomputes or not self._sizes_vary)
 
     def without_plan(self, step: CurrentStep, begun: AsWritten | None) -> AsWritten | None:

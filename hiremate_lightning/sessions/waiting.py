@@ -217,7 +217,7 @@ class WaitingGraphs:
     def _more_bytes(self, part: Part, schedule: Schedule, level: int) -> int:
         """Count the bytes by which a graph saves more at a level than by a schedule."""
         own = self._schedule(part, level)
-        return 0 if own.saved == schedule.saved else saved_bytes(part, own) - saved_bytes(part, schedule)
+        return 0 if own == schedule else saved_bytes(part, own) - saved_bytes(part, schedule)
 
     def _work_bytes(self, part: Part, level: int, is_added: bool) -> int:
         """Count what the backward of a graph takes beyond what the graph holds.
@@ -253,7 +253,7 @@ def _plain_bytes(resident: Resident) -> int:
 def saved_bytes(part: Part, schedule: Schedule) -> int:
     """Count the bytes of what a part saves for its backward by a schedule, without its inputs."""
     graph = part.captured.graph
-    return bytes_of(graph, set(schedule.saved).difference(graph.inputs))
+    return bytes_of(graph, set(schedule.saved_on_device(graph)).difference(graph.inputs))
 
 
 def _is_parameter(graph: Graph, position: int) -> bool:

@@ -12,6 +12,12 @@ def keep_busy(milliseconds: float = 0.5) -> None:
     torch.cuda._sleep(int(2_000_000 * milliseconds))  # clock cycles
 
 
+def empty_host_cache() -> None:
+    """Give pinned memory back to the system that nothing uses."""
+    if hasattr(torch._C, "_host_emptyCache"):
+        torch._C._host_emptyCache()
+
+
 def has_expandable_segments() -> bool:
     """Whether CUDA's caching allocator grows its segments in place, by the environment or by a call."""
     if not hasattr(torch._C, "_accelerator_getAllocatorSettings"):  # torch 2.11

@@ -21,19 +21,19 @@ the least over a few intervals, each with V at its lower end in the quotients an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from ...errors import ConfigurationError
-from ...records.away import Away, Idle, idle_storages, put_away
+from ...records.away import Away, Host, Idle, idle_storages, put_away
 from ...records.costs import Link
 from ...records.schedule import Schedule, lower
 from ...records.simulation import Simulation, simulate
 from ...records.step import Decisions
-from .base import UNLIMITED, Problem
+from .base import Problem
 from .model import StepModel
 from .turn_point import lower_bound
 
@@ -47,28 +47,31 @@ class Choice:
     Attributes:
         recompute: R, see `schedule.lower`.
         aways: What goes away, nothing where that does not pay.
-        extra_ms: Time of what is recomputed, and of waits for copies.
+        recompute_ms: Time of what is recomputed.
+        wait_ms: Time of waits for copies.
         peak_bytes: Peak on the device.
         host_bytes: Most bytes on the host.
     """
 
     recompute: Decisions
     aways: tuple[Away, ...]
-    extra_ms: float
+    recompute_ms: float
+    wait_ms: float
     peak_bytes: int
     host_bytes: int
 
+    @property
+    def extra_ms(self) -> float:
+        """Time of what is recomputed, and of waits for copies."""
+        return self.recompute_ms + self.wait_ms
 
-def fastest_choice(
-    problem: Problem, candidates: Iterable[Decisions], host_bytes: int = UNLIMITED, pinned: Collection[int] = ()
-) -> Choice | None:
+
+def fastest_choice(problem: Problem, candidates: Iterable[Decisions]) -> Choice | None:
     """Put away what the budget asks for, for each of some decisions; return the fastest that fits.
 
     Args:
-        problem: The problem; its profile has a link.
+        problem: The problem; its profile has a link, and the host memory.
         candidates: Decisions, whatever their peaks.
-        host_bytes: Most bytes on the host.
-        pinned: Storages that must stay on the device.
 
     Returns:
         The fastest, of equals the one with less on the host; None where none of the decisions fits.
@@ -76,17 +79,16 @@ def fastest_choice(
     found: list[Choice] = []
     for recompute in dict.fromkeys(candidates):
         schedule = lower(problem.graph, recompute)
-        for aways in _ways(problem, schedule, pinned):
-            done = simulate(problem.graph, problem.profile, put_away(problem.graph, schedule, aways, pinned))
-            if done.peak_bytes <= problem.budget_bytes and done.host_bytes <= host_bytes:
-                extra_ms = done.recompute_ms + done.wait_ms
-                found.append(Choice(recompute, aways, extra_ms, done.peak_bytes, done.host_bytes))
+        for aways in _ways(problem, schedule):
+            if host_of(problem).holds(problem.graph, aways):
+                done = simulate(problem.graph, problem.profile, put_away(problem.graph, schedule, aways))
+                if done.peak_bytes <= problem.budget_bytes:
+                    times = done.recompute_ms, done.wait_ms
+                    found.append(Choice(recompute, aways, *times, done.peak_bytes, done.host_bytes))
     return min(found, key=lambda choice: (choice.extra_ms, choice.host_bytes), default=None)
 
 
-def least_bytes(
-    problem: Problem, candidates: Iterable[Decisions], host_bytes: int = UNLIMITED, pinned: Collection[int] = ()
-) -> int | None:
+def least_bytes(problem: Problem, candidates: Iterable[Decisions]) -> int | None:
     """Return the smallest budget for which `fastest_choice` finds one of some decisions; None where the host is small.
 
     It is the peak with all away that may go, each storage from its last use to its first; the host must hold them all.
@@ -94,22 +96,27 @@ def least_bytes(
     found = list[int]()
     for recompute in dict.fromkeys(candidates):
         schedule = lower(problem.graph, recompute)
-        idle = idle_storages(problem.graph, schedule, pinned)
+        idle = idle_storages(problem.graph, schedule, host_of(problem).pinned)
         aways = [Away(i.storage, i.made, i.last, i.first) for i in idle]
-        done = simulate(problem.graph, problem.profile, put_away(problem.graph, schedule, aways, pinned))
-        if done.host_bytes <= host_bytes:
+        if host_of(problem).holds(problem.graph, aways):
+            done = simulate(problem.graph, problem.profile, put_away(problem.graph, schedule, aways))
             found.append(done.peak_bytes)
     return min(found, default=None)
 
 
-def _ways(problem: Problem, schedule: Schedule, pinned: Collection[int]) -> Iterable[tuple[Away, ...]]:
+def host_of(problem: Problem) -> Host:
+    """Return the memory of the host that values may go away to."""
+    return problem.host or Host(0)
+
+
+def _ways(problem: Problem, schedule: Schedule) -> Iterable[tuple[Away, ...]]:
     """Yield ways to fit a schedule into the budget, none where there is none."""
     kept = simulate(problem.graph, problem.profile, schedule)
     over = np.array([moment.peak_bytes for moment in kept.timeline], dtype=np.int64) - problem.budget_bytes
     if over.max(initial=0) <= 0:
         yield ()
         return
-    step = _Step(problem, kept, idle_storages(problem.graph, schedule, pinned), over)
+    step = _Step(problem, kept, idle_storages(problem.graph, schedule, host_of(problem).pinned), over)
     known = set[frozenset[int]]()
     for rank in (step.covered, step.idle_ms, step.size_bytes):
         chosen = step.choose(rank)
@@ -156,21 +163,21 @@ class _Step:
 
     def choose(self, rank: Callable[[Idle, np.ndarray], float]) -> list[Idle] | None:
         """Choose what goes away, in order of rank at the moment of the largest excess; None where all is not enough."""
-        over, chosen = self.over.copy(), list[Idle]()
+        over, chosen = self.over.copy(), dict[int, Idle]()
         while over.max() > 0:
             worst = int(over.argmax())
-            there = (i for i in self.idle if i not in chosen and i.last <= worst < self.turn + i.first)
+            there = (i for i in self.idle if i.storage not in chosen and i.last <= worst < self.turn + i.first)
             best = max(there, key=lambda i: (rank(i, over), -i.storage), default=None)
             if best is None:
                 return None
-            chosen.append(best)
+            chosen[best.storage] = best
             over[self.window(best)] -= self._sizes[best.storage]
-        for idle in sorted(chosen, key=lambda i: (-self._sizes[i.storage], i.storage)):
+        for idle in sorted(chosen.values(), key=lambda i: (-self._sizes[i.storage], i.storage)):
             window, size_bytes = self.window(idle), self._sizes[idle.storage]
             if over[window].max(initial=-size_bytes) + size_bytes <= 0:  # the others are enough
-                chosen.remove(idle)
+                del chosen[idle.storage]
                 over[window] += size_bytes
-        return chosen
+        return list(chosen.values())
 
     def place(self, chosen: Sequence[Idle]) -> tuple[Away, ...]:
         """Choose the places of each copy. The storage that the backward uses first comes first."""
@@ -179,16 +186,15 @@ class _Step:
         return tuple(Away(i.storage, i.made, gone[i.storage], back[i.storage]) for i in in_order)
 
     def _gone(self, chosen: Sequence[Idle]) -> dict[int, int]:
-        """Wait for copies out at the end of the forward, and before only for what a moment needs."""
-        over, waiting = self.over[: self.turn].copy(), sorted(chosen, key=lambda i: (i.made, i.storage))
-        gone = {idle.storage: self.turn for idle in chosen}
-        for moment in range(self.turn):
+        """Wait for copies out at the end of the call's forward, and before only for what a moment needs."""
+        over, waiting = np.append(self.over[: self.turn], 0), sorted(chosen, key=lambda i: (i.made, i.storage))
+        gone = dict[int, int]()
+        for moment in range(self.turn + 1):
             for idle in [i for i in waiting if i.last <= moment]:
-                if over[moment] <= 0:
-                    break
-                gone[idle.storage] = moment
-                over[moment:] -= self._sizes[idle.storage]
-                waiting.remove(idle)
+                if moment == idle.end or over[moment] > 0:
+                    gone[idle.storage] = moment
+                    over[moment:] -= self._sizes[idle.storage]
+                    waiting.remove(idle)
         return gone
 
     def _back(self, chosen: Sequence[Idle]) -> dict[int, int]:
@@ -199,21 +205,20 @@ class _Step:
         back, earliest = dict[int, int](), 0
         for idle in sorted(chosen, key=lambda i: (i.first, i.made, i.storage)):
             place, size_bytes = idle.first, self._sizes[idle.storage]
-            while place > earliest and over[place - 1] + size_bytes <= 0:
+            while place > max(earliest, idle.start) and over[place - 1] + size_bytes <= 0:
                 place -= 1
             over[place : idle.first] += size_bytes
             back[idle.storage] = earliest = place
         return back
 
 
-def away_bound(model: StepModel, budget_bytes: int, deadline: float, host_bytes: int = UNLIMITED) -> float | None:
+def away_bound(model: StepModel, budget_bytes: int, deadline: float) -> float | None:
     """Bound the extra time of every schedule in which values may be away, within a budget, from below.
 
     Args:
-        model: The step; its profile has a link.
+        model: The step; its profile has a link, and the host memory.
         budget_bytes: Most bytes on the device at any moment.
         deadline: Stop when so much work was done; the bound is weaker then.
-        host_bytes: Most bytes on the host.
 
     Returns:
         Milliseconds of recomputation and waits, or None where no schedule fits.
@@ -221,6 +226,7 @@ def away_bound(model: StepModel, budget_bytes: int, deadline: float, host_bytes:
     link, excess = _link(model.problem), max(0, model.keep_all_bytes - budget_bytes)
     if budget_bytes < model.least_bytes:  # what a node reads and makes is on the device while it runs
         return None
+    host_bytes = host_of(model.problem).size_bytes
     most = min(host_bytes, excess)
     ends = [most * number // INTERVALS for number in range(INTERVALS + 1)]
     forward_ms, backward_ms = (

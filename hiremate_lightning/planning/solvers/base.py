@@ -7,11 +7,12 @@ it where the simulated peak passes the budget, so a strategy's own memory model 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from ...errors import ConfigurationError, did_you_mean
+from ...records.away import Away, Host, put_away
 from ...records.costs import Profile, step_time_ms
 from ...records.graph import Graph
 from ...records.schedule import lower
@@ -58,12 +59,14 @@ class Problem:
         profile: Its costs.
         budget_bytes: Bytes that the step may add to what is resident.
         options: Limits of the solve.
+        host: Memory of the host that values may go away to; None where all stays on the device.
     """
 
     graph: Graph
     profile: Profile
     budget_bytes: int
     options: SolveOptions = SolveOptions()
+    host: Host | None = None
 
     @property
     def step_ms(self) -> float:
@@ -81,7 +84,8 @@ class Solution:
         recompute: R, see `schedule.lower`; empty where none was found.
         recompute_ms: Time of what is recomputed.
         peak_bytes: Simulated peak above what is resident, 0 where none was found.
-        bound_ms: Proven lower bound on the recompute time of every schedule within the budget, 0 if none is known.
+        bound_ms: Proven lower bound on the extra time of every schedule within the budget, 0 if none is known. Where
+            values may go away, of those too in which they do.
         stopped_by: Why solving ended, in words.
         solve_s: Seconds taken, by the clock.
         work_s: Seconds of work done, the same on each machine.
@@ -89,6 +93,8 @@ class Solution:
             or kept beyond it: the fastest schedule that fits, or else the one of the smallest peak.
         proposed_bytes: The peak of that schedule, 0 where there is none.
         note: What the method could not serve, and what it took instead, in one line; empty where it served all.
+        aways: What goes away to the host, and when, see `records.away`.
+        wait_ms: Time of waits for its copies.
     """
 
     strategy: str
@@ -103,6 +109,18 @@ class Solution:
     proposed_ms: float = 0.0
     proposed_bytes: int = 0
     note: str = ""
+    aways: tuple[Away, ...] = ()
+    wait_ms: float = 0.0
+
+    @property
+    def extra_ms(self) -> float:
+        """Time of recomputation, and of waits for copies."""
+        return self.recompute_ms + self.wait_ms
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is recomputed, and nothing goes away."""
+        return not (self.recompute_ms or self.aways)
 
     @property
     def is_feasible(self) -> bool:
@@ -111,8 +129,8 @@ class Solution:
 
     def gap(self, step_ms: float) -> float:
         """Return the proven gap, a share of the step's time: the plan is at most so much slower than the best."""
-        total = step_ms + self.recompute_ms
-        return max(0.0, self.recompute_ms - self.bound_ms) / total if total else 0.0
+        total = step_ms + self.extra_ms
+        return max(0.0, self.extra_ms - self.bound_ms) / total if total else 0.0
 
 
 Strategy = Callable[[Problem], Solution]
@@ -167,6 +185,11 @@ def get_strategy(name: str) -> Strategy:
     return _STRATEGIES[name]
 
 
-def replay(problem: Problem, recompute: tuple[tuple[int, ...], ...]) -> Simulation:
+def replay(problem: Problem, recompute: tuple[tuple[int, ...], ...], aways: Sequence[Away] = ()) -> Simulation:
     """Lower decisions and simulate them."""
-    return simulate(problem.graph, problem.profile, lower(problem.graph, recompute))
+    return simulate(problem.graph, problem.profile, put_away(problem.graph, lower(problem.graph, recompute), aways))
+
+
+def replay_solution(problem: Problem, solution: Solution) -> Simulation:
+    """Lower what a solution has decided and simulate it."""
+    return replay(problem, solution.recompute, solution.aways)

@@ -24,7 +24,7 @@ class Curve:
     Attributes:
         problem: The step; its budget doesn't count.
         points: Solutions, peak ascending and time descending.
-        bounds: Pairs of a budget and the proven least recompute time under it, in milliseconds; budgets ascending.
+        bounds: Pairs of a budget and the proven least extra time under it, in milliseconds; budgets ascending.
         least_bytes: Below it no schedule exists, as far as proven; 0 if nothing is.
     """
 
@@ -52,10 +52,10 @@ class Curve:
 
     def _with_bound(self, point: Solution, bound_ms: float) -> Solution:
         gap_ms = self.problem.options.gap * self.problem.step_ms
-        proven = point.recompute_ms <= bound_ms + gap_ms
+        proven = point.extra_ms <= bound_ms + gap_ms
         status = Status.OPTIMAL if proven else Status.FEASIBLE
         ended = "proof" if proven else "end of the search" if point.stopped_by == "proof" else point.stopped_by
-        return replace(point, status=status, bound_ms=min(bound_ms, point.recompute_ms), stopped_by=ended, solve_s=0.0)
+        return replace(point, status=status, bound_ms=min(bound_ms, point.extra_ms), stopped_by=ended, solve_s=0.0)
 
     def with_solution(self, budget_bytes: int, solution: Solution) -> Curve:
         """Add what solving one budget has found: its schedule, its bound, or the proof that nothing fits."""
@@ -84,7 +84,7 @@ class Remembering:
     def __call__(self, problem: Problem) -> Solution:
         """Solve a problem, or answer at once where the answer is proven, or the same was asked before."""
         known = self.curve
-        if known is None or (known.problem.graph, known.problem.profile) != (problem.graph, problem.profile):
+        if known is None or _named(known.problem) != _named(problem):
             known = Curve(problem, (), ())
             self._seconds = {}
         answer = known.solution(problem.budget_bytes)
@@ -99,11 +99,15 @@ class Remembering:
         return replace(answer, solve_s=fresh.solve_s) if answer.is_feasible else fresh
 
 
+def _named(problem: Problem) -> tuple[object, ...]:
+    return problem.graph, problem.profile, problem.host
+
+
 def _undominated(points: Sequence[Solution]) -> tuple[Solution, ...]:
     """Keep the points that are faster than all smaller ones."""
     kept: list[Solution] = []
-    for point in sorted(points, key=lambda p: (p.peak_bytes, p.recompute_ms)):
-        if not kept or point.recompute_ms < kept[-1].recompute_ms:
+    for point in sorted(points, key=lambda p: (p.peak_bytes, p.extra_ms)):
+        if not kept or point.extra_ms < kept[-1].extra_ms:
             kept.append(point)
     return tuple(kept)
 

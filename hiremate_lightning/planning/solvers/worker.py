@@ -25,6 +25,7 @@ from typing import IO, Any, TypeVar
 from ...errors import ConfigurationError, HiRemateWarning
 from . import mip_backend
 from .base import Problem, Solution, Status, Strategy, get_strategy, needs_programs
+from .putting_away import MOST_SHARE, with_aways
 from .work import clock_limit_s
 
 log = logging.getLogger("hiremate_lightning")
@@ -190,8 +191,8 @@ def apart(name: str) -> Strategy:
     """
     strategy = get_strategy(name)
     if not strategy.__module__.startswith(__package__ or ""):
-        return strategy
-    return partial(_solve_apart, name=name, in_place=strategy)
+        return with_aways(strategy)
+    return partial(_solve_apart, name=name, in_place=with_aways(strategy))
 
 
 def _with_backend(problem: Problem, name: str) -> Problem:
@@ -203,7 +204,7 @@ def _with_backend(problem: Problem, name: str) -> Problem:
 
 def _solve_apart(problem: Problem, name: str, in_place: Strategy) -> Solution:
     problem = _with_backend(problem, name)
-    limit_s = clock_limit_s(problem.options.time_limit_s) + GRACE_S
+    limit_s = clock_limit_s(MOST_SHARE * problem.options.time_limit_s) + GRACE_S
     try:
         return _apart(lambda worker: worker.solve(problem, name, limit_s), lambda: in_place(problem))
     except WorkerLostError as error:
@@ -288,7 +289,7 @@ def _answer(question: Any, answers: IO[bytes]) -> Solution | str:
     def tell(best_ms: float, bound_ms: float) -> None:
         _send(answers, (PROGRESS, best_ms, bound_ms))
 
-    return get_strategy(name)(replace(problem, options=replace(problem.options, progress=tell)))
+    return with_aways(get_strategy(name))(replace(problem, options=replace(problem.options, progress=tell)))
 
 
 if __name__ == "__main__":

@@ -22,15 +22,17 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the library is built for Linux"),
 ]
 FILES = (
-    *("behaviour/budget/test_gpu", "behaviour/exactness/test_away", "behaviour/exactness/test_loops"),
+    *("behaviour/budget/test_gpu", "behaviour/budget/test_offloading"),
+    *("behaviour/exactness/test_away", "behaviour/exactness/test_loops"),
     "behaviour/integrations/test_strategy",
 )
 PARTS = {
     "training": "training_under_a_plan and tight",
     "loops": "script",
     "away": "test_away",
+    "offloading": "test_offloading",
     # a search for the largest batch takes minutes of a CPU
-    "rest": "not training_under_a_plan and not script and not largest_batch and not test_away",
+    "rest": "not training_under_a_plan and not script and not largest_batch and not test_away and not test_offloading",
 }
 
 
@@ -57,6 +59,10 @@ EXPECTED = {
         *("ours-50, its operations", "worst plan", "bar"),
     ),
     "others": ("gpt2_medium, checkpoint", "gpt2_medium, ours-50"),
+    "offload": (
+        *("link, both ways at once", "matrix product beside copies", "memory traffic beside copies"),
+        *("gpt2_medium, eager", "gpt2_medium, all on the host", "gpt2_medium, ours-50-offload"),
+    ),
     "budget": (
         "expandable_segments:False, planned at 1.00 of the budget",
         "expandable_segments:False, plain at the same limit",

@@ -23,7 +23,9 @@ from hiremate_lightning.command_line.factory import Workload, find_factory, pars
 from hiremate_lightning.command_line.importing import import_failures
 from hiremate_lightning.errors import ConfigurationError
 from hiremate_lightning.planning.solvers import Solution, Status, worker
+from hiremate_lightning.reporting.figures import COLOURS
 from hiremate_lightning.reporting.html_report import write_html
+from hiremate_lightning.reporting.lifetimes import Band
 from hiremate_lightning.units import format_bytes
 from tests.tiny import blocks_plan
 
@@ -234,6 +236,16 @@ def test_inputs_that_are_listed_twice_are_an_error(models, capsys):
             "found 'befor'. Did you mean 'before'?",
         ),
         (
+            ["{}:with_inputs", "--budget", "50%", "--offload"],
+            2,
+            "puts values of a GPU into the host's memory, which device 'cpu' has already. Add --device cuda",
+        ),
+        (
+            ["{}:with_inputs", "--budget", "50%", "--offload", "--device", "cuda", "--host-budget", "9%"],
+            2,
+            "--host-budget must be bytes such as \"64 GiB\", found '9%'",
+        ),
+        (
             ["{}:Net", "--input", "4,8", "--budget", "50%"],
             2,
             "x joins the sizes of an input, a comma separates inputs.",
@@ -255,6 +267,23 @@ def test_mistakes_are_answered_in_one_line(models, capsys, arguments, code, word
     assert error.startswith("hiremate: ")
     assert error.count("\n") == 1
     assert not output
+
+
+@pytest.mark.parametrize(
+    ("gb_per_s", "words"),
+    [
+        ("1000", "without it, this budget takes +"),
+        ("0.001", "nothing goes there, since that would not be faster; without it, this budget takes +"),
+    ],
+)
+def test_plan_says_what_the_memory_of_the_host_gives(models, capsys, tmp_path, gb_per_s, words):
+    asked = ["--input", "65536x32", "--device", "cuda", "--offload", "--host-link", gb_per_s]
+    path = tmp_path / "plan.svg"
+    assert plan(models, *asked, "--svg", str(path), name="Net", budget="60%") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert words in said
+    assert "The smallest budget found is" in said
+    assert (COLOURS[Band.AWAY] in path.read_text()) == ("nothing goes" not in words)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -16,7 +16,7 @@ from hiremate_lightning.planning.solvers.base import UNLIMITED, Problem
 from hiremate_lightning.planning.solvers.decisions import decisions
 from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.planning.solvers.turn_point import lower_bound
-from hiremate_lightning.records.away import Away, Idle, idle_storages, put_away
+from hiremate_lightning.records.away import Away, Host, Idle, idle_storages, put_away
 from hiremate_lightning.records.costs import Link
 from hiremate_lightning.records.schedule import Schedule, keep_all, lower
 from hiremate_lightning.records.simulation import simulate
@@ -31,7 +31,7 @@ SLOW = [Link(2.0, 4.0), Link(4.0, 1.0)]
 
 def with_link(step, link: Link, budget_bytes: int = 0) -> Problem:
     graph, profile = step
-    return problem_of((graph, replace(profile, link=link)), budget_bytes)
+    return replace(problem_of((graph, replace(profile, link=link)), budget_bytes), host=Host(UNLIMITED))
 
 
 def kept_bytes(problem: Problem) -> int:
@@ -47,21 +47,20 @@ def check(problem: Problem, choice: Choice, host_bytes: int = UNLIMITED) -> None
     assert found.recompute_ms + found.wait_ms == choice.extra_ms
 
 
-def all_aways(idle: tuple[Idle, ...], turn: int) -> Iterator[tuple[Away, ...]]:
+def all_aways(idle: tuple[Idle, ...]) -> Iterator[tuple[Away, ...]]:
     """Enumerate all that can be away, copied out as soon as it is made, at all places and in all orders of use."""
     for count in range(len(idle) + 1):
         for chosen in combinations(sorted(idle, key=lambda i: (i.first, i.made, i.storage)), count):
-            gone = [range(i.last, turn + 1) for i in chosen]
-            back = [range(i.first + 1) for i in chosen]
+            gone = [range(i.last, i.end + 1) for i in chosen]
+            back = [range(i.start, i.first + 1) for i in chosen]
             for places in product(product(*gone), product(*back)):
                 yield tuple(Away(i.storage, i.made, g, b) for i, g, b in zip(chosen, *places, strict=True))
 
 
 def exhaustive_ms(problem: Problem, schedule: Schedule) -> float | None:
     """Try all there is for a schedule; return the least extra time."""
-    turn = len(problem.graph.forward)
     times = []
-    for aways in all_aways(idle_storages(problem.graph, schedule), turn):
+    for aways in all_aways(idle_storages(problem.graph, schedule)):
         found = simulate(problem.graph, problem.profile, put_away(problem.graph, schedule, aways))
         if found.peak_bytes <= problem.budget_bytes:
             times.append(found.recompute_ms + found.wait_ms)
@@ -75,11 +74,11 @@ def small_steps(count: int, links: list[Link] = LINKS) -> Iterator[tuple[int, Pr
         seed += 1
         rng = random.Random(seed)
         problem = with_link(random_graph(seed, 4), rng.choice(links))
-        schedule, turn = lower(problem.graph, keep_all(problem.graph)), len(problem.graph.forward)
+        schedule = lower(problem.graph, keep_all(problem.graph))
         idle = idle_storages(problem.graph, schedule)
         widest = [Away(i.storage, i.made, i.last, i.first) for i in idle]
         least = simulate(problem.graph, problem.profile, put_away(problem.graph, schedule, widest)).peak_bytes
-        ways = math.prod(1 + (turn + 1 - i.last) * (i.first + 1) for i in idle)
+        ways = math.prod(1 + (i.end + 1 - i.last) * (i.first + 1 - i.start) for i in idle)
         if ways < 1500 and least < kept_bytes(problem):
             found += 1
             yield seed, replace(problem, budget_bytes=rng.randint(least - 1, kept_bytes(problem)))
@@ -169,10 +168,11 @@ def test_the_host_is_not_given_more_than_it_has():
     problem = replace(problem, budget_bytes=int(0.7 * kept_bytes(problem)))
     needed = fastest_choice(problem, [keep_all(problem.graph)])
     assert needed is not None
-    assert fastest_choice(problem, [keep_all(problem.graph)], host_bytes=problem.budget_bytes // 10) is None
-    enough = fastest_choice(problem, [keep_all(problem.graph)], host_bytes=needed.host_bytes)
-    assert enough == needed
-    free, tight = (away_bound(StepModel(problem), problem.budget_bytes, DEADLINE, host) for host in (UNLIMITED, 1000))
+    hosts = [Host(size) for size in (problem.budget_bytes // 10, needed.host_bytes, UNLIMITED, 1000)]
+    few, enough, free, tight = (replace(problem, host=host) for host in hosts)
+    assert fastest_choice(few, [keep_all(problem.graph)]) is None
+    assert fastest_choice(enough, [keep_all(problem.graph)]) == needed
+    free, tight = (away_bound(StepModel(own), problem.budget_bytes, DEADLINE) for own in (free, tight))
     assert free is not None
     assert tight is None or tight >= free
 
@@ -187,7 +187,7 @@ def test_the_smallest_budget_is_enough_and_a_byte_less_is_not(seed: int):
     choice = fastest_choice(replace(problem, budget_bytes=least), kept)
     assert choice is not None
     check(replace(problem, budget_bytes=least), choice)
-    assert least_bytes(problem, kept, host_bytes=-1) is None
+    assert least_bytes(replace(problem, host=Host(-1)), kept) is None
 
 
 def test_what_is_pinned_stays():
@@ -196,7 +196,7 @@ def test_what_is_pinned_stays():
     choice = fastest_choice(problem, [keep_all(problem.graph)])
     assert choice is not None
     pinned = {choice.aways[0].storage}
-    other = fastest_choice(problem, [keep_all(problem.graph)], pinned=pinned)
+    other = fastest_choice(replace(problem, host=Host(UNLIMITED, frozenset(pinned))), [keep_all(problem.graph)])
     assert other is None or pinned.isdisjoint(away.storage for away in other.aways)
 
 

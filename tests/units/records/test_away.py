@@ -55,7 +55,11 @@ def test_a_value_can_go_away_between_its_last_and_its_first_use():
     graph, _, schedule = kept(3)
     a0, a1 = storage_of(graph, "a0"), storage_of(graph, "a1")
     # a0 is made by the first operation and read by the second; of the backward it is g1 that reads it, the second.
-    assert idle_storages(graph, schedule) == (Idle(a0, made=1, last=2, first=1), Idle(a1, made=2, last=3, first=0))
+    half = {"end": 3, "start": 0}
+    assert idle_storages(graph, schedule) == (
+        Idle(a0, made=1, last=2, first=1, **half),
+        Idle(a1, made=2, last=3, first=0, **half),
+    )
 
 
 def test_a_value_that_is_away_is_counted_as_by_hand():
@@ -169,7 +173,7 @@ def test_a_value_that_comes_back_may_be_computed_again_later():
     found = simulate(graph, profile, put_away(graph, schedule, [away]))
     assert found.recompute_ms == 2.0
     assert [life.band for life in lifetimes(graph, put_away(graph, schedule, [away])) if life.storage == a0] == [
-        *(Band.SAVED, Band.SAVED),
+        *(Band.AWAY, Band.AWAY),
         Band.RECOMPUTED,
     ]
 
@@ -285,7 +289,7 @@ def test_a_schedule_with_copies_needs_a_link(away):
 def test_places_that_do_not_fit_are_refused(places: dict[str, int]):
     graph, _, schedule = kept(3)
     away = replace(Away(storage_of(graph, "a0"), out=1, gone=2, back=1), **places)
-    with pytest.raises(ScheduleError, match=r"does not fit Idle\(storage=1, made=1, last=2, first=1\)"):
+    with pytest.raises(ScheduleError, match=r"does not fit Idle\(storage=1, made=1, last=2, first=1, "):
         put_away(graph, schedule, [away])
 
 
@@ -345,13 +349,12 @@ def tick_by_tick(graph: Graph, profile: Profile, schedule: Schedule) -> int:
 
 
 def random_aways(graph: Graph, schedule: Schedule, rng: random.Random) -> list[Away]:
-    turn = sum(isinstance(operation, Compute) for operation in schedule.forward)
     found = []
     for idle in idle_storages(graph, schedule):
         if rng.random() < 0.6:
-            out = rng.randint(idle.made, turn)
-            gone = rng.randint(max(out, idle.last), turn)
-            found.append(Away(idle.storage, out, gone, rng.randint(0, idle.first)))
+            out = rng.randint(idle.made, idle.end)
+            gone = rng.randint(max(out, idle.last), idle.end)
+            found.append(Away(idle.storage, out, gone, rng.randint(idle.start, idle.first)))
     rng.shuffle(found)
     return found
 

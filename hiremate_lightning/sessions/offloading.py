@@ -1,0 +1,98 @@
+"""Values of a model that may go away to the host's memory: which of them, how many bytes, and in what blocks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+
+import torch
+
+from ..capturing.capture import Captured
+from ..memory.free_memory import free_host_bytes
+from ..options import SessionOptions
+from ..planning.solvers.base import Solution
+from ..records.away import Host, put_away, split_aways, storages_in
+from ..records.schedule import lower
+from ..records.step import Step
+from ..running.copies import HostMemory, pinned_storages
+from ..running.program import Program, build
+from ..units import format_bytes
+
+FREE_SHARE = 0.5  # of the host's free memory, for all processes of this machine
+NOTHING = "offload={asked} does nothing here: {why}. Plans keep all values on the device, or compute them again."
+ON_HOST = "the model is on {device}, whose memory is the host's"
+FUSED = "values of fused kernels (compile='inductor') do not go away"
+WAITING = "graphs wait for a backward that comes in a later step, and nobody knows how long their values would be away"
+
+
+class Offloading:
+    """What of a model may go away to the host's memory.
+
+    Args:
+        options: What was asked for.
+        device: Returns the device of the model.
+        say: Warns, once for each text.
+
+    Attributes:
+        memory: The blocks of the host that values lie in.
+    """
+
+    def __init__(self, options: SessionOptions, device: Callable[[], torch.device], say: Callable[[str], None]) -> None:
+        self._asked, self._budget, self._fuses = options.offload, options.host_budget, options.compile is not None
+        self._device, self._say = device, say
+        self.memory = HostMemory()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether values may go away; why they may not is announced where it was asked for."""
+        if self._asked == "off":
+            return False
+        device = self._device()
+        why = ON_HOST.format(device=device.type) if device.type != "cuda" else FUSED if self._fuses else ""
+        if why:
+            self._decline(why)
+        return not why
+
+    def _decline(self, why: str) -> None:
+        self._say(NOTHING.format(asked=repr(self._asked), why=why))
+
+    @cached_property
+    def host_bytes(self) -> int:
+        """The bytes of the host that values may take, as they were when this was asked for the first time."""
+        share_bytes = int(FREE_SHARE * free_host_bytes() / max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        named_bytes = self._budget.size_bytes
+        if named_bytes is None:
+            size_bytes = share_bytes
+        else:
+            size_bytes = named_bytes if self._asked == "always allowed" else min(named_bytes, share_bytes)
+            if size_bytes < named_bytes:
+                self._say(
+                    f"The host has too little memory free for host_budget={format_bytes(named_bytes)}: plans put away "
+                    f"at most {format_bytes(size_bytes)}. offload='always allowed' takes as much as is named."
+                )
+        self.memory.most_bytes = size_bytes
+        return size_bytes
+
+    def host(self, step: Step, calls: Sequence[Captured], waits: bool = False) -> Host | None:
+        """Return the memory that values of a step may go away to; None where all stays on the device.
+
+        Args:
+            step: The step.
+            calls: What its calls run.
+            waits: Whether graphs wait for a later backward, before the step or after it.
+        """
+        if not self.is_on:
+            return None
+        if waits:
+            self._decline(WAITING)
+            return None
+        stay = storages_in(step, [pinned_storages(call) for call in calls])
+        return Host(self.host_bytes, stay, has_round_blocks=True)
+
+    def build(self, step: Step, calls: Sequence[Captured], solution: Solution) -> Iterator[Program]:
+        """Generate the programs of the calls of a step, whose values are away in the blocks of this model."""
+        aways = split_aways(step, solution.recompute, solution.aways)
+        for captured, rows, own in zip(calls, step.split(solution.recompute), aways, strict=True):
+            schedule = put_away(captured.graph, lower(captured.graph, rows), own)
+            yield build(captured, schedule, self.memory)

@@ -1,0 +1,250 @@
+"""Values away in the host's memory, in training: the same bits, the predicted peak, and no more than the budget."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from hiremate_lightning import HiRemateWarning, get_plan, hiremate, remove_hiremate
+from hiremate_lightning.errors import ConfigurationError
+from hiremate_lightning.measuring import links
+from hiremate_lightning.memory.allocator import LEAST_REST_BYTES
+from hiremate_lightning.out_of_memory import InfeasibleBudgetError
+from hiremate_lightning.planning.plan import Plan
+from hiremate_lightning.records.costs import Link
+from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.testing import fixed_costs, plans
+from tests.training import build
+
+FAST, SLOW = Link(1e9, 1e9), Link(1.0, 1.0)  # bytes a millisecond
+STEPS = 5
+
+
+@pytest.fixture
+def link(monkeypatch) -> Iterator[Callable[[Link], None]]:
+    """Tell plans how fast the device copies, whatever it does, and estimate all other times."""
+
+    def tell(link: Link) -> None:
+        monkeypatch.setattr("hiremate_lightning.measuring.profiling.measure_link", lambda device: link)
+
+    with fixed_costs():
+        yield tell
+
+
+def wide(layers: int = 6) -> nn.Module:
+    """A net whose activations are most of its memory."""
+    torch.manual_seed(1)
+    layer = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(layers)]
+    return nn.Sequential(*layer, nn.Linear(64, 1))
+
+
+def rows(count: int = 2048) -> torch.Tensor:
+    return torch.randn(count, 64, generator=torch.Generator().manual_seed(count))
+
+
+def trained(
+    module: nn.Module, batches: list[torch.Tensor], loss_of=lambda y: y.float().square().mean()
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Train on the device; return all that must be equal, and the peak of each step."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    torch.manual_seed(11)
+    same, peaks = [], []
+    for batch in batches:
+        optimizer.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        loss = loss_of(module(batch))
+        loss.backward()
+        peaks.append(torch.cuda.max_memory_allocated())
+        same += [loss.detach().cpu(), *(p.grad.cpu() for p in module.parameters() if p.grad is not None)]
+        del loss
+        optimizer.step()
+    return [*same, *(t.detach().cpu() for t in module.state_dict().values()), torch.cuda.get_rng_state()], peaks
+
+
+def are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def check_peak(plan: Plan, peak: int) -> None:
+    above = peak - plan.planned_peak_bytes
+    assert peak <= plan.budget_bytes
+    assert -0.01 * peak <= above <= LEAST_REST_BYTES, f"measured {peak:,}, predicted {plan.planned_peak_bytes:,}"
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gpt", "unet", "resnet"])
+def test_training_with_values_away_is_plain_training(link, name):
+    link(FAST)
+    found = {}
+    for offload in ("off", "auto"):
+        model = build(name)
+        module = hiremate(model.module.cuda(), "70%", verbose=False, offload=offload)
+        batches = [model.make_batch(index)[0].cuda() for index in range(STEPS)]
+        found[offload], peaks = trained(module, batches, model.loss_of)
+        plan = get_plan(module)
+        check_peak(plan, peaks[-1])
+        assert bool(plan.solution.aways) == (offload == "auto")
+        remove_hiremate(module)
+    assert are_equal(found["off"], found["auto"])
+
+
+@pytest.mark.gpu
+def test_on_a_slow_link_the_plan_is_the_one_without(link):
+    link(SLOW)
+    schedules = []
+    for offload in ("off", "always allowed"):
+        module = hiremate(wide().cuda(), "60%", verbose=False, offload=offload)
+        trained(module, [rows().cuda()] * 3)
+        schedules.append(get_plan(module).schedule)
+    assert schedules[0] == schedules[1]
+
+
+@pytest.mark.gpu
+def test_sizes_that_vary_train_bit_for_bit_with_values_away(link):
+    link(FAST)
+    found = []
+    for offload in ("off", "auto"):
+        module = hiremate(wide().cuda(), "60%", verbose=False, offload=offload)
+        batches = [rows(count).cuda() for count in (2048, 1024, 2048, 1024, 2048, 512, 1024, 2048, 2048)]
+        same, peaks = trained(module, batches)
+        found.append(same)
+        largest = max(plans(module), key=lambda plan: plan.unplanned_peak_bytes)
+        check_peak(largest, peaks[-1])
+    assert any(plan.solution.aways for plan in plans(module))
+    assert are_equal(*found)
+
+
+@pytest.mark.gpu
+def test_a_budget_that_is_impossible_otherwise_is_kept(link):
+    link(FAST)
+
+    def smallest_bytes(offload: str) -> int:
+        with pytest.raises(InfeasibleBudgetError) as error:
+            trained(hiremate(wide().cuda(), "1 MiB", verbose=False, offload=offload), [rows().cuda()] * 10)
+        size_bytes = error.value.smallest_bytes
+        del error  # it holds the model
+        gc.collect()
+        return size_bytes
+
+    alone, away = smallest_bytes("off"), smallest_bytes("auto")
+    assert away < alone
+    module = hiremate(wide().cuda(), away, verbose=False, offload="auto")
+    _, peaks = trained(module, [rows().cuda()] * STEPS)
+    check_peak(get_plan(module), peaks[-1])
+    assert get_plan(module).solution.aways
+
+
+@pytest.mark.gpu
+def test_several_calls_put_away_what_is_their_own(link):
+    link(FAST)
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = wide(), wide()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.one[:-1](x)
+            torch._dynamo.graph_break()
+            return self.two(y)
+
+    found = []
+    for offload in ("off", "auto"):
+        torch.manual_seed(3)
+        module = hiremate(Two().cuda(), "60%", verbose=False, offload=offload)
+        same, peaks = trained(module, [rows().cuda()] * STEPS)
+        found.append(same)
+        check_peak(get_plan(module), peaks[-1])
+    assert get_plan(module).solution.aways
+    assert are_equal(*found)
+
+
+@pytest.mark.gpu
+def test_no_more_of_the_host_is_taken_than_is_named(link):
+    link(FAST)
+    module = hiremate(wide(12).cuda(), "50%", verbose=False, offload="always allowed", host_budget="3 MiB")
+    trained(module, [rows().cuda()] * STEPS)
+    memory = targets_of(module).session._model.offloading.memory
+    assert 0 < memory.size_bytes <= 3 * 2**20
+
+
+@pytest.mark.gpu
+def test_where_the_host_has_less_than_is_named_that_is_said(link):
+    link(FAST)
+    module = hiremate(wide().cuda(), "60%", verbose=False, offload="auto", host_budget="1000 TiB")
+    with pytest.warns(HiRemateWarning, match=r"has too little memory free for host_budget=1000 TiB: plans put away at"):
+        trained(module, [rows().cuda()] * 3)
+    assert get_plan(module).solution.aways
+
+
+@pytest.mark.gpu
+def test_the_summary_says_what_goes_away_and_what_that_costs(link):
+    link(FAST)
+    module = hiremate(wide().cuda(), "60%", verbose=False, offload="auto")
+    trained(module, [rows().cuda()] * 3)
+    assert "in the host's memory meanwhile, waits for copies +0." in get_plan(module).summary()
+
+
+@pytest.mark.gpu
+def test_the_link_is_measured_and_kept_with_other_costs(tmp_path):
+    module = hiremate(wide().cuda(), "60%", verbose=False, offload="auto", cache_dir=tmp_path)
+    trained(module, [rows().cuda()] * 3)
+    found = get_plan(module).profile.link
+    assert found is not None
+    assert min(found.out_bytes_per_ms, found.in_bytes_per_ms) > 0
+    again = hiremate(wide().cuda(), "60%", verbose=False, offload="auto", cache_dir=tmp_path)
+    trained(again, [rows().cuda()] * 3)
+    assert get_plan(again).profile.link == found
+    assert links.measure_link(torch.device("cuda")).latency_ms >= 0
+
+
+@pytest.mark.gpu
+def test_graphs_that_wait_for_a_later_backward_keep_their_values(link):
+    link(FAST)
+    module = hiremate(wide().cuda(), "60%", verbose=False, offload="auto")
+    before = None
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            loss = module(rows().cuda()).square().mean()
+            if before is not None:
+                before.backward()
+            before = loss
+    assert any("graphs wait for a backward" in str(warning.message) for warning in said)
+
+
+# ---------------------------------------------------------------- on a CPU
+
+
+def test_on_a_cpu_it_does_nothing_and_says_so_once():
+    module = hiremate(wide(), "60%", verbose=False, offload="auto")
+
+    def train() -> None:
+        for _ in range(3):
+            module(rows(256)).square().mean().backward()
+            module.zero_grad()
+
+    with pytest.warns(HiRemateWarning, match=r"offload='auto' does nothing here: the model is on cpu") as said:
+        train()
+    assert sum("does nothing here" in str(warning.message) for warning in said) == 1
+    assert get_plan(module).solution.aways == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"offload": "yes"}, "offload must be 'off', 'auto' or 'always allowed', found 'yes'"),
+        ({"host_budget": "50%"}, 'host_budget must be bytes such as "64 GiB", or "auto"'),
+    ],
+)
+def test_options_that_can_not_be_read_are_refused_by_name(options, text):
+    with pytest.raises(ConfigurationError, match=text):
+        hiremate(wide(), "1 GiB", verbose=False, **options)

@@ -1,0 +1,249 @@
+"""Plans with values away: faster than without, or possible at all; else the plan that there is without."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hiremate_lightning.out_of_memory import InfeasibleBudgetError
+from hiremate_lightning.planning import found_before
+from hiremate_lightning.planning.plan import Plan
+from hiremate_lightning.planning.plan_files import PlanFiles
+from hiremate_lightning.planning.planner import PlanOptions, make_plan
+from hiremate_lightning.planning.shared_solving import SharedSolving
+from hiremate_lightning.planning.solvers.base import UNLIMITED, Problem, Solution, Status, get_strategy
+from hiremate_lightning.planning.solvers.curve import Remembering
+from hiremate_lightning.planning.solvers.putting_away import with_aways
+from hiremate_lightning.records.away import (
+    Host,
+    idle_storages,
+    put_away,
+    round_block,
+    split_aways,
+    staying,
+    storages_in,
+)
+from hiremate_lightning.records.costs import Link
+from hiremate_lightning.records.graph import OUTSIDE, Graph
+from hiremate_lightning.records.schedule import CopyOut, Schedule, keep_all, lower
+from hiremate_lightning.records.simulation import simulate
+from hiremate_lightning.records.step import Call, Gap, Step, merge
+from hiremate_lightning.units import Budget
+from tests.behaviour.processes.test_shared_solving import Store
+from tests.tiny import chain, transformer
+
+FAST, SLOW = Link(1e9, 1e9), Link(1e-3, 1e-3)
+HOST = Host(UNLIMITED)
+
+
+@pytest.fixture(autouse=True)
+def nothing_found_before():
+    found_before.forget()
+
+
+def step_of(step, link: Link = FAST) -> Step:
+    graph, profile = step
+    return merge([Call(graph, replace(profile, link=link))], [0])
+
+
+def drawn_once(length: int = 8) -> Step:
+    """A chain of which nothing can be computed again."""
+    graph, profile = chain(length)
+    return step_of((replace(graph, nodes=tuple(replace(n, is_random=True) for n in graph.nodes)), profile))
+
+
+def plan_of(step: Step, budget_bytes: int, host: Host | None = HOST, **options) -> Plan:
+    options = PlanOptions(time_limit_s=2.0, **options)
+    return make_plan(step, Budget(size_bytes=budget_bytes), budget_bytes, 0, options, host=host)
+
+
+def share_of(step: Step, share: float) -> int:
+    return int(share * simulate(step.graph, step.profile, lower(step.graph, keep_all(step.graph))).peak_bytes)
+
+
+def test_a_fast_link_takes_the_place_of_recomputing():
+    step = step_of(transformer(4))
+    budget = share_of(step, 0.6)
+    alone, plan = plan_of(step, budget, host=None), plan_of(step, budget)
+    assert alone.solution.recompute_ms > 0
+    assert plan.solution.aways
+    assert plan.planned_peak_bytes <= budget
+    assert plan.solution.extra_ms < 0.01 * alone.solution.extra_ms
+    assert plan.planned.host_bytes >= share_of(step, 1.0) - budget
+    assert plan.solution.bound_ms <= plan.solution.extra_ms
+
+
+def test_the_plan_is_the_one_without_where_copies_are_slow():
+    step = step_of(transformer(4), SLOW)
+    budget = share_of(step, 0.6)
+    alone, plan = plan_of(step, budget, host=None), plan_of(step, budget)
+    assert plan.solution.aways == ()
+    assert plan.schedule == alone.schedule
+    assert plan.solution.bound_ms <= alone.solution.bound_ms
+
+
+def test_nothing_goes_away_where_everything_fits():
+    step = step_of(transformer(2))
+    assert plan_of(step, share_of(step, 1.01)).solution.is_plain
+
+
+def test_a_budget_becomes_possible_that_was_not():
+    step = drawn_once()
+    budget = share_of(step, 0.8)
+    with pytest.raises(InfeasibleBudgetError):
+        plan_of(step, budget, host=None)
+    plan = plan_of(step, budget)
+    assert plan.planned_peak_bytes <= budget
+    assert plan.solution.aways
+
+
+def test_the_smallest_budget_that_is_named_counts_on_the_host():
+    step = drawn_once()
+    with pytest.raises(InfeasibleBudgetError) as alone:
+        plan_of(step, 1, host=None)
+    with pytest.raises(InfeasibleBudgetError, match="in the host's memory and takes at most") as found:
+        plan_of(step, 1)
+    assert found.value.smallest_bytes < alone.value.smallest_bytes
+    assert plan_of(step, found.value.smallest_bytes).planned_peak_bytes <= found.value.smallest_bytes
+    least = plan_of(step, 1, on_infeasible="warn")
+    assert least.planned_peak_bytes <= found.value.smallest_bytes
+
+
+def test_no_more_goes_away_than_the_host_holds():
+    step = step_of(transformer(4))
+    budget = share_of(step, 0.6)
+    needed = plan_of(step, budget).planned.host_bytes
+    small = Host(needed // 3)
+    found = plan_of(step, budget, host=small)
+    assert found.planned.host_bytes <= small.size_bytes
+    rounded = plan_of(step, budget, host=Host(needed, has_round_blocks=True))
+    blocks = [round_block(step.graph.sizes[away.storage]) for away in rounded.solution.aways]
+    assert sum(blocks) <= needed
+
+
+def test_what_is_decided_stays_on_the_device():
+    step = step_of(transformer(2))
+    budget = Budget(size_bytes=share_of(step, 1.0))
+    options = PlanOptions(on_infeasible="warn")
+    plan = make_plan(step, budget, 1, 0, options, decided=keep_all(step.graph), host=HOST)
+    assert plan.solution.aways == ()
+
+
+def test_a_plan_with_values_away_comes_back_from_its_file(tmp_path: Path):
+    step = step_of(transformer(4))
+    budget = share_of(step, 0.6)
+    plan = plan_of(step, budget, cache_dir=tmp_path)
+    again = plan_of(step, budget, cache_dir=tmp_path)
+    assert again.solution == plan.solution
+    assert plan_of(step, budget, host=None, cache_dir=tmp_path).solution.aways == ()
+    problem = Problem(step.graph, step.profile, budget, host=HOST)
+    PlanFiles(tmp_path).write(problem, "portfolio", plan.solution)
+    assert PlanFiles(tmp_path).read(problem, "portfolio") is not None
+
+
+def test_a_file_is_not_for_a_host_with_less_memory(tmp_path: Path):
+    step, files = step_of(transformer(4)), PlanFiles(tmp_path)
+    problem = Problem(step.graph, step.profile, share_of(step, 0.6), host=HOST)
+    solution = with_aways(get_strategy("portfolio"))(problem)
+    small = replace(problem, host=Host(solution.aways and 1))
+    files.write(small, "portfolio", solution)
+    assert files.read(small, "portfolio") is None
+
+
+def test_the_same_solve_is_answered_from_memory_with_values_away():
+    step = step_of(transformer(4))
+    problem = Problem(step.graph, step.profile, share_of(step, 0.6), host=HOST)
+    asked = []
+
+    def counting(problem: Problem) -> Solution:
+        asked.append(problem)
+        return with_aways(get_strategy("portfolio"))(problem)
+
+    remembering = Remembering(counting)
+    first, second = remembering(problem), remembering(problem)
+    assert len(asked) == 1
+    assert second.aways == first.aways != ()
+    without = remembering(replace(problem, host=None))
+    assert len(asked) == 2
+    assert without.aways == ()
+
+
+def agreed_by_two(one: Problem, other: Problem) -> list[Problem]:
+    store = Store()
+    ranks = [SharedSolving(get_strategy("portfolio"), (store, rank, 2), 30.0) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda pair: pair[0].agree(pair[1]), zip(ranks, (one, other), strict=True)))
+
+
+def test_ranks_agree_on_the_smallest_host_and_the_slowest_link():
+    step = step_of(transformer(4))
+    one = Problem(step.graph, step.profile, share_of(step, 0.6), host=HOST)
+    other = replace(one, profile=replace(one.profile, link=Link(2e8, 3e9)), host=Host(10**6))
+    for agreed in agreed_by_two(one, other):
+        assert agreed.host == Host(10**6)
+        assert agreed.profile.link == Link(2e8, 1e9)
+
+
+def test_where_one_rank_has_no_host_all_stays_on_the_device():
+    step = step_of(transformer(4))
+    one = Problem(step.graph, step.profile, share_of(step, 0.6), host=HOST)
+    assert [agreed.host for agreed in agreed_by_two(one, replace(one, host=None))] == [None, None]
+
+
+# ---------------------------------------------------------------- several calls
+
+
+def two_calls() -> tuple[Step, list[Call]]:
+    """A step of two chains, the second of which reads what the first returns."""
+    calls = []
+    for index in range(2):
+        graph, profile = chain(6)
+        links = {graph.inputs[0]: (0, graph.outputs[0])} if index else {}
+        calls.append(Call(graph, replace(profile, link=FAST), links=links, after_forward=Gap(), before_backward=Gap()))
+    return merge(calls, [1, 0]), calls
+
+
+def own_schedules(step: Step, calls: list[Call], plan: Plan) -> list[tuple[Graph, Schedule]]:
+    """Put away in each call what a plan of the step puts away there."""
+    rows = step.split(plan.solution.recompute)
+    aways = split_aways(step, plan.solution.recompute, plan.solution.aways)
+    graphs = [call.graph for call in calls]
+    return [
+        (graph, put_away(graph, lower(graph, own), away)) for graph, own, away in zip(graphs, rows, aways, strict=True)
+    ]
+
+
+def test_values_of_a_call_are_away_between_its_own_halves():
+    step, calls = two_calls()
+    pinned = storages_in(step, [staying(call.graph) for call in calls])
+    schedule = lower(step.graph, keep_all(step.graph))
+    outside = [n for n, index in enumerate(step.graph.forward) if step.graph.nodes[index].op == OUTSIDE]
+    found = idle_storages(step.graph, schedule, pinned)
+    ends = {idle.end for idle in found}
+    assert len(ends) == 2
+    assert ends <= set(outside)
+    assert len({idle.start for idle in found}) == 2
+
+
+def test_a_plan_of_several_calls_is_carried_out_call_by_call():
+    step, calls = two_calls()
+    pinned = storages_in(step, [staying(call.graph) for call in calls])
+    host = Host(UNLIMITED, pinned)
+    plan = plan_of(step, share_of(step, 0.7), host=host)
+    schedules = own_schedules(step, calls, plan)
+    out = [sum(isinstance(o, CopyOut) for o in schedule.forward) for _, schedule in schedules]
+    assert sum(out) == len(plan.solution.aways) > 0
+    assert any(out[:1])
+    for (graph, schedule), call in zip(schedules, calls, strict=True):
+        simulate(graph, call.profile, schedule)
+
+
+def test_a_status_is_proven_for_values_away_too():
+    step = step_of(transformer(4))
+    problem = Problem(step.graph, step.profile, share_of(step, 0.2), host=Host(1000))
+    solution = with_aways(get_strategy("portfolio"))(problem)
+    alone = get_strategy("portfolio")(problem)
+    assert solution.bound_ms <= alone.bound_ms or solution.status is not Status.OPTIMAL
