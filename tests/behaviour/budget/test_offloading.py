@@ -17,7 +17,7 @@ from hiremate_lightning.memory.allocator import LEAST_REST_BYTES
 from hiremate_lightning.out_of_memory import InfeasibleBudgetError
 from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.records.costs import Link
-from hiremate_lightning.sessions.targets import targets_of
+from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.testing import fixed_costs, plans
 from tests.training import build
 
