@@ -12,7 +12,8 @@ from torch import nn
 
 from ..capturing.capture import Captured
 from ..measuring.describing import describe
-from ..measuring.recording import Existing, Run, StepRecord
+from ..measuring.recording import Existing, StepRecord
+from ..measuring.runs import Run
 from ..memory.counting import CountingMeter
 from ..records.costs import Profile
 from ..records.schedule import keep_all, lower

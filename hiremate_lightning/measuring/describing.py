@@ -11,7 +11,8 @@ from ..records.graph import bytes_of
 from ..records.step import Call, Gap, GapPart, Output
 from .marks import CALLED, LEFT, OTHER, START, Event, Mark, Span
 from .profiling import as_laid_out
-from .recording import Run, StepRecord
+from .recording import StepRecord
+from .runs import Run
 
 
 def describe(record: StepRecord, profiles: Mapping[int, Profile]) -> tuple[list[Call], list[int]]:

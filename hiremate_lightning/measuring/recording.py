@@ -10,19 +10,17 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..capturing.absent import without_missing
 from ..capturing.capture import Captured
 from ..memory.allocator import allocated_bytes, storage_bytes
 from ..memory.counting import Meter
 from ..memory.metering import MemoryMeter
-from ..records.costs import Profile
-from ..records.graph import Graph, bytes_of
+from ..records.graph import bytes_of
 from ..records.step import Output
 from ..running.accumulation import Leaves, addable, existing, find_leaves
 from ..running.execution import Part, missing_gradients
@@ -42,84 +40,7 @@ from .marks import (
     without_others,
 )
 from .profiling import TimedRun
-
-
-@dataclass(eq=False)
-class Run:
-    """One run of a part.
-
-    Attributes:
-        part: What runs.
-        number: Number of the part within its session.
-        index: Position among the forwards of the step.
-        program: The program that runs it.
-        links: For each input that is an earlier run's output: that one.
-        parameters: For each input that is a parameter: its identity.
-        passed_on: Gradients of inputs that other code computed: they don't stay with a parameter.
-        made_outside: Storages of inputs that code outside has computed in the step, which no run's output shares: for
-            each a function that returns whether it lives, and its bytes.
-        released_bytes: Bytes of `made_outside` that the backward has freed: only what was saved for it held them.
-        outputs: For each output: a function that returns whether its storage still lives, and the storage's identity.
-        alive: Outputs that lived when the backward ended, None before it ends.
-        missing: Positions of the gradients of outputs that did not arrive.
-        tangent_bytes: Bytes of each gradient of an output as it arrived: an expanded one takes less than its shape
-            says, and storage that several share is counted with the first.
-        tangent_strides: Strides of each gradient of an output as it arrived, None for one that did not or is sparse.
-        outlasting: Positions of the gradients of outputs that others still held when the backward ended: they go on
-            along a residual connection, say.
-        accumulated_bytes: Bytes of the gradients that autograd has added to existing ones, and freed.
-        added: Gradients that autograd only adds to those of parameters, with the storages of these parameters.
-        is_retained: Whether a backward has left what was saved to another backward.
-        trained: Inputs that get gradients and are no parameters: the autograd graph of the outputs holds them.
-    """
-
-    part: Part
-    number: int
-    index: int
-    program: Program
-    links: dict[int, Output] = field(default_factory=dict)
-    parameters: dict[int, int] = field(default_factory=dict)
-    passed_on: tuple[int, ...] = ()
-    made_outside: dict[int, tuple[Callable[[], bool], int]] = field(default_factory=dict)
-    released_bytes: int = 0
-    outputs: dict[int, tuple[Callable[[], bool], int]] = field(default_factory=dict)
-    alive: tuple[int, ...] | None = None
-    missing: frozenset[int] = frozenset()
-    tangent_bytes: tuple[int, ...] = ()
-    tangent_strides: tuple[tuple[int, ...] | None, ...] = ()
-    outlasting: tuple[int, ...] = ()
-    accumulated_bytes: int = 0
-    added: dict[int, frozenset[int]] = field(default_factory=dict)
-    is_retained: bool = False
-    trained: tuple[weakref.ref[torch.Tensor], ...] = ()
-
-    def saves(self, output: int) -> bool:
-        """Whether it saved an output, or another tensor on the same storage, for its backward."""
-        tensors = self.graph.tensors
-        return tensors[output].storage in {tensors[t].storage for t in self.program.schedule.saved}
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether what it saved still exists, and no backward has run yet."""
-        return any(saved.run is self for saved in self.part.waiting())
-
-    @property
-    def graph(self) -> Graph:
-        """The graph that runs, as if all gradients arrived."""
-        return self.part.captured.graph
-
-    def as_run(self, profile: Profile) -> tuple[Graph, Profile]:
-        """Return the graph and its costs without the operations that only missing gradients need."""
-        graph, profile = without_missing(self.part.captured, self.missing, profile)
-        storages, roots = list(graph.storages), []
-        for tensor, size_bytes in zip(graph.tangents, self.tangent_bytes, strict=False):
-            storage = graph.tensors[tensor].storage
-            is_expanded = storage is not None and size_bytes < storages[storage].size_bytes
-            if storage is not None and is_expanded:
-                storages[storage] = replace(storages[storage], size_bytes=size_bytes)
-            if is_expanded or not graph.tensors[tensor].shape:
-                roots.append(tensor)  # the gradient of the loss, which `backward()` holds to its end
-        return replace(graph, storages=tuple(storages), held=(*graph.held, *roots)), profile
+from .runs import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +152,7 @@ class StepRecord:
     @property
     def left_nothing(self) -> bool:
         """Whether only forwards ran, and none of their outputs lives any more."""
-        return bool(self.runs) and not any(run.is_waiting or _living(run) for run in self.runs)
+        return bool(self.runs) and not any(run.is_waiting or run.living for run in self.runs)
 
     @property
     def graphs(self) -> tuple[int, ...]:
@@ -274,7 +195,7 @@ class StepRecord:
             is_stale: Whether they count as stale.
         """
         self._watched = left_bytes, is_stale
-        living = ((run, tensor) for run in before.runs for tensor in _living(run))
+        living = ((run, tensor) for run in before.runs for tensor in run.living)
         before._left = {Mark(Event.RELEASED, r.index, t) for r, t in living if r.graph.tensors[t].shape}
         before._next = weakref.ref(self)
 
@@ -374,7 +295,7 @@ class StepRecord:
         if run is None or run not in self.runs:
             self._mark(OTHER_DONE)
             return
-        run.alive = _living(run)
+        run.alive = run.living
         run.released_bytes = sum(size_bytes for lives, size_bytes in run.made_outside.values() if not lives())
         run.outlasting = tuple(position for position, lives in self._tangents.items() if lives())
         self._mark(Event.BACKWARD_DONE.of(run.index))
@@ -387,7 +308,7 @@ class StepRecord:
             self._mark(Event.ENDED.of(run.index))
 
     def _note_alive(self, mark: Mark) -> None:
-        self.alive_at[mark] = [(run.index, tensor) for run in self.runs for tensor in _living(run)]
+        self.alive_at[mark] = [(run.index, tensor) for run in self.runs for tensor in run.living]
 
     def _mark(self, mark: Mark) -> None:
         if self._meter is not None:
@@ -467,7 +388,7 @@ class StepRecord:
 
         Parameters are not among them.
         """
-        leaves = [leaf() for run in self.runs if _living(run) for leaf in run.trained]
+        leaves = [leaf() for run in self.runs if run.living for leaf in run.trained]
         return [tensor for leaf in leaves if leaf is not None for tensor in (leaf, leaf.grad) if tensor is not None]
 
 
@@ -475,11 +396,6 @@ def _storage_bytes(values: Sequence[Any]) -> tuple[int, ...]:
     """Return the bytes of each tensor's storage, as its allocator rounds them; 0 for one that was seen before."""
     seen = set[int]()
     return tuple(storage_bytes([v], v.device, seen) if isinstance(v, torch.Tensor) else 0 for v in values)
-
-
-def _living(run: Run) -> tuple[int, ...]:
-    """List the outputs of a run that still live."""
-    return tuple(t for t, (lives, _) in run.outputs.items() if lives())
 
 
 def _passed_on(part: Part, arguments: Sequence[Any], lent: Collection[int]) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from ..calls.replaced import ReplacedCheckpointing, ReplacedCompiling
 from ..capturing.backend import planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError
-from ..measuring.recording import Run
+from ..measuring.runs import Run
 from ..options import SessionOptions
 from ..out_of_memory import explain
 from ..planning.plan import Plan, describe_peak

@@ -1,0 +1,99 @@
+"""One run of a captured graph in a step: what it was given, what it returned, and what became of that."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ..capturing.absent import without_missing
+from ..records.costs import Profile
+from ..records.graph import Graph
+from ..records.step import Output
+from ..running.execution import Part
+from ..running.program import Program
+
+
+@dataclass(eq=False)
+class Run:
+    """One run of a part.
+
+    Attributes:
+        part: What runs.
+        number: Number of the part within its session.
+        index: Position among the forwards of the step.
+        program: The program that runs it.
+        links: For each input that is an earlier run's output: that one.
+        parameters: For each input that is a parameter: its identity.
+        passed_on: Gradients of inputs that other code computed: they don't stay with a parameter.
+        made_outside: Storages of inputs that code outside has computed in the step, which no run's output shares: for
+            each a function that returns whether it lives, and its bytes.
+        released_bytes: Bytes of `made_outside` that the backward has freed: only what was saved for it held them.
+        outputs: For each output: a function that returns whether its storage still lives, and the storage's identity.
+        alive: Outputs that lived when the backward ended, None before it ends.
+        missing: Positions of the gradients of outputs that did not arrive.
+        tangent_bytes: Bytes of each gradient of an output as it arrived: an expanded one takes less than its shape
+            says, and storage that several share is counted with the first.
+        tangent_strides: Strides of each gradient of an output as it arrived, None for one that did not or is sparse.
+        outlasting: Positions of the gradients of outputs that others still held when the backward ended: they go on
+            along a residual connection, say.
+        accumulated_bytes: Bytes of the gradients that autograd has added to existing ones, and freed.
+        added: Gradients that autograd only adds to those of parameters, with the storages of these parameters.
+        is_retained: Whether a backward has left what was saved to another backward.
+        trained: Inputs that get gradients and are no parameters: the autograd graph of the outputs holds them.
+    """
+
+    part: Part
+    number: int
+    index: int
+    program: Program
+    links: dict[int, Output] = field(default_factory=dict)
+    parameters: dict[int, int] = field(default_factory=dict)
+    passed_on: tuple[int, ...] = ()
+    made_outside: dict[int, tuple[Callable[[], bool], int]] = field(default_factory=dict)
+    released_bytes: int = 0
+    outputs: dict[int, tuple[Callable[[], bool], int]] = field(default_factory=dict)
+    alive: tuple[int, ...] | None = None
+    missing: frozenset[int] = frozenset()
+    tangent_bytes: tuple[int, ...] = ()
+    tangent_strides: tuple[tuple[int, ...] | None, ...] = ()
+    outlasting: tuple[int, ...] = ()
+    accumulated_bytes: int = 0
+    added: dict[int, frozenset[int]] = field(default_factory=dict)
+    is_retained: bool = False
+    trained: tuple[weakref.ref[torch.Tensor], ...] = ()
+
+    def saves(self, output: int) -> bool:
+        """Whether it saved an output, or another tensor on the same storage, for its backward."""
+        tensors = self.graph.tensors
+        return tensors[output].storage in {tensors[t].storage for t in self.program.schedule.saved}
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        """The outputs that still live."""
+        return tuple(t for t, (lives, _) in self.outputs.items() if lives())
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether what it saved still exists, and no backward has run yet."""
+        return any(saved.run is self for saved in self.part.waiting())
+
+    @property
+    def graph(self) -> Graph:
+        """The graph that runs, as if all gradients arrived."""
+        return self.part.captured.graph
+
+    def as_run(self, profile: Profile) -> tuple[Graph, Profile]:
+        """Return the graph and its costs without the operations that only missing gradients need."""
+        graph, profile = without_missing(self.part.captured, self.missing, profile)
+        storages, roots = list(graph.storages), []
+        for tensor, size_bytes in zip(graph.tangents, self.tangent_bytes, strict=False):
+            storage = graph.tensors[tensor].storage
+            is_expanded = storage is not None and size_bytes < storages[storage].size_bytes
+            if storage is not None and is_expanded:
+                storages[storage] = replace(storages[storage], size_bytes=size_bytes)
+            if is_expanded or not graph.tensors[tensor].shape:
+                roots.append(tensor)  # the gradient of the loss, which `backward()` holds to its end
+        return replace(graph, storages=tuple(storages), held=(*graph.held, *roots)), profile
