@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .model import Near, Policy, Replay, StepModel
+from .model import Near, Policy, Replay, Rows, StepModel
 
 LEAST_GAIN_MS = 1e-9  # of what is kept in place of being recomputed
 
@@ -182,22 +182,75 @@ def keep_more(model: StepModel, found: Found, limit_bytes: int, deadline: float)
         if model.work.is_past(deadline):
             return found
         found = _take_if_better(model, found, limit_bytes, drops=found.policy.drops - {(storage, position)})
-    recomputed = {node for row in found.replay.rows for node in row}
+    before, recomputed = found, _run_again(found)
     missing = [s for s in model.producer if s not in found.policy.kept and model.producer[s] in recomputed]
     missing.sort(key=lambda s: (-model.cost_ms[model.producer[s]] / (model.sizes[s] + 1), s))
     for storage in missing:
         if model.work.is_past(deadline):
             return found
-        found = _take_if_better(model, found, limit_bytes, kept=found.policy.kept | {storage})
+        if found is not before:
+            before, recomputed = found, _run_again(found)
+        if model.producer[storage] not in recomputed:  # since what read it is kept by now
+            model.work.add_operations(len(model.reads))
+            continue
+        found = _take_if_better(model, found, limit_bytes, storage, kept=found.policy.kept | {storage})
     return found
 
 
-def _take_if_better(model: StepModel, found: Found, limit_bytes: int, **changes: frozenset) -> Found:  # type: ignore[type-arg]
+def _run_again(found: Found) -> set[int]:
+    return {node for row in found.replay.lazy_rows for node in row}
+
+
+def _take_if_better(
+    model: StepModel,
+    found: Found,
+    limit_bytes: int,
+    added: int | None = None,
+    **changes: frozenset,  # type: ignore[type-arg]
+) -> Found:
     changed = replace(found.policy, **changes)
     rows, limit_ms = model.rows(changed, found.near), found.replay.recompute_ms - LEAST_GAIN_MS
-    if model.recompute_ms(rows) >= limit_ms:
+    is_slower = model.recompute_ms(rows) >= limit_ms  # whatever its peak
+    if is_slower or (added is not None and least_bytes_with(model, found, rows, added) > limit_bytes):
         model.work.add_operations(len(model.reads))
-        return found  # whatever its peak
+        return found
     after = model.replay_lazy(rows)
     better = after.peak_bytes <= limit_bytes and after.recompute_ms < limit_ms
     return Found(changed, after) if better else found
+
+
+def least_bytes_with(model: StepModel, before: Found, rows: Rows, kept: int) -> int:
+    """Return a peak that a policy is not below which keeps one value more, without a replay.
+
+    In the forward, and up to the first recomputation that the value spares, all that lived lives on, beside the value;
+    only what the spared nodes would have read may be gone.
+
+    Args:
+        model: The step.
+        before: The policy that does not keep the value.
+        rows: What the policy that does so recomputes.
+        kept: The value.
+
+    Returns:
+        The bytes, 0 where they can't be told so easily.
+    """
+    replay, pairs = before.replay, list(zip(before.replay.lazy_rows, rows, strict=True))
+    differing = [position for position, (old, new) in enumerate(pairs) if old != new]
+    first = differing[0] if differing else 0
+    running = {node for row in rows for node in row}
+    read = {storage for row in rows[first:] for node in row for storage in model.needs[node]}
+
+    def stays(storage: int) -> bool:
+        """Whether a value lives from the turn to beyond the first difference: it is read then, and never made again."""
+        is_read = storage in read or model.uses.get(storage, (-1,))[-1] >= first
+        return is_read and model.producer.get(storage) not in running
+
+    if not stays(kept):
+        return 0
+    spared = {node for p in differing for node in pairs[p][0] if pairs[p][0].count(node) > pairs[p][1].count(node)}
+    made = {storage for row in rows[:first] for node in row for storage in model.makes[node]}
+    there = made | before.policy.kept | model.fixed
+    gone = {s for node in spared for s in model.needs[node] if s in there and not stays(s)}
+    is_new = model.last_forward_use(kept) < replay.forward_position
+    peak_bytes = max([*replay.node_peaks[:first], replay.forward_peak if is_new else 0])
+    return peak_bytes + model.sizes[kept] - sum(model.sizes[storage] for storage in gone)

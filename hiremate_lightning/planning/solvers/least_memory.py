@@ -72,7 +72,9 @@ def _find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int) -> 
             if stalled > PATIENCE:
                 break
         lowest.append(low)
-    starts = iter([_filled(model, min(near, key=_by_peak), time_limit_s), *lowest])
+    leanest = min(near, key=_by_peak)
+    filled = _filled(model, leanest, time_limit_s)
+    starts = iter([filled, *lowest])
     deadline = model.work.done_s + min(DEEP_S, time_limit_s)
     while _least(near) > budget_bytes and (start := next(starts, None)) is not None:
         for better in _deepen(model, start, deadline):
@@ -80,7 +82,7 @@ def _find_smallest(model: StepModel, time_limit_s: float, budget_bytes: int) -> 
             if _least(near) <= budget_bytes:
                 break
     smallest, fastest = min(near, key=_by_peak), min(near, key=lambda f: f.rank)
-    smallest = _filled(model, smallest, time_limit_s)
+    smallest = filled if smallest is leanest else _filled(model, smallest, time_limit_s)
     if fastest.replay.recompute_ms < FASTER * smallest.replay.recompute_ms:
         return _filled(model, fastest, time_limit_s)
     return smallest

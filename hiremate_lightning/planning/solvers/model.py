@@ -391,7 +391,10 @@ class StepModel:
         live = self._live(kept, change)
         node_peaks = [live[index] + rest for index, rest in zip(at, self.gradients, strict=False)]
         node_peaks.append(0)
-        row_peaks = [max(self._row_bytes(rows, p, at, live)) if rows[p] else 0 for p in range(count + 1)]
+        row_peaks = [0] * (count + 1)
+        for position, row in enumerate(rows):
+            if row:
+                row_peaks[position] = max(self._row_bytes(rows, position, at, live))
         peak = max(forward_peak, max(node_peaks), max(row_peaks))
         position, node = self._place(peak, rows, at, live, (forward_peak, forward_position), node_peaks, row_peaks)
         return Replay(
@@ -447,12 +450,7 @@ class StepModel:
 
     def _indices(self, rows: Rows) -> list[int]:
         """Number what runs in the backward, and give the number of each backward node and of the end."""
-        at, index = [], 0
-        for row in rows:
-            index += len(row)
-            at.append(index)
-            index += 1
-        return at
+        return list(map(add, accumulate(map(len, rows)), range(len(rows))))
 
     def live_at(self, rows: Rows, positions: Iterable[int]) -> tuple[frozenset[int], dict[int, frozenset[int]]]:
         """Return the choices in memory at the turn, and while the nodes of some backward positions run."""
@@ -477,20 +475,20 @@ class StepModel:
         end: dict[int, int] = {}
         kept: list[int] = []
         sizes, retained, change, index = self.sizes, self._retained, [0] * (at[-1] + 2), 0
-        for position, row in enumerate(rows):
+        needs, makes = self.needs, self.makes
+        for position, (row, reads) in enumerate(zip(rows, self._all_reads, strict=False)):
             for node in row:
-                for storage in self.needs[node]:
+                for storage in needs[node]:
                     if storage not in begin:
                         begin[storage] = -1
                         kept.append(storage)
                     end[storage] = index
-                for storage in self.makes[node]:
+                for storage in makes[node]:
                     if storage in begin and (begin[storage] >= 0 or storage not in retained):
                         change[self._end_of_block(storage, position, end[storage], at) + 1] -= sizes[storage]
                     begin[storage] = end[storage] = index
                     change[index] += sizes[storage]
                 index += 1
-            reads = self._all_reads[position]
             if self._seen_from[position]:
                 reads = self._reads_of_block(position, at, begin)
             for storage in reads:

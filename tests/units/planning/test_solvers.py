@@ -34,6 +34,7 @@ from hiremate_lightning.planning.solvers import (
     turn_point,
 )
 from hiremate_lightning.planning.solvers.decisions import decisions
+from hiremate_lightning.planning.solvers.greedy import Found, least_bytes_with
 from hiremate_lightning.planning.solvers.least_memory import _near, find_smallest
 from hiremate_lightning.planning.solvers.mip_backend import solve
 from hiremate_lightning.planning.solvers.model import Policy, StepModel
@@ -122,6 +123,21 @@ def test_rows_from_near_ones_are_those_made_anew(seed: int, length: int):
         moved = rng.choice(policies)
         assert model.rows(moved, (policy, model.rows(policy))) == model.rows(moved)
         policy = moved
+
+
+@settings(derandomize=True, deadline=None, max_examples=250)
+@given(st.integers(0, 10**6), st.integers(2, 20), st.booleans())
+def test_no_peak_is_below_what_is_told_without_a_replay(seed: int, length: int, is_retained: bool):
+    """Of policies that keep one value more than another, which drop some values and recompute some early."""
+    step, rng = random_graph(seed, length), random.Random(seed)
+    model = StepModel(problem_of(retaining(step) if is_retained else step, 0))
+    policy = random_policy(model, rng)
+    early = frozenset((s, rng.randrange(len(model.reads))) for s in model.choices if rng.random() < 0.1)
+    policy = rng.choice((policy, replace(policy, drops=frozenset()), replace(policy, early=early)))
+    before = Found(policy, model.replay(policy))
+    for storage in set(model.producer) - policy.kept:
+        rows = model.rows(replace(policy, kept=policy.kept | {storage}), before.near)
+        assert least_bytes_with(model, before, rows, storage) <= model.replay_lazy(rows).peak_bytes
 
 
 @settings(derandomize=True, deadline=None, max_examples=250)
