@@ -20,7 +20,8 @@ from itertools import accumulate, pairwise
 
 from ...records.graph import Graph
 from .incumbent import Search
-from .model import Policy, StepModel
+from .model import StepModel
+from .policies import Policy
 from .segments import crossing_bytes
 
 LARGE_SHARE = 0.25  # of the largest value that crosses a cut: what is smaller makes it no wider

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 
 from .greedy import Found
 from .incumbent import Search
-from .model import Policy, StepModel
+from .model import StepModel
+from .policies import Policy
 
 FITTING = 3  # policies that fit, the fastest first, to be mixed with those that don't
 

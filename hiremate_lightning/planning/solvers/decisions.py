@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from ...records.graph import Direction
 from ...records.schedule import ensure
-from .model import Rows, StepModel
+from .model import StepModel
+from .policies import Rows
 
 
 def decisions(model: StepModel, rows: Rows) -> tuple[tuple[int, ...], ...]:

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .model import Near, Policy, Replay, Rows, StepModel
+from .model import StepModel
+from .policies import Near, Policy, Replay, Rows
 
 LEAST_GAIN_MS = 1e-9  # of what is kept in place of being recomputed
 

@@ -13,7 +13,8 @@ from ...records.schedule import keep_all
 from .base import CLOCK, Problem, Solution, Status, Strategy, replay, strategy
 from .decisions import decisions
 from .greedy import Found, evict, keep_more
-from .model import Policy, StepModel
+from .model import StepModel
+from .policies import Policy
 
 
 @dataclass

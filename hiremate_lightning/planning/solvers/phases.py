@@ -37,7 +37,8 @@ from itertools import groupby
 from operator import itemgetter
 
 from .mip_backend import LinearProgram
-from .model import Policy, Replay, Rows, StepModel
+from .model import StepModel
+from .policies import Policy, Replay, Rows
 from .row_memory import UNIT, RowMemory
 
 SMALL_SHARE = 0.0005  # of the budget: values that together stay below it are kept without being modelled

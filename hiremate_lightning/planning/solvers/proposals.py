@@ -14,7 +14,7 @@ from functools import wraps
 from ...units import format_bytes
 from .greedy import Found, keep_more
 from .incumbent import Search, searching
-from .model import Policy
+from .policies import Policy
 from .segments import try_evictions, try_segments
 
 PROPOSING_SHARE = 0.6  # of the time limit; the rest is for repairs, or to fill up

@@ -17,8 +17,8 @@ from .base import Status
 from .greedy import Found, keep_more
 from .incumbent import Search, searching
 from .mip_backend import Result, solve
-from .model import Replay
 from .phases import Checks, PhasedProgram, add_checks, first_checks
+from .policies import Replay
 from .segments import try_segments
 from .turn_point import prove
 

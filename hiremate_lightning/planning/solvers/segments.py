@@ -15,7 +15,8 @@ from itertools import accumulate
 from ...records.graph import Graph
 from .greedy import Found, keep_more
 from .incumbent import Search, searching
-from .model import Policy, StepModel
+from .model import StepModel
+from .policies import Policy
 
 SEGMENT_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96)
 

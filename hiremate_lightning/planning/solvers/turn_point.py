@@ -24,7 +24,8 @@ from dataclasses import replace
 from .base import Problem, Solution, Status, strategy
 from .incumbent import Search, keep_everything, searching
 from .mip_backend import LinearProgram, solve
-from .model import Policy, StepModel
+from .model import StepModel
+from .policies import Policy
 from .row_memory import UNIT
 from .segments import try_evictions, try_segments
 

@@ -37,8 +37,9 @@ from hiremate_lightning.planning.solvers.decisions import decisions
 from hiremate_lightning.planning.solvers.greedy import Found, least_bytes_with
 from hiremate_lightning.planning.solvers.least_memory import _near, find_smallest
 from hiremate_lightning.planning.solvers.mip_backend import solve
-from hiremate_lightning.planning.solvers.model import Policy, StepModel
+from hiremate_lightning.planning.solvers.model import StepModel
 from hiremate_lightning.planning.solvers.phases import Checks, PhasedProgram
+from hiremate_lightning.planning.solvers.policies import Policy
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import Graph
 from hiremate_lightning.records.schedule import keep_all, lower

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 
 from ..incumbent import Search
 from ..mip_backend import solve
-from ..model import Policy
 from ..phases import Checks, PhasedProgram
+from ..policies import Policy
 from ..proposals import method
 from ..refine import refine
 

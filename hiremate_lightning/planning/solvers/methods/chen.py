@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from ..incumbent import Search
-from ..model import Policy, StepModel
+from ..model import StepModel
+from ..policies import Policy
 from ..proposals import method
 from ..segments import lives_of
 

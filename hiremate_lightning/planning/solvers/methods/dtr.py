@@ -25,7 +25,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 
 from ..chain import last_needs
 from ..incumbent import Search
-from ..model import Policy, StepModel
+from ..model import StepModel
+from ..policies import Policy
 from ..proposals import PROPOSING_SHARE, method
 
 WORKING_BUDGETS = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6)  # of the real one, until a schedule fits

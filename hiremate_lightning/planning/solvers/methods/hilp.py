@@ -33,8 +33,9 @@ from ...partition import Cluster, partition
 from ..base import Status
 from ..incumbent import Search
 from ..mip_backend import solve
-from ..model import Policy, StepModel
+from ..model import StepModel
 from ..phases import PhasedProgram
+from ..policies import Policy
 from ..proposals import method
 from ..refine import Restriction, refine
 from ..segments import try_segments

@@ -33,7 +33,7 @@ from itertools import accumulate, pairwise
 
 from ..chain import ChainBytes, Link, Span, chains_of, policy_of
 from ..incumbent import Search
-from ..model import Policy
+from ..policies import Policy
 from ..proposals import method
 
 LENGTHS = (2000, 100, 50, 24, 12, 6)  # of the chains that are tried

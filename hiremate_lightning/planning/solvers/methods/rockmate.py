@@ -24,7 +24,8 @@ from ..base import Status
 from ..chain import ChainBytes, Link
 from ..incumbent import Search
 from ..mip_backend import solve
-from ..model import Policy, StepModel
+from ..model import StepModel
+from ..policies import Policy
 from ..proposals import method
 from ..turn_point import keeping_program
 from .rotor import Tape, Tapes, over_chains

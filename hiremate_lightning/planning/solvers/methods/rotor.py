@@ -35,7 +35,8 @@ import numpy.typing as npt
 
 from ..chain import ChainBytes, Link, Span, chains_of, policy_of
 from ..incumbent import Search
-from ..model import Policy, StepModel
+from ..model import StepModel
+from ..policies import Policy
 from ..proposals import method
 
 LENGTHS = (50, 24, 36, 16, 10, 6)  # of the chains that are tried

@@ -28,7 +28,8 @@ from itertools import combinations
 
 from ..chain import Span, policy_of
 from ..incumbent import Search
-from ..model import Policy, StepModel
+from ..model import StepModel
+from ..policies import Policy
 from ..proposals import method
 
 LEAF_STEPS = 16  # leaf sizes that are tried
