@@ -30,10 +30,12 @@ class Finish:
     Attributes:
         value: The result as the operation makes it.
         steps: Operations over it, and views of it, in order; the last one gives what others read.
+        at_all_sizes: Whether small values are treated as large ones, in a program for all sizes.
     """
 
     value: fx.Node
     steps: tuple[fx.Node, ...]
+    at_all_sizes: bool = False
 
     @property
     def result(self) -> fx.Node:
@@ -52,7 +54,7 @@ class Finish:
         The steps are the same for small values and for large ones, so that a graph is the same for all batch sizes.
         """
         value = self.value
-        is_small = value.meta["val"].untyped_storage().nbytes() < LEAST_BYTES
+        is_small = not self.at_all_sizes and value.meta["val"].untyped_storage().nbytes() < LEAST_BYTES
         for step in self.steps:
             if is_small or _only_looks(step):
                 yield step, step.target, step.args

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
@@ -17,21 +17,42 @@ def compiled(module: fx.GraphModule) -> aot.Boxed:
 
     Values are freed after their last use.
     """
-    return aot.mark_boxed(_Writer(module).function())
+    writer = Writer(module)
+    writer.write()
+    return aot.mark_boxed(compile_lines(writer.lines, writer.known, "arguments"))
 
 
-class _Writer:
-    """Writes the source of a graph, and keeps what it names."""
+def compile_lines(lines: Sequence[str], known: dict[str, Any], parameters: str) -> Callable[..., Any]:
+    """Compile the lines of a function of some parameters.
+
+    Args:
+        lines: What the function does.
+        known: What its lines name beside its own values; the function is added.
+        parameters: The names of its parameters.
+    """
+    body = "\n ".join(lines)
+    exec(compile(f"def run({parameters}):\n {body}\n", "<program of a plan>", "exec"), known)
+    run: Callable[..., Any] = known["run"]
+    return run
+
+
+class Writer:
+    """Writes the source of a graph, and keeps what it names.
+
+    Attributes:
+        known: What the lines name beside their own values, by name.
+        lines: The source, of a function whose only parameter is the list `arguments`.
+    """
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.module = module
         self.names: dict[fx.Node, str] = {}
-        self.known: dict[str, Any] = {}  # globals of the source
+        self.known: dict[str, Any] = {}
         self.name_of_known: dict[Any, str] = {}
         self.lines: list[str] = []
 
-    def function(self) -> Callable[[list[Any]], Any]:
-        """Write it all and compile it."""
+    def write(self) -> None:
+        """Write it all."""
         dying = _last_uses(self.module.graph)
         taken = []
         for node in self.module.graph.nodes:
@@ -47,10 +68,11 @@ class _Writer:
             if gone and node.op != "output":
                 self.lines.append(f"del {', '.join(gone)}")
         take = [f"[{', '.join(taken)}] = arguments"] if taken else []
-        body = "\n ".join([*take, "arguments.clear()", *self.lines])
-        exec(compile(f"def run(arguments):\n {body}\n", "<program of a plan>", "exec"), self.known)
-        run: Callable[[list[Any]], Any] = self.known["run"]
-        return run
+        self.lines = [*take, "arguments.clear()", *self.lines]
+
+    def number(self, value: int) -> str:
+        """Write a whole number."""
+        return repr(value)
 
     def _value(self, node: fx.Node) -> str:
         return self.names.setdefault(node, f"v{len(self.names)}")
@@ -82,7 +104,9 @@ class _Writer:
         if isinstance(value, (tuple, list)):
             inner = "".join(f"{self._argument(v)}, " for v in value)
             return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
-        if value is None or type(value) in (bool, int, str):
+        if type(value) is int:
+            return self.number(value)
+        if value is None or type(value) in (bool, str):
             return repr(value)
         if isinstance(value, dict):
             return f"{{{', '.join(f'{self._argument(k)}: {self._argument(v)}' for k, v in value.items())}}}"

@@ -1,0 +1,78 @@
+"""Whole numbers as expressions of sizes, found from their values where a step was traced.
+
+A captured step is full of numbers that depend on the sizes of a batch: shapes of views, strides, bytes. Each of them
+is a constant, or a factor times a product of up to three sizes and a constant: a length, its square, a batch times a
+length. A straight line alone would be wrong: `length * length` at 40 and 46 lies on a line too. So more samples are
+asked for than two, and where several expressions have the same values at all of them there is none.
+
+Quotients are left out, since they take few values: `length // 3` is 13, 15 and 19 at 40, 46 and 59, and so are
+`2 * ceil(length / 8) + 3` and others. Nor can samples tell `length // 8 * 8` from a length where all are multiples of
+8. Who has captured a step sees its quotients, and passes them as sizes of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations_with_replacement
+
+Sizes = tuple[int, ...]
+
+LEAST_SAMPLES = 3  # two find an expression, the third one checks it
+MOST_FACTORS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """A factor times a product of sizes, and a constant.
+
+    Attributes:
+        factor: What the product is taken times.
+        dimensions: Positions of the sizes in the product, in ascending order, as often as they are in it; none for a
+            number that is the same at all sizes.
+        constant: What is added.
+    """
+
+    factor: int
+    dimensions: tuple[int, ...]
+    constant: int = 0
+
+    def at(self, sizes: Sizes) -> int:
+        """Return the number at some sizes."""
+        return self.factor * math.prod(sizes[d] for d in self.dimensions) + self.constant
+
+    def source(self, names: Sequence[str]) -> str:
+        """Write the expression as Python, where the sizes have these names."""
+        if not self.dimensions:
+            return str(self.factor + self.constant)
+        product = "*".join((str(self.factor), *(names[d] for d in self.dimensions)))
+        return f"{product}+{self.constant}" if self.constant else product
+
+
+def find_expression(samples: Sequence[Sizes], values: Sequence[int]) -> Expression | None:
+    """Find the expression that has given values at given sizes; None where there is none, or more than one.
+
+    Args:
+        samples: The sizes of each sample.
+        values: The number at each.
+    """
+    if len(set(values)) == 1:
+        return Expression(0, (), values[0])
+    candidates = list(_candidates(samples, values))
+    return candidates[0] if len(candidates) == 1 else None
+
+
+def _candidates(samples: Sequence[Sizes], values: Sequence[int]) -> Iterator[Expression]:
+    """Yield the expressions that have given values."""
+    rise = max(values) - min(values)
+    for count in range(1, MOST_FACTORS + 1):
+        for dimensions in combinations_with_replacement(range(len(samples[0])), count):
+            products = [math.prod(sample[d] for d in dimensions) for sample in samples]
+            run = max(products) - min(products)
+            if not run or rise % run:
+                continue
+            for factor in (rise // run, -rise // run):
+                constant = values[0] - factor * products[0]
+                if all(factor * p + constant == value for p, value in zip(products, values, strict=True)):
+                    yield Expression(factor, dimensions, constant)

@@ -1,0 +1,157 @@
+"""Programs of one schedule for sizes that were never traced.
+
+The same code was traced at a few sizes, and the same schedule makes a program of each trace. These differ in nothing
+but whole numbers: shapes, strides, offsets. Here one source has an expression of the sizes in the place of each number
+that differs, and a program for other sizes is that source with these sizes bound to it. No operator is chosen anew
+and nothing is traced, so that takes microseconds.
+
+What a trace decides by looking at a size is decided as in the samples: whether the code is for other sizes at all is
+for the guards of who captured it to say. Where samples differ in anything else, where a number is no such expression,
+or where too few sizes were traced to tell, there is no template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..capturing.capture import Captured
+from ..errors import HiRemateError
+from ..records.expressions import LEAST_SAMPLES, Expression, Sizes, find_expression
+from ..records.scaling import difference
+from ..records.schedule import Schedule, lower
+from ..records.step import Decisions
+from ..rewriting.straight_line import Writer, compile_lines
+from ..torch_private import aot
+from .program import Program, build
+
+_PLACE = "\0"  # what is around the place of a number in a source
+
+
+class NoTemplateError(HiRemateError):
+    """Programs at several sizes differ in more than numbers that are expressions of the sizes."""
+
+
+class ProgramTemplate:
+    """The programs of one schedule at all sizes.
+
+    Args:
+        samples: The same code as it was captured at a few sizes.
+        sizes: The sizes of each, at least `LEAST_SAMPLES`; those that are equal in all samples are one size.
+        decisions: What is computed again.
+
+    Attributes:
+        schedule: What each of the programs does.
+
+    Raises:
+        NoTemplateError: If programs of the samples don't tell the programs of other sizes.
+    """
+
+    def __init__(self, samples: Sequence[Captured], sizes: Sequence[Sizes], decisions: Decisions) -> None:
+        if len(set(sizes)) < LEAST_SAMPLES:
+            raise NoTemplateError(f"Expected the same code at {LEAST_SAMPLES} sizes or more, not at {sizes}")
+        for size, captured in zip(sizes, samples, strict=True):
+            why = difference(samples[0].graph, captured.graph)
+            if why is not None:
+                raise NoTemplateError(f"The code at the sizes {size} is not that at the sizes {sizes[0]}: {why}")
+        self._sizes = tuple(sizes)
+        self._programs = [_program_for_all_sizes(captured, decisions) for captured in samples]
+        first = self._programs[0]
+        self.schedule: Schedule = first.schedule
+        if any((p.schedule, p.saved, p.unread) != (first.schedule, first.saved, first.unread) for p in self._programs):
+            raise NoTemplateError(f"The same decisions are other schedules at the sizes {sizes}")
+        self._forward = _Template([program.forward_module for program in self._programs], sizes)
+        self._backward = _Template([program.backward_module for program in self._programs], sizes)
+        self._variants: dict[tuple[frozenset[int], ...], tuple[Program, _Template]] = {}
+
+    def at(self, sizes: Sizes) -> Program:
+        """Return the program for some sizes."""
+        forward, backward = self._forward.at(sizes), self._backward.at(sizes)
+        return replace(self._programs[0], forward=forward, backward=backward, variant=self._variants_at(sizes))
+
+    def _variants_at(self, sizes: Sizes) -> Callable[[frozenset[int], frozenset[int], frozenset[int]], Program]:
+        def variant(missing: frozenset[int], added: frozenset[int], carried: frozenset[int]) -> Program:
+            key = missing, added, carried
+            if key not in self._variants:
+                programs = [program.variant(*key) for program in self._programs]
+                template = _Template([program.backward_module for program in programs], self._sizes)
+                self._variants[key] = programs[0], template
+            program, template = self._variants[key]
+            return replace(program, backward=template.at(sizes))
+
+        return variant
+
+
+def _program_for_all_sizes(captured: Captured, decisions: Decisions) -> Program:
+    """Build a program that does for small values what it does for large ones."""
+    finishes = {node: replace(finish, at_all_sizes=True) for node, finish in captured.finishes.items()}
+    return build(replace(captured, finishes=finishes), lower(captured.graph, decisions))
+
+
+class _WithPlaces(Writer):
+    """Writes the source of a graph with a place for each whole number."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.numbers: list[int] = []
+        self.write()
+
+    def number(self, value: int) -> str:
+        self.numbers.append(value)
+        return f"{_PLACE}{len(self.numbers) - 1}{_PLACE}"
+
+
+class _Template:
+    """One source for the code of the same graph at several sizes."""
+
+    def __init__(self, modules: Sequence[fx.GraphModule], sizes: Sequence[Sizes]) -> None:
+        sources = [_WithPlaces(module) for module in modules]
+        for other in sources[1:]:
+            _check_alike(sources[0], other)
+        self._names = [f"s{dimension}" for dimension in range(len(sizes[0]))]
+        texts = self._texts(sources, sizes)
+        head = [f"{', '.join(self._names)}, = sizes"]
+        lines = [*head, *(_filled(line, texts) for line in sources[0].lines)]
+        self._run = compile_lines(lines, dict(sources[0].known), "arguments, sizes")
+
+    def _texts(self, sources: Sequence[_WithPlaces], sizes: Sequence[Sizes]) -> list[str]:
+        """Return what stands in each place."""
+        known: dict[tuple[int, ...], Expression | None] = {}
+        texts = []
+        for values in zip(*(source.numbers for source in sources), strict=True):
+            if values not in known:
+                known[values] = find_expression(sizes, values)
+            expression = known[values]
+            if expression is None:
+                raise NoTemplateError(f"At the sizes {sizes} a number is {values}, which is no expression of them")
+            texts.append(expression.source(self._names))
+        return texts
+
+    def at(self, sizes: Sizes) -> aot.Boxed:
+        run = self._run
+        return aot.mark_boxed(lambda arguments: run(arguments, sizes))
+
+
+def _filled(line: str, texts: Sequence[str]) -> str:
+    pieces = line.split(_PLACE)
+    return "".join(texts[int(piece)] if index % 2 else piece for index, piece in enumerate(pieces))
+
+
+def _check_alike(one: _WithPlaces, other: _WithPlaces) -> None:
+    """Make sure that two sources differ in no more than the numbers in their places."""
+    pairs = zip(one.lines, other.lines, strict=False)
+    if len(one.lines) != len(other.lines) or any(a != b for a, b in pairs):
+        raise NoTemplateError("The same code runs other operations at other sizes")
+    for name, value in one.known.items():
+        if not _are_equal(value, other.known[name]):
+            raise NoTemplateError(f"The same code names {value!r} at one size and {other.known[name]!r} at another")
+
+
+def _are_equal(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return isinstance(other, torch.Tensor) and value.dtype == other.dtype and torch.equal(value, other)
+    return value is other or (type(value) is type(other) and bool(value == other))

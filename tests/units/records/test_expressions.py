@@ -1,0 +1,65 @@
+"""Numbers are expressions of sizes only where the samples leave no choice."""
+
+from __future__ import annotations
+
+import pytest
+
+from hiremate_lightning.records.expressions import Expression, Sizes, find_expression
+
+LENGTHS: list[Sizes] = [(40,), (46,), (59,)]
+BATCHES: list[Sizes] = [(6, 40), (9, 46), (5, 35), (7, 52)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expression"),
+    [
+        (LENGTHS, Expression(0, (), 64)),
+        (LENGTHS, Expression(256, (0,))),
+        (LENGTHS, Expression(1, (0,), -1)),
+        (LENGTHS, Expression(-3, (0,), 1000)),
+        (LENGTHS, Expression(4, (0, 0))),
+        (LENGTHS, Expression(1, (0, 0, 0))),
+        (BATCHES, Expression(1, (1,))),
+        (BATCHES, Expression(64, (0, 1))),
+        (BATCHES, Expression(2, (0, 1, 1))),
+    ],
+)
+def test_an_expression_is_found_by_its_values(sizes: list[Sizes], expression: Expression):
+    assert find_expression(sizes, [expression.at(sample) for sample in sizes]) == expression
+
+
+def test_a_square_is_not_taken_for_a_straight_line():
+    """At two sizes it would be `86 * length - 1840`."""
+    found = find_expression(LENGTHS, [length * length for (length,) in LENGTHS])
+    assert found is not None
+    assert found.at((101,)) == 101 * 101
+
+
+def test_numbers_that_are_no_such_expression_have_none():
+    assert find_expression(LENGTHS, [length % 7 for (length,) in LENGTHS]) is None
+    assert find_expression(LENGTHS, [length // 3 for (length,) in LENGTHS]) is None
+
+
+def test_sizes_in_proportion_leave_a_choice():
+    """A batch and a length that grow together don't tell by which of them a number grows."""
+    sizes = [(2, 20), (3, 30), (5, 50)]
+    assert find_expression(sizes, [10 * batch for batch, _ in sizes]) is None
+
+
+def test_quotients_are_sizes_of_their_own():
+    """Half of a length, at odd lengths too: lengths that are all even leave a choice."""
+    odd, even = ([(length, length // 2) for length in lengths] for lengths in ((40, 47, 59), (40, 46, 58)))
+    assert find_expression(odd, [4 * half for _, half in odd]) == Expression(4, (1,))
+    assert find_expression(even, [4 * half for _, half in even]) is None
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        Expression(0, (), -5),
+        Expression(3, (0, 1), -7),
+        Expression(-2, (1, 1), 9),
+    ],
+)
+def test_the_source_of_an_expression_is_the_expression(expression: Expression):
+    assert eval(expression.source(("a", "b")), {"a": 4, "b": 9}) == expression.at((4, 9))
