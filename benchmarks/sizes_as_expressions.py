@@ -37,6 +37,7 @@ from torch._guards import TracingContext
 from torch.nn import functional as F
 from zoo.texts import build_model, make_batch
 
+from hiremate_lightning.calls.eager_paths import eager_paths
 from hiremate_lightning.capturing import backend as backends
 from hiremate_lightning.capturing.absent import without_missing
 from hiremate_lightning.capturing.capture import Captured
@@ -52,7 +53,6 @@ from hiremate_lightning.records.step import Call, Step, merge
 from hiremate_lightning.running.execution import Part
 from hiremate_lightning.running.program import Program, build
 from hiremate_lightning.running.template import NoTemplateError, ProgramTemplate
-from hiremate_lightning.sessions.eager_paths import eager_paths
 from hiremate_lightning.torch_private import dynamo, each_size, tensor_state
 
 ROUNDS = 7
