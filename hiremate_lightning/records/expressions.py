@@ -17,10 +17,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 
+from ..errors import HiRemateError
+
 Sizes = tuple[int, ...]
 
 LEAST_SAMPLES = 3  # two find an expression, the third one checks it
 MOST_FACTORS = 3
+
+
+class NoTemplateError(HiRemateError):
+    """The same code at several sizes differs in more than numbers that are expressions of the sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +82,25 @@ def _candidates(samples: Sequence[Sizes], values: Sequence[int]) -> Iterator[Exp
                 constant = values[0] - factor * products[0]
                 if all(factor * p + constant == value for p, value in zip(products, values, strict=True)):
                     yield Expression(factor, dimensions, constant)
+
+
+def vary_alone(samples: Sequence[Sizes], sizes: Sizes) -> tuple[list[Sizes], Sizes]:
+    """Leave out of sizes those that never vary, and those that are always the same as another.
+
+    Args:
+        samples: The sizes of each sample.
+        sizes: The sizes of another one.
+
+    Returns:
+        The sizes of the samples and of the other one, without these.
+
+    Raises:
+        NoTemplateError: If sizes are none of a template: they did not vary in samples, or were equal, and are not so.
+    """
+    columns = list(zip(*samples, strict=True))
+    firsts = [columns.index(column) for column in columns]
+    for size, column, first in zip(sizes, columns, firsts, strict=True):
+        if size != sizes[first] or (len(set(column)) == 1 and size != column[0]):
+            raise NoTemplateError(f"Sizes that were equal, or did not vary, in {samples}, differ in {sizes}")
+    kept = sorted({first for first in firsts if len(set(columns[first])) > 1})
+    return [tuple(sample[i] for i in kept) for sample in samples], tuple(sizes[i] for i in kept)

@@ -20,8 +20,7 @@ import torch
 from torch import fx
 
 from ..capturing.capture import Captured
-from ..errors import HiRemateError
-from ..records.expressions import LEAST_SAMPLES, Expression, Sizes, find_expression
+from ..records.expressions import LEAST_SAMPLES, Expression, NoTemplateError, Sizes, find_expression
 from ..records.scaling import difference
 from ..records.schedule import Schedule, lower
 from ..records.step import Decisions
@@ -30,10 +29,6 @@ from ..torch_private import aot
 from .program import Program, build
 
 _PLACE = "\0"  # what is around the place of a number in a source
-
-
-class NoTemplateError(HiRemateError):
-    """Programs at several sizes differ in more than numbers that are expressions of the sizes."""
 
 
 class ProgramTemplate:

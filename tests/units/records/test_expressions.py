@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hiremate_lightning.records.expressions import Expression, Sizes, find_expression
+from hiremate_lightning.records.expressions import Expression, NoTemplateError, Sizes, find_expression, vary_alone
 
 LENGTHS: list[Sizes] = [(40,), (46,), (59,)]
 BATCHES: list[Sizes] = [(6, 40), (9, 46), (5, 35), (7, 52)]
@@ -63,3 +63,15 @@ def test_quotients_are_sizes_of_their_own():
 )
 def test_the_source_of_an_expression_is_the_expression(expression: Expression):
     assert eval(expression.source(("a", "b")), {"a": 4, "b": 9}) == expression.at((4, 9))
+
+
+def test_sizes_that_never_vary_or_are_another_are_left_out():
+    samples = [(4, 24, 24, 8), (4, 40, 40, 8), (4, 46, 46, 8)]
+    assert vary_alone(samples, (4, 31, 31, 8)) == ([(24,), (40,), (46,)], (31,))
+
+
+@pytest.mark.parametrize("sizes", [(5, 31, 31), (4, 31, 32)])
+def test_sizes_unlike_all_samples_are_refused(sizes: Sizes):
+    """One that never varied does; two that were always equal are not."""
+    with pytest.raises(NoTemplateError, match="differ"):
+        vary_alone([(4, 24, 24), (4, 40, 40), (4, 46, 46)], sizes)
