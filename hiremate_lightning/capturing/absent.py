@@ -94,6 +94,9 @@ def without_missing(captured: Captured, missing: frozenset[int], profile: Profil
     """
     if not missing:
         return captured.graph, profile
+    if captured.template is not None:
+        graph, profile = captured.template.without(missing, captured.sizes)
+        return graph.reading_once(captured.overwritten), profile
     return without(captured, find_absent(captured, missing), profile)
 
 

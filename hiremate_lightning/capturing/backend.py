@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from ..errors import CaptureError
+from ..records.expressions import LEAST_SAMPLES, NoTemplateError, Sizes
 from ..rewriting import casts
 from ..rewriting.contributions import Contributions, OtherTermsError, TermCounts, likely_terms, sums_alone
 from ..rewriting.fused_kernel import FusedKernels
@@ -24,7 +25,7 @@ from ..rewriting.kernels import run_as_eager
 from ..rewriting.straight_line import compiled
 from ..torch_private import aot, autocasting, backward_pass, double_backward, tensor_state, user_compiled
 from ..torch_private.changes import lost_changes
-from ..torch_private.each_size import EachSize, LetRunCaptured, Runner, TraceAhead, sizes_among
+from ..torch_private.each_size import EachSize, LetRunCaptured, Runner, Samples, TraceAhead, sizes_among
 from ..torch_private.eager_tracing import traced_as_eager
 from ..torch_private.result_nodes import give_own_nodes
 from .capture import Captured, capture, order_of_gradients
@@ -52,6 +53,7 @@ class Replacement(Protocol):
 
 MakePart = Callable[[Captured], Replacement]
 Prove = Callable[[fx.GraphModule, Runner, Any], Runner]
+MakeAt = Callable[[Sequence[tuple[Sizes, Any]], Sizes], Replacement]
 
 
 def planning_backend(
@@ -61,6 +63,7 @@ def planning_backend(
     prove: Prove | None = None,
     say: Callable[[str], None] = log.warning,
     trace_ahead: TraceAhead = lambda code, sizes, trace: None,
+    make_at: MakeAt | None = None,
 ) -> Any:
     """Build a backend that hands each captured graph to a session.
 
@@ -72,6 +75,8 @@ def planning_backend(
             and the part inside of that, None where nothing has a gradient. None to believe what is captured.
         say: Warns.
         trace_ahead: Has code traced for sizes that are to come, see `EachSize`.
+        make_at: Makes what runs in the place of a joint graph at sizes that were not traced, from parts that were made
+            for others, each with its sizes; raises `NoTemplateError` where these don't tell. None to trace each size.
 
     Returns:
         A backend for `torch.compile(..., backend=...)`.
@@ -89,16 +94,6 @@ def planning_backend(
         return autocasting.leaving_as_found(module, run_in_place(module, inputs))
 
     def run_in_place(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        terms: TermCounts = likely_terms(module) if has_gradients(inputs) else {}  # then those at the size traced last
-
-        def trace(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Runner, int]:
-            nonlocal terms
-            compilation = _Compilation(make_part, kernels)
-            run, terms = compilation.compile(module, inputs, terms), compilation.terms
-            if prove is not None:
-                run = prove(module, run, compilation.part)
-            return run, compilation.size_bytes
-
         if not has_gradients(inputs):
             return module.forward
         if prove is not None and (lost := lost_changes(module)):
@@ -107,7 +102,11 @@ def planning_backend(
                 "torch.compile."
             )
         sizes = sizes_among(module, inputs)
-        return EachSize(module, sizes, trace, let_run_captured, trace_ahead).run if sizes else trace(module, inputs)[0]
+        code = _Code(likely_terms(module), _Makers(make_part, kernels, prove, make_at), bool(sizes))
+        if not sizes:
+            return code.trace(module, inputs)[0]
+        make = None if make_at is None else code.make
+        return EachSize(module, sizes, code.trace, let_run_captured, trace_ahead, make).run
 
     return backend
 
@@ -141,6 +140,78 @@ def _running_statistics(module: fx.GraphModule) -> list[int]:
     return [position for position, value in inputs if value in found and norms.issuperset(value.users)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Makers:
+    """What makes the parts of captured code, as for `planning_backend`."""
+
+    make_part: MakePart
+    kernels: FusedKernels | None
+    prove: Prove | None
+    make_at: MakeAt | None
+
+
+class _Code:
+    """Captured code that is traced for definite sizes, or made from traces of others.
+
+    Args:
+        terms: Of how many terms its gradients are likely to be.
+        makers: Make its parts.
+        sizes_vary: Whether it has sizes that vary.
+    """
+
+    def __init__(self, terms: TermCounts, makers: _Makers, sizes_vary: bool) -> None:
+        self._terms, self._makers, self._sizes_vary = terms, makers, sizes_vary
+
+    def trace(self, module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Runner, int]:
+        """Trace it for the sizes of some inputs; return what runs it there, and the bytes of all its values."""
+        compilation = _Compilation(self._makers.make_part, self._makers.kernels, self._sizes_vary)
+        run = compilation.compile(module, inputs, self._terms)
+        self._terms = compilation.terms  # those at the size traced last
+        return _Trace(self._proved(module, run, compilation.part), run, compilation), compilation.size_bytes
+
+    def make(self, module: fx.GraphModule, samples: Samples, sizes: Sizes) -> Runner:
+        """Make it run at sizes that were not traced.
+
+        Args:
+            module: The code at these sizes.
+            samples: What runs it at others, each with what varies there.
+            sizes: What varies at these.
+
+        Raises:
+            NoTemplateError: If the samples don't tell.
+        """
+        make_at = self._makers.make_at
+        assert make_at is not None, "it is asked where something makes parts"
+        traces = [(own, trace) for own, trace in samples if isinstance(trace, _Trace)]
+        if len(traces) < LEAST_SAMPLES or any(trace.compilation.part is None for _, trace in traces):
+            raise NoTemplateError("Code can't be traced ahead at enough sizes")
+        part = make_at([(own, trace.compilation.part) for own, trace in traces], sizes)
+        first = traces[0][1]
+        return self._proved(module, first.compilation.running(part, first.run), part)
+
+    def _proved(self, module: fx.GraphModule, run: Runner, part: Replacement | None) -> Runner:
+        return run if self._makers.prove is None else self._makers.prove(module, run, part)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Trace:
+    """Captured code that was traced for some sizes.
+
+    Attributes:
+        proved: Runs it, and proves it first.
+        run: Runs it.
+        compilation: How it was traced.
+    """
+
+    proved: Runner
+    run: Runner
+    compilation: _Compilation
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run the code."""
+        return self.proved(*arguments)
+
+
 class _Compilation:
     """One compilation of captured code: AOTAutograd calls partition, then forward, then backward.
 
@@ -149,14 +220,16 @@ class _Compilation:
     Args:
         make_part: Makes what runs in the place of the joint graph.
         kernels: Where the kernels of fused operations are kept; None to fuse nothing.
+        serves_other_sizes: Whether what AOTAutograd makes of it runs other sizes too.
 
     Attributes:
         part: What runs in the place of what was traced, None where nothing of it has a gradient.
     """
 
-    def __init__(self, make_part: MakePart, kernels: FusedKernels | None) -> None:
+    def __init__(self, make_part: MakePart, kernels: FusedKernels | None, serves_other_sizes: bool = False) -> None:
         self.part: Replacement | None = None
-        self._make_part, self._kernels = make_part, kernels
+        self._at_other_sizes: Replacement | None = None  # what runs now in the place of the part
+        self._make_part, self._kernels, self._serves_other_sizes = make_part, kernels, serves_other_sizes
         self._parameters: frozenset[int] = frozenset()
         self._blocks: dict[str, int] = {}
         self._contributions = Contributions((), {})
@@ -171,6 +244,23 @@ class _Compilation:
     def size_bytes(self) -> int:
         """Bytes of all values of what was traced, be they needed or not; 0 where nothing of it has a gradient."""
         return 0 if self._captured is None else sum(self._captured.graph.sizes)
+
+    def running(self, part: Replacement, run: Runner) -> Runner:
+        """Return what runs the code at other sizes.
+
+        Args:
+            part: What runs in the place of the joint graph at these sizes; its backward finds it by what it saves.
+            run: What runs the code at the sizes that were traced.
+        """
+
+        def run_part(*arguments: Any) -> Any:
+            self._at_other_sizes = part
+            try:
+                return run(*arguments)
+            finally:
+                self._at_other_sizes = None
+
+        return run_part
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any], terms: TermCounts) -> Runner:
         """Trace captured code; where gradients turn out to be of other terms than expected, once more with those."""
@@ -227,9 +317,11 @@ class _Compilation:
         assert self._captured is not None, "AOTAutograd compiles a forward only after it partitioned"
         aot.allow_retain_graph()
         aot.take_gradients_as_they_come()
+        if self._serves_other_sizes:
+            aot.make_views_as_they_come()
         self.part = part = self._make_part(self._captured)
         part.own = aot.take_over_results()
-        return aot.mark_boxed(lambda arguments: part.forward(arguments))
+        return aot.mark_boxed(lambda arguments: (self._at_other_sizes or part).forward(arguments))
 
     def _backward(self, _: fx.GraphModule, __: Sequence[Any]) -> aot.Boxed:
         part = self.part

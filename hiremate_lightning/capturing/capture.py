@@ -18,13 +18,15 @@ import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from ..memory.allocator import allocated_bytes
+from ..records.costs import Profile
+from ..records.expressions import Sizes
 from ..records.graph import Direction, Graph, Node, Storage, StorageKind, Tensor
 from ..rewriting.finishing import Finish, find_finishes
 from ..rewriting.joint import (
@@ -72,6 +74,23 @@ _SUBSCRIPT = re.compile(r"(?:\._modules)?\[['\"](.*?)['\"]\]")
 _SOURCE = re.compile(r'File "([^"]+)", line (\d+)')
 
 
+class Template(Protocol):
+    """What captured code of sizes that were never traced is made from (`template`).
+
+    Attributes:
+        samples: The code as it was captured at a few sizes.
+        sizes: The sizes of each.
+        programs: Programs of it.
+    """
+
+    samples: tuple[Captured, ...]
+    sizes: tuple[Sizes, ...]
+    programs: dict[Any, Any]
+
+    def without(self, missing: frozenset[int], sizes: Sizes) -> tuple[Graph, Profile]:
+        """Return its graph and costs at some sizes without what some gradients of outputs would have brought."""
+
+
 @dataclass(frozen=True)
 class Captured:
     """A captured part of the training step.
@@ -93,6 +112,8 @@ class Captured:
         terms: Of how many terms the gradients of leaves are, by position among the inputs, where it is more than one
             and they are added up for that gradient alone.
         finished: Positions of the inputs that get gradients, in the order in which eager PyTorch finishes these.
+        template: What it is made from where it was not traced: then only `graph` is of its sizes. None for a trace.
+        sizes: Its sizes, where it is made from a template.
     """
 
     joint: fx.GraphModule
@@ -110,6 +131,8 @@ class Captured:
     overwritten: frozenset[int] = frozenset()
     terms: Mapping[int, int] = field(default_factory=dict)
     finished: tuple[int, ...] = ()
+    template: Template | None = None
+    sizes: Sizes = ()
 
     def reading_once(self, storages: Collection[int]) -> Captured:
         """Return the same where what reads some storages of the graph is never run twice: others overwrite them."""

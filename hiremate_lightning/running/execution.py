@@ -106,7 +106,7 @@ class Part:
             outputs[position] = tensor_state.unviewed(outputs[position])
         token = torch.empty(0)
         _detach(program, saved)
-        kept = Saved(program, run, leaves, self.captured, saved, outputs)
+        kept = Saved(program, run, leaves, self, saved, outputs)
         token.hiremate = kept  # type: ignore[attr-defined]
         self._saved.add(kept)
         if self._takes_absent:
@@ -128,6 +128,8 @@ class Part:
     def backward(self, arguments: list[Any]) -> Sequence[Any]:
         """Run the backward: the token and tangents in, gradients out."""
         saved, tangents = _what_was_saved(arguments), arguments[1:]
+        if saved.part is not self:  # the forward ran at sizes that were not traced
+            return saved.part.backward(arguments)
         arguments.clear()
         keep, conductor = backward_pass.will_run_again(), self._listener()
         if conductor is not None:
@@ -248,6 +250,7 @@ class Saved:
         "fills_buckets",
         "has_run",
         "leaves",
+        "part",
         "program",
         "run",
         "settings",
@@ -263,11 +266,12 @@ class Saved:
         program: Program,
         run: Any,
         leaves: Leaves,
-        captured: Captured,
+        part: Part,
         values: list[Any],
         outputs: Sequence[Any],
     ) -> None:
-        self.program = program
+        captured = part.captured
+        self.program, self.part = program, part
         self.run = run
         self.leaves = leaves
         self.captured = captured

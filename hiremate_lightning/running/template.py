@@ -22,12 +22,14 @@ from torch import fx
 from ..capturing.capture import Captured
 from ..records.expressions import LEAST_SAMPLES, Expression, NoTemplateError, Sizes, find_expression
 from ..records.scaling import difference
-from ..records.schedule import Schedule, lower
+from ..records.schedule import CopyOut, Schedule, lower
 from ..records.step import Decisions
 from ..rewriting.straight_line import Writer, compile_lines
 from ..torch_private import aot
+from .copies import HostMemory
 from .program import Program, build
 
+KEPT = 32  # templates of one captured code, by schedule
 _PLACE = "\0"  # what is around the place of a number in a source
 
 
@@ -41,6 +43,7 @@ class ProgramTemplate:
 
     Attributes:
         schedule: What each of the programs does.
+        is_proved: Whether it has given eager PyTorch's bits at sizes that were never traced (`sessions.proving`).
 
     Raises:
         NoTemplateError: If programs of the samples don't tell the programs of other sizes.
@@ -53,6 +56,7 @@ class ProgramTemplate:
             why = difference(samples[0].graph, captured.graph)
             if why is not None:
                 raise NoTemplateError(f"The code at the sizes {size} is not that at the sizes {sizes[0]}: {why}")
+        self.is_proved = False
         self._sizes = tuple(sizes)
         self._programs = [_program_for_all_sizes(captured, decisions) for captured in samples]
         first = self._programs[0]
@@ -79,6 +83,46 @@ class ProgramTemplate:
             return replace(program, backward=template.at(sizes))
 
         return variant
+
+
+def program_of(captured: Captured, schedule: Schedule, host: HostMemory | None = None) -> Program:
+    """Return the program of a schedule: built from a trace, or at the sizes of code that was not traced.
+
+    Args:
+        captured: The captured code.
+        schedule: A valid schedule of its graph.
+        host: Memory of the host for what goes away.
+
+    Raises:
+        NoTemplateError: If traces of other sizes don't tell the program.
+    """
+    template = template_of(captured, schedule)
+    return build(captured, schedule, host) if template is None else template.at(captured.sizes)
+
+
+def template_of(captured: Captured, schedule: Schedule) -> ProgramTemplate | None:
+    """Return what the programs of a schedule are made from; None where captured code was traced for its sizes.
+
+    Raises:
+        NoTemplateError: If traces of other sizes don't tell the programs.
+    """
+    template, key = captured.template, (schedule, captured.overwritten)
+    if template is None:
+        return None
+    if key not in template.programs:
+        while len(template.programs) >= KEPT:
+            del template.programs[next(iter(template.programs))]
+        template.programs[key] = None  # where none can be made, that is not tried again
+        if any(isinstance(operation, CopyOut) for operation in schedule.forward):
+            raise NoTemplateError("A program holds the host's memory that values go away to")
+        samples = [sample.reading_once(captured.overwritten) for sample in template.samples]
+        made = ProgramTemplate(samples, template.sizes, schedule.decisions(captured.graph))
+        if made.schedule == schedule:
+            template.programs[key] = made
+    found: ProgramTemplate | None = template.programs[key]
+    if found is None:
+        raise NoTemplateError("Traces of other sizes do not tell the programs of a schedule")
+    return found
 
 
 def _program_for_all_sizes(captured: Captured, decisions: Decisions) -> Program:

@@ -107,6 +107,17 @@ def allow_retain_graph() -> None:
         context.fw_metadata.bw_donated_idxs = []
 
 
+def make_views_as_they_come() -> None:
+    """Have AOTAutograd make results that are views again by the views that come, not by those that were traced.
+
+    So what it makes of a trace at some sizes serves at others. To be called inside the forward compiler.
+    """
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        results = context.fw_metadata.output_info
+        results[:] = [replace(result, view_meta_sequence=None) for result in results]
+
+
 def take_over_results() -> tuple[int, ...]:
     """Keep AOTAutograd from making results of views that a graph returns, which `unviewed` is to do; give where.
 

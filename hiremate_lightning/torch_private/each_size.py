@@ -1,15 +1,17 @@
-"""Code that Dynamo captured once for all sizes, traced anew for each.
+"""Code that Dynamo captured once for all sizes, traced anew for each, or made from traces of a few.
 
 A plan is of bytes, so the joint graph that it is made of has numbers for sizes. But most seconds of a capture go to
 Dynamo, which reads the user's code. Where sizes vary its graph has symbols for them, and is kept: only AOTAutograd's
-trace is made for each size that comes. Where that is another one each time, as with what a detector finds, small code
-may run as it was captured, without a plan.
+trace is made for each size that comes. From the second one on, traces of a few sizes that were chosen tell those of all
+sizes, where numbers are all that differs. Where each is traced, and that is another one each time, as with what a
+detector finds, small code may run as it was captured, without a plan.
 
 What tells symbols apart is private; `test_torch_private.py` says on which versions of torch this was checked.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -22,16 +24,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ..garbage import collecting_what_it_leaves
+from ..records.expressions import LEAST_SAMPLES, NoTemplateError, vary_alone
 from . import checkpoints, dynamo, tensor_state
+from .size_symbols import SizeSymbols
 
 log = logging.getLogger("hiremate_lightning")
 KEPT = 128  # traces of one graph, the latest used ones: each takes megabytes of the host's memory
+MOST_SAMPLES = 6  # of code, of which the latest traced size may be one
+TRIED = 16  # sizes of samples: Dynamo's guards may be for other code at some
+FAILURES = 3  # sizes that could not be made from samples, after which each is traced
 UNREPEATED = 4  # sizes in a row that have not come before: after more of them, it is asked whether to go on tracing
 Runner = Callable[..., Any]
 Sizes = tuple[int, ...]
 Layout = tuple[Sizes, Sizes]  # of a tensor: shape and strides
 Trace = Callable[[fx.GraphModule, Sequence[Any]], tuple[Runner, int]]
 LetRunCaptured = Callable[[object, int], bool]
+Samples = Sequence[tuple[Sizes, Runner]]
+Make = Callable[[fx.GraphModule, Samples, Sizes], Runner]
 TraceAhead = Callable[[object, Sizes, Callable[[Sizes], bool]], None]
 
 
@@ -65,6 +74,9 @@ class EachSize:
         let_run_captured: Lets this code run as captured where its sizes don't repeat, given the bytes of all its
             values at the largest size, and returns whether it may; called each time.
         trace_ahead: Called after each trace with this code, the sizes, and what traces it for sizes to come.
+        make: Makes code of definite sizes run, from what runs at other sizes, each with all that varies there, and from
+            what varies at these. Both this and what it makes raise `NoTemplateError` before anything has run, where the
+            size is to be traced. None to trace each size.
     """
 
     def __init__(
@@ -74,6 +86,7 @@ class EachSize:
         trace: Trace,
         let_run_captured: LetRunCaptured,
         trace_ahead: TraceAhead = lambda code, sizes, trace: None,
+        make: Make | None = None,
     ) -> None:
         count = len(module.graph.find_nodes(op="placeholder"))
         self._module = module
@@ -86,6 +99,8 @@ class EachSize:
         self._largest_bytes = (0, 0)  # of the inputs of what was traced, and of all its values
         self._is_particular = False
         self._traced: OrderedDict[tuple[Any, ...], Runner] = OrderedDict()
+        self._make, self._symbols, self._failures = make, SizeSymbols(module, self._sizes), 0
+        self._samples = dict[Sizes, Runner]()
 
     def run(self, *arguments: Any) -> Any:
         """Run what was traced for the sizes among the arguments; where that fails, the code as it was captured."""
@@ -94,16 +109,53 @@ class EachSize:
         if self._runs_captured(others):
             return self._written(*arguments)
         key = sizes, self._particulars(others)
-        run = self._traced.get(key)
+        run = self._traced.get(key) or self._make_for(sizes, others)
         if run is None:
-            self._unrepeated += 1
-            run = self._trace_for(sizes, others)
-            self._trace_ahead(self, sizes, lambda larger: self._trace_larger(larger, others))
+            run = self._trace_new(sizes, others)
         elif self._unrepeated <= UNREPEATED:
             self._unrepeated = 0
         if key in self._traced:
             self._traced.move_to_end(key)
-        return run(*others)
+        try:
+            return run(*others)
+        except NoTemplateError as error:
+            self._failed(error)
+        return self._trace_new(sizes, others)(*others)
+
+    def _trace_new(self, sizes: Sizes, others: Sequence[Any]) -> Runner:
+        self._unrepeated += 1
+        run = self._trace_for(sizes, others)
+        self._trace_ahead(self, sizes, lambda larger: self._trace_larger(larger, others))
+        return run
+
+    def _make_for(self, sizes: Sizes, others: Sequence[Any]) -> Runner | None:
+        """Make code of some sizes run from samples; None where it is to be traced."""
+        if self._make is None or not self._samples or self._is_particular:
+            return None
+        try:
+            self._sample_near(sizes, others)
+            whole = [self._symbols.with_computed(sample) for sample in self._samples]
+            varying, own = vary_alone(whole, self._symbols.with_computed(sizes))
+            run = self._make(self._with_numbers(sizes), list(zip(varying, self._samples.values(), strict=True)), own)
+        except NoTemplateError as error:
+            self._failed(error)
+            return None
+        self._keep(sizes, others, run)
+        return run
+
+    def _failed(self, error: NoTemplateError) -> None:
+        log.info("A size is traced: %s", error)
+        self._failures += 1
+        if self._failures == FAILURES:
+            self._make = None
+            self._samples.clear()
+
+    def _sample_near(self, sizes: Sizes, others: Sequence[Any]) -> None:
+        """Trace the code at as many sizes as tell all sizes, as far as it is for these."""
+        for sample in itertools.islice(self._symbols.samples_near(sizes, list(self._samples)), TRIED):
+            if len(self._samples) >= LEAST_SAMPLES + 1:
+                return
+            self._trace_larger(sample, others)
 
     def _runs_captured(self, others: Sequence[Any]) -> bool:
         """Whether to run the code as it was captured: no larger than what was traced, of which the bytes are known."""
@@ -120,9 +172,15 @@ class EachSize:
         except Exception as error:  # whatever AOTAutograd fails on
             dynamo.tell_of_failure(error)
             run, is_general = checkpoints.as_written(self._with_numbers(sizes)), True
+        else:
+            self._note_sample(sizes, run, is_general)
         self._is_particular = self._is_particular or not is_general
         self._keep(sizes, others, run)
         return run
+
+    def _note_sample(self, sizes: Sizes, run: Runner, is_general: bool) -> None:
+        if is_general and self._make is not None and len(self._samples) < MOST_SAMPLES:
+            self._samples[sizes] = run
 
     def _keep(self, sizes: Sizes, others: Sequence[Any], run: Runner) -> None:
         self._traced[sizes, self._particulars(others)] = run
@@ -157,6 +215,7 @@ class EachSize:
             return False
         if is_general:
             self._keep(sizes, others, run)
+            self._note_sample(sizes, run, is_general)
         return is_general
 
     def _particulars(self, others: Sequence[Any]) -> tuple[Any, ...]:

@@ -1,0 +1,62 @@
+"""Captured code at sizes that were never traced, made from traces of other sizes.
+
+Its records are those of the sizes; all else is the first sample's: FX nodes, positions of inputs and outputs, terms.
+These tell which value is which, and do not depend on sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..records.costs import Profile
+from ..records.expressions import LEAST_SAMPLES, NoTemplateError, Sizes
+from ..records.graph import Graph
+from ..records.graph_template import GraphTemplate
+from .absent import without_missing
+from .capture import Captured
+
+NOTHING: frozenset[int] = frozenset()
+
+
+class CodeTemplate:
+    """The same code at all sizes.
+
+    Args:
+        samples: The code as it was captured at a few sizes, each with its costs.
+        sizes: The sizes of each, at least `LEAST_SAMPLES`; those that are equal in all samples are one size.
+
+    Attributes:
+        samples: The code as it was captured at these sizes.
+        sizes: The sizes of each.
+        programs: Programs of it, by what they do (`running.template`); they last as long as the code.
+
+    Raises:
+        NoTemplateError: If the samples do not tell what the code is at other sizes.
+    """
+
+    def __init__(self, samples: Sequence[tuple[Captured, Profile]], sizes: Sequence[Sizes]) -> None:
+        if len(set(sizes)) < LEAST_SAMPLES:
+            raise NoTemplateError(f"Expected the same code at {LEAST_SAMPLES} sizes or more, not at {sizes}")
+        self.samples, self.sizes = tuple(captured for captured, _ in samples), tuple(sizes)
+        self.programs = dict[Any, Any]()
+        self._profiles = tuple(profile for _, profile in samples)
+        self._graphs = dict[frozenset[int], GraphTemplate]()
+        self._without(NOTHING)
+
+    def at(self, sizes: Sizes) -> tuple[Captured, Profile]:
+        """Return the code at some sizes, with its costs."""
+        graph, profile = self._without(NOTHING).at(sizes)
+        return replace(self.samples[0], graph=graph, template=self, sizes=sizes), profile
+
+    def without(self, missing: frozenset[int], sizes: Sizes) -> tuple[Graph, Profile]:
+        """Return its graph and costs at some sizes without what some gradients of outputs would have brought."""
+        return self._without(missing).at(sizes)
+
+    def _without(self, missing: frozenset[int]) -> GraphTemplate:
+        if missing not in self._graphs:
+            pairs = zip(self.samples, self._profiles, strict=True)
+            present = [without_missing(captured, missing, profile) for captured, profile in pairs]
+            self._graphs[missing] = GraphTemplate(present, self.sizes)
+        return self._graphs[missing]

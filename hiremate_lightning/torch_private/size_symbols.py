@@ -1,0 +1,74 @@
+"""The symbols that Dynamo has for the sizes of captured code, and what it computes from them.
+
+Numbers in captured code are sums and products of these symbols, which a few samples tell, and quotients, rests and
+extremes (`s // 2`, `Mod(s, 8)`, `Min(70, s)`), which no samples could. Those count as sizes of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from sympy.core.function import Application
+from torch import fx
+
+from . import tensor_state
+
+Sizes = tuple[int, ...]
+
+SHARES = (0.83, 0.61, 1.27, 0.47, 0.92, 0.71)  # of a real size, that sizes of samples are near
+MULTIPLES = (1, 2, 4, 8)  # of odd numbers, that sizes of samples are: code may ask for even ones
+LEAST = 3  # size of a sample: at 1, and where 2 is the number of something, code is other code
+
+
+class SizeSymbols:
+    """The symbols for the sizes of captured code.
+
+    Args:
+        module: The code.
+        positions: Those of its inputs that are sizes.
+    """
+
+    def __init__(self, module: fx.GraphModule, positions: Sequence[int]) -> None:
+        inputs = module.graph.find_nodes(op="placeholder")
+        numbers = [inputs[position].meta["example_value"] for position in positions]
+        expressions = [number.node.expr if isinstance(number, torch.SymInt) else None for number in numbers]
+        self._symbols = [e if e is not None and e.is_symbol else None for e in expressions]
+        self._computed = _computed(module)
+
+    def with_computed(self, sizes: Sizes) -> Sizes:
+        """Return sizes with the quotients, rests and extremes of them."""
+        values = {s: size for s, size in zip(self._symbols, sizes, strict=True) if s is not None}
+        return (*sizes, *(int(number.xreplace(values)) for number in self._computed))
+
+    def samples_near(self, sizes: Sizes, taken: Sequence[Sizes]) -> Iterator[Sizes]:
+        """Yield sizes to trace the code at: odd ones, each unlike all others of its dimension and of other dimensions.
+
+        Args:
+            sizes: Real ones.
+            taken: Sizes that were traced.
+        """
+        used = [{*column} for column in zip(*taken, sizes, strict=True)]
+        for multiple, round_ in itertools.product(MULTIPLES, range(len(SHARES))):
+            sample = list(sizes)
+            for place, symbol in enumerate(self._symbols):
+                if symbol is None:
+                    continue
+                share, others = SHARES[(round_ + 2 * place) % len(SHARES)], set().union(*used) | set(sample)
+                number = max(LEAST, int(sizes[place] * share / multiple)) | 1
+                while number * multiple in others:
+                    number += 2
+                sample[place] = number * multiple
+            for own, size in zip(used, sample, strict=True):
+                own.add(size)
+            yield tuple(sample)
+
+
+def _computed(module: fx.GraphModule) -> list[Any]:
+    shown = tensor_state.leaves([node.meta.get("example_value") for node in module.graph.nodes])
+    tensors = [value for value in shown if isinstance(value, torch.Tensor) and value.layout is torch.strided]
+    numbers = [n for value in tensors for n in (*value.shape, *value.stride())] + shown
+    found = (number.node.expr.atoms(Application) for number in numbers if isinstance(number, torch.SymInt))
+    return sorted(set[Any]().union(*found), key=str)
