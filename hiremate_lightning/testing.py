@@ -20,6 +20,7 @@ from .records.graph import Graph
 from .records.schedule import Compute, Free, Operation
 from .sessions.current_step import CurrentStep
 from .sessions.session import Session
+from .sessions.templates import Templates
 from .sessions.ways import ModulesTwice, PutAside
 from .targets.modules import targets_of
 
@@ -67,6 +68,12 @@ def is_plain(model: nn.Module) -> bool:
     return session_of(model).is_plain
 
 
+def is_from_template(model: nn.Module) -> bool:
+    """Return whether captured graphs of the step under way were made from traces of other sizes."""
+    step = session_of(model).steps.current
+    return step is not None and step.is_from_template
+
+
 def runs(model: nn.Module) -> int:
     """Return how many forwards of planned modules ran so far."""
     return session_of(model).runs
@@ -111,6 +118,16 @@ def _spell(graph: Graph, operation: Operation) -> str:
             return f"free {tensor}"
         case copying:
             return f"{type(copying).__name__} {copying.storage}"
+
+
+@contextmanager
+def without_templates() -> Iterator[None]:
+    """Let no step of a new size run by programs made from traces of other sizes."""
+    may_serve, Templates.may_serve = Templates.may_serve, property(lambda self: False)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Templates.may_serve = may_serve  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from hiremate_lightning.planning import found_before
 from hiremate_lightning.reporting import report
 from hiremate_lightning.rewriting import finishing
 from hiremate_lightning.sessions.plain_steps import PlainSteps
+from hiremate_lightning.testing import without_templates
 
 MODEL_PACKAGES = ("transformers", "timm")
 
@@ -48,6 +49,13 @@ def _quick_garbage_collection() -> None:
     """Let collections pass over what stays, a million objects of imported packages: a planned step takes several."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(name="without_templates")
+def _without_templates() -> Iterator[None]:
+    """Let steps of new sizes that do not fit as they are written call modules twice, or put values aside."""
+    with without_templates():
+        yield
 
 
 @pytest.fixture(autouse=True)

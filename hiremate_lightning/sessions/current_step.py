@@ -161,6 +161,11 @@ class CurrentStep:
         """The captured graphs that have run forward, by number."""
         return tuple(forward.number for forward in self.forwards)
 
+    @property
+    def is_from_template(self) -> bool:
+        """Whether some of its graphs were made from traces of other sizes."""
+        return any(forward.captured.template is not None for forward in self.forwards)
+
     def resident_in(self, memory: ResidentMemory) -> Resident:
         """Return what existed when it began; where that was not counted, what exists now."""
         return self.resident or memory.count(())

@@ -24,7 +24,8 @@ from ..records.scaling import is_no_larger
 from ..records.schedule import Schedule, keep_all, lower
 from ..records.step import Call, Decisions, merge
 from ..running.execution import Part
-from ..running.program import Program, build
+from ..running.program import Program
+from ..running.template import program_of
 from ..torch_private import runtime
 from .current_step import CurrentStep, DecidedStep, Followed, Forward
 from .plan_maker import PlanMaker
@@ -274,4 +275,4 @@ def _without_doubtful(captured: Captured, profile: Profile) -> tuple[Graph, Prof
 
 
 def _build(captured: Captured, schedule: Schedule) -> Program:
-    return replace(build(captured, schedule), protects=True)  # what becomes of the values outside was not seen yet
+    return replace(program_of(captured, schedule), protects=True)  # what becomes of the values outside was not seen yet

@@ -16,7 +16,8 @@ from ..records.away import Host, put_away, split_aways, storages_in
 from ..records.schedule import lower
 from ..records.step import Step
 from ..running.copies import HostMemory, pinned_storages
-from ..running.program import Program, build
+from ..running.program import Program
+from ..running.template import program_of
 from ..units import format_bytes
 
 FREE_SHARE = 0.5  # of the host's free memory, for all processes of this machine
@@ -95,4 +96,4 @@ class Offloading:
         aways = split_aways(step, solution.recompute, solution.aways)
         for captured, rows, own in zip(calls, step.split(solution.recompute), aways, strict=True):
             schedule = put_away(captured.graph, lower(captured.graph, rows), own)
-            yield build(captured, schedule, self.memory)
+            yield program_of(captured, schedule, self.memory)

@@ -31,7 +31,8 @@ class Parts:
 
     Attributes:
         fuses: Whether operations are fused.
-        count: How many parts were captured so far.
+        count: How many parts there were so far.
+        traced_count: How many of them were captured: others were made from these, for other sizes.
         least: The program by which a part runs at the least memory, where that was looked for.
         measures_link: Returns whether plans need to know how fast the device copies to the host and back.
     """
@@ -44,7 +45,7 @@ class Parts:
         self._costs = CostCache(cache_dir)
         self.fuses = kernels is not None
         self.measures_link: Callable[[], bool] = lambda: False
-        self.count = 0
+        self.count = self.traced_count = 0
         self._parts: dict[int, weakref.ref[Part]] = {}
         self._numbers: weakref.WeakKeyDictionary[Part, int] = weakref.WeakKeyDictionary()
         self._profiles: weakref.WeakKeyDictionary[Part, Profile] = weakref.WeakKeyDictionary()
@@ -72,12 +73,15 @@ class Parts:
         """List what forwards have saved that stays for another backward, after one has run."""
         return [saved for part in list(self._numbers) for saved in part.retained()]
 
-    def add(self, captured: Captured, conductor: Conductor) -> Part:
-        """Make a part of a captured graph."""
+    def add(self, captured: Captured, conductor: Conductor, profile: Profile | None = None) -> Part:
+        """Make a part of a captured graph, whose costs are measured as it first runs, unless they are known."""
         part = Part(captured, conductor)
+        if profile is not None:
+            self._profiles[part] = profile
         self._numbers[part] = self.count
         self._parts[self.count] = weakref.ref(part)
         self.count += 1
+        self.traced_count += profile is None
         return part
 
     def prepare(self, part: Part) -> tuple[int, Profile]:

@@ -207,12 +207,19 @@ class PlannedKinds:
 
     def decide_to_plan(self, kind: StepKind) -> Decision:
         """Decide whether a kind of step gets a plan that has none; announce it where there are too many."""
+        if self._is_made_from_others(kind):
+            return Decision.KEEP  # it runs by what is planned already, wherever that fits
         is_worth_it = kind.sights.count > 1 or not kind.sights.is_by_plans
         has_place = is_worth_it and (self.maker.captured_before(kind) is not None or self._model.has_place)
         decision = decide_first(is_worth_it, has_place)
         if decision is Decision.FULL:
             self._model.announce_full()
         return decision
+
+    def _is_made_from_others(self, kind: StepKind) -> bool:
+        """Whether a graph of a kind was made from traces of other sizes."""
+        parts = [part for number in kind.graphs if (part := self._model.parts.find(number)) is not None]
+        return any(part.captured.template is not None for part in parts)
 
     def learn(self, record: StepRecord, resident: Resident, before: Resident | None = None) -> None:
         """Plan a kind of step that was not seen before; one that may be small by chance waits where nothing fits.

@@ -30,10 +30,12 @@ from ..measuring.differences import Difference, differences
 from ..measuring.segments import Observed, cut
 from ..measuring.trials import Outcome, Trial
 from ..memory.free_memory import free_bytes
+from ..records.expressions import NoTemplateError
 from ..records.step import Call, Step, merge
 from ..rewriting.joint import is_collective
 from ..running.execution import Part
 from ..running.program import Program
+from ..running.template import template_of
 from ..torch_private import backward_pass, checkpoints, double_backward, failures, saved_hooks, tensor_state
 from .graph_programs import GraphPrograms
 from .planned import PlannedKinds
@@ -78,7 +80,30 @@ class Prover:
         Args:
             proof: The code.
             arguments: What it is about to run with; they stay as they are.
+
+        Raises:
+            NoTemplateError: If the code was made from traces of other sizes, and can't be proved.
         """
+        if proof.part is not None and proof.part.captured.template is not None:
+            self._prove_made(proof, proof.part, arguments)
+        else:
+            self._prove(proof, arguments)
+
+    def _prove_made(self, proof: Proof, part: Part, arguments: Sequence[Any]) -> None:
+        """Prove code that was made from traces of other sizes: once for each schedule, at whatever sizes."""
+        if backward_pass.is_running():
+            raise NoTemplateError("Code can't be proved inside of a backward")
+        program = self._graph_programs.choose(self._steps.under_way, part).program
+        template = template_of(part.captured, program.schedule)
+        assert template is not None, "asked of code that is made from a template"
+        if not template.is_proved:
+            self._prove(proof, arguments)
+            template.is_proved = {proof.forward, proof.backward} <= {Verdict.PROVED, Verdict.ROUNDED}
+        if not template.is_proved:
+            raise NoTemplateError("Programs of sizes that were not traced could not be proved, or give other numbers")
+        proof.end()
+
+    def _prove(self, proof: Proof, arguments: Sequence[Any]) -> None:
         self._proofs.add(proof)
         if backward_pass.is_running():
             return
@@ -178,6 +203,9 @@ class Prover:
 
     def _refuse(self, proof: Proof, why: str) -> None:
         proof.refuse(self._proofs)
+        if proof.part is not None and proof.part.captured.template is not None:
+            log.info("Code made from traces of other sizes does not run, since %s", why)
+            return
         self._model.announcements.say(
             f"Code of {self._model.name} runs as it was written, without a plan, since {why}. Its memory and time "
             "are those of plain PyTorch. This is a fault of torch.compile or of hiremate_lightning; please report it."

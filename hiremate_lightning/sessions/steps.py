@@ -294,7 +294,7 @@ class Steps:
         self._unplanned.ended(step, plain)
 
     def _end_captured(self, step: CurrentStep, at_once: bool) -> None:
-        captured_nothing = self._announcements.step_ended(self._parts.count)
+        captured_nothing = self._announcements.step_ended(self._parts.traced_count)
         step.has_captured = not captured_nothing
         self.ended, kind, expected, record = step, self._history[step.graphs], step.expected, step.record
         is_own = step.ran_by(self._history.taken_for(kind))

@@ -29,6 +29,7 @@ from .planned import PlannedKinds, saves_nothing
 from .planned_model import PlannedModel
 from .releasing import Releases, Timing
 from .step_kind import StepKind
+from .templates import Templates
 from .ways import BY_GRAPHS, AsWritten, Choices, ModulesTwice, PutAside, Way, choose_way
 
 log = logging.getLogger("hiremate_lightning")
@@ -41,13 +42,14 @@ class UnplannedSteps:
     Args:
         model: The planned model.
         planned: The plans.
+        templates: Makes code at new sizes.
 
     Attributes:
         releases: Times kinds of steps with and without their plans.
     """
 
-    def __init__(self, model: PlannedModel, planned: PlannedKinds) -> None:
-        self.releases = Releases()
+    def __init__(self, model: PlannedModel, planned: PlannedKinds, templates: Templates) -> None:
+        self.releases, self._templates = Releases(), templates
         self._model, self._name, self._planned = model, model.name, planned
         self._history, self._reporter, self._say = model.history, model.stages.reporter, model.announcements.say
         self._may_run_plain = not model.parts.fuses  # fused kernels give other bits than PyTorch's own
@@ -141,7 +143,7 @@ class UnplannedSteps:
     def learn_from_taken_over(self, step: CurrentStep, kind: StepKind) -> None:
         """Learn of the step that ends, where it ran by the plan of another size and has none of its own."""
         foreseen = step.comparison.foreseen
-        if foreseen is not None and kind.plan is None and self._may_run_plain:
+        if foreseen is not None and kind.plan is None and self._may_run_plain and not step.is_from_template:
             planned, at_sizes = foreseen
             self._plain.learn_foreseen(self._captured.describe(at_sizes, step.calls, self._history.same_code(planned)))
 
@@ -231,6 +233,8 @@ class UnplannedSteps:
     def without_plan(self, step: CurrentStep, begun: AsWritten | None) -> AsWritten | None:
         """Return the fastest way without a plan in which the step under way fits; None where it is to be captured.
 
+        A step that fits only with less memory is captured as long as programs of new sizes may serve it.
+
         Args:
             step: The step.
             begun: How it has begun, for a further call.
@@ -242,6 +246,8 @@ class UnplannedSteps:
         ways = (PlainWay(),) if self._plain.called_like(step.calls) else ways
         prediction = self._plain.predict(step.calls, likely, self._room_bytes(), ways)
         if prediction is None or (begun is None and self._is_to_be_planned(step, prediction)):
+            return None
+        if prediction.way.saves_memory and begun is None and self._templates.may_serve:
             return None
         if not prediction.way.puts_aside:
             return (ModulesTwice if prediction.way.paths else AsWritten)(prediction, likely, self._second_calls)

@@ -30,7 +30,8 @@ from ..records.simulation import simulate
 from ..records.step import Call, Decisions, Step, merge
 from ..reporting.report import Stages
 from ..running.execution import Part
-from ..running.program import Program, build
+from ..running.program import Program
+from ..running.template import program_of
 from .parts import Parts
 from .recorded_step import RecordedStep
 from .step_kind import StepKind
@@ -187,7 +188,7 @@ class WaitingGraphs:
         """Return the program of a forward that will wait for its backward."""
         programs = self._of(part).programs
         if self.level not in programs:
-            programs[self.level] = build(part.captured, self._schedule(part, self.level))
+            programs[self.level] = program_of(part.captured, self._schedule(part, self.level))
         return programs[self.level]
 
     def decisions(self, part: Part, level: int) -> Decisions:

@@ -18,6 +18,7 @@ from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.targets.training_step import StepTarget
 from tests.exact import simple_loop, train_both
 
+pytestmark = pytest.mark.usefixtures("without_templates")
 WIDTH = 32
 LENGTHS = [60, 8, 90, 33, 90, 72, 96, 90, 24]
 

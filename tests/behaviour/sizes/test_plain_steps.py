@@ -27,6 +27,7 @@ from hiremate_lightning.targets.modules import targets_of
 from tests.exact import simple_loop, train_both
 from tests.tiny import Builder
 
+pytestmark = pytest.mark.usefixtures("without_templates")
 WIDTH = 32
 KIND, OTHER = StepKind((0,)), StepKind((1,))
 CHANNELS = 7  # of the tensor that a step keeps: a number of the model

@@ -30,6 +30,7 @@ from hiremate_lightning.sessions import unplanned
 from hiremate_lightning.targets.modules import targets_of
 from tests.exact import simple_loop, train_both
 
+pytestmark = pytest.mark.usefixtures("without_templates")
 WIDTH, DEPTH = 32, 4
 LENGTHS = [96, 96, 8, 8, 24, 40, 31, 80, 90, 24, 88, 33, 93, 90]
 

@@ -1,0 +1,112 @@
+"""Steps of sizes that were never traced run by programs made from traces of others: exact, and within the budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hiremate_lightning import hiremate
+from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.testing import captured_count, is_from_template, is_plain
+from tests.exact import Log, differing
+
+WORDS, WIDTH, HEADS, LAYERS, BATCH = 64, 32, 4, 2, 8
+FIRST, LONG, SHORT = 90, 83, 40  # planned; does not fit as it is written; does
+NEW = [88, 79, 85, 76]  # come after a first length that does not fit as it is written
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_norm, self.second_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        parts = self.project(self.first_norm(x)).view(batch, length, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).reshape(batch, length, WIDTH)
+        x = x + F.dropout(self.out(y), 0.1)
+        return x + F.dropout(self.down(F.gelu(self.up(self.second_norm(x)))), 0.1)
+
+
+class SmallGPT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(128, WIDTH)
+        self.blocks, self.norm = nn.ModuleList(Block() for _ in range(LAYERS)), nn.LayerNorm(WIDTH)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words) + self.places(torch.arange(words.shape[1], device=words.device))
+        for block in self.blocks:
+            x = block(x)
+        scores = self.norm(x) @ self.words.weight.t()
+        return F.cross_entropy(scores[:, :-1].flatten(0, 1), words[:, 1:].flatten())
+
+
+@dataclass
+class Training:
+    """A model in training, step by step."""
+
+    model: nn.Module
+    step_count: int = 0
+    peak_bytes: int = 0  # of the latest step, beyond what existed before it
+
+    def step(self, length: int) -> Log:
+        """Take a step of SGD; return the loss and all gradients."""
+        torch.manual_seed(self.step_count)
+        words = torch.randint(WORDS, (BATCH, length))
+        self.model.zero_grad(set_to_none=True)
+        losses: list[Tensor] = []
+
+        def run() -> None:
+            losses.append(self.model(words))
+            losses[0].backward()
+
+        self.peak_bytes = measure_peak(run)
+        log = [losses[0].detach().clone(), *(weight.grad.clone() for weight in self.model.parameters())]
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight -= 0.01 * weight.grad
+        self.step_count += 1
+        return log
+
+
+def small_gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return SmallGPT()
+
+
+def budget_of(length: int, share: float) -> tuple[int, int]:
+    """Return a budget of which a plain step of a length takes more, and what of it a step may add."""
+    training = Training(small_gpt())
+    training.step(length)
+    training.step(length)
+    weights = sum(weight.nbytes for weight in training.model.parameters())
+    added_bytes = int(share * training.peak_bytes)
+    return weights + BATCH * length * 8 + added_bytes, added_bytes
+
+
+@pytest.mark.filterwarnings("error")
+def test_new_sizes_run_by_templates_within_the_budget():
+    """Lengths that do not fit as they are written, each of them once."""
+    torch._dynamo.reset()
+    budget_bytes, added_bytes = budget_of(FIRST, 0.75)
+    plain, planned = Training(small_gpt()), Training(hiremate(small_gpt(), budget_bytes, verbose=False))
+    for length in [FIRST, FIRST, SHORT, LONG]:
+        assert differing(planned.step(length), plain.step(length)) == []
+    assert not is_plain(planned.model)
+
+    for index, length in enumerate(NEW):
+        before = captured_count(planned.model)
+        assert differing(planned.step(length), plain.step(length)) == []
+        assert is_from_template(planned.model)
+        assert captured_count(planned.model) - before == (0 if index else 3)  # the other samples
+        assert 0 < planned.peak_bytes <= added_bytes
+
+    assert differing(planned.step(SHORT), plain.step(SHORT)) == []
+    assert is_plain(planned.model)
