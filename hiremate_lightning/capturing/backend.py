@@ -182,10 +182,10 @@ class _Code:
         """
         make_at = self._makers.make_at
         assert make_at is not None, "it is asked where something makes parts"
-        traces = [(own, trace) for own, trace in samples if isinstance(trace, _Trace)]
+        traces = [(varying, trace) for varying, trace in samples if isinstance(trace, _Trace)]
         if len(traces) < LEAST_SAMPLES or any(trace.compilation.part is None for _, trace in traces):
             raise NoTemplateError("Code can't be traced ahead at enough sizes")
-        part = make_at([(own, trace.compilation.part) for own, trace in traces], sizes)
+        part = make_at([(varying, trace.compilation.part) for varying, trace in traces], sizes)
         first = traces[0][1]
         return self._proved(module, first.compilation.running(part, first.run), part)
 

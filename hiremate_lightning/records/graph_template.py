@@ -44,9 +44,10 @@ class GraphTemplate:
         self._shapes = self._find_shapes(graphs)
         self._storages = self._find_storages(graphs)
         self._nodes = self._find_nodes(graphs)
-        self._works = list(zip(*map(_works, graphs), strict=True))
+        self._counts = list(zip(*map(_counts, graphs), strict=True))
+        works = zip(*map(_works, graphs), strict=True)
         times = zip(*(profile.time_ms for _, profile in samples), strict=True)
-        self._times = [_line(*pair) for pair in zip(self._works, times, strict=True)]
+        self._times = [_line(*pair) for pair in zip(works, times, strict=True)]
         self._workspaces = list(zip(*(profile.workspace_bytes for _, profile in samples), strict=True))
         for same in self._workspaces:
             self._find(same)
@@ -59,30 +60,19 @@ class GraphTemplate:
             tensors[index] = replace(tensors[index], shape=tuple(values[same] for same in columns))
         for index, same in self._storages.items():
             storages[index] = replace(storages[index], size_bytes=values[same])
-        elements = [math.prod(tensor.shape) for tensor in tensors]
-        works = list[int]()
-        for index, node in enumerate(nodes):
-            work = _elements_of(node, elements)
-            if index in self._nodes:
-                flops, plain_bytes = (values.get(same) for same in self._nodes[index])
-                of_samples = [own[0] for own in self._works[index]]
-                flops = _bound(self._nodes[index][0], of_samples, work) if flops is None else flops
-                plain_bytes = _bound(self._nodes[index][1], of_samples, work) if plain_bytes is None else plain_bytes
-                key = f"{node.key} at {sizes}"
-                nodes[index] = replace(node, key=key, flops=flops, plain_bytes=plain_bytes)
-            works.append(work)
-        graph = replace(self._base, nodes=tuple(nodes), tensors=tuple(tensors), storages=tuple(storages))
-        return graph, self._costs_at(values, graph, works)
+        graph = replace(self._base, tensors=tuple(tensors), storages=tuple(storages))
+        counts = _counts(graph)
 
-    def _costs_at(self, values: dict[tuple[int, ...], int], graph: Graph, works: Sequence[int]) -> Profile:
-        times, workspaces = list[float](), list[int]()
-        for index, node in enumerate(graph.nodes):
-            same, work = self._workspaces[index], works[index]
-            exact = values.get(same)
-            bound = _bound(same, [own[0] for own in self._works[index]], work) if exact is None else exact
-            times.append(self._times[index].measured(node.flops or work))
-            workspaces.append(bound)
-        return replace(self._profile, time_ms=tuple(times), workspace_bytes=tuple(workspaces))
+        def number(index: int, same: tuple[int, ...]) -> int:
+            return values[same] if same in values else _bound(same, self._counts[index], counts[index])
+
+        for index, (flops, plain_bytes) in self._nodes.items():
+            numbers = {"flops": number(index, flops), "plain_bytes": number(index, plain_bytes)}
+            nodes[index] = replace(nodes[index], key=f"{nodes[index].key} at {sizes}", **numbers)
+        graph = replace(graph, nodes=tuple(nodes))
+        times = tuple(line.measured(work) for line, work in zip(self._times, _works(graph), strict=True))
+        workspaces = tuple(number(index, same) for index, same in enumerate(self._workspaces))
+        return graph, replace(self._profile, time_ms=times, workspace_bytes=workspaces)
 
     # ---------------------------------------------------------------- expressions
 
@@ -97,34 +87,34 @@ class GraphTemplate:
 
     def _find_shapes(self, graphs: Sequence[Graph]) -> dict[int, list[tuple[int, ...]]]:
         """Find for each tensor that grows the values of each dimension."""
-        found = {}
+        growing = {}
         for index, tensors in enumerate(zip(*(graph.tensors for graph in graphs), strict=True)):
             shapes = [tensor.shape for tensor in tensors]
             if len(set(shapes)) > 1:
-                found[index] = list(zip(*shapes, strict=True))
-                for same in found[index]:
+                growing[index] = list(zip(*shapes, strict=True))
+                for same in growing[index]:
                     self._need(same, f"a dimension of {tensors[0].name}")
-        return found
+        return growing
 
     def _find_storages(self, graphs: Sequence[Graph]) -> dict[int, tuple[int, ...]]:
         """Find for each storage that grows its bytes."""
-        found = {}
+        growing = {}
         for index, storages in enumerate(zip(*(graph.storages for graph in graphs), strict=True)):
             same = tuple(storage.size_bytes for storage in storages)
             if len(set(same)) > 1:
                 self._need(same, f"the size of the storage {index}")
-                found[index] = same
-        return found
+                growing[index] = same
+        return growing
 
     def _find_nodes(self, graphs: Sequence[Graph]) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
         """Find for each operation that grows its arithmetic, and what plain PyTorch needs beside it."""
-        found = {}
+        growing = {}
         for index, nodes in enumerate(zip(*(graph.nodes for graph in graphs), strict=True)):
             if len({node.key for node in nodes}) > 1:
-                found[index] = tuple(node.flops for node in nodes), tuple(node.plain_bytes for node in nodes)
-                for same in found[index]:
+                growing[index] = tuple(node.flops for node in nodes), tuple(node.plain_bytes for node in nodes)
+                for same in growing[index]:
                     self._find(same)
-        return found
+        return growing
 
 
 def _structure(node: Node) -> tuple[object, ...]:
@@ -132,28 +122,33 @@ def _structure(node: Node) -> tuple[object, ...]:
     return node.takes, node.plain_inputs, node.checkpoint, node.is_saved, node.compiled
 
 
-def _elements_of(node: Node, elements: Sequence[int]) -> int:
-    return sum(elements[t] for t in (*node.inputs, *node.outputs))
-
-
-def _works(graph: Graph) -> list[tuple[int, int]]:
-    """Return for each node the elements that it reads and makes, and its arithmetic, or else these elements again."""
+def _counts(graph: Graph) -> list[int]:
+    """Count for each node the elements that it reads and makes."""
     elements = [math.prod(tensor.shape) for tensor in graph.tensors]
-    counts = ((node, _elements_of(node, elements)) for node in graph.nodes)
-    return [(count, node.flops or count) for node, count in counts]
+    return [sum(elements[t] for t in (*node.inputs, *node.outputs)) for node in graph.nodes]
 
 
-def _line(works: Sequence[tuple[int, int]], times: Sequence[float]) -> Line:
+def _works(graph: Graph) -> list[int]:
+    """Return for each node its arithmetic, or else the elements that it reads and makes."""
+    return [node.flops or count for node, count in zip(graph.nodes, _counts(graph), strict=True)]
+
+
+def _line(works: Sequence[int], times: Sequence[float]) -> Line:
     """Return the line of times over work; of samples that work as much, the longest time."""
     longest = dict[int, float]()
-    for (_, work), time_ms in zip(works, times, strict=True):
+    for work, time_ms in zip(works, times, strict=True):
         longest[work] = max(longest.get(work, 0.0), time_ms)
     return Line(*zip(*sorted(longest.items()), strict=True))
 
 
-def _bound(values: Sequence[int], works: Sequence[int], work: int) -> int:
-    """Bound a number from above that has no expression: it grows no faster than its largest ratio to the elements."""
+def _bound(values: Sequence[int], counts: Sequence[int], count: int) -> int:
+    """Bound a number from above that has no expression: it grows no faster than its largest ratio to the elements.
+
+    Args:
+        values: The number in each sample.
+        counts: The elements that the operation reads and makes in each.
+        count: Those that it reads and makes now.
+    """
     most = max(values)
-    if work <= max(works):
-        return most
-    return max(most, math.ceil(max(value / max(1, own) for value, own in zip(values, works, strict=True)) * work))
+    ratio = max(value / max(1, elements) for value, elements in zip(values, counts, strict=True))
+    return most if count <= max(counts) else max(most, math.ceil(ratio * count))

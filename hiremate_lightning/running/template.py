@@ -116,13 +116,12 @@ def template_of(captured: Captured, schedule: Schedule) -> ProgramTemplate | Non
         if any(isinstance(operation, CopyOut) for operation in schedule.forward):
             raise NoTemplateError("A program holds the host's memory that values go away to")
         samples = [sample.reading_once(captured.overwritten) for sample in template.samples]
-        made = ProgramTemplate(samples, template.sizes, schedule.decisions(captured.graph))
-        if made.schedule == schedule:
-            template.programs[key] = made
-    found: ProgramTemplate | None = template.programs[key]
-    if found is None:
+        programs = ProgramTemplate(samples, template.sizes, schedule.decisions(captured.graph))
+        template.programs[key] = programs if programs.schedule == schedule else None
+    made: ProgramTemplate | None = template.programs[key]
+    if made is None:
         raise NoTemplateError("Traces of other sizes do not tell the programs of a schedule")
-    return found
+    return made
 
 
 def _program_for_all_sizes(captured: Captured, decisions: Decisions) -> Program:

@@ -78,7 +78,7 @@ class Templates:
         self._failures += 1
 
     def _template_of(self, samples: Sequence[tuple[Sizes, Part]]) -> CodeTemplate:
-        first, sizes = samples[0][1], tuple(own for own, _ in samples)
+        first, sizes = samples[0][1], tuple(varying for varying, _ in samples)
         template = self._templates.get(first)
         if template is None or template.sizes != sizes:
             profiles = [self._parts.prepare(part)[1] for _, part in samples]

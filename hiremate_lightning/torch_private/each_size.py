@@ -135,8 +135,8 @@ class EachSize:
         try:
             self._sample_near(sizes, others)
             whole = [self._symbols.with_computed(sample) for sample in self._samples]
-            varying, own = vary_alone(whole, self._symbols.with_computed(sizes))
-            run = self._make(self._with_numbers(sizes), list(zip(varying, self._samples.values(), strict=True)), own)
+            varying, new = vary_alone(whole, self._symbols.with_computed(sizes))
+            run = self._make(self._with_numbers(sizes), list(zip(varying, self._samples.values(), strict=True)), new)
         except NoTemplateError as error:
             self._failed(error)
             return None

@@ -56,13 +56,13 @@ class SizeSymbols:
             for place, symbol in enumerate(self._symbols):
                 if symbol is None:
                     continue
-                share, others = SHARES[(round_ + 2 * place) % len(SHARES)], set().union(*used) | set(sample)
+                share, taken_numbers = SHARES[(round_ + 2 * place) % len(SHARES)], set().union(*used) | set(sample)
                 number = max(LEAST, int(sizes[place] * share / multiple)) | 1
-                while number * multiple in others:
+                while number * multiple in taken_numbers:
                     number += 2
                 sample[place] = number * multiple
-            for own, size in zip(used, sample, strict=True):
-                own.add(size)
+            for column, size in zip(used, sample, strict=True):
+                column.add(size)
             yield tuple(sample)
 
 
@@ -70,5 +70,5 @@ def _computed(module: fx.GraphModule) -> list[Any]:
     shown = tensor_state.leaves([node.meta.get("example_value") for node in module.graph.nodes])
     tensors = [value for value in shown if isinstance(value, torch.Tensor) and value.layout is torch.strided]
     numbers = [n for value in tensors for n in (*value.shape, *value.stride())] + shown
-    found = (number.node.expr.atoms(Application) for number in numbers if isinstance(number, torch.SymInt))
-    return sorted(set[Any]().union(*found), key=str)
+    computed = (number.node.expr.atoms(Application) for number in numbers if isinstance(number, torch.SymInt))
+    return sorted(set[Any]().union(*computed), key=str)
