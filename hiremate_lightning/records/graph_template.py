@@ -67,8 +67,9 @@ class GraphTemplate:
             return values[same] if same in values else _bound(same, self._counts[index], counts[index])
 
         for index, (flops, plain_bytes) in self._nodes.items():
-            numbers = {"flops": number(index, flops), "plain_bytes": number(index, plain_bytes)}
-            nodes[index] = replace(nodes[index], key=f"{nodes[index].key} at {sizes}", **numbers)
+            flops_now, plain_bytes_now = number(index, flops), number(index, plain_bytes)
+            key = f"{nodes[index].key} at {sizes}"
+            nodes[index] = replace(nodes[index], key=key, flops=flops_now, plain_bytes=plain_bytes_now)
         graph = replace(graph, nodes=tuple(nodes))
         times = tuple(line.measured(work) for line, work in zip(self._times, _works(graph), strict=True))
         workspaces = tuple(number(index, same) for index, same in enumerate(self._workspaces))

@@ -90,18 +90,23 @@ class Prover:
             self._prove(proof, arguments)
 
     def _prove_made(self, proof: Proof, part: Part, arguments: Sequence[Any]) -> None:
-        """Prove code that was made from traces of other sizes: once for each schedule, at whatever sizes."""
+        """Prove code that was made from traces of other sizes: once for each schedule, at whatever sizes.
+
+        The proof stays open, since a later step of the same sizes may run by another schedule.
+        """
         if backward_pass.is_running():
             raise NoTemplateError("Code can't be proved inside of a backward")
         program = self._graph_programs.choose(self._steps.under_way, part).program
         template = template_of(part.captured, program.schedule)
         assert template is not None, "asked of code that is made from a template"
-        if not template.is_proved:
-            self._prove(proof, arguments)
-            template.is_proved = {proof.forward, proof.backward} <= {Verdict.PROVED, Verdict.ROUNDED}
+        if template.is_proved:
+            return
+        written, proof.forward, proof.backward = proof.written, Verdict.UNKNOWN, Verdict.UNKNOWN
+        self._prove(proof, arguments)
+        proof.written = written
+        template.is_proved = {proof.forward, proof.backward} <= {Verdict.PROVED, Verdict.ROUNDED}
         if not template.is_proved:
             raise NoTemplateError("Programs of sizes that were not traced could not be proved, or give other numbers")
-        proof.end()
 
     def _prove(self, proof: Proof, arguments: Sequence[Any]) -> None:
         self._proofs.add(proof)

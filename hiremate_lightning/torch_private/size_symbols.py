@@ -56,7 +56,7 @@ class SizeSymbols:
             for place, symbol in enumerate(self._symbols):
                 if symbol is None:
                     continue
-                share, taken_numbers = SHARES[(round_ + 2 * place) % len(SHARES)], set().union(*used) | set(sample)
+                share, taken_numbers = SHARES[(round_ + 2 * place) % len(SHARES)], set[int]().union(*used, sample)
                 number = max(LEAST, int(sizes[place] * share / multiple)) | 1
                 while number * multiple in taken_numbers:
                     number += 2

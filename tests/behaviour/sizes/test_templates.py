@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from hiremate_lightning import hiremate
 from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.running.template import ProgramTemplate
 from hiremate_lightning.testing import captured_count, is_from_template, is_plain
 from tests.exact import Log, differing
 
@@ -110,3 +111,56 @@ def test_new_sizes_run_by_templates_within_the_budget():
 
     assert differing(planned.step(SHORT), plain.step(SHORT)) == []
     assert is_plain(planned.model)
+
+
+class Scaled(SmallGPT):
+    """Scales its loss by a float that is made of the length: a constant in each trace."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        return super().forward(words) * (1.0 / words.shape[1])
+
+
+def test_code_that_no_template_serves_is_traced():
+    torch._dynamo.reset()
+    budget_bytes, _ = budget_of(FIRST, 0.75)
+    logs = []
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        training = Training(Scaled())
+        if is_planned:
+            hiremate(training.model, budget_bytes, verbose=False)
+        logs.append([training.step(length) for length in [FIRST, FIRST, SHORT, LONG, *NEW]])
+        assert not (is_planned and is_from_template(training.model))
+    plain, planned = logs
+    assert all(differing(one, other) == [] for one, other in zip(planned, plain, strict=True))
+
+
+def test_several_new_sizes_wait_for_their_backwards():
+    """Two lengths in one step, by the same captured code: each backward runs at its own."""
+    torch._dynamo.reset()
+    budget_bytes, _ = budget_of(FIRST, 0.75)
+    models = small_gpt(), hiremate(small_gpt(), budget_bytes, verbose=False)
+    plain, planned = map(Training, models)
+    for length in [FIRST, FIRST, SHORT, LONG, *NEW[:2]]:
+        assert differing(planned.step(length), plain.step(length)) == []
+    assert is_from_template(planned.model)
+    gradients = []
+    for model in models:
+        torch.manual_seed(1)
+        model.zero_grad(set_to_none=True)
+        losses = [model(torch.randint(WORDS, (BATCH, length))) for length in NEW[2:]]
+        (losses[0] * 2 + losses[1]).backward()
+        gradients.append([weight.grad for weight in model.parameters()])
+    assert is_from_template(planned.model)
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_a_template_whose_proof_fails_is_not_used(monkeypatch: pytest.MonkeyPatch):
+    """Its programs are of other sizes than they are asked for: these are traced, and training stays exact."""
+    torch._dynamo.reset()
+    at, budget_bytes = ProgramTemplate.at, budget_of(FIRST, 0.75)[0]
+    monkeypatch.setattr(ProgramTemplate, "at", lambda self, sizes: at(self, tuple(size + 1 for size in sizes)))
+    plain, planned = Training(small_gpt()), Training(hiremate(small_gpt(), budget_bytes, verbose=False))
+    for length in [FIRST, FIRST, SHORT, LONG, *NEW]:
+        assert differing(planned.step(length), plain.step(length)) == []
+        assert not is_from_template(planned.model)
