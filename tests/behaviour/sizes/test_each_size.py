@@ -21,7 +21,7 @@ from tests.exact import simple_loop, train_both
 
 WIDTH = 24
 
-pytestmark = pytest.mark.usefixtures("_captures_all")
+pytestmark = pytest.mark.usefixtures("_captures_all", "without_templates")
 
 
 @pytest.fixture
