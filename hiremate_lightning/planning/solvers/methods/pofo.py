@@ -26,7 +26,8 @@ from ..base import Problem, proposing_aways
 from ..chain import ChainBytes, chains_of, policy_of
 from ..decisions import decisions
 from ..incumbent import Search
-from ..model import Policy, StepModel
+from ..model import StepModel
+from ..policies import Policy
 from ..proposals import method
 from .rotor import LENGTHS, Table, Tape, Tapes, over_chains, whole_tapes
 
