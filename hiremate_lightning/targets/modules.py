@@ -331,7 +331,7 @@ class Targets:
                 hooks.set_call(part, slot_for(self, path, part))
 
     def _take_back(self, name: str, module: nn.Module) -> None:
-        """Plan a module again, not its parts, where hooks of some kind have gone, once: a debugger's say."""
+        """Plan a module as a whole again, once, when hooks that kept it in parts, such as a debugger's, have gone."""
         hooked = self._hooked.get(name)
         if not hooked or hooked <= hooks.kinds_in(module):
             return
