@@ -32,7 +32,7 @@ from provenance import provenance
 from zoo.models import Built, gpt2_of, llama_of, t5_of, vit_of
 
 from hiremate_lightning import get_plan, hiremate
-from hiremate_lightning.torch_private import dynamo, repeated_modules
+from hiremate_lightning.torch_private import dynamo, module_traces
 
 OF_DEPTH: dict[str, Callable[[int], Built]] = {"gpt2": gpt2_of, "llama": llama_of, "vit": vit_of, "t5": t5_of}
 WAYS = ("eager", "aot_eager", "planned")
@@ -114,15 +114,15 @@ def trace(name: str, depth: int, once: bool) -> tuple[float, int]:
     """Have Dynamo trace a model in this process; return the CPU seconds, and how many modules were copied."""
     torch.manual_seed(0)
     module, batch = OF_DEPTH[name](depth)
-    copies, make = Counter[str](), repeated_modules._Copy.make
+    copies, make = Counter[str](), module_traces.Copy.make
     if not once:
-        repeated_modules._FEWEST_NODES = sys.maxsize  # no module is worth a copy then
+        module_traces.FEWEST_NODES = sys.maxsize  # no module is worth a copy then
 
     def counted(copy: Any) -> Any:
         copies["made"] += 1
         return make(copy)
 
-    repeated_modules._Copy.make = counted  # type: ignore[method-assign]
+    module_traces.Copy.make = counted  # type: ignore[method-assign]
     seconds = Counter[str]()
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:

@@ -52,8 +52,8 @@ class HiRemateCallback(Callback):
         on_infeasible: "raise" where nothing fits the budget, or "warn" to train on with the least memory found.
         cache_dir: Folder for measured costs and plans, reused by later runs; None for no files.
         solver: Name of the strategy: "portfolio", the best of several; "segments", without a MIP solver; "none"; or a
-            method of a paper: "hilp", "rockmate", "rotor", "min_memory", "twremat", "checkmate", "checkmate_lp",
-            "chen", "dtr"; see docs/formulation.md.
+            method of a paper: "hilp", "rockmate", "rotor", "pofo", "min_memory", "twremat", "checkmate",
+            "checkmate_lp", "chen", "dtr"; see docs/formulation.md.
         compile: "inductor" to fuse operations into kernels that Inductor makes, None for PyTorch's own; see
             docs/compiled.md.
         offload: "auto" to let plans put values into the host's memory between forward and backward, where that is

@@ -29,8 +29,8 @@ BUDGET_MEANING = (
 )
 SOLVER_MEANING = (
     'Name of the strategy: "portfolio", the best of several; "segments", without a MIP solver; "none"; or a method of '
-    'a paper: "hilp", "rockmate", "rotor", "min_memory", "twremat", "checkmate", "checkmate_lp", "chen", "dtr"; see '
-    "docs/formulation.md."
+    'a paper: "hilp", "rockmate", "rotor", "pofo", "min_memory", "twremat", "checkmate", "checkmate_lp", "chen", '
+    '"dtr"; see docs/formulation.md.'
 )
 SIZES_FORM = (
     "sizes must be like {'input_ids': {1: (1, 4096)}}: an argument, its dimension, its smallest and largest size"

@@ -54,7 +54,8 @@ class Pipeline:
 PIPELINES = [
     Pipeline("one forward, one backward", Schedule1F1B, ("600 KiB", "70%")),
     Pipeline("all forwards first", ScheduleGPipe, ("60%", "1100 KiB")),
-    Pipeline("two stages in each process", ScheduleInterleaved1F1B, ("60%", "60%"), stages=2),
+    # What is on its way between processes differs from run to run: with 60% a later iteration now and then needs 66%.
+    Pipeline("two stages in each process", ScheduleInterleaved1F1B, ("70%", "70%"), stages=2),
 ]
 
 TOO_SMALL = Pipeline("a budget too small for the last stage", Schedule1F1B, ("4 MiB", "100 KiB"))

@@ -7,6 +7,7 @@ from torch import fx
 
 from ..rewriting.joint import forward_nodes
 from ..torch_private import aot, tensor_state
+from ..torch_private.graph_texts import module_of
 from .capture import Captured
 
 
@@ -15,7 +16,7 @@ def stub_modules(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:
     with tensor_state.fake_mode_of([n.meta.get("val") for n in captured.placeholders]):
         token = torch.empty(0)
     forward, backward = _forward(captured, token), _backward(captured, token)
-    return fx.GraphModule(captured.joint, forward), fx.GraphModule(captured.joint, backward)
+    return module_of(captured.joint, forward), module_of(captured.joint, backward)
 
 
 def _forward(captured: Captured, token: torch.Tensor) -> fx.Graph:

@@ -28,7 +28,7 @@ class HostMemory:
     """Blocks of the host's memory that copies lie in: pinned for a GPU, and used again from step to step.
 
     PyTorch rounds what it pins up to a power of two. So blocks that are pinned have such sizes, and serve all smaller
-    values. What nobody uses is given back where other blocks are needed beyond the most bytes.
+    values. Where a new block would exceed the most bytes, blocks in which no value lies are freed first.
 
     Attributes:
         size_bytes: Bytes of all blocks.
@@ -51,7 +51,7 @@ class HostMemory:
         return idle.pop()
 
     def _make_room(self, size_bytes: int) -> None:
-        """Give blocks back that nobody uses."""
+        """Free the blocks in which no value lies."""
         if self.most_bytes is None or self.size_bytes + size_bytes <= self.most_bytes:
             return
         for idle in self._idle.values():

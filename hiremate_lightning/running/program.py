@@ -26,6 +26,7 @@ from ..rewriting.overwriting import overwriting, traced_strides
 from ..rewriting.replays import DRAW_AGAIN, call_of, is_state, state_arguments
 from ..rewriting.straight_line import compiled
 from ..torch_private import aot, tensor_state
+from ..torch_private.graph_texts import module_of
 from .copies import HostMemory, copy_in, copying_out, pinned_storages, wait_in, wait_out
 from .saved_values import SavedValues, saved_values
 
@@ -153,7 +154,7 @@ def _forward_module(
     outputs = [values[v] if isinstance(v, fx.Node) else v for v in captured.forward_outputs]
     graph.output((*outputs, *(values[v] for v in saved)))
     _drop_unread_states(graph)
-    return fx.GraphModule(captured.joint, graph, "PlannedForward")
+    return module_of(captured.joint, graph, "PlannedForward")
 
 
 def _backward_module(
@@ -181,7 +182,7 @@ def _backward_module(
     for own in sums:
         results[own.position] = own.finish(graph, results[own.position])
     graph.output(tuple(results))
-    return fx.GraphModule(captured.joint, graph, "PlannedBackward")
+    return module_of(captured.joint, graph, "PlannedBackward")
 
 
 def _placeholder(graph: fx.Graph, name: str, shown: fx.Node) -> fx.Node:

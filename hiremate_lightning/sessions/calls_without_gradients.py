@@ -66,7 +66,7 @@ class CallsWithoutGradients:
             self._announcements.without_gradients(peak_bytes, peak_bytes - plan.budget_bytes)
 
     def drop(self) -> None:
-        """Stop to measure a run."""
+        """Stop measuring a run."""
         if self._meter is not None:
             self._meter.stop()
             self._meter = None

@@ -65,6 +65,7 @@ class Targets:
         self._replaced: Counter[nn.Module] = Counter()  # how often another forward took the place of one put there
         self._captured: set[str] = set()  # modules of which something was captured
         self._passed_by: set[str] = set()  # modules of which nothing was
+        self._hooked: dict[str, frozenset[str]] = {}  # the kinds of hooks that were there then
         self._uncaptured = 0  # calls in a row of which nothing was captured, though something was before
         self.is_inside = self._is_waiting = False
         self.gives_way: Callable[[], None] | None = None
@@ -157,6 +158,7 @@ class Targets:
             return self._call_unlearned(module, args, kwargs)
         if name not in self.adopted and sharding.has_units_below(module):
             self._passed_by.add(name)
+        self._take_back(name, module)
         if name in self._passed_by:  # what it runs before the first planned part belongs to the step
             if self.session.begin_call(name, (args, kwargs), module.forward) and self.session.is_released:
                 return self._call_plain(module, args, kwargs)
@@ -284,7 +286,7 @@ class Targets:
                 f"{where} gets another forward again and again, which is captured anew each time; from the next step "
                 "on its parts are planned."
             )
-            self._plan_instead(name, parts)
+            self._plan_instead(name, module, parts)
 
     def _plan_parts_of(self, name: str, module: nn.Module, result: Any) -> bool:
         """Plan the parts of a module of which nothing was captured, from the next step on.
@@ -306,7 +308,7 @@ class Targets:
             return False
         if parts or self.session.captured_count:
             announced.add(self.session)
-        self._plan_instead(name, parts)
+        self._plan_instead(name, module, parts)
         return True
 
     def _say_split(self, found: str) -> None:
@@ -317,15 +319,27 @@ class Targets:
         """List what may be planned below a module."""
         return {n: m for n, m in module.named_modules(prefix=name) if m is not module and _has_weights(m)}
 
-    def _plan_instead(self, name: str, parts: Mapping[str, nn.Module]) -> None:
+    def _plan_instead(self, name: str, module: nn.Module, parts: Mapping[str, nn.Module]) -> None:
         """Pass by a module, and plan what is below it."""
         if parts:
             self.session.abandon_step()
         self._passed_by.add(name)
+        self._hooked.setdefault(name, hooks.kinds_in(module))
         self.adopted.pop(name, None)
         for path, part in parts.items():
             if hooks.get_call(part) is None:
                 hooks.set_call(part, slot_for(self, path, part))
+
+    def _take_back(self, name: str, module: nn.Module) -> None:
+        """Plan a module as a whole again, once, when hooks that kept it in parts, such as a debugger's, have gone."""
+        hooked = self._hooked.get(name)
+        if not hooked or hooked <= hooks.kinds_in(module):
+            return
+        self._hooked[name] = frozenset()
+        self._passed_by.discard(name)
+        self._compiled.pop(module, None)
+        inner = set(module.modules())
+        self.adopted = {path: part for path, part in self.adopted.items() if part not in inner}
 
     def _has_others_than(self, module: nn.Module) -> bool:
         """Whether there are candidates that may still be called and planned, where one was called first."""

@@ -27,7 +27,7 @@ from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .dynamo import replaced
+from .replacing import replaced
 from .tensor_state import plain
 
 __all__ = ["HigherOrderOperator", "OpOverload"]

@@ -41,7 +41,8 @@ from torch.nn.modules import module as nn_module
 
 from ..garbage import collecting_what_it_leaves
 from ..objects import attempt, is_of
-from . import byte_targets, data_parallel, folding, repeated_modules, user_compiled
+from . import byte_targets, data_parallel, folding, graph_texts, repeated_modules, user_compiled
+from .replacing import replaced
 
 __all__ = ["CompileError"]
 
@@ -111,19 +112,6 @@ def named_ranges(tensor: torch.Tensor) -> list[tuple[int, int, int]]:
     return sorted((mark.dim, mark.min or 1, mark.max) for mark in marks if mark.max is not None)
 
 
-@contextmanager
-def replaced(*stand_ins: tuple[Any, str, Any]) -> Iterator[None]:
-    """Put something in the place of attributes, each given by its owner and its name, for a while."""
-    originals = [getattr(owner, name) for owner, name, _ in stand_ins]
-    for owner, name, stand_in in stand_ins:
-        setattr(owner, name, stand_in)
-    try:
-        yield
-    finally:
-        for (owner, name, _), original in zip(stand_ins, originals, strict=True):
-            setattr(owner, name, original)
-
-
 def _always_static(*_: Any, **__: Any) -> tuple[bool, TensorStaticReason]:
     return True, TensorStaticReason.NOT_TENSOR
 
@@ -135,7 +123,7 @@ def _capture_with(
     settings = dynamo_config.patch(specialize_float=not fractions_vary, **_SETTINGS)
     with (
         settings,
-        replaced(is_static, *_WHILE_CAPTURING, *_logs_of_breaks()),
+        replaced(is_static, *_WHILE_CAPTURING, *_logs_of_breaks(), *graph_texts.names_of_lines()),
         warnings.catch_warnings(),
         byte_targets.traced(),
         folding.shaped_at_once(),

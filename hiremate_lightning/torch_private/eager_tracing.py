@@ -24,7 +24,8 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from . import aot, byte_targets, dynamo, folding, tensor_state
+from . import aot, byte_targets, folding, graph_texts, tensor_state
+from .replacing import replaced
 
 
 @contextmanager
@@ -36,7 +37,7 @@ def traced_as_eager() -> Iterator[None]:
     some results are not those that the CPU's kernels give; the backward is taken to run under the forward's autocast,
     which training ends before it: products in single precision would lose theirs; an input that is written to is taken
     to overlap for ever with the inputs that it overlapped with; a changed input that is returned takes the place of
-    another result; and the first run refuses tensors that carry metadata.
+    another result; and the first run refuses tensors that carry metadata. What is traced is not written as text.
     """
     with (
         inductor_config.patch(fallback_random=True),
@@ -50,6 +51,7 @@ def traced_as_eager() -> Iterator[None]:
         aot.returning_the_right_values(),
         aot.not_looking_for_aliases(),
         aot.taking_gradients_with_metadata(),
+        graph_texts.unwritten(),
     ):
         yield
 
@@ -67,7 +69,7 @@ def _guarded_overlaps() -> Any:
             context.guards_context.aotautograd_guards.append(guard)
         return overlapping
 
-    return dynamo.replaced((runtime_wrappers, "compute_overlapping_inputs", find_and_guard))
+    return replaced((runtime_wrappers, "compute_overlapping_inputs", find_and_guard))
 
 
 _IMPLICIT = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)

@@ -92,6 +92,12 @@ def has_backward_hooks(module: torch.nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
+def kinds_in(module: torch.nn.Module) -> frozenset[str]:
+    """List the kinds of hooks that there are on a module, on its parts, or on all modules."""
+    shared, inner = vars(torch.nn.modules.module), [vars(part) for part in module.modules()]
+    return frozenset(kind for kind in _CALLED if shared[f"_global{kind}"] or any(own.get(kind) for own in inner))
+
+
 def has_hooks(module: torch.nn.Module) -> bool:
     """Whether functions of others are called with a module or its parts, or with all modules."""
     return any(hooks_of_all_modules()) or any(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -106,9 +107,18 @@ def _written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
     """List the tensors that an operator may write to: by its schema, or all that a kernel of the user's takes."""
     if isinstance(operator, HigherOrderOperator):
         return tensor_state.tensors_among((args, kwargs)) if "triton" in operator.name() else []
-    found: list[Any] = []
+    places = _places_written(operator)
+    if not places:
+        return []
+    return tensor_state.tensors_among([args[i] if i < len(args) else kwargs.get(name) for i, name in places])
+
+
+@functools.cache
+def _places_written(operator: Any) -> tuple[tuple[int, str], ...]:
+    """List the arguments that an operator writes to, each by its position and its name."""
+    places = []
     for position, argument in enumerate(operator._schema.arguments):
         is_declared = argument.alias_info is not None and argument.alias_info.is_write
         if is_declared or argument.name in _WRITTEN_UNDECLARED:
-            found.append(args[position] if position < len(args) else kwargs.get(argument.name))
-    return tensor_state.tensors_among(found)
+            places.append((position, argument.name))
+    return tuple(places)

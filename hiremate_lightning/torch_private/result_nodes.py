@@ -32,7 +32,7 @@ class _OwnNode(torch.autograd.Function):
 
 
 def give_own_nodes(results: Iterable[Any]) -> None:
-    """Give each tensor that shares its node with another one a node of its own. Views keep theirs."""
+    """Where tensors share a node, give each a node of its own. Views keep theirs."""
     tensors = list({id(result): result for result in results if isinstance(result, torch.Tensor)}.values())
     if len(tensors) == 1:
         return

@@ -13,7 +13,7 @@ def keep_busy(milliseconds: float = 0.5) -> None:
 
 
 def empty_host_cache() -> None:
-    """Give pinned memory back to the system that nothing uses."""
+    """Return unused pinned memory to the operating system."""
     if hasattr(torch._C, "_host_emptyCache"):
         torch._C._host_emptyCache()
 

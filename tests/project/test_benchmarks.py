@@ -31,6 +31,7 @@ OTHER_PACKAGES = {
         "pytest",
         "rich",
         "psutil",
+        "sympy",
         "torchvision",
         "timm",
         "transformers",

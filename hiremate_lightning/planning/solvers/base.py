@@ -7,7 +7,7 @@ it where the simulated peak passes the budget, so a strategy's own memory model 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -17,6 +17,7 @@ from ...records.costs import Profile, step_time_ms
 from ...records.graph import Graph
 from ...records.schedule import lower
 from ...records.simulation import Simulation, simulate
+from ...records.step import Decisions
 
 CLOCK = "the clock"  # what stopped a solve that a slow or busy machine did not let do its work
 UNLIMITED = sys.maxsize  # a budget in bytes that everything fits
@@ -134,7 +135,9 @@ class Solution:
 
 
 Strategy = Callable[[Problem], Solution]
+AwayProposals = Callable[[Problem], Iterator[Decisions]]
 _STRATEGIES: dict[str, Strategy] = {}
+_AWAY_PROPOSALS: dict[str, AwayProposals] = {}
 _NEED_PROGRAMS: set[str] = set()
 _ABLATIONS: set[str] = set()
 
@@ -157,6 +160,22 @@ def strategy(name: str, needs_programs: bool = False, is_ablation: bool = False)
         return function
 
     return register
+
+
+def proposing_aways(name: str) -> Callable[[AwayProposals], AwayProposals]:
+    """Register what a strategy proposes where values may go away: schedules that take more than the budget without."""
+
+    def register(function: AwayProposals) -> AwayProposals:
+        _AWAY_PROPOSALS[name] = function
+        return function
+
+    return register
+
+
+def away_proposals(name: str, problem: Problem) -> Iterator[Decisions]:
+    """Yield what a strategy proposes where values may go away; nothing for most."""
+    if name in _AWAY_PROPOSALS:
+        yield from _AWAY_PROPOSALS[name](problem)
 
 
 def strategy_names(with_ablations: bool = False) -> tuple[str, ...]:

@@ -15,13 +15,13 @@ from functools import wraps
 from ...records.schedule import keep_all
 from ...records.step import Decisions
 from .away import Choice, away_bound, fastest_choice, host_of, least_bytes
-from .base import Problem, Solution, Status, Strategy
+from .base import Problem, Solution, Status, Strategy, away_proposals
 from .least_memory import smallest_budget
 from .model import StepModel
 
 SHARES = (0.25, 0.5, 0.75)  # of the bytes that may be away: the budgets between that are solved
 SOLVES_SHARE, BOUND_SHARE = 0.5, 0.2  # of the time limit, for all of these together and for the bound, beside its own
-MOST_SHARE = 1.0 + SOLVES_SHARE + BOUND_SHARE  # of the time limit that an answer may take
+MOST_SHARE = 2.0  # of the time limit that an answer may take, with what a method of a paper proposes beside
 
 
 def with_aways(strategy: Strategy) -> Strategy:
@@ -108,6 +108,7 @@ class _Improving:
             smallest = smallest_budget(replace(self._problem, host=None))
             lower_bytes = max(lower_bytes, smallest.peak_bytes)
             yield smallest.recompute
+        yield from away_proposals(alone.strategy, self._problem)
         options = self._problem.options
         each = replace(options, time_limit_s=SOLVES_SHARE * options.time_limit_s / len(SHARES), progress=None)
         for share in SHARES:

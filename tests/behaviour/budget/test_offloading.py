@@ -27,7 +27,7 @@ STEPS = 5
 
 @pytest.fixture
 def link(monkeypatch) -> Iterator[Callable[[Link], None]]:
-    """Tell plans how fast the device copies, whatever it does, and estimate all other times."""
+    """Set the speed of copies that plans count with. All other times are estimates."""
 
     def tell(link: Link) -> None:
         monkeypatch.setattr("hiremate_lightning.measuring.profiling.measure_link", lambda device: link)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from hiremate_lightning import InfeasibleBudgetError, get_plan, hiremate
 from hiremate_lightning.measuring.profiling import TimedRun
 from hiremate_lightning.planning.planner import make_plan
-from hiremate_lightning.sessions import plan_maker
+from hiremate_lightning.sessions import offloading, plan_maker
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.units import format_bytes
 from tests.life import (
@@ -118,9 +118,9 @@ def test_a_budget_that_fails_at_the_second_kind_changes_nothing(two_kinds, fails
             raise MemoryError
         return build(*arguments)
 
-    build = plan_maker.build
+    build = offloading.build
     if fails_at == "building programs":
-        monkeypatch.setattr(plan_maker, "build", build_one)
+        monkeypatch.setattr(offloading, "build", build_one)
     session.listeners.append(told.append)
     with pytest.raises(error):  # a warning would be another error
         hiremate(model, small_bytes if fails_at == "solving" else "80%", verbose=False)

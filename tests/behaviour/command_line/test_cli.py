@@ -276,7 +276,7 @@ def test_mistakes_are_answered_in_one_line(models, capsys, arguments, code, word
         ("0.001", "nothing goes there, since that would not be faster; without it, this budget takes +"),
     ],
 )
-def test_plan_says_what_the_memory_of_the_host_gives(models, capsys, tmp_path, gb_per_s, words):
+def test_plan_says_what_offloading_gains(models, capsys, tmp_path, gb_per_s, words):
     asked = ["--input", "65536x32", "--device", "cuda", "--offload", "--host-link", gb_per_s]
     path = tmp_path / "plan.svg"
     assert plan(models, *asked, "--svg", str(path), name="Net", budget="60%") == 0

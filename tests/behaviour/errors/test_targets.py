@@ -28,7 +28,8 @@ from hiremate_lightning import (
     hiremate,
     remove_hiremate,
 )
-from hiremate_lightning.sessions import graph_programs, slots
+from hiremate_lightning.calls import slots
+from hiremate_lightning.sessions import graph_programs
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import hooks
 

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.testing import captured_count
-from tests.exact import Log, leave_behind, train_both
+from tests.exact import Log, differing, leave_behind, quiet, train_both
 
 WAITS = "ran without its plan, in the memory of plain PyTorch: FlopCounterMode is around it"
 
@@ -70,3 +70,32 @@ def test_labels_of_a_profiler_do_not_end_graphs():
     step(model, 2)
 
     assert captured_count(model) == 1
+
+
+def hooked_steps(model: nn.Module, is_kept: bool) -> Log:
+    """Train with hooks for the gradients of modules, in all steps or in the first one only."""
+    log: Log = []
+    handles = [part.register_full_backward_hook(lambda m, i, o: log.append(o[0].clone())) for part in list(model)[1:]]
+    for index in range(6):
+        model.zero_grad()
+        log += [step(model, index), *leave_behind(model)]
+        if not is_kept:
+            for handle in handles:
+                handle.remove()
+    return log
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_hooks_of_the_first_step_leave_later_plans_whole(is_kept: bool):
+    """Around hooks for gradients nothing is captured: such modules are planned in parts, while hooks are there."""
+    torch.manual_seed(0)
+    expected = hooked_steps(make(), is_kept)
+    torch.manual_seed(0)
+    model = hiremate(make(), "60%", verbose=False, on_infeasible="warn")
+    with quiet():
+        found = hooked_steps(model, is_kept)
+    plan = get_plan(model)
+
+    assert not differing(found, expected)
+    assert plan is not None
+    assert is_kept or plan.planned_peak_bytes <= plan.budget_bytes

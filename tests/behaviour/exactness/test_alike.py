@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.torch_private import repeated_modules
+from hiremate_lightning.torch_private import module_traces
 from tests.exact import TORCH, simple_loop, train_both
 
 WIDTH, DEPTH = 16, 5
@@ -94,8 +94,8 @@ class Frozen(Stack):
 def copies(monkeypatch):
     """Count the copies that are made of traces."""
     made: list[object] = []
-    make = repeated_modules._Copy.make
-    monkeypatch.setattr(repeated_modules._Copy, "make", lambda copied: made.append(copied) or make(copied))
+    make = module_traces.Copy.make
+    monkeypatch.setattr(module_traces.Copy, "make", lambda copied: made.append(copied) or make(copied))
     return made
 
 

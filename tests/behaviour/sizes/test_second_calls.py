@@ -265,7 +265,7 @@ bent.factor = 2.0
 
 
 def straight(x: Tensor, scale: float = 2.0, *, shift: float = 0.5) -> Tensor:
-    """Give another function its code."""
+    """Replace the code of a function."""
     return x * scale + shift
 
 

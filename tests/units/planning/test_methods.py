@@ -28,7 +28,7 @@ from tests.helpers import lazy_frontier, problem_of, random_graph
 from tests.tiny import KB, Builder, chain, transformer
 from tests.units.planning.test_planner import plan_of, step_of
 
-PAPERS = ("checkmate", "checkmate_lp", "chen", "dtr", "hilp", "min_memory", "rockmate", "rotor", "twremat")
+PAPERS = ("checkmate", "checkmate_lp", "chen", "dtr", "hilp", "min_memory", "pofo", "rockmate", "rotor", "twremat")
 TOLERANCE_MS = 1e-3  # the model counts what takes no time as a nanosecond
 
 

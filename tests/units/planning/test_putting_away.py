@@ -14,7 +14,8 @@ from hiremate_lightning.planning.plan import Plan
 from hiremate_lightning.planning.plan_files import PlanFiles
 from hiremate_lightning.planning.planner import PlanOptions, make_plan
 from hiremate_lightning.planning.shared_solving import SharedSolving
-from hiremate_lightning.planning.solvers.base import UNLIMITED, Problem, Solution, Status, get_strategy
+from hiremate_lightning.planning.solvers.away import fastest_choice
+from hiremate_lightning.planning.solvers.base import UNLIMITED, Problem, Solution, Status, away_proposals, get_strategy
 from hiremate_lightning.planning.solvers.curve import Remembering
 from hiremate_lightning.planning.solvers.putting_away import with_aways
 from hiremate_lightning.records.away import (
@@ -191,6 +192,37 @@ def test_where_one_rank_has_no_host_all_stays_on_the_device():
     step = step_of(transformer(4))
     one = Problem(step.graph, step.profile, share_of(step, 0.6), host=HOST)
     assert [agreed.host for agreed in agreed_by_two(one, replace(one, host=None))] == [None, None]
+
+
+# ---------------------------------------------------------------- a method of a paper
+
+
+def test_pofo_puts_away_what_rotor_computes_again():
+    step = step_of(chain(16))
+    problem = Problem(step.graph, step.profile, share_of(step, 0.6), host=HOST)
+    rotor = get_strategy("rotor")(replace(problem, host=None))
+    choice = fastest_choice(problem, away_proposals("pofo", problem))
+    assert choice is not None
+    assert choice.aways
+    assert choice.extra_ms < 0.1 * rotor.extra_ms
+    found = with_aways(get_strategy("pofo"))(problem)
+    assert found.strategy == "pofo"
+    assert found.extra_ms <= choice.extra_ms
+
+
+def test_pofo_puts_less_away_where_the_link_is_slow():
+    step = step_of(chain(16))
+    problem = Problem(step.graph, step.profile, share_of(step, 0.6), host=HOST)
+    slow = replace(problem, profile=replace(step.profile, link=Link(10.0, 10.0)))
+    kept = [sum(map(len, recompute)) for recompute in (*away_proposals("pofo", problem), *away_proposals("pofo", slow))]
+    assert min(kept) == 0
+    assert max(kept) > 0
+
+
+def test_pofo_is_rotor_where_all_stays_on_the_device():
+    step = step_of(chain(16))
+    problem = Problem(step.graph, step.profile, share_of(step, 0.6))
+    assert get_strategy("pofo")(problem).recompute == get_strategy("rotor")(problem).recompute
 
 
 # ---------------------------------------------------------------- several calls

@@ -128,7 +128,7 @@ def test_rows_from_near_ones_are_those_made_anew(seed: int, length: int):
 
 @settings(derandomize=True, deadline=None, max_examples=250)
 @given(st.integers(0, 10**6), st.integers(2, 20), st.booleans())
-def test_no_peak_is_below_what_is_told_without_a_replay(seed: int, length: int, is_retained: bool):
+def test_the_bound_without_a_replay_is_never_above_the_peak(seed: int, length: int, is_retained: bool):
     """Of policies that keep one value more than another, which drop some values and recompute some early."""
     step, rng = random_graph(seed, length), random.Random(seed)
     model = StepModel(problem_of(retaining(step) if is_retained else step, 0))

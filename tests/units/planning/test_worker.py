@@ -24,7 +24,7 @@ from hiremate_lightning.planning.solvers.worker import Worker, WorkerLostError, 
 from tests.tiny import transformer
 
 NEED_PROGRAMS = ("portfolio", "hilp", "rockmate", "checkmate", "checkmate_lp", "phases", "turn_point")
-NEED_NONE = ("segments", "rotor", "min_memory", "twremat", "chen", "dtr", "least_memory", "none")
+NEED_NONE = ("segments", "rotor", "pofo", "min_memory", "twremat", "chen", "dtr", "least_memory", "none")
 NO_NUMBER = "a budget\nof several lines"
 
 

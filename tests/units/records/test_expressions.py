@@ -24,7 +24,7 @@ BATCHES: list[Sizes] = [(6, 40), (9, 46), (5, 35), (7, 52)]
         (BATCHES, Expression(2, (0, 1, 1))),
     ],
 )
-def test_an_expression_is_found_by_its_values(sizes: list[Sizes], expression: Expression):
+def test_the_values_of_an_expression_lead_back_to_it(sizes: list[Sizes], expression: Expression):
     assert find_expression(sizes, [expression.at(sample) for sample in sizes]) == expression
 
 

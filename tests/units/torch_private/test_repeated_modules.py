@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch._guards import TracingContext
 from torch.nn import functional as F
 
-from hiremate_lightning.torch_private import dynamo, repeated_modules
+from hiremate_lightning.torch_private import dynamo, module_traces, repeated_modules
 from tests.exact import TORCH
 
 pytestmark = pytest.mark.skipif(TORCH < (2, 13), reason="all is traced before PyTorch 2.13")
@@ -133,11 +133,11 @@ def trace(module: nn.Module, *inputs: Tensor, copies: bool, monkeypatch: pytest.
         next(made)
         return plain_make(copied)
 
-    plain_make = repeated_modules._Copy.make
+    plain_make = module_traces.Copy.make
     with monkeypatch.context() as patch:
-        patch.setattr(repeated_modules._Copy, "make", make)
+        patch.setattr(module_traces.Copy, "make", make)
         if not copies:  # everything is less than that
-            patch.setattr(repeated_modules, "_FEWEST_NODES", 10**6)
+            patch.setattr(module_traces, "FEWEST_NODES", 10**6)
         with dynamo.capturing_for_plans():
             compiled = torch.compile(module, backend=backend)
             torch.manual_seed(0)
@@ -556,8 +556,8 @@ def test_one_object_that_all_share_may_become_another(monkeypatch):
 
 
 def test_a_copy_that_turns_out_other_is_traced_after_all(monkeypatch):
-    facts = repeated_modules._facts
-    monkeypatch.setattr(repeated_modules, "_facts", lambda value: (facts(value), object()))
+    facts = module_traces._facts
+    monkeypatch.setattr(module_traces, "_facts", lambda value: (facts(value), object()))
     module = Stack(Block)
     found = trace(module, batch(), copies=True, monkeypatch=monkeypatch)
     assert found.copies == 1

@@ -1,0 +1,74 @@
+"""POFO: what a chain holds, computes again, or puts into the host's memory, by dynamic programming.
+
+Source: Beaumont, Eyraud-Dubois, Shilova, "Efficient Combination of Rematerialization and Offloading for Training DNNs",
+NeurIPS 2021. It extends Rotor's recurrence (`rotor.py`) in the forward of the step, with L the last link: what a link
+holds for its backward, and what it hands to the next one, may go away while later links run.
+
+    C(s, L, m) = min(Rotor's choices, C_away)
+    C_away     = C(s + 1, L, m) + p * away_s                                 F_all of s, whose values go away
+
+Changed: the paper's programme knows when transfers end. Here a byte away has a price p, between nothing and the time
+that it takes on the link, since copies are hidden up to what is computed beside them, and cost their time beyond. Each
+price gives a schedule; the second pass (`away.py`) chooses the places of its copies, and the simulator the fastest.
+The bytes for what has just come back, or not gone yet, are those of the link and of the one after it.
+
+Where a problem has no memory of the host, it is Rotor. It can't do better than persistent schedules of chains.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+
+from ....records.step import Decisions
+from ..base import Problem, proposing_aways
+from ..chain import ChainBytes, chains_of, policy_of
+from ..decisions import decisions
+from ..incumbent import Search
+from ..model import StepModel
+from ..policies import Policy
+from ..proposals import method
+from .rotor import LENGTHS, Table, Tape, Tapes, over_chains, whole_tapes
+
+NAME = "POFO"
+CHAINS = 3  # of Rotor's lengths
+PRICES = (0.0, 0.25, 0.5, 1.0)  # of a byte that goes away, in the time that it takes on the link
+LIMIT_SHARE = 0.3  # of the time limit, for all of these
+
+
+@method("pofo")
+def propose(search: Search) -> Iterator[Policy]:
+    """Propose the persistent schedules of least time for chains, in which all stays on the device."""
+    return over_chains(search, NAME, whole_tapes)
+
+
+@proposing_aways("pofo")
+def schedules(problem: Problem) -> Iterator[Decisions]:
+    """Yield schedules of chains in which values are to go away."""
+    search = Search(problem, StepModel(problem), time.monotonic())
+    deadline = search.within(LIMIT_SHARE)
+    for chain in chains_of(search, NAME, LENGTHS[:CHAINS]):
+        sizes = ChainBytes(search.model, chain)
+        for price in PRICES:
+            if search.model.work.is_past(deadline):
+                return
+            spans = Table(search.model, sizes, priced(search, sizes, price), search.limit).spans()
+            if spans:
+                yield decisions(search.model, search.model.replay(policy_of(search.model, spans)).rows)
+
+
+def priced(search: Search, sizes: ChainBytes, price: float) -> Tapes:
+    """Return the options of each link: to hold what backwards read of it on the device, or away at a price."""
+    link = search.problem.profile.link
+    assert link is not None, "where values may go away there is a link"
+    found = whole_tapes(search, sizes)
+    for number, (here, following) in enumerate(pairwise(sizes.chain)):
+        (held,) = found[number]
+        away = here.own | (following.input & frozenset(here.tape))
+        if away:
+            size_bytes, later = sizes.of(away), number + 1
+            beside = max(sizes.tape[later] + sizes.forward[later], sizes.own[later] + sizes.rest[later])
+            need_bytes = max(held.need_bytes, size_bytes + beside)
+            found[number].append(Tape(held.held, price * link.in_ms(size_bytes), need_bytes, away))
+    return found

@@ -1,0 +1,276 @@
+"""Traces of calls of modules: the nodes that a call added to Dynamo's graph, and copies of these for another call."""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._dynamo.source import FloatTensorSource, NumpyTensorSource
+from torch._dynamo.utils import get_fake_value, set_example_value
+from torch._dynamo.variables import ConstantVariable, TupleVariable
+from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._guards import Source
+from torch._ops import HigherOrderOperator
+
+from .likeness import Likeness, Read, expect, facts_of, is_plain
+from .module_calls import Call, Leaves, is_constant, realized
+
+FEWEST_NODES = 4  # in a trace: less is traced as fast as it is compared
+_KNOWN_OF_NODES = frozenset(  # a node of which more is known has a mark that is its own
+    ("example_value", "stack_trace", "nn_module_stack", "source_fn_stack", "creation_timestamp")
+)
+_WITH_MORE_INSIDE = HigherOrderOperator, types.MethodType, functools.partial
+_NUMBER_AT_END = re.compile(r"_\d+$")
+_MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]")
+
+
+class CopyError(Exception):
+    """A copy failed on its way, or turned out other than its trace; what was added can't be taken back."""
+
+
+@dataclass(frozen=True)
+class Added:
+    """What a call added to Dynamo's graph.
+
+    Attributes:
+        nodes: The nodes.
+        inputs: The inputs, in order.
+        calls_before: How often each module that it called was called before it, by names.
+        calls: How often it called each module.
+    """
+
+    nodes: list[fx.Node]
+    inputs: list[fx.Node]
+    calls_before: dict[str, int]
+    calls: dict[str, int]
+
+
+class Trace:
+    """A traced call of a module.
+
+    Args:
+        call: The call.
+        result: What it returned.
+        added: What it added to the graph.
+        changes_before: How often something was changed before it.
+        age: Of what was made as it began; what was made before is younger by that number.
+    """
+
+    def __init__(self, call: Call, result: Any, added: Added, changes_before: int, age: int) -> None:
+        self.call, self.result = call, result
+        self.nodes, self.inputs = added.nodes, added.inputs
+        self.calls_before, self.calls = added.calls_before, added.calls
+        self.changes_before, self.age = changes_before, age
+        self.outer = frozenset(call.tx.nn_module_stack)
+        self.returned = frozenset(_nodes_of(result))
+        self._read: Read | None = None
+
+    def read(self, aliases: Sequence[tuple[Source, Source]] = ()) -> Read:
+        """List what was read of the module, with the first list of what was reached from two places that is given."""
+        if self._read is None:
+            self._read = Read(self.call.tx.output, self.call.source, aliases)
+        return self._read
+
+    def copy_for(self, other: Call, aliases: Sequence[tuple[Source, Source]]) -> Any:
+        """Return what another call returns, with the nodes for it in the graph.
+
+        Raises:
+            UnlikeError: That call is not shown to be alike; nothing was added.
+            CopyError: It failed when some of it was added.
+        """
+        call, known = self.call, other.tx.output.side_effects
+        expect(call.form == other.form, "other arguments")
+        call.circumstances.expect_same(other.circumstances)
+        leaves = Leaves()
+        for one, another in zip(call.values, other.values, strict=True):
+            leaves.compare(one, another, known)
+        is_new_or_given = all(node in leaves.nodes or node.op != "placeholder" for node in self.returned)
+        expect(is_new_or_given, "a result that is a parameter")
+        likeness = Likeness(other.tx.output, self.read(aliases), other.source)
+        inputs = self._inputs(likeness, leaves)
+        try:
+            return Copy(self, other, leaves, likeness, inputs).make()
+        except Exception as error:  # whatever it is: what was added can't be taken back
+            raise CopyError(call.module.value_type.__name__) from error
+
+    def _inputs(self, likeness: Likeness, leaves: Leaves) -> dict[fx.Node, Source | None]:
+        """List the inputs that the nodes read, in order, each with its source in the other module, None for itself."""
+        own, sources = set(self.nodes), dict[fx.Node, Source | None]()
+        used = (use for node in self.nodes for use in node.all_input_nodes if use not in own)
+        for node in dict.fromkeys((*self.inputs, *used)):
+            if node not in leaves.nodes:
+                expect(node.op == "placeholder", "a value from outside")
+                source = node.meta["grapharg"].source if "grapharg" in node.meta else None
+                is_outside = source is None or not self.read().has(source)
+                sources[node] = None if is_outside else self._other_source(node, cast(Source, source), likeness)
+        return sources
+
+    def _other_source(self, node: fx.Node, source: Source, likeness: Likeness) -> Source:
+        value = node.meta["example_value"]
+        is_static = isinstance(value, torch.Tensor) and not value._has_symbolic_sizes_strides
+        is_itself = source in self.read().tensors and not isinstance(source, (FloatTensorSource, NumpyTensorSource))
+        expect(is_static and is_itself, "an input of the module that varies")
+        other = likeness.other_of(source)
+        likeness.value_of(other)
+        return other
+
+
+class Copy:
+    """The nodes of a trace, added once more for another call."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        call: Call,
+        leaves: Leaves,
+        likeness: Likeness,
+        inputs: dict[fx.Node, Source | None],
+    ) -> None:
+        self._trace, self._tx, self._leaves, self._likeness = trace, call.tx, leaves, likeness
+        self._output = call.tx.output
+        self._names = tuple(_name_in_stack(of.module) for of in (trace.call, call))
+        self._others: dict[fx.Node, fx.Node] = dict(leaves.nodes)
+        self._inputs = inputs
+        self._returned: dict[fx.Node, Any] = {}
+
+    def make(self) -> Any:
+        """Add the inputs, the guards and the nodes; return what the call returns."""
+        calls_before = dict(self._tx.num_calls)
+        for node, source in self._inputs.items():
+            self._others[node] = node if source is None else self._input(node, source, calls_before)
+        for guard in self._likeness.guards:
+            self._output.guards.add(guard, collect_debug_stack=False)
+        self._output.guard_on_key_order.update(map(self._likeness.other_of, self._trace.read().in_order))
+        for node in self._trace.nodes:
+            self._others[node] = self._node(node, calls_before)
+        for name, count in self._trace.calls.items():
+            other = self._renamed(name)
+            self._tx.num_calls[other] = self._tx.num_calls.get(other, 0) + count
+        return self._result(self._trace.result)
+
+    def _input(self, node: fx.Node, source: Source, calls_before: dict[str, int]) -> fx.Node:
+        count = len(self._output.placeholders)
+        variable = VariableBuilder(self._tx, source)(self._likeness.value_of(source))
+        added: fx.Node = variable.as_proxy().node
+        if len(self._output.placeholders) > count and "nn_module_stack" in node.meta:
+            added.meta["nn_module_stack"] = self._stack(node, calls_before)
+        return added
+
+    def _node(self, node: fx.Node, calls_before: dict[str, int]) -> fx.Node:
+        tracer = self._output.current_tracer
+        arguments, named = fx.map_arg((node.args, node.kwargs), self._others.__getitem__)
+        first, last = _names_of(node)
+        added: fx.Node = tracer.create_node(node.op, node.target, arguments, named, first, node.type)
+        own = ("example_value", "creation_timestamp")
+        added.meta.update({key: value for key, value in node.meta.items() if key not in own})
+        if "nn_module_stack" in node.meta:
+            added.meta["nn_module_stack"] = self._stack(node, calls_before)
+        if "source_fn_stack" in node.meta:
+            *outer, (_, target) = node.meta["source_fn_stack"]
+            added.meta["source_fn_stack"] = [*outer, (added.name, target)]
+        if first != last:
+            added._rename(last)
+        if node in self._trace.returned:
+            self._returned[node] = wrap_fx_proxy(self._tx, fx.Proxy(added, tracer))
+        else:
+            set_example_value(added, get_fake_value(added, self._tx))
+        value = added.meta["example_value"]
+        expect(_facts(value) == _facts(node.meta["example_value"]), f"{added.name} is another")
+        return added
+
+    def _stack(self, node: fx.Node, calls_before: dict[str, int]) -> dict[str, Any]:
+        """Return the modules that the copy of a node is in, by their names."""
+        stack = dict(self._tx.nn_module_stack)
+        for key, (name, kind) in node.meta["nn_module_stack"].items():
+            if key in self._trace.outer:
+                continue
+            other, before = self._renamed(name), self._trace.calls_before.get(name, 0)
+            number, _, calls = key.partition("@")
+            number = str(self._likeness.modules.get(int(number), number))
+            count = calls_before.get(other, 0) + int(calls or 0) - before
+            stack[f"{number}@{count}" if count else number] = other, kind
+        return stack
+
+    def _renamed(self, name: str) -> str:
+        one, other = self._names
+        rest = name.removeprefix(one)
+        return other + rest if name.startswith(one) and not rest[:1].isalnum() else name
+
+    def _result(self, variable: Any) -> Any:
+        variable = realized(variable)
+        if type(variable) is TupleVariable:
+            return TupleVariable([self._result(item) for item in variable.items])
+        if is_constant(variable):
+            return ConstantVariable.create(variable.value)
+        node = variable.as_proxy().node
+        return self._leaves.variables[node] if node in self._leaves.variables else self._returned[node]
+
+
+def _names_of(node: fx.Node) -> tuple[str, str]:
+    """Return the name that a node was made with, and that of a variable that it was stored in, without numbers."""
+    made = node.meta.get("source_fn_stack")
+    names = made[-1][0] if made else node.name, node.name
+    first, last = (_NUMBER_AT_END.sub("", name) for name in names)
+    return first, last
+
+
+def _name_in_stack(module: UnspecializedNNModuleVariable) -> str:
+    """Name a module as Dynamo names it where it says which modules a node is in."""
+    name: str = module.get_nn_module_stack_source().name
+    return _MEMBER.sub(r".\2", name)
+
+
+def _facts(value: Any) -> Any:
+    """List what code can ask of what a node gives."""
+    if isinstance(value, torch.Tensor):
+        return facts_of(value)
+    return tuple(map(_facts, value)) if isinstance(value, (tuple, list)) else (type(value), str(value))
+
+
+def nodes_after(node: fx.Node) -> list[fx.Node]:
+    """List the nodes that were added at the end of the graph since a node was its last one."""
+    nodes: list[fx.Node] = []
+    while (node := node.next).op != "root":
+        nodes.append(node)
+    return nodes
+
+
+def can_be_copied(nodes: list[fx.Node], result: Any) -> bool:
+    """Whether what a call added and returned is of operations and values that a copy can have."""
+    added = [node for node in nodes if node.op != "placeholder"]
+    return len(added) >= FEWEST_NODES and all(map(_is_operation, added)) and _is_of_values(result)
+
+
+def _is_operation(node: fx.Node) -> bool:
+    """Whether a node is an operation, with nothing inside of it and of constants that any module would give it."""
+    is_called = node.op in ("call_function", "call_method") and not isinstance(node.target, _WITH_MORE_INSIDE)
+    is_of_values = "example_value" in node.meta and _KNOWN_OF_NODES.issuperset(node.meta)
+    given: list[Any] = []
+    fx.node.map_aggregate((node.args, node.kwargs), given.append)
+    return is_called and is_of_values and all(isinstance(value, fx.Node) or is_plain(value) for value in given)
+
+
+def _is_of_values(result: Any) -> bool:
+    """Whether a module returned tensors and constants, alone or in a tuple."""
+    result = realized(result)
+    if type(result) is TupleVariable:
+        return result.source is None and all(map(_is_of_values, result.items))
+    return type(result) is TensorVariable or (is_constant(result) and result.source is None)
+
+
+def _nodes_of(result: Any) -> Iterator[fx.Node]:
+    """Go through the nodes of the tensors that a module returned."""
+    result = realized(result)
+    if type(result) is TupleVariable:
+        for item in result.items:
+            yield from _nodes_of(item)
+    elif type(result) is TensorVariable:
+        yield result.as_proxy().node

@@ -1,0 +1,22 @@
+"""Something in the place of attributes, for a while: how this folder changes what torch does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+StandIn = tuple[Any, str, Any]  # for an attribute: its owner, its name, and what is in its place
+
+
+@contextmanager
+def replaced(*stand_ins: StandIn) -> Iterator[None]:
+    """Put something in the place of attributes for a while."""
+    originals = [getattr(owner, name) for owner, name, _ in stand_ins]
+    for owner, name, stand_in in stand_ins:
+        setattr(owner, name, stand_in)
+    try:
+        yield
+    finally:
+        for (owner, name, _), original in zip(stand_ins, originals, strict=True):
+            setattr(owner, name, original)
