@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from sympy.core.function import Application
+from sympy.core.function import Application  # type: ignore[import-untyped]
 from torch import fx
 
 from . import tensor_state
