@@ -25,13 +25,6 @@ _ITEMS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (frozenset, frozenset.__iter__),
     (deque, deque.__iter__),
 )
-_PLAIN: tuple[tuple[type, Callable[[Any], Any]], ...] = (
-    (int, int.__int__),
-    (float, float.__float__),
-    (str, str.__str__),
-    (bytes, lambda value: bytes.__getitem__(value, slice(None))),
-    (complex, lambda value: (complex.real.__get__(value), complex.imag.__get__(value))),
-)
 
 
 def is_of(value: Any, kinds: type | tuple[type, ...]) -> bool:
@@ -61,12 +54,6 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
     found = attempt(read, None, f"the attributes of {type(value).__name__}")
     return found if is_of(found, dict) else {}
-
-
-def plain_data(value: Any) -> Any:
-    """Return what a number or a text of a user's own class is, in Python's own one, which compares as it should."""
-    convert = next((convert for kind, convert in _PLAIN if is_of(value, kind)), None)
-    return value if convert is None else convert(value)
 
 
 def attempt(look: Callable[[], _T], otherwise: _T, what: str) -> _T:

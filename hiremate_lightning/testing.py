@@ -21,7 +21,7 @@ from .records.schedule import Compute, Free, Operation
 from .sessions.current_step import CurrentStep
 from .sessions.session import Session
 from .sessions.templates import Templates
-from .sessions.ways import ModulesTwice, PutAside
+from .sessions.ways import PutAside
 from .targets.modules import targets_of
 from .torch_private.each_size import EachSize
 
@@ -98,8 +98,6 @@ def _ways(step: CurrentStep) -> Iterator[str]:
             yield OWN_PLAN if is_own else OTHER_PLAN if forward.way.is_planned else LEAST_MEMORY
     elif step.plain.released is not None:
         yield RELEASED
-    elif isinstance(step.plain, ModulesTwice):
-        yield f"as written, {len(step.plain.prediction.way.paths)} modules called twice"
     else:
         yield PUT_ASIDE if isinstance(step.plain, PutAside) else AS_WRITTEN
 

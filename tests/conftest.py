@@ -53,7 +53,7 @@ def _quick_garbage_collection() -> None:
 
 @pytest.fixture(name="without_templates")
 def _without_templates() -> Iterator[None]:
-    """Let steps of new sizes that do not fit as they are written call modules twice, or put values aside."""
+    """Let steps of new sizes that do not fit as they are written put values aside."""
     with without_templates():
         yield
 

@@ -14,7 +14,7 @@ from torch import nn
 from ..objects import held_by, is_of
 from ..torch_private.tensor_state import tensors_among
 
-PLAIN_DATA = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+_PLAIN_DATA = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 _WHOLE = (torch.Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
 MOST_THINGS = 4096  # in which to look for tensors
 
@@ -42,15 +42,15 @@ class ModuleCall:
 def tensors_inside(values: Any) -> list[torch.Tensor]:
     """List the tensors in a tree of containers; where there are none, those that its objects hold, modules left out."""
     found = tensors_among(values)
-    return found or [thing for thing in islice(things_in(values), MOST_THINGS) if is_of(thing, torch.Tensor)]
+    return found or [thing for thing in islice(_things_in(values), MOST_THINGS) if is_of(thing, torch.Tensor)]
 
 
-def things_in(value: Any) -> Iterator[Any]:
+def _things_in(value: Any) -> Iterator[Any]:
     """Go through what containers and objects hold, however deep, each thing once, and no plain data."""
     seen, stack = set[int](), [value]
     while stack:
         thing = stack.pop()
-        if id(thing) in seen or is_of(thing, PLAIN_DATA):
+        if id(thing) in seen or is_of(thing, _PLAIN_DATA):
             continue
         seen.add(id(thing))
         yield thing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import nn
@@ -91,26 +91,9 @@ def slot_for(targets: Caller, name: str, module: nn.Module) -> Slot:
     return kind(targets, name, module)
 
 
-class StandIn:
-    """Stands in for the call of a module during one call of its model.
-
-    Args:
-        call: Called with the path of the module, the module, and what it is given.
-        path: Of the module.
-        module: The module.
-    """
-
-    def __init__(self, call: Callable[..., Any], path: str, module: nn.Module) -> None:
-        self._call, self._path, self._module = call, path, module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module in the way of this call of its model."""
-        return self._call(self._path, self._module, args, kwargs)
-
-
-def is_ours(call: Any) -> bool:
+def is_ours(call: Any) -> TypeGuard[Slot]:
     """Whether what stands in for the call of a module is ours, and not of a user who has compiled it."""
-    return isinstance(call, Slot | StandIn)
+    return isinstance(call, Slot)
 
 
 class WaitingSlots(dict[nn.Module, Slot]):

@@ -475,7 +475,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 def _planned_call(module: nn.Module) -> Callable[..., Any]:
     """Return the call of a module that is planned, or is around one that is."""
     slot = hooks.get_call(module)
-    return slot if is_ours(slot) and slot is not None else partial(hooks.plain_call, module)
+    return slot if is_ours(slot) else partial(hooks.plain_call, module)
 
 
 def _trains(module: nn.Module) -> bool:

@@ -37,14 +37,13 @@ class Outside:
         classes: The classes whose attributes it reads.
         cells: Variables of the functions around it.
         values: Default values of arguments, attributes of functions, and objects whose methods it calls.
-        functions: The functions that it calls.
         is_whole: Whether all code was looked through.
     """
 
     def __init__(self, code: Iterable[Any]) -> None:
         self.classes, self.cells, self.values = dict[type, None](), list[CellType](), list[Any]()
         self._names, self._spaces = {"forward"}, dict[int, tuple[dict[str, Any], dict[str, None]]]()
-        self.functions = dict[FunctionType, None]()
+        self._functions = 0  # that were looked through
         self._made = set[type]()
         self._seen, self._stack = set[int](), list(code)
         self.is_whole = self._follow()
@@ -58,7 +57,7 @@ class Outside:
         while self._stack:
             while self._stack:
                 self._take(self._stack.pop())
-                if len(self.functions) > _MOST_CODE:
+                if self._functions > _MOST_CODE:
                     return False
             for kind in self.classes:
                 self._stack += [code for code in self._methods_of(kind) if id(code) not in self._seen]
@@ -100,7 +99,7 @@ class Outside:
             self._stack += [getattr(code, "__func__", None), attributes_of(code).get("__wrapped__")]
 
     def _take_function(self, function: FunctionType) -> None:
-        self.functions[function] = None
+        self._functions += 1
         space = function.__globals__
         names, attributes = _names_in(function.__code__)
         self._names |= attributes

@@ -221,3 +221,16 @@ def storages_in(step: Step, by_call: Sequence[Iterable[int]]) -> frozenset[int]:
     """Return what some storages of each call are in the step."""
     pairs = zip(step.storages_at, by_call, strict=True)
     return frozenset(first + storage for first, own in pairs for storage in own)
+
+
+def may_lie_aside(graph: Graph, storages: int) -> frozenset[int]:
+    """Find what autograd saves of a step and nobody else holds until the backward.
+
+    Args:
+        graph: The step.
+        storages: The number of its first storages that captured code holds.
+    """
+    stay = {graph.tensors[t].storage for t in (*graph.outputs, *graph.held, *graph.retained, *graph.gradients)}
+    made = {storage for index in graph.forward for storage in graph.allocates[index]}
+    needed = {s for t in graph.needed if (s := graph.tensors[t].storage) is not None and s < storages}
+    return frozenset(needed & made - stay)

@@ -1,8 +1,8 @@
 """Steps of other sizes that run as the user wrote them, uncaptured, since they are known to fit the budget so.
 
 To capture a size takes seconds. What a plain step takes at a new size follows from captured steps of the same code
-(`records.resizing`), and so does what it takes where some of its modules are called twice, or what it saves is put
-aside (`records.plain_ways`). The cheapest way that fits is chosen.
+(`records.resizing`), and so does what it takes where all that autograd saves is put aside until the backward reads it.
+It is put aside only where the step does not fit as it is.
 
 Eager PyTorch holds more than a captured graph with nothing recomputed: masks of dropouts as floats, for example. By how
 much shows the first plain step, which must be small enough that it fits in any case, and larger ones correct it.
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cached_property
 from math import ceil
 from typing import Any
@@ -21,11 +22,11 @@ import numpy as np
 
 from ..calls.given import ModuleCall
 from ..measuring.aside import LEAST_ASIDE
+from ..records.away import may_lie_aside
 from ..records.costs import as_plain
 from ..records.graph import OUTSIDE, bytes_of
-from ..records.plain_ways import PlainWay, may_lie_aside, ways_of
 from ..records.resizing import Bytes, Resizing
-from ..records.schedule import as_written, lower, with_checkpoints
+from ..records.schedule import as_written, lower
 from ..records.simulation import Allocations, allocations
 from .step_kind import CapturedStep, StepKind
 
@@ -42,6 +43,14 @@ COMPARED = 16  # steps that were measured: the largest
 SAMPLES = 4  # sizes of one code that predictions are made from
 ROUNDING = 1.01  # an allocator's blocks
 REMEMBERED = 1024  # predictions
+ASIDE_BYTES_PER_MS = 5e5  # that are put aside and brought back: with a CPU, whose files cost page faults
+
+
+class PlainWay(Enum):
+    """A way to run a step as the user wrote it."""
+
+    AS_IT_IS = 0
+    PUT_ASIDE = 1  # all that autograd saves is put aside until the backward reads it
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +69,34 @@ class Prediction:
     captured_bytes: int
     aside_bytes: int = 0
 
+    @property
+    def saves_memory(self) -> bool:
+        """Whether it takes less memory than plain PyTorch, and more time."""
+        return self.way is PlainWay.PUT_ASIDE
+
+    @property
+    def extra_ms(self) -> float:
+        """The time that it takes beyond plain PyTorch's."""
+        return self.aside_bytes / ASIDE_BYTES_PER_MS
+
 
 class _Code:
     """Steps of the same code, as far as their first calls tell them apart."""
 
     def __init__(self, steps: Sequence[CapturedStep], count: int) -> None:
-        samples = [replace(step.sample[0], shapes=_shapes(step.calls[:count])) for step in steps]
+        samples = [replace(step.sample, shapes=_shapes(step.calls[:count])) for step in steps]
         self._is_on_host = steps[0].is_on_host
-        self._base, self._twice = steps[0].sample
+        self._base = steps[0].sample
         self._resizing = Resizing(samples)
         self._aside = may_lie_aside(self._resizing.graph, self._base.storages)
         self._allocations: dict[PlainWay, Allocations] = {}
         self._at: dict[tuple[int, ...], Bytes] = {}
         self.margin_bytes = max(step.margin_bytes for step in steps)
 
-    @cached_property
+    @property
     def ways(self) -> tuple[PlainWay, ...]:
         """The ways to run it, the fastest first."""
-        return ways_of(self._resizing.graph, self._resizing.profile, self._twice, self._aside)
+        return tuple(PlainWay) if self._aside else (PlainWay.AS_IT_IS,)
 
     @cached_property
     def unmeasured_ratio(self) -> float:
@@ -106,7 +125,7 @@ class _Code:
         return int(self._bytes_aside(sizes, way).sum())
 
     def _bytes_aside(self, sizes: tuple[int, ...], way: PlainWay) -> np.ndarray:
-        return self._bytes_at(sizes).high[sorted(self._aside) if way.puts_aside else []]
+        return self._bytes_at(sizes).high[sorted(self._aside) if way is PlainWay.PUT_ASIDE else []]
 
     def _bytes_at(self, sizes: tuple[int, ...]) -> Bytes:
         if sizes not in self._at:
@@ -117,10 +136,9 @@ class _Code:
 
     def _allocated(self, way: PlainWay) -> Allocations:
         if way not in self._allocations:
-            calls = [call for path in sorted(way.paths) for call in self._twice.get(path, ())]
-            graph, _ = as_plain(with_checkpoints(self._base.graph, calls), self._base.profile)
+            graph, _ = as_plain(self._base.graph, self._base.profile)
             schedule = lower(graph, as_written(graph))
-            aside = self._aside if way.puts_aside else ()
+            aside = self._aside if way is PlainWay.PUT_ASIDE else ()
             self._allocations[way] = allocations(graph, schedule, aside, () if self._is_on_host else aside)
         return self._allocations[way]
 
@@ -158,11 +176,6 @@ class PlainSteps:
     def learn_foreseen(self, step: CapturedStep) -> None:
         """Learn what a step takes that was captured and has no plan of its own."""
         self._foreseen.append(step)
-        self._forget_predictions()
-
-    def read_again(self) -> None:
-        """Read these steps again: it is known now which modules may be called twice."""
-        self._foreseen = deque(map(replace, self._foreseen), maxlen=SAMPLES)
         self._forget_predictions()
 
     def _forget_predictions(self) -> None:
@@ -211,7 +224,7 @@ class PlainSteps:
 
     def with_margin(self, added_bytes: int) -> int:
         """Return what a plain step takes, of which the captured graph takes so many bytes."""
-        return ceil(added_bytes * self._ratio(PlainWay(), RANDOM_RATIO))
+        return ceil(added_bytes * self._ratio(PlainWay.AS_IT_IS, RANDOM_RATIO))
 
     def _takes(self, code: _Code, sizes: tuple[int, ...], way: PlainWay) -> Prediction:
         captured_bytes = code.peaks(sizes, way)[1]
@@ -279,7 +292,7 @@ class PlainSteps:
             largest_bytes = max((size_bytes for size_bytes, _ in compared), default=0.0)
             similar = [ratio for size_bytes, ratio in compared if size_bytes >= SIMILAR * largest_bytes]
             others = (self._ratio(other, unmeasured) for other in self._measured if other != way and not largest_bytes)
-            least = UNMEASURED_WAY_RATIO if way.saves_memory and self._measured else unmeasured
+            least = UNMEASURED_WAY_RATIO if way is PlainWay.PUT_ASIDE and self._measured else unmeasured
             self._ratios[way, unmeasured] = max([LEAST_RATIO, *similar]) if largest_bytes else max([least, *others])
         return self._ratios[way, unmeasured]
 

@@ -449,7 +449,6 @@ class Session:
         if backward_pass.will_run_again():
             self.unplanned.graph_stays()
         self.steps.backward_starts()
-        self.unplanned.backward_starts()
         if self._current.record is not None:
             self._current.record.plain_backward_starts()
 

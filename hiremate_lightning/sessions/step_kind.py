@@ -17,7 +17,6 @@ from ..calls.given import ModuleCall
 from ..measuring.resident import Resident
 from ..planning.plan import Plan
 from ..planning.solvers.base import Solution
-from ..records.plain_ways import Calls
 from ..records.resizing import Sample
 from ..running.program import Program
 from .recorded_step import RecordedStep
@@ -112,7 +111,7 @@ class CapturedStep:
         total_bytes: Bytes of all its values.
         margin_bytes: By how much it was measured above what was predicted.
         is_on_host: Whether it ran on a CPU, which reads what was put aside in the memory of its files.
-        read: Returns the step, its inputs left out, and the nodes of what may be called twice in it.
+        read: Returns the step, its inputs left out.
         source: What it was made from: where that changes, it is made anew.
     """
 
@@ -121,12 +120,12 @@ class CapturedStep:
     total_bytes: int
     margin_bytes: int
     is_on_host: bool
-    read: Callable[[], tuple[Sample, Calls]]
+    read: Callable[[], Sample]
     source: tuple[object, ...] = ()
 
     @cached_property
-    def sample(self) -> tuple[Sample, Calls]:
-        """The step, and the nodes of what may be called twice in it."""
+    def sample(self) -> Sample:
+        """The step."""
         return self.read()
 
 

@@ -1,9 +1,8 @@
 """Steps that run as the user wrote them, though their model is planned: where that fits, and is as fast.
 
-There are four cases. Steps of sizes that were never seen, which to capture would take seconds (`plain_steps`); those
-of them that fit only where modules of the model are called twice, as in `torch.utils.checkpoint` (`second_calls`);
-those that fit only where what autograd saves is put aside (`aside_room`); and steps whose plan gains nothing and is
-slower than eager PyTorch (`releasing`).
+There are three cases. Steps of sizes that were never seen, which to capture would take seconds (`plain_steps`); those
+of them that fit only where what autograd saves is put aside, and that no template serves (`aside_room`, `templates`);
+and steps whose plan gains nothing and is slower than eager PyTorch (`releasing`).
 """
 
 from __future__ import annotations
@@ -11,26 +10,24 @@ from __future__ import annotations
 import logging
 import sys
 from collections import defaultdict
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
 from functools import cache
 from typing import Any
 
 from ..calls.given import ModuleCall
-from ..calls.second_calls import SecondCalls
-from ..records.plain_ways import PlainWay
 from ..units import format_bytes
 from .aside_room import AsideRoom
-from .captured_steps import CapturedSteps
+from .captured_steps import describe, described
 from .current_step import CurrentStep
 from .new_sizes import NewSizes, TimedStep
-from .plain_steps import PlainSteps, Prediction
+from .plain_steps import PlainSteps, PlainWay, Prediction
 from .planned import PlannedKinds, saves_nothing
 from .planned_model import PlannedModel
 from .releasing import Releases, Timing
 from .step_kind import StepKind
 from .templates import Templates
-from .ways import BY_GRAPHS, AsWritten, Choices, ModulesTwice, PutAside, Way, choose_way
+from .ways import BY_GRAPHS, AsWritten, Choices, PutAside, Way, choose_way
 
 log = logging.getLogger("hiremate_lightning")
 WORTH_A_PLAN = 1.0  # of the time that a plan takes to make, spent on saving memory at one size without a plan
@@ -54,10 +51,7 @@ class UnplannedSteps:
         self._history, self._reporter, self._say = model.history, model.stages.reporter, model.announcements.say
         self._may_run_plain = not model.parts.fuses  # fused kernels give other bits than PyTorch's own
         self._note = cache(self._reporter.note)  # each text once
-        self._second_calls = SecondCalls(model.root)
-        self._captured, self._plain = CapturedSteps(self._second_calls), PlainSteps()
-        self._new_sizes = NewSizes(self._name)
-        self._aside = AsideRoom(model)
+        self._plain, self._new_sizes, self._aside = PlainSteps(), NewSizes(self._name), AsideRoom(model)
         self._sizes_vary = False  # whether any step ran plain since its sizes were not known
         self._extra_ms = defaultdict[tuple[ModuleCall, ...], float](float)  # spent on saving memory so far, by calls
 
@@ -67,13 +61,12 @@ class UnplannedSteps:
         Returns:
             The kind of the step, where its plan gains nothing; else None.
         """
-        self._second_calls.step_begins()
         self._describe_planned()
         gainless = self._gainless_kind(step)
         step.way = choose_way(StepChoices(self, step, gainless))
         if step.plain is not None and step.plain.released is None:
             self._sizes_vary = True
-            self._extra_ms[tuple(step.calls)] += step.plain.prediction.way.extra_ms
+            self._extra_ms[tuple(step.calls)] += step.plain.prediction.extra_ms
             self._note(step.plain.describe(self._name))
         return gainless
 
@@ -85,11 +78,7 @@ class UnplannedSteps:
 
     def calling(self, plain: AsWritten | None, arguments: Any) -> AbstractContextManager[None]:
         """Surround a call that runs plain, with some arguments; of no step where it is seen by nobody."""
-        return self._second_calls.observed() if plain is None else plain.around(arguments)
-
-    def backward_starts(self) -> None:
-        """Learn that the backward of a step that runs plain starts."""
-        self._second_calls.backward_starts()
+        return nullcontext() if plain is None else plain.around(arguments)
 
     def is_to_be_measured(self, plain: AsWritten) -> bool:
         """Whether to measure a step that runs plain."""
@@ -100,10 +89,6 @@ class UnplannedSteps:
 
     def ended(self, step: CurrentStep, plain: AsWritten) -> None:
         """Learn from a step that ran plain."""
-        before = self._second_calls.fit
-        self._second_calls.step_ended()
-        if self._second_calls.fit is not before:
-            self._plain.read_again()
         if step.record is None:
             return
         peak_bytes, plan = step.record.peak_bytes, self._planned.latest
@@ -125,7 +110,7 @@ class UnplannedSteps:
             self.releases.keep(plain.released)
             self._say("A step without its plan took more than the budget: such steps run by their plan again.", found)
             return
-        way = "a plan" if plain.prediction.way.saves_memory else "recomputation"
+        way = "a plan" if plain.prediction.saves_memory else "recomputation"
         self._say(
             f"A step of a new input size ran without {way}, since it was predicted to fit, and took more than the "
             "budget. From now on such predictions have a margin.",
@@ -145,13 +130,13 @@ class UnplannedSteps:
         foreseen = step.comparison.foreseen
         if foreseen is not None and kind.plan is None and self._may_run_plain and not step.is_from_template:
             planned, at_sizes = foreseen
-            self._plain.learn_foreseen(self._captured.describe(at_sizes, step.calls, self._history.same_code(planned)))
+            self._plain.learn_foreseen(describe(at_sizes, step.calls, self._history.same_code(planned)))
 
     def _describe_planned(self) -> None:
         """Let predictions know what was captured."""
         for kind in self._history.planned if self._may_run_plain else ():
             if kind.given is not None:
-                self._plain.learn(kind, self._captured.described(kind))
+                self._plain.learn(kind, described(kind))
 
     def note_release(self, timing: Timing) -> None:
         """Learn that the step after one that was timed begins; announce where its kind runs without its plan now."""
@@ -175,11 +160,11 @@ class UnplannedSteps:
         likely = before.plain.likely if before.plain is not None else self._history[before.graphs]
         if not before.calls or likely.plan is None or not self._may_run_plain:
             return
-        prediction = self._plain.predict(before.calls, likely, sys.maxsize, (PlainWay(),))
+        prediction = self._plain.predict(before.calls, likely, sys.maxsize, (PlainWay.AS_IT_IS,))
         if prediction is None or not prediction.captured_bytes:
             return
         step = TimedStep(prediction.captured_bytes, seconds)
-        if before.plain is not None and before.plain.prediction.way.saves_memory:
+        if before.plain is not None and before.plain.prediction.saves_memory:
             most_bytes = max(kind.own_plan.resident_bytes for kind in self._history.planned)
             text = self._new_sizes.saved_memory(step, most_bytes + prediction.added_bytes)
             if text is not None:
@@ -202,7 +187,7 @@ class UnplannedSteps:
         """Whether saving memory in steps called like this one has taken more time than a plan would have."""
         plan, extra_ms = self._planned.latest, self._extra_ms.get(tuple(step.calls), 0.0)
         planning_ms = 0.0 if plan is None else 1000 * float(sum(astuple(plan.planning)))
-        return prediction.way.saves_memory and extra_ms > WORTH_A_PLAN * planning_ms
+        return prediction.saves_memory and extra_ms > WORTH_A_PLAN * planning_ms
 
     def _likely(self, step: CurrentStep) -> StepKind | None:
         """Return the kind whose code a step is expected to run; None where nobody knows, or no step may run plain."""
@@ -243,16 +228,16 @@ class UnplannedSteps:
         if likely is None:
             return None
         ways = None if begun is None else (begun.prediction.way,)
-        ways = (PlainWay(),) if self._plain.called_like(step.calls) else ways
+        ways = (PlainWay.AS_IT_IS,) if self._plain.called_like(step.calls) else ways
         prediction = self._plain.predict(step.calls, likely, self._room_bytes(), ways)
         if prediction is None or (begun is None and self._is_to_be_planned(step, prediction)):
             return None
-        if prediction.way.saves_memory and begun is None and self._templates.may_serve:
+        if prediction.saves_memory and begun is None and self._templates.may_serve:
             return None
-        if not prediction.way.puts_aside:
-            return (ModulesTwice if prediction.way.paths else AsWritten)(prediction, likely, self._second_calls)
+        if not prediction.saves_memory:
+            return AsWritten(prediction, likely)
         has_room = begun is not None or self._aside.holds(prediction.aside_bytes)
-        return PutAside(prediction, likely, self._second_calls, room=self._aside) if has_room else None
+        return PutAside(prediction, likely, room=self._aside) if has_room else None
 
     def given_back(self, step: CurrentStep, kind: StepKind) -> AsWritten | None:
         """Return how a step of a kind runs whose plan gains nothing; None where its calls are another kind's."""
@@ -260,8 +245,8 @@ class UnplannedSteps:
         is_of_new_size = not alike and saves_nothing(kind.own_plan)
         if kind not in alike and not is_of_new_size:
             return None
-        prediction = self._plain.predict(step.calls, kind, sys.maxsize, (PlainWay(),))
-        return None if prediction is None else AsWritten(prediction, kind, self._second_calls, kind)
+        prediction = self._plain.predict(step.calls, kind, sys.maxsize, (PlainWay.AS_IT_IS,))
+        return None if prediction is None else AsWritten(prediction, kind, kind)
 
 
 class StepChoices(Choices):
@@ -290,5 +275,5 @@ class StepChoices(Choices):
         return BY_GRAPHS if self._steps.has_own_plan(self._step) else None
 
     def without_plan(self) -> Way | None:
-        """As it is, with modules called twice, or with saved values put aside: the fastest that fits."""
+        """As it is, or with saved values put aside: the faster that fits."""
         return self._steps.without_plan(self._step, self._begun)

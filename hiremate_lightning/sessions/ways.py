@@ -4,19 +4,18 @@ A way is chosen as a step begins, or goes on with another call. Where that is `B
 way is chosen for each captured graph as it comes. `choose_way` holds the order of the rules. What each rule looks at
 stands with the objects that know it: `unplanned` for steps, `graph_programs` for graphs.
 
-- A step: its plan gains nothing and it is given back; it has a plan of its own; without a plan as written, with modules
-  called twice, or put aside, the fastest of these that fits (`records.plain_ways`); else `BY_GRAPHS`.
+- A step: its plan gains nothing and it is given back; it has a plan of its own; without a plan as it is, or put aside,
+  the faster of these that fits (`plain_steps`); else `BY_GRAPHS`.
 - A graph: by the plan of its step; by a plan of other sizes; at the least memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ..calls.second_calls import SecondCalls
 from ..running.program import Program
 from .aside_room import AsideRoom
 from .plain_steps import Prediction
@@ -95,35 +94,20 @@ class AsWritten(Way):
     Attributes:
         prediction: What it takes then.
         likely: The kind whose code it is expected to run.
-        calls: Sees which modules may be called twice, and calls them so.
         released: Its kind, where that has a plan which gains nothing; else None.
     """
 
     prediction: Prediction
     likely: StepKind
-    calls: SecondCalls
     released: StepKind | None = None
 
     def around(self, arguments: Any) -> AbstractContextManager[None]:
         """Surround a call of the step that is given some arguments."""
-        return self.calls.observed()
+        return nullcontext()
 
     def describe(self, name: str) -> str:
         """Describe such steps of the named model for the user."""
         return "Steps of other input sizes that fit the budget as they are run without a plan."
-
-
-@dataclass(frozen=True, slots=True)
-class ModulesTwice(AsWritten):
-    """The step fits where some of its modules are called twice."""
-
-    def around(self, arguments: Any) -> AbstractContextManager[None]:
-        """Call these modules once more in the backward."""
-        return self.calls.twice(self.prediction.way.paths)
-
-    def describe(self, name: str) -> str:
-        """Describe such steps of the named model for the user."""
-        return _with_less_memory(f"call as many modules of {name} twice as they need to")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,21 +123,16 @@ class PutAside(AsWritten):
     @contextmanager
     def around(self, arguments: Any) -> Iterator[None]:
         """Put aside what autograd saves in a call."""
-        with self.calls.observed(), self.room.saving(arguments):
+        with self.room.saving(arguments):
             yield
 
     def describe(self, name: str) -> str:
         """Describe such steps of the named model for the user."""
-        return _with_less_memory(
-            "put what the backward reads aside, in temporary files or, from a GPU, in the host's memory"
+        return (
+            "Steps of other input sizes that fit the budget only with less memory run without a plan, and put what the "
+            "backward reads aside, in temporary files or, from a GPU, in the host's memory, until their sizes have "
+            "come often."
         )
-
-
-def _with_less_memory(how: str) -> str:
-    return (
-        f"Steps of other input sizes that fit the budget only with less memory run without a plan, and {how}, "
-        "until their sizes have come often."
-    )
 
 
 # -------------------------------------------------------------------- the choice
@@ -169,7 +148,7 @@ class Choices:
         """By the plan of its own kind."""
 
     def without_plan(self) -> Way | None:
-        """As the user wrote it, with modules called twice, or with what is saved put aside: the fastest that fits."""
+        """As the user wrote it, as it is or with what is saved put aside: the faster that fits."""
 
     def plan_of_other_sizes(self) -> Way | None:
         """Captured, by a plan for the same code at other sizes, where that fits."""

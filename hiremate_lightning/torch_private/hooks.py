@@ -19,8 +19,6 @@ CALL_SLOT = "_compiled_call_impl"
 CALLERS = 3  # functions between a module's call and what stands in for it, and one more
 _CALL = torch.nn.Module._wrapped_call_impl.__code__
 _CALLED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# What a module of PyTorch has by itself, beside its parameters, its buffers and the modules in it.
-OWN_ATTRIBUTES = frozenset(torch.nn.Module().__dict__) - {"_parameters", "_buffers", "_modules"}
 
 
 def get_call(module: torch.nn.Module) -> Callable[..., Any] | None:
@@ -98,24 +96,6 @@ def kinds_in(module: torch.nn.Module) -> frozenset[str]:
     return frozenset(kind for kind in _CALLED if shared[f"_global{kind}"] or any(own.get(kind) for own in inner))
 
 
-def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether functions of others are called with a module or its parts, or with all modules."""
-    return any(hooks_of_all_modules()) or any(
-        inner.__dict__.get(name) for inner in module.modules() for name in _CALLED
-    )
-
-
-def hooks_of_all_modules() -> list[dict[int, Any]]:
-    """Return the very dictionaries of the functions that are called with all modules."""
-    return [vars(torch.nn.modules.module)[f"_global{name}"] for name in _CALLED]
-
-
-def hooks_of(module: torch.nn.Module) -> list[dict[int, Any]]:
-    """Return the very dictionaries of the functions that are called with a module."""
-    own = module.__dict__
-    return [own[name] for name in _CALLED if name in own]
-
-
 def inner_labels(module: torch.nn.Module) -> list[tuple[dict[int, Any], dict[int, Any]]]:
     """List the hooks below a module that only name it in the records of a profiler: Lightning's PyTorchProfiler's.
 
@@ -149,11 +129,6 @@ def without(found: list[tuple[dict[int, Any], dict[int, Any]]]) -> Iterator[None
         for (own, _), hooks in zip(found, before, strict=True):
             own.clear()
             own.update(hooks)
-
-
-def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return the very dictionary in which a module keeps its own buffers."""
-    return module._buffers
 
 
 def on_optimizer_step(hook: Callable[[torch.optim.Optimizer], None]) -> Any:

@@ -186,7 +186,7 @@ def test_steps_of_new_sizes_put_aside_what_they_save_within_the_budget():
         assert all(map(torch.equal, *found))
     session = targets_of(model).session
     assert session.captured_count == 1
-    assert session.steps.plain.prediction.way.puts_aside
+    assert session.steps.plain.prediction.saves_memory
 
 
 def test_intervals_start_with_what_lives():

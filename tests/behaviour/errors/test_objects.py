@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.calls.given import tensors_inside
-from hiremate_lightning.objects import attempt, attributes_of, held_by, is_of, plain_data
+from hiremate_lightning.objects import attempt, attributes_of, held_by, is_of
 from tests.exact import simple_loop, train_both
 
 
@@ -104,11 +104,6 @@ def test_an_object_is_of_its_type_whatever_it_says():
     assert is_of(Closed(1), Closed)
     assert not is_of(Closed(1), (dict, Tensor))
     assert attributes_of(object()) == {}
-
-
-def test_a_number_of_any_class_compares_as_a_number():
-    assert plain_data(Number(1.5)) == 1.5
-    assert type(plain_data(Number(1.5))) is float
 
 
 def test_a_look_that_fails_is_said_once_and_only_for_debugging(caplog):

@@ -13,6 +13,7 @@ from hiremate_lightning.measuring.aside import LEAST_ASIDE, SavedAside
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.options import make_options
 from hiremate_lightning.sessions import aside_room, unplanned
+from hiremate_lightning.sessions.plain_steps import PlainWay
 from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.targets.training_step import StepTarget
@@ -24,7 +25,7 @@ LENGTHS = [60, 8, 90, 33, 90, 72, 96, 90, 24]
 
 
 class Net(nn.Module):
-    """Blocks that change each other's input, so that none of them may be called twice, with dropout."""
+    """Blocks with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ def ways(model: nn.Module) -> list[str]:
 def way_of(session: Session) -> str:
     """Return how the latest step ran."""
     way = session.steps.plain.prediction.way if session.is_plain else None
-    return "plan" if way is None else "aside" if way.puts_aside else "twice" if way.paths else "plain"
+    return "plan" if way is None else "aside" if way is PlainWay.PUT_ASIDE else "plain"
 
 
 @pytest.mark.parametrize("make", [Net, Gradients])

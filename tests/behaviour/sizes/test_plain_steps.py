@@ -12,7 +12,6 @@ from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.calls.given import ModuleCall
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.records.graph import StorageKind
-from hiremate_lightning.records.plain_ways import PlainWay
 from hiremate_lightning.records.resizing import Sample
 from hiremate_lightning.sessions.plain_steps import (
     NEAR,
@@ -21,6 +20,7 @@ from hiremate_lightning.sessions.plain_steps import (
     UNMEASURED_RATIO,
     UNMEASURED_WAY_RATIO,
     PlainSteps,
+    PlainWay,
 )
 from hiremate_lightning.sessions.step_kind import CapturedStep, StepKind
 from hiremate_lightning.targets.modules import targets_of
@@ -44,18 +44,19 @@ def bytes_at(rows: int, length: int) -> int:
 def captured(
     rows: int, length: int, code: StepKind = KIND, times: int = 1, margin_bytes: int = 0, width: int = 8
 ) -> CapturedStep:
-    """A step that keeps one tensor of its rows, its length and channels, in a module that may be called twice."""
+    """A step that keeps tensors of its rows, its length and channels."""
     b = Builder()
     weight, x = b.input("w", width), b.input("x", 8, StorageKind.INPUT)
-    kept = b.op("kept", (x, weight), times * bytes_at(rows, length))
-    b.tensors[kept] = replace(b.tensors[kept], shape=(rows, length, times * CHANNELS), dtype="float32")
-    out, tangent = b.op("out", (kept,), 4), b.tangent("t", 4)
-    gradient = b.op("grad", (tangent, kept), 8, backward=True)
+    kept = [x]
+    for number in range(times):
+        kept.append(b.op(f"kept{number}", (kept[-1], weight), bytes_at(rows, length)))
+        b.tensors[kept[-1]] = replace(b.tensors[kept[-1]], shape=(rows, length, CHANNELS), dtype="float32")
+    out, gradient = b.op("out", (kept[-1],), 4), b.tangent("t", 4)
+    for tensor in reversed(kept[1:]):
+        gradient = b.op(f"grad{tensor}", (gradient, tensor), 8, backward=True)
     graph, profile = b.graph(outputs=(out,), gradients=(gradient,))
     sample = Sample((), graph, profile, len(graph.storages))
-    return CapturedStep(
-        (call(rows, length),), code, times * rows * length, margin_bytes, True, lambda: (sample, {"module": [[0]]})
-    )
+    return CapturedStep((call(rows, length),), code, times * rows * length, margin_bytes, True, lambda: sample)
 
 
 def known(*steps: CapturedStep) -> PlainSteps:
@@ -67,7 +68,7 @@ def known(*steps: CapturedStep) -> PlainSteps:
     return plain
 
 
-def takes(plain: PlainSteps, rows: int, length: int, ways: tuple[PlainWay, ...] = (PlainWay(),)) -> float | None:
+def takes(plain: PlainSteps, rows: int, length: int, ways: tuple[PlainWay, ...] = (PlainWay.AS_IT_IS,)) -> float | None:
     """Return what the captured graph is predicted to take, without the few bytes that always remain."""
     found = plain.predict([call(rows, length)], KIND, 10**9, ways)
     return None if found is None else found.captured_bytes
@@ -84,25 +85,15 @@ def test_a_step_fits_or_it_does_not():
     most = plain.predict([call(4, 60)], KIND, 10**9)
     assert most is not None
     assert plain.predict([call(4, 60)], KIND, most.added_bytes) is not None
-    assert plain.predict([call(4, 60)], KIND, most.added_bytes - 1, (PlainWay(),)) is None
+    assert plain.predict([call(4, 60)], KIND, most.added_bytes - 1, (PlainWay.AS_IT_IS,)) is None
 
 
 def test_the_first_way_that_fits_is_chosen():
-    plain = known(captured(4, 100))
-    ways = [PlainWay(), PlainWay(frozenset({"module"}), 1.0)]
-    found = [plain.predict([call(4, 100)], KIND, room, tuple(ways)) for room in (10**9, bytes_at(4, 100))]
-    assert [None if prediction is None else prediction.way for prediction in found] == [ways[0], None]
-
-
-def test_steps_without_a_plan_are_read_again_once_second_calls_are_known():
-    larger, twice = captured(4, 200), dict[str, list[list[int]]]()
-    plain = known(captured(4, 100))
-    plain.learn_foreseen(replace(larger, read=lambda: (larger.sample[0], dict(twice))))
-    found = [plain._codes_called((call(4, 60),), KIND)[0]._twice]
-    twice["module"] = [[0]]
-    plain.read_again()
-    found.append(plain._codes_called((call(4, 60),), KIND)[0]._twice)
-    assert found == [{}, twice]
+    plain = known(captured(400, 100, times=8))
+    rooms = 10**9, 4 * bytes_at(400, 100), 4
+    found = [plain.predict([call(400, 100)], KIND, room) for room in rooms]
+    ways = [None if prediction is None else prediction.way for prediction in found]
+    assert ways == [PlainWay.AS_IT_IS, PlainWay.PUT_ASIDE, None]
 
 
 def test_calls_of_another_form_tell_nothing():
@@ -126,14 +117,14 @@ def test_kinds_called_like_a_step_are_found_by_its_first_calls():
 
 
 def added(plain: PlainSteps, length: int) -> int:
-    found = plain.predict([call(4, length)], KIND, 10**9, (PlainWay(),))
+    found = plain.predict([call(4, length)], KIND, 10**9, (PlainWay.AS_IT_IS,))
     assert found is not None
     return found.added_bytes
 
 
 def measure(plain: PlainSteps, length: int, ratio: float | None) -> None:
     """Let a plain step of a length have taken so many times what the captured graph takes."""
-    found = plain.predict([call(4, length)], KIND, 10**9, (PlainWay(),))
+    found = plain.predict([call(4, length)], KIND, 10**9, (PlainWay.AS_IT_IS,))
     assert found is not None
     plain.measured([call(4, length)], KIND, found, None if ratio is None else round(ratio * found.captured_bytes))
 
@@ -158,13 +149,13 @@ def test_a_bound_that_lies_high_does_not_lower_the_ratio():
 
 
 def test_a_way_that_was_not_measured_has_a_margin_of_its_own():
-    plain, twice = known(captured(4, 100)), PlainWay(frozenset({"module"}), 1.0)
+    plain, ways = known(captured(4, 100)), (PlainWay.PUT_ASIDE,)
     measure(plain, 90, 1.05)
-    found = plain.predict([call(4, 90)], KIND, 10**9, (twice,))
+    found = plain.predict([call(4, 90)], KIND, 10**9, ways)
     assert found is not None
     assert found.added_bytes > UNMEASURED_WAY_RATIO * (found.captured_bytes - 8)
     measure(plain, 91, 1.4)
-    assert plain.predict([call(4, 90)], KIND, 10**9, (twice,)).added_bytes > 1.4 * (found.captured_bytes - 8)
+    assert plain.predict([call(4, 90)], KIND, 10**9, ways).added_bytes > 1.4 * (found.captured_bytes - 8)
 
 
 def test_a_measured_margin_counts():
@@ -173,7 +164,7 @@ def test_a_measured_margin_counts():
 
 def test_clearly_larger_steps_are_measured():
     plain = known(captured(4, 100))
-    found = [plain.predict([call(4, length)], KIND, 10**9, (PlainWay(),)) for length in (50, 51, 60)]
+    found = [plain.predict([call(4, length)], KIND, 10**9, (PlainWay.AS_IT_IS,)) for length in (50, 51, 60)]
     assert plain.is_to_be_measured(found[0], found[0].added_bytes)
     measure(plain, 50, 1.2)
     assert [plain.is_to_be_measured(step, step.added_bytes) for step in found] == [False, False, True]
@@ -181,14 +172,14 @@ def test_clearly_larger_steps_are_measured():
 
 def test_steps_that_take_little_of_their_room_are_not_measured():
     plain = known(captured(4, 100))
-    found = plain.predict([call(4, 50)], KIND, 10**9, (PlainWay(),))
+    found = plain.predict([call(4, 50)], KIND, 10**9, (PlainWay.AS_IT_IS,))
     rooms = (int(found.added_bytes / share) for share in (NEAR - 0.01, NEAR + 0.01))
     assert [plain.is_to_be_measured(found, room_bytes) for room_bytes in rooms] == [False, True]
 
 
 def test_a_step_that_was_not_seen_whole_is_measured_again():
     plain = known(captured(4, 100))
-    prediction = plain.predict([call(4, 50)], KIND, 10**9, (PlainWay(),))
+    prediction = plain.predict([call(4, 50)], KIND, 10**9, (PlainWay.AS_IT_IS,))
     for _ in range(TRIES):
         assert plain.is_to_be_measured(prediction, prediction.added_bytes)
         measure(plain, 50, None)

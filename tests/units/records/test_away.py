@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiremate_lightning.errors import ScheduleError
-from hiremate_lightning.records.away import Away, Idle, idle_storages, put_away
+from hiremate_lightning.records.away import Away, Idle, idle_storages, may_lie_aside, put_away
 from hiremate_lightning.records.costs import Link, Profile, profile_from_json
 from hiremate_lightning.records.graph import Graph, StorageKind
 from hiremate_lightning.records.lines import Copied
@@ -388,3 +388,21 @@ def test_many_random_steps_have_something_to_put_away():
         graph, _ = random_graph(seed, 8)
         counts.append(len(random_aways(graph, lower(graph, keep_all(graph)), rng)))
     assert sum(count > 1 for count in counts) > 30
+
+
+def test_nothing_lies_aside_that_others_hold():
+    b = Builder()
+    weight, x = b.input("w", 8), b.input("x", 100)
+    saved = []
+    for block in range(3):
+        given, hidden = x, b.op(f"linear{block}", (x, weight), 100)
+        x = b.op(f"sum{block}", (hidden, given), 100)
+        saved.append((given, hidden))
+    gradient = b.tangent("t", 100)
+    for block in reversed(range(3)):
+        gradient = b.op(f"grad{block}", (gradient, *saved[block]), 100, backward=True)
+    graph, _ = b.graph(outputs=(x,), gradients=(gradient,))
+
+    names = {tensor.name for tensor in graph.tensors if tensor.storage in may_lie_aside(graph, len(graph.storages))}
+    assert names == {"linear0", "sum0", "linear1", "sum1", "linear2"}, "the input was there, the last sum is returned"
+    assert max(may_lie_aside(graph, 4)) < 4, "the later storages stand for code outside"

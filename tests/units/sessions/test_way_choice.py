@@ -6,16 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from hiremate_lightning.records.plain_ways import PlainWay
 from hiremate_lightning.sessions.current_step import CurrentStep
-from hiremate_lightning.sessions.plain_steps import Prediction
+from hiremate_lightning.sessions.plain_steps import PlainWay, Prediction
 from hiremate_lightning.sessions.step_kind import StepKind
 from hiremate_lightning.sessions.unplanned import StepChoices
-from hiremate_lightning.sessions.ways import BY_GRAPHS, AsWritten, Choices, ModulesTwice, PutAside, Way, choose_way
+from hiremate_lightning.sessions.ways import BY_GRAPHS, AsWritten, Choices, PutAside, Way, choose_way
 
 RULES = ("given_back", "own_plan", "without_plan", "plan_of_other_sizes", "least_memory")
 KIND = StepKind((0,))
-PLAIN, TWICE, ASIDE = PlainWay(), PlainWay(frozenset({"layer"}), 1.0), PlainWay(extra_ms=1.0, puts_aside=True)
+PLAIN, ASIDE = PlainWay
 
 
 @pytest.mark.parametrize("first", range(len(RULES)))
@@ -39,9 +38,7 @@ def test_where_no_rule_has_a_way_graphs_choose():
 
 def without_plan(way: PlainWay, released: StepKind | None = None) -> AsWritten:
     prediction = Prediction(way, 10, 10)
-    if way.puts_aside:
-        return PutAside(prediction, KIND, None, room=None)
-    return (ModulesTwice if way.paths else AsWritten)(prediction, KIND, None, released)
+    return PutAside(prediction, KIND, room=None) if way is ASIDE else AsWritten(prediction, KIND, released)
 
 
 def choose(
@@ -66,7 +63,6 @@ def choose(
     ("known", "chosen"),
     [
         ({}, AsWritten),
-        ({"way": TWICE}, ModulesTwice),
         ({"way": ASIDE}, PutAside),
         ({"way": None}, type(BY_GRAPHS)),  # it does not fit without a plan, or nothing has one yet
         ({"has_own_plan": True}, type(BY_GRAPHS)),
