@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from ..capturing.template import CodeTemplate
 from ..records.expressions import NoTemplateError, Sizes
 from ..running.execution import Conductor, Part
-from ..torch_private import runtime
 from .planned_model import PlannedModel
 
 log = logging.getLogger("hiremate_lightning")
@@ -47,8 +46,6 @@ class Templates:
             return "kernels are fused for their sizes"
         if self._model.options.offload != "off":
             return "programs hold the host's memory that values go away to"
-        if runtime.process_group_store() is not None:
-            return "ranks would have to agree on what they trace"
         return ""
 
     def part_at(self, samples: Sequence[tuple[Sizes, Part]], sizes: Sizes, conductor: Conductor) -> Part:

@@ -11,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from hiremate_lightning import hiremate, remove_hiremate
+from hiremate_lightning.testing import is_from_template, session_of
 from tests.exact import simple_loop, train_both
 
 WIDTH = 128
@@ -74,6 +75,22 @@ def test_a_replicated_model_trains_as_without_a_plan(options, prepare: Callable[
         return model
 
     train_both(make, simple_loop(make_batch), "75%")
+
+
+def test_new_sizes_of_a_replicated_model_need_no_trace_of_their_own():
+    sizes, seen = [256, 256, 200, 180, 230, 250, 190, 240, 210, 221], []
+
+    def rows(index: int) -> Tensor:
+        return batch(index)[: sizes[index]]
+
+    train_both(lambda: DistributedDataParallel(Blocks()), simple_loop(rows, steps=len(sizes)), "55%")
+    model = hiremate(DistributedDataParallel(Blocks()), "55%", verbose=False)
+    for index in range(len(sizes)):
+        model(rows(index)).square().mean().backward()
+        seen.append((is_from_template(model), session_of(model).captured_count))
+        model.zero_grad()
+    assert all(is_made for is_made, _ in seen[4:])
+    assert len({count for _, count in seen[4:]}) == 1
 
 
 def test_the_first_gradients_come_in_the_order_of_eager():
