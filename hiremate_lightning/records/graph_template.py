@@ -102,6 +102,8 @@ class GraphTemplate:
         growing = {}
         for index, storages in enumerate(zip(*(graph.storages for graph in graphs), strict=True)):
             same = tuple(storage.size_bytes for storage in storages)
+            if storages[0].kind.is_resident and self._find(same) is None:
+                continue  # an input may be part of a larger tensor of the caller's: no step allocates its bytes
             if len(set(same)) > 1:
                 self._need(same, f"the size of the storage {index}")
                 growing[index] = same
