@@ -162,6 +162,7 @@ def test_what_is_put_aside_leaves_the_device_and_comes_back_once():
     assert torch.equal(x.grad, 8 * x.detach())
 
 
+@pytest.mark.usefixtures("without_templates")
 def test_steps_of_new_sizes_put_aside_what_they_save_within_the_budget():
     def step(model: nn.Module, length: int) -> torch.Tensor:
         model.zero_grad()
