@@ -8,6 +8,8 @@
 # The versions are those of constraints.txt. PYTHON=... chooses another interpreter for a new environment.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# What is imported is compiled once. Without this each process of a test would compile PyTorch again, for 7 s, where a machine's settings say so.
+unset PYTHONDONTWRITEBYTECODE
 python=.venv/bin/python
 stamp=.venv/.installed
 demo_stamp=.venv/.installed-demo
