@@ -14,10 +14,11 @@ from ..planning.plan import Plan
 from ..planning.planner import make_plan, resolve
 from ..planning.shared_solving import announce, shared
 from ..planning.solvers import worker
-from ..planning.solvers.base import Strategy
+from ..planning.solvers.base import Solution, Strategy
 from ..planning.solvers.curve import Remembering
 from ..records.away import Host
 from ..records.costs import step_time_ms
+from ..records.outline import SizedStep
 from ..records.scaling import are_same
 from ..records.step import Step
 from ..running.program import Program
@@ -58,7 +59,7 @@ class PlanMaker:
         """Return the budgets of a kind of step of which none was seen."""
         return Limits(self._model.options.budget.share is not None)
 
-    def budget_bytes(self, step: Step, resident: Resident, kind: StepKind | None = None) -> int:
+    def budget_bytes(self, step: Step | SizedStep, resident: Resident, kind: StepKind | None = None) -> int:
         """Return the budget of a step, resident bytes included; a share is of the largest step that is known.
 
         A share is of what plain training adds, graphs that wait for their backward included.
@@ -72,6 +73,8 @@ class PlanMaker:
             self._auto_bytes = resolve(Budget(), resident.size_bytes, 0, free_bytes(self._model.memory.device))
         if self._model.options.budget.is_auto:
             return self._auto_bytes
+        if self._model.options.budget.share is None:
+            return resolve(self._model.options.budget, 0, 0, 0)
         of_others = (self._plain_bytes(other) for other in self._history.planned if other is not kind)
         added_bytes = max(step.plain_bytes + resident.plain_waiting_bytes, *of_others, 0)
         return resolve(self._model.options.budget, resident.size_bytes - resident.waiting_bytes, added_bytes, 0)
@@ -176,6 +179,19 @@ class PlanMaker:
             )
         self._first_wait.took(self._stages.total)
         return self._finish(recorded, step, plan)
+
+    def decide(self, step: Step, room_bytes: int) -> Solution | None:
+        """Solve a step that gets no plan of its own; None where nothing fits.
+
+        Args:
+            step: The merged step.
+            room_bytes: Bytes that it may add to what is resident.
+        """
+        model = self._model
+        progress = model.stages.reporter.solving(step_time_ms(step.graph, step.profile))
+        options = replace(model.options.plan, on_infeasible="warn")
+        plan = make_plan(step, model.options.budget, room_bytes, 0, options, target=model.name, progress=progress)
+        return plan.solution if plan.solution.peak_bytes <= room_bytes else None
 
     def _finish(self, recorded: RecordedStep, step: Step, plan: Plan) -> tuple[Plan, dict[int, Program]]:
         plan = plan.changed(

@@ -15,12 +15,14 @@ from functools import cached_property
 
 from ..calls.given import ModuleCall
 from ..measuring.resident import Resident
+from ..planning.ladder import Ladder
 from ..planning.plan import Plan
 from ..planning.solvers.base import Solution
 from ..records.plain_ways import Calls
 from ..records.resizing import Sample
 from ..running.program import Program
 from .recorded_step import RecordedStep
+from .sizes_of_calls import SizesOfCalls
 
 AGAIN_AFTER = 8  # steps of a kind, then 16 more, 32, ...: code outside of its plan may come to take more
 
@@ -137,12 +139,14 @@ class Sights:
     Attributes:
         count: How often.
         is_by_plans: Whether every forward of some step ran by a plan, of this or another kind.
+        fits_nothing: Whether some step was made from traces of other sizes, and not even the least memory fitted.
         confused_with: The kinds that were confused with it, itself included; empty where none was.
         waited: How many graphs of earlier steps waited for their backward as steps began.
     """
 
     count: int = 0
     is_by_plans: bool = False
+    fits_nothing: bool = False
     confused_with: frozenset[StepKind] = frozenset()
     waited: frozenset[int] = frozenset()
 
@@ -172,6 +176,8 @@ class StepKind:
         trial: What they take with and without the plan.
         captured: Its step as predictions of plain steps need it; None before these know it.
         told: What a user was told last of it; None for nothing.
+        ladder: Where it is the first kind of its code, decisions for all sizes of that.
+        sizes_of_calls: Where it is that kind, the sizes of the calls of its steps.
     """
 
     graphs: GraphNumbers
@@ -194,6 +200,8 @@ class StepKind:
     trial: Trial = field(default_factory=Trial)
     captured: CapturedStep | None = None
     told: Told | None = None
+    ladder: Ladder[RecordedStep] = field(default_factory=Ladder)
+    sizes_of_calls: SizesOfCalls = field(default_factory=SizesOfCalls)
 
     @property
     def recorded(self) -> RecordedStep:
@@ -224,3 +232,4 @@ class StepKind:
         """Forget what its steps run, their plan, and that they came; what existed before them stays, and all counts."""
         self.forget_step()
         self.counts_on_freed_gradients, self.is_searching, self.seen_bytes, self.sights = False, False, None, Sights()
+        self.ladder = Ladder()

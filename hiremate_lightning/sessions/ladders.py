@@ -1,0 +1,85 @@
+"""Decisions for all sizes of code that has a template, solved where none fit, or where steps have lost time by them.
+
+A step of a size that was never traced gets no plan of its own as long as something fits it: one such plan a size would
+be one a step, where nearly every size comes once. What `planning.ladder` keeps for the code serves all of its sizes.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from ..garbage import collecting_what_it_leaves
+from ..planning.ladder import Ladder, Loss
+from ..planning.planner import guard_bytes
+from ..planning.solvers import Problem, SolveOptions, smallest_budget
+from ..records.costs import step_time_ms
+from ..records.outline import SizedStep
+from ..records.schedule import keep_all
+from .plan_maker import PlanMaker
+from .planned_model import PlannedModel
+from .recorded_step import RecordedStep
+
+log = logging.getLogger("hiremate_lightning")
+
+BUILT_AND_PROVED = 8.0  # times a step, that programs of other decisions take until they are built and proved
+
+StepLadder = Ladder[RecordedStep]
+StepLoss = Loss[RecordedStep]
+
+
+class Ladders:
+    """Solves decisions for all sizes of code.
+
+    Args:
+        model: The planned model.
+        maker: Solves.
+    """
+
+    def __init__(self, model: PlannedModel, maker: PlanMaker) -> None:
+        self._model, self._maker = model, maker
+
+    def find_least(self, ladder: StepLadder, sized: SizedStep, room_bytes: int) -> None:
+        """Find the decisions of least memory for a step, unless the same was tried in no less room."""
+        step = sized.step
+        share = room_bytes / max(1, sized.peak_bytes(keep_all(step.graph)))
+        if share <= ladder.least_share:
+            return
+        stages, options = self._model.stages, self._model.options.plan
+        with stages.stage("solve_s", "solving"), collecting_what_it_leaves():
+            progress = stages.reporter.solving(step_time_ms(step.graph, step.profile))
+            limits = SolveOptions(time_limit_s=options.time_limit_s, progress=progress)
+            limit_bytes = max(0, room_bytes - guard_bytes(room_bytes))
+            ladder.least = smallest_budget(Problem(step.graph, step.profile, limit_bytes, limits)).recompute
+        if sized.peak_bytes(ladder.least) > limit_bytes:
+            ladder.least_share = share
+
+    def step_ended(self, loss: StepLoss) -> bool:
+        """Learn of a step that ran by decisions of other sizes; solve some for all sizes where that has paid by now.
+
+        Returns:
+            Whether there are other decisions now.
+        """
+        ladder, price_ms = loss.ladder, self._price_ms(loss)
+        target = ladder.note(loss, price_ms)
+        if target is None or not self._model.has_place:
+            return False
+        with self._model.stages.stage("solve_s", "solving"), collecting_what_it_leaves():
+            solution = self._maker.decide(target.step.merge(), target.room_bytes)
+        if not ladder.solved(target, solution):
+            return False
+        assert solution is not None, "it saves time"
+        text = (
+            f"Decisions of {self._model.name} for sizes without a plan: steps like one that computed "
+            f"{target.again_ms:.0f} ms of work again compute {solution.extra_ms:.0f} ms again from now on."
+        )
+        log.info(text)
+        self._model.stages.reporter.note(text)
+        return True
+
+    def _price_ms(self, loss: StepLoss) -> float:
+        """Estimate the time that other decisions take until steps run by them, from what plans of the code took."""
+        planned = self._model.history.planned
+        solve_s = max((kind.own_plan.planning.solve_s for kind in planned), default=0.0)
+        calls = [recorded.call for recorded in loss.step.calls]
+        step_ms = sum(step_time_ms(call.graph, call.profile) for call in calls)
+        return 1000 * solve_s + BUILT_AND_PROVED * step_ms
