@@ -99,7 +99,12 @@ class GraphPrograms:
             (kind.code or kind).sizes_of_calls.note(calls)
         ways = [forward.way for forward in step.forwards]
         losses = [way.loss for way in ways if isinstance(way, PlanOfOtherSizes) and way.loss is not None]
-        if losses and self._ladders.step_ended(losses[-1]):  # it was chosen last, when most was known
+        if not losses:
+            return
+        loss, record = losses[-1], step.record  # it was chosen last, when most was known
+        peak_bytes = record.peak_bytes if record is not None and record.is_whole and record.is_measured else None
+        has_risen = peak_bytes is not None and self._ladders.measured(loss, peak_bytes)
+        if self._ladders.step_ended(loss) or has_risen:
             self.forget_plans()
 
     def take_over(self, step: CurrentStep, part: Part, ran: GraphNumbers, profile: Profile) -> PlanOfOtherSizes | None:
@@ -208,9 +213,9 @@ class GraphPrograms:
             return None
         whole = foreseen.merge()
         sized = self._outlines.at_size(whole, [recorded.code for recorded in foreseen.calls])
-        margin_bytes = max(recorded.margin_bytes for recorded in alike)
         traced_bytes = TRACING_BYTES if len(foreseen.calls) > 1 else 0  # graphs are traced while values of others live
-        room_bytes = self.maker.budget_bytes(sized, resident) - resident.size_bytes - margin_bytes - traced_bytes
+        room_bytes = self.maker.budget_bytes(sized, resident) - resident.size_bytes - traced_bytes
+        room_bytes -= self._margin_bytes(step, room_bytes, captured.template is not None)
         before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]
         chosen = self._choose_among(step, sized, room_bytes, before, captured.template is not None)
         if call + 1 == len(foreseen.calls):
@@ -223,10 +228,19 @@ class GraphPrograms:
             replace(foreseen, merged={}),
             room_bytes,
             plain_bytes,
+            chosen.peak_bytes,
             chosen.again_ms,
             chosen.lost_ms,
         )
         return Followed(foreseen, whole.split(chosen.decisions), None if captured.template is None else loss)
+
+    def _margin_bytes(self, step: CurrentStep, room_bytes: int, is_made: bool) -> int:
+        """Return the bytes of a room to leave free, since steps of the same code took more than was predicted."""
+        kinds = step.comparison.alike
+        margin_bytes = max(kind.recorded.margin_bytes for kind in kinds)
+        if not is_made:
+            return margin_bytes
+        return max(margin_bytes, self._ladders.margin_bytes(self._code(step).ladder, kinds, room_bytes))
 
     def _choose_among(
         self, step: CurrentStep, sized: SizedStep, room_bytes: int, before: Sequence[Decisions], is_made: bool

@@ -18,6 +18,7 @@ from ..planning.solvers.base import Solution, Strategy
 from ..planning.solvers.curve import Remembering
 from ..records.away import Host
 from ..records.costs import step_time_ms
+from ..records.expressions import NoTemplateError
 from ..records.outline import SizedStep
 from ..records.scaling import are_same
 from ..records.step import Step
@@ -153,8 +154,12 @@ class PlanMaker:
         solver = Remembering(worker.apart(self._model.options.plan.solver))
         return shared(solver, runtime.process_group_store(), self._model_description)
 
-    def make(self, kind: StepKind) -> tuple[Plan, dict[int, Program]]:
+    def make(self, kind: StepKind) -> tuple[Plan, dict[int, Program]] | None:
         """Plan a recorded kind of step, and build its programs; its limits are set also where nothing fits.
+
+        Returns:
+            The plan, and the program for each place among its forwards; None, and the kind is dropped, where it is made
+            from traces of other sizes and these do not tell its programs.
 
         Raises:
             InfeasibleBudgetError: If nothing fits the budget.
@@ -178,7 +183,13 @@ class PlanMaker:
                 host=self.host(recorded),
             )
         self._first_wait.took(self._stages.total)
-        return self._finish(recorded, step, plan)
+        try:
+            return self._finish(recorded, step, plan)
+        except NoTemplateError as error:
+            log.info("A kind of step of %s gets no plan of its own: %s", self._model.name, error)
+            kind.sights.has_no_template = True
+            self._history.drop(kind)
+            return None
 
     def decide(self, step: Step, room_bytes: int) -> Solution | None:
         """Solve a step that gets no plan of its own; None where nothing fits.

@@ -140,6 +140,7 @@ class Sights:
         count: How often.
         is_by_plans: Whether every forward of some step ran by a plan, of this or another kind.
         fits_nothing: Whether some step was made from traces of other sizes, and not even the least memory fitted.
+        has_no_template: Whether traces of other sizes do not tell the programs of a plan of it: it gets none.
         confused_with: The kinds that were confused with it, itself included; empty where none was.
         waited: How many graphs of earlier steps waited for their backward as steps began.
     """
@@ -147,8 +148,20 @@ class Sights:
     count: int = 0
     is_by_plans: bool = False
     fits_nothing: bool = False
+    has_no_template: bool = False
     confused_with: frozenset[StepKind] = frozenset()
     waited: frozenset[int] = frozenset()
+
+    def is_worth_a_plan(self, is_made: bool) -> bool:
+        """Whether steps have come so that a plan of their own may pay.
+
+        Args:
+            is_made: Whether they run code that was made from traces of other sizes: these run by what is decided for
+                all sizes, wherever that fits.
+        """
+        if not is_made:
+            return self.count > 1 or not self.is_by_plans
+        return not self.has_no_template and (self.fits_nothing or (self.count > 1 and not self.is_by_plans))
 
 
 @dataclass(eq=False, slots=True)
