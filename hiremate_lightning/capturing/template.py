@@ -6,6 +6,7 @@ These tell which value is which, and do not depend on sizes.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from .absent import without_missing
 from .capture import Captured
 
 NOTHING: frozenset[int] = frozenset()
+REMEMBERED = 4  # sizes: who foresees the calls of a step asks before they come
 
 
 class CodeTemplate:
@@ -43,12 +45,17 @@ class CodeTemplate:
         self.programs = dict[Any, Any]()
         self._profiles = tuple(profile for _, profile in samples)
         self._graphs = dict[frozenset[int], GraphTemplate]()
+        self._latest = OrderedDict[Sizes, tuple[Captured, Profile]]()
         self._without(NOTHING)
 
     def at(self, sizes: Sizes) -> tuple[Captured, Profile]:
         """Return the code at some sizes, with its costs."""
-        graph, profile = self._without(NOTHING).at(sizes)
-        return replace(self.samples[0], graph=graph, template=self, sizes=sizes), profile
+        if sizes not in self._latest:
+            graph, profile = self._without(NOTHING).at(sizes)
+            self._latest[sizes] = replace(self.samples[0], graph=graph, template=self, sizes=sizes), profile
+            if len(self._latest) > REMEMBERED:
+                self._latest.popitem(last=False)
+        return self._latest[sizes]
 
     def without(self, missing: frozenset[int], sizes: Sizes) -> tuple[Graph, Profile]:
         """Return its graph and costs at some sizes without what some gradients of outputs would have brought."""

@@ -94,8 +94,8 @@ class Ladder(Generic[T]):
     """The decisions for the steps of one code.
 
     Attributes:
-        rungs: Those that were solved for steps that had lost time.
-        least: Those of the least memory; None before they were needed.
+        rungs: Those that were solved for steps that nothing fitted, or that had lost time.
+        least: Those of the least memory, where no other could be made, or fits; else None.
         least_share: The largest room, over what keeping everything takes, at which the least memory did not fit.
         excess: The most that a step was measured to add beyond what was predicted, over that.
         losses: The latest steps that lost time.
@@ -130,21 +130,21 @@ class Ladder(Generic[T]):
         self.lost_ms += loss.lost_ms
         return _best(self.losses) if self.lost_ms > price_ms * 2**self.vain else None
 
-    def solved(self, loss: Loss[T], solution: Solution | None) -> bool:
+    def solved(self, loss: Loss[T], solution: Solution) -> bool:
         """Learn of what was solved for a step that had lost time; count anew what steps lose.
 
         Args:
             loss: What it had lost.
-            solution: What fits it; None where nothing was found.
+            solution: What was found.
 
         Returns:
-            Whether that is another rung: it saves time.
+            Whether that is another rung: it fits, and saves time.
         """
-        saved_ms = 0.0 if solution is None else loss.again_ms - solution.extra_ms
+        saved_ms = loss.again_ms - solution.extra_ms if solution.peak_bytes <= loss.room_bytes else 0.0
         self.vain = 0 if saved_ms > WORTH_SAVING * loss.lost_ms else self.vain + 1
         self.losses.clear()
         self.lost_ms = 0.0
-        if solution is None or saved_ms <= 0:
+        if saved_ms <= 0:
             return False
         self.rungs.append(solution.recompute)
         return True

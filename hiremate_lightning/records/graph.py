@@ -138,6 +138,18 @@ class Node:
         """Whether a plan may run it again."""
         return self.direction is Direction.FORWARD and self.is_pure
 
+    def behind(self, nodes: int, tensors: int) -> Node:
+        """Return the same where so many nodes and tensors of another graph come before those of its own."""
+        return replace(
+            self,
+            inputs=tuple(t + tensors for t in self.inputs),
+            outputs=tuple(t + tensors for t in self.outputs),
+            replays=None if self.replays is None else self.replays + nodes,
+            takes=None if self.takes is None else self.takes + tensors,
+            plain_inputs=tuple(t + tensors for t in self.plain_inputs),
+            checkpoint=None if self.checkpoint is None else self.checkpoint + nodes,
+        )
+
 
 @dataclass(frozen=True)
 class Graph:

@@ -252,8 +252,8 @@ class GraphPrograms:
             sized: The same, as foreseen.
             room_bytes: Bytes that it may add to what is resident.
             before: The decisions that its calls ran by so far.
-            is_made: Whether its code was made from traces of other sizes: where nothing fits, the least memory is
-                searched once for all of these.
+            is_made: Whether its code was made from traces of other sizes: where nothing fits, decisions are solved for
+                all of these.
         """
         whole, ladder = sized.step, self._code(step).ladder
         plans = [kind.own_plan.solution.recompute for kind in step.comparison.alike]
@@ -264,7 +264,7 @@ class GraphPrograms:
 
         chosen = fastest()
         if chosen is None and is_made:
-            self._ladders.find_least(ladder, sized, room_bytes)
+            self._ladders.find(ladder, sized, room_bytes)
             chosen = fastest()
             step.comparison.fits_nothing = chosen is None
         return chosen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
@@ -178,7 +179,7 @@ class PlanMaker:
                 target=self._model.name,
                 margin_bytes=recorded.margin_bytes,
                 solve=recorded.solve,
-                progress=self._stages.reporter.solving(step_time_ms(step.graph, step.profile)),
+                progress=self.progress(step),
                 decided=step.join(recorded.decided) if recorded.decided else None,
                 host=self.host(recorded),
             )
@@ -191,18 +192,20 @@ class PlanMaker:
             self._history.drop(kind)
             return None
 
-    def decide(self, step: Step, room_bytes: int) -> Solution | None:
-        """Solve a step that gets no plan of its own; None where nothing fits.
+    def decide(self, step: Step, room_bytes: int) -> Solution:
+        """Solve a step that gets no plan of its own; where nothing fits, find its least memory.
 
         Args:
             step: The merged step.
             room_bytes: Bytes that it may add to what is resident.
         """
-        model = self._model
-        progress = model.stages.reporter.solving(step_time_ms(step.graph, step.profile))
-        options = replace(model.options.plan, on_infeasible="warn")
-        plan = make_plan(step, model.options.budget, room_bytes, 0, options, target=model.name, progress=progress)
-        return plan.solution if plan.solution.peak_bytes <= room_bytes else None
+        asked, options = self._model.options, replace(self._model.options.plan, on_infeasible="warn")
+        progress, name = self.progress(step), self._model.name
+        return make_plan(step, asked.budget, room_bytes, 0, options, target=name, progress=progress).solution
+
+    def progress(self, step: Step) -> Callable[[float, float], None] | None:
+        """Return what shows how solving a step goes on."""
+        return self._stages.reporter.solving(step_time_ms(step.graph, step.profile))
 
     def _finish(self, recorded: RecordedStep, step: Step, plan: Plan) -> tuple[Plan, dict[int, Program]]:
         plan = plan.changed(
