@@ -200,6 +200,21 @@ class Graph:
         return replace(self, nodes=nodes)
 
     @cached_property
+    def structure(self) -> tuple[object, ...]:
+        """What depends neither on sizes nor on names: operations, values, and storages, without orders and ends."""
+        nodes = tuple(
+            (n.op, n.direction, n.inputs, n.outputs, n.is_random, n.is_mutating, n.reads_mutated, n.replays)
+            for n in self.nodes
+        )
+        tensors = tuple((t.storage, t.dtype, t.producer, len(t.shape)) for t in self.tensors)
+        return nodes, tensors, tuple(storage.kind for storage in self.storages)
+
+    def like(self, graph: Graph) -> Graph:
+        """Return this graph, knowing that its structure is that of another one: it takes long to list."""
+        vars(self)["structure"] = graph.structure
+        return self
+
+    @cached_property
     def recomputers(self) -> tuple[int | None, ...]:
         """For each tensor, the node that can compute it again during the backward, or None."""
         found: list[int | None] = [None] * len(self.tensors)

@@ -117,7 +117,9 @@ def template_of(captured: Captured, schedule: Schedule) -> ProgramTemplate | Non
             raise NoTemplateError("A program holds the host's memory that values go away to")
         samples = [sample.reading_once(captured.overwritten) for sample in template.samples]
         programs = ProgramTemplate(samples, template.sizes, schedule.decisions(captured.graph))
-        template.programs[key] = programs if programs.schedule == schedule else None
+        if programs.schedule == schedule:
+            del template.programs[key]
+            template.programs[programs.schedule, captured.overwritten] = programs  # the very one that programs name
     made: ProgramTemplate | None = template.programs[key]
     if made is None:
         raise NoTemplateError("Traces of other sizes do not tell the programs of a schedule")

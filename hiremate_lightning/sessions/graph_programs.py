@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from ..capturing.absent import without_missing
@@ -64,6 +64,7 @@ class GraphPrograms:
         self._taken_over: weakref.WeakKeyDictionary[Part, TakenOver] = weakref.WeakKeyDictionary()
         self._most_bytes = 0  # that were resident
         self._outlines, self._ladders = Outlines(), Ladders(model, maker)
+        self._schedules = dict[Hashable, Schedule]()  # of decisions, by captured code
 
     def forget_plans(self) -> None:
         """Decide anew what to take over: there is another plan, or more is resident."""
@@ -178,9 +179,21 @@ class GraphPrograms:
             seen.followed = self._follow(step, captured, profile, call)
         if seen.followed is None:
             return None
-        schedule = lower(captured.graph, seen.followed.decisions[call])
+        program = self._program_of(captured, seen.followed.decisions[call], before)
+        return PlanOfOtherSizes(program, seen.followed.loss)
+
+    def _program_of(self, captured: Captured, decisions: Decisions, before: Sequence[PlanOfOtherSizes]) -> Program:
+        """Return the program by decisions for a captured graph; the one that it has run by before, if any has."""
+        key = captured.template or captured.joint, captured.overwritten, decisions
+        if key not in self._schedules:
+            if len(self._schedules) == KEPT:
+                del self._schedules[next(iter(self._schedules))]
+            self._schedules[key] = lower(captured.graph, decisions)
+        schedule = self._schedules[key]
         alike = (way.program for way in before if way.program.schedule == schedule)
-        return PlanOfOtherSizes(next(alike, None) or _build(captured, schedule), seen.followed.loss)
+        program = next(alike, None) or _build(captured, schedule)
+        self._schedules[key] = program.schedule
+        return program
 
     def _was_foreseen(self, step: CurrentStep, captured: Captured, call: int, is_last: bool) -> bool:
         """Whether a call of the step under way is what was decided for, or smaller where more is still to come."""
