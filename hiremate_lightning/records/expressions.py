@@ -29,6 +29,10 @@ class NoTemplateError(HiRemateError):
     """The same code at several sizes differs in more than numbers that are expressions of the sizes."""
 
 
+class WrongTemplateError(NoTemplateError):
+    """Programs for sizes that were not traced gave other numbers than the code as it was written."""
+
+
 @dataclass(frozen=True, slots=True)
 class Expression:
     """A factor times a product of sizes, and a constant.
@@ -85,7 +89,7 @@ def _candidates(samples: Sequence[Sizes], values: Sequence[int]) -> Iterator[Exp
 
 
 def vary_alone(samples: Sequence[Sizes], sizes: Sizes) -> tuple[list[Sizes], Sizes]:
-    """Leave out of sizes those that never vary, and those that are always the same as another.
+    """Leave out of sizes those that never vary, and those that are always another one and a constant.
 
     Args:
         samples: The sizes of each sample.
@@ -95,12 +99,22 @@ def vary_alone(samples: Sequence[Sizes], sizes: Sizes) -> tuple[list[Sizes], Siz
         The sizes of the samples and of the other one, without these.
 
     Raises:
-        NoTemplateError: If sizes are none of a template: they did not vary in samples, or were equal, and are not so.
+        NoTemplateError: If sizes are none of a template: they are not to each other as they are in all samples.
     """
     columns = list(zip(*samples, strict=True))
-    firsts = [columns.index(column) for column in columns]
-    for size, column, first in zip(sizes, columns, firsts, strict=True):
-        if size != sizes[first] or (len(set(column)) == 1 and size != column[0]):
-            raise NoTemplateError(f"Sizes that were equal, or did not vary, in {samples}, differ in {sizes}")
-    kept = sorted({first for first in firsts if len(set(columns[first])) > 1})
+    kept = list[int]()
+    for index, column in enumerate(columns):
+        shifts = ((first, _shift(column, columns[first])) for first in kept)
+        first, shift = next(((first, shift) for first, shift in shifts if shift is not None), (index, 0))
+        never_varies = len(set(column)) == 1
+        if sizes[index] != (column[0] if never_varies else sizes[first] + shift):
+            raise NoTemplateError(f"Sizes that did not vary, or not by themselves, in {samples}, differ in {sizes}")
+        if first == index and not never_varies:
+            kept.append(index)
     return [tuple(sample[i] for i in kept) for sample in samples], tuple(sizes[i] for i in kept)
+
+
+def _shift(column: Sequence[int], other: Sequence[int]) -> int | None:
+    """Return what one size is more than another, None where that varies."""
+    shifts = {one - two for one, two in zip(column, other, strict=True)}
+    return shifts.pop() if len(shifts) == 1 else None

@@ -17,6 +17,7 @@ from .graph import Graph, Node
 from .scaling import Line, difference
 
 Costed = tuple[Graph, Profile]
+LEAST = 2  # size of a dimension: tensors of one or no row are often handled apart
 
 
 class GraphTemplate:
@@ -53,8 +54,14 @@ class GraphTemplate:
             self._find(same)
 
     def at(self, sizes: Sizes) -> Costed:
-        """Return the graph and its costs at some sizes."""
+        """Return the graph and its costs at some sizes.
+
+        Raises:
+            NoTemplateError: If the samples don't tell about these.
+        """
         values = {same: e.at(sizes) for same, e in self._expressions.items() if e is not None}
+        if any(values[same] < LEAST <= min(same) for columns in self._shapes.values() for same in columns):
+            raise NoTemplateError(f"At the sizes {sizes} there are dimensions of 1 or less, which samples do not have")
         tensors, storages, nodes = list(self._base.tensors), list(self._base.storages), list(self._base.nodes)
         for index, columns in self._shapes.items():
             tensors[index] = replace(tensors[index], shape=tuple(values[same] for same in columns))
