@@ -89,7 +89,7 @@ def _candidates(samples: Sequence[Sizes], values: Sequence[int]) -> Iterator[Exp
 
 
 def vary_alone(samples: Sequence[Sizes], sizes: Sizes) -> tuple[list[Sizes], Sizes]:
-    """Leave out of sizes those that never vary, and those that are always another one and a constant.
+    """Leave out of sizes those that never vary, and those that are always a multiple of another one and a constant.
 
     Args:
         samples: The sizes of each sample.
@@ -103,18 +103,24 @@ def vary_alone(samples: Sequence[Sizes], sizes: Sizes) -> tuple[list[Sizes], Siz
     """
     columns = list(zip(*samples, strict=True))
     kept = list[int]()
-    for index, column in enumerate(columns):
-        shifts = ((first, _shift(column, columns[first])) for first in kept)
-        first, shift = next(((first, shift) for first, shift in shifts if shift is not None), (index, 0))
-        never_varies = len(set(column)) == 1
-        if sizes[index] != (column[0] if never_varies else sizes[first] + shift):
+    for index, (column, size) in enumerate(zip(columns, sizes, strict=True)):
+        if len(set(column)) == 1:
+            expected = {column[0]}
+        else:
+            lines = ((first, _line_through(columns[first], column)) for first in kept)
+            expected = {factor * sizes[first] + constant for first, line in lines for factor, constant in line}
+            if not expected:
+                kept.append(index)
+        if expected not in (set(), {size}):
             raise NoTemplateError(f"Sizes that did not vary, or not by themselves, in {samples}, differ in {sizes}")
-        if first == index and not never_varies:
-            kept.append(index)
     return [tuple(sample[i] for i in kept) for sample in samples], tuple(sizes[i] for i in kept)
 
 
-def _shift(column: Sequence[int], other: Sequence[int]) -> int | None:
-    """Return what one size is more than another, None where that varies."""
-    shifts = {one - two for one, two in zip(column, other, strict=True)}
-    return shifts.pop() if len(shifts) == 1 else None
+def _line_through(sizes: Sequence[int], values: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the whole factor and the constant by which values are those of sizes that vary; nothing for none."""
+    (low, least), *_, (high, most) = sorted(zip(sizes, values, strict=True))
+    factor, remainder = divmod(most - least, high - low)
+    constant = least - factor * low
+    pairs = zip(sizes, values, strict=True)
+    is_line = not remainder and all(factor * size + constant == value for size, value in pairs)
+    return [(factor, constant)] if is_line else []

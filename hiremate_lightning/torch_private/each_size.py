@@ -11,7 +11,6 @@ What tells symbols apart is private; `test_torch_private.py` says on which versi
 
 from __future__ import annotations
 
-import itertools
 import logging
 import weakref
 from collections import OrderedDict
@@ -32,7 +31,7 @@ from .size_symbols import SizeSymbols
 log = logging.getLogger("hiremate_lightning")
 KEPT = 128  # traces of one graph, the latest used ones: each takes megabytes of the host's memory
 MOST_SAMPLES = 6  # of code, of which the latest traced size may be one
-TRIED = 16  # sizes of samples: Dynamo's guards may be for other code at some
+TRIED = 6  # sizes of samples
 UNREPEATED = 4  # sizes in a row that have not come before: after more of them, it is asked whether to go on tracing
 Runner = Callable[..., Any]
 Sizes = tuple[int, ...]
@@ -178,10 +177,13 @@ class EachSize:
 
     def _sample_near(self, sizes: Sizes, others: Sequence[Any]) -> None:
         """Trace the code at as many sizes as tell all sizes, as far as it is for these."""
-        for sample in itertools.islice(self._symbols.samples_near(sizes, list(self._samples)), TRIED):
-            if len(self._samples) >= LEAST_SAMPLES + 1:
+        tried = 0
+        for sample in self._symbols.samples_near(sizes, list(self._samples)):
+            if len(self._samples) > LEAST_SAMPLES or tried == TRIED:
                 return
-            self._trace_larger(sample, others)
+            if _layouts_at(self._module, self._sizes, sample) is not None:
+                tried += 1
+                self._trace_larger(sample, others)
 
     def _runs_captured(self, others: Sequence[Any]) -> bool:
         """Whether to run the code as it was captured: no larger than what was traced, of which the bytes are known."""
