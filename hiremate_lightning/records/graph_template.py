@@ -20,6 +20,7 @@ from .scaling import Line, difference
 Costed = tuple[Graph, Profile]
 GrowingNode = tuple[Callable[..., Node], tuple[int, ...], tuple[int, ...]]  # what makes it, and numbers of each sample
 GROWING = ("key", "flops", "plain_bytes")
+LEAST = 2  # size of a dimension: tensors of one or no row are often handled apart
 
 
 class GraphTemplate:
@@ -56,8 +57,14 @@ class GraphTemplate:
             self._find(same)
 
     def at(self, sizes: Sizes) -> Costed:
-        """Return the graph and its costs at some sizes."""
+        """Return the graph and its costs at some sizes.
+
+        Raises:
+            NoTemplateError: If the samples don't tell about these.
+        """
         values = {same: e.at(sizes) for same, e in self._expressions.items() if e is not None}
+        if any(values[same] < LEAST <= min(same) for columns in self._shapes.values() for same in columns):
+            raise NoTemplateError(f"At the sizes {sizes} there are dimensions of 1 or less, which samples do not have")
         tensors, storages, nodes = list(self._base.tensors), list(self._base.storages), list(self._base.nodes)
         for index, columns in self._shapes.items():
             before, shape = tensors[index], tuple(values[same] for same in columns)

@@ -96,7 +96,7 @@ class Ladders:
         Returns:
             Whether there are other decisions now.
         """
-        ladder, price_ms = loss.ladder, self._price_ms(loss)
+        ladder, price_ms = loss.ladder, self.price_ms(loss)
         target = ladder.note(loss, price_ms)
         if target is None or not self._model.has_place:
             return False
@@ -112,7 +112,7 @@ class Ladders:
         self._model.stages.reporter.note(text)
         return True
 
-    def _price_ms(self, loss: StepLoss) -> float:
+    def price_ms(self, loss: StepLoss) -> float:
         """Estimate the time that other decisions take until steps run by them, from what plans of the code took."""
         planned = self._model.history.planned
         solve_s = max((kind.own_plan.solution.solve_s for kind in planned), default=0.0)
