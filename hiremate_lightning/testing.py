@@ -23,7 +23,6 @@ from .sessions.session import Session
 from .sessions.templates import Templates
 from .sessions.ways import PutAside
 from .targets.modules import targets_of
-from .torch_private.each_size import EachSize
 
 OWN_PLAN, OTHER_PLAN, LEAST_MEMORY = "own plan", "plan of another step", "least memory"
 AS_WRITTEN, PUT_ASIDE, RELEASED = "as written", "as written, saved values put aside", "as written, its plan given back"
@@ -122,14 +121,12 @@ def _spell(graph: Graph, operation: Operation) -> str:
 @contextmanager
 def without_templates() -> Iterator[None]:
     """Let no step of a new size run by programs made from traces of other sizes."""
-    may_serve, make_for = vars(Templates)["may_serve"], EachSize._make_for
-    setattr(Templates, "may_serve", property(lambda self: False))  # noqa: B010  a property can't be assigned
-    setattr(EachSize, "_make_for", lambda self, sizes, others: None)  # noqa: B010
+    why_not = Templates._why_not
+    setattr(Templates, "_why_not", lambda self: "templates are turned off")  # noqa: B010
     try:
         yield
     finally:
-        setattr(Templates, "may_serve", may_serve)  # noqa: B010
-        setattr(EachSize, "_make_for", make_for)  # noqa: B010
+        setattr(Templates, "_why_not", why_not)  # noqa: B010
 
 
 @contextmanager

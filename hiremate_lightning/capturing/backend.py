@@ -17,7 +17,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from ..errors import CaptureError
-from ..records.expressions import LEAST_SAMPLES, NoTemplateError, Sizes
+from ..records.expressions import NoTemplateError, Sizes
 from ..rewriting import casts
 from ..rewriting.contributions import Contributions, OtherTermsError, TermCounts, likely_terms, sums_alone
 from ..rewriting.fused_kernel import FusedKernels
@@ -53,7 +53,23 @@ class Replacement(Protocol):
 
 MakePart = Callable[[Captured], Replacement]
 Prove = Callable[[fx.GraphModule, Runner, Any], Runner]
-MakeAt = Callable[[Sequence[tuple[Sizes, Any]], Sizes], Replacement]
+
+
+class Templates(Protocol):
+    """Makes what runs in the place of joint graphs at sizes that were not traced."""
+
+    def may_make(self, code: object) -> bool:
+        """Whether to trace code at a few sizes, so that parts for others can be made."""
+
+    def part_at(self, code: object, samples: Sequence[tuple[Sizes, Any]], sizes: Sizes) -> Replacement:
+        """Make a part of code from those that were made for other sizes, each with what varies there.
+
+        Raises:
+            NoTemplateError: If these don't tell.
+        """
+
+    def failed(self, code: object, error: NoTemplateError) -> None:
+        """Learn that there was no part for a size, or that it did not run."""
 
 
 def planning_backend(
@@ -63,7 +79,7 @@ def planning_backend(
     prove: Prove | None = None,
     say: Callable[[str], None] = log.warning,
     trace_ahead: TraceAhead = lambda code, sizes, trace: None,
-    make_at: MakeAt | None = None,
+    templates: Templates | None = None,
 ) -> Any:
     """Build a backend that hands each captured graph to a session.
 
@@ -75,8 +91,7 @@ def planning_backend(
             and the part inside of that, None where nothing has a gradient. None to believe what is captured.
         say: Warns.
         trace_ahead: Has code traced for sizes that are to come, see `EachSize`.
-        make_at: Makes what runs in the place of a joint graph at sizes that were not traced, from parts that were made
-            for others, each with its sizes; raises `NoTemplateError` where these don't tell. None to trace each size.
+        templates: Makes what runs in the place of a joint graph at sizes that were not traced; None to trace each.
 
     Returns:
         A backend for `torch.compile(..., backend=...)`.
@@ -102,11 +117,11 @@ def planning_backend(
                 "torch.compile."
             )
         sizes = sizes_among(module, inputs)
-        code = _Code(likely_terms(module), _Makers(make_part, kernels, prove, make_at), bool(sizes))
+        code = _Code(likely_terms(module), _Makers(make_part, kernels, prove, templates), bool(sizes))
         if not sizes:
             return code.trace(module, inputs)[0]
-        make = None if make_at is None else code.make
-        return EachSize(module, sizes, code.trace, let_run_captured, trace_ahead, make).run
+        maker = None if templates is None else code
+        return EachSize(module, sizes, code.trace, let_run_captured, trace_ahead, maker).run
 
     return backend
 
@@ -147,7 +162,7 @@ class _Makers:
     make_part: MakePart
     kernels: FusedKernels | None
     prove: Prove | None
-    make_at: MakeAt | None
+    templates: Templates | None
 
 
 class _Code:
@@ -169,25 +184,28 @@ class _Code:
         self._terms = compilation.terms  # those at the size traced last
         return _Trace(self._proved(module, run, compilation.part), run, compilation), compilation.size_bytes
 
-    def make(self, module: fx.GraphModule, samples: Samples, sizes: Sizes) -> Runner:
-        """Make it run at sizes that were not traced.
+    def may_make(self, code: object) -> bool:
+        """Whether to trace it at a few sizes, so that it can be made for others."""
+        return self._templates.may_make(code)
 
-        Args:
-            module: The code at these sizes.
-            samples: What runs it at others, each with what varies there.
-            sizes: What varies at these.
+    def failed(self, code: object, error: NoTemplateError) -> None:
+        """Learn that it was not made for a size, or did not run there."""
+        self._templates.failed(code, error)
 
-        Raises:
-            NoTemplateError: If the samples don't tell.
-        """
-        make_at = self._makers.make_at
-        assert make_at is not None, "it is asked where something makes parts"
+    def make(self, code: object, module: fx.GraphModule, samples: Samples, sizes: Sizes) -> Runner:
+        """Make it run at sizes that were not traced, see `SizeMaker`."""
         traces = [(varying, trace) for varying, trace in samples if isinstance(trace, _Trace)]
-        if len(traces) < LEAST_SAMPLES or any(trace.compilation.part is None for _, trace in traces):
-            raise NoTemplateError("Code can't be traced ahead at enough sizes")
-        part = make_at([(varying, trace.compilation.part) for varying, trace in traces], sizes)
+        if not traces or any(trace.compilation.part is None for _, trace in traces):
+            raise NoTemplateError("Nothing in the code has a gradient")
+        part = self._templates.part_at(code, [(varying, trace.compilation.part) for varying, trace in traces], sizes)
         first = traces[0][1]
         return self._proved(module, first.compilation.running(part, first.run), part)
+
+    @property
+    def _templates(self) -> Templates:
+        templates = self._makers.templates
+        assert templates is not None, "it is asked where something makes parts"
+        return templates
 
     def _proved(self, module: fx.GraphModule, run: Runner, part: Replacement | None) -> Runner:
         return run if self._makers.prove is None else self._makers.prove(module, run, part)

@@ -87,6 +87,9 @@ class Template(Protocol):
     sizes: tuple[Sizes, ...]
     programs: dict[Any, Any]
 
+    def at(self, sizes: Sizes) -> tuple[Captured, Profile]:
+        """Return the code at some sizes, with its costs."""
+
     def without(self, missing: frozenset[int], sizes: Sizes) -> tuple[Graph, Profile]:
         """Return its graph and costs at some sizes without what some gradients of outputs would have brought."""
 

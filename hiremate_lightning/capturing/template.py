@@ -6,18 +6,23 @@ These tell which value is which, and do not depend on sizes.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ..records.costs import Profile
-from ..records.expressions import LEAST_SAMPLES, NoTemplateError, Sizes
+from ..records.expressions import LEAST_SAMPLES, NoTemplateError, Sizes, find_expression
 from ..records.graph import Graph
 from ..records.graph_template import GraphTemplate
+from ..torch_private import tensor_state
 from .absent import without_missing
 from .capture import Captured
 
 NOTHING: frozenset[int] = frozenset()
+REMEMBERED = 4  # sizes: who foresees the calls of a step asks before they come
 
 
 class CodeTemplate:
@@ -43,16 +48,29 @@ class CodeTemplate:
         self.programs = dict[Any, Any]()
         self._profiles = tuple(profile for _, profile in samples)
         self._graphs = dict[frozenset[int], GraphTemplate]()
+        self._latest = OrderedDict[Sizes, tuple[Captured, Profile]]()
         self._without(NOTHING)
+        _check_facts(self.samples)
+        _check_layouts(self.samples, self.sizes)
 
     def at(self, sizes: Sizes) -> tuple[Captured, Profile]:
         """Return the code at some sizes, with its costs."""
-        graph, profile = self._without(NOTHING).at(sizes)
-        return replace(self.samples[0], graph=graph, template=self, sizes=sizes), profile
+        if sizes not in self._latest:
+            graph, profile = self._without(NOTHING).at(sizes)
+            self._latest[sizes] = replace(self.samples[0], graph=graph, template=self, sizes=sizes), profile
+            if len(self._latest) > REMEMBERED:
+                self._latest.popitem(last=False)
+        return self._latest[sizes]
 
     def without(self, missing: frozenset[int], sizes: Sizes) -> tuple[Graph, Profile]:
-        """Return its graph and costs at some sizes without what some gradients of outputs would have brought."""
-        return self._without(missing).at(sizes)
+        """Return its graph and costs at some sizes without what some gradients of outputs would have brought.
+
+        Where the samples differ in what is not brought, it is counted as if it were: this is asked when a step has run.
+        """
+        try:
+            return self._without(missing).at(sizes)
+        except NoTemplateError:
+            return self._without(NOTHING).at(sizes)
 
     def _without(self, missing: frozenset[int]) -> GraphTemplate:
         if missing not in self._graphs:
@@ -60,3 +78,34 @@ class CodeTemplate:
             present = [without_missing(captured, missing, profile) for captured, profile in pairs]
             self._graphs[missing] = GraphTemplate(present, self.sizes)
         return self._graphs[missing]
+
+
+def _check_facts(samples: Sequence[Captured]) -> None:
+    """Make sure that what is taken from the first sample is the same in all."""
+    facts = [(c.terms, c.finished, c.trained, c.alike, c.mutated, c.overwritten, c.device) for c in samples]
+    if any(of_sample != facts[0] for of_sample in facts):
+        raise NoTemplateError("The same code hands on other gradients, or changes other inputs, at other sizes")
+
+
+def _check_layouts(samples: Sequence[Captured], sizes: Sequence[Sizes]) -> None:
+    """Make sure that all numbers that any backward may need have an expression.
+
+    Which gradients will not arrive is seen in a backward: nothing can be traced then.
+    """
+    layouts = [[_layout(value) for value in _values(captured)] for captured in samples]
+    if len({tuple(map(len, of_sample)) for of_sample in layouts}) > 1:
+        raise NoTemplateError("The same code has other values at other sizes")
+    numbers = {same for values in zip(*layouts, strict=True) for same in zip(*values, strict=True)}
+    if any(find_expression(sizes, same) is None for same in numbers):
+        raise NoTemplateError("How a value lies in memory is no expression of the sizes")
+
+
+def _values(captured: Captured) -> list[Any]:
+    return [value for node in captured.joint.graph.nodes for value in tensor_state.leaves(node.meta.get("val"))]
+
+
+def _layout(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, torch.Tensor):
+        return ()
+    strides = value.stride() if value.layout is torch.strided else ()
+    return tuple(map(tensor_state.int_hint, (*value.shape, *strides)))

@@ -315,7 +315,9 @@ class TimedRun:
             program,
             forward=lambda arguments: self._run(program.forward_module, arguments, recomputed=None),
             backward=lambda arguments: self._run(program.backward_module, arguments, recomputed=Direction.FORWARD),
-            variant=lambda *positions: self.wrap(program.variant(*positions)),
+            variant=lambda missing, added, carried, overwrites=True: self.wrap(
+                program.variant(missing, added, carried, overwrites)
+            ),
         )
 
     def _run(self, module: fx.GraphModule, arguments: list[Any], recomputed: Direction | None) -> Any:

@@ -10,6 +10,7 @@ segments by that, and `Segmented` runs them.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -233,9 +234,12 @@ class _Shape:
             self._may_cut[made[block] + 1 : index + 1] = [False] * (index - made[block])
 
     def bounds(self, count: int) -> list[tuple[int, int]] | None:
-        """Cut into about so many segments, where little passes; None where that can't be around what sets state."""
-        forced = {i for index, seen in enumerate(self._seen) if seen.sets_state for i in (index, index + 1)}
-        if not all(self._may_cut[index] for index in forced):
+        """Cut into about so many segments, where little passes; None where that can't be around what sets state.
+
+        Where that sets state inside of a transformation, the whole transformation is a segment.
+        """
+        forced = self._around_state()
+        if forced is None:
             return None
         cuts, start, limit_bytes = [0], 0, self._saved_bytes(0, len(self._nodes)) // count
         saved, saved_bytes = set[int](), 0
@@ -254,6 +258,17 @@ class _Shape:
                 saved = set[int]().union(*(seen.saved for seen in self._seen[start : index + 1]))
                 saved_bytes = sum(self._sizes[block] for block in saved)
         return list(zip(cuts, [*cuts[1:], len(self._nodes)], strict=True))
+
+    def _around_state(self) -> set[int] | None:
+        """Return the nearest places before and after what sets state; None where there is none to cut at."""
+        allowed, forced = [place for place, may_cut in enumerate(self._may_cut) if may_cut], set[int]()
+        for index, seen in enumerate(self._seen):
+            if seen.sets_state:
+                after = bisect_right(allowed, index)
+                if after == len(allowed):
+                    return None
+                forced |= {allowed[after - 1], allowed[after]}
+        return forced
 
     def peak_bytes(self, bounds: Sequence[tuple[int, int]], is_aside: bool) -> int:
         """Return the most bytes of the forward that live in a backward: what has passed, and a segment's own.

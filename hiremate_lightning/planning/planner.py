@@ -221,20 +221,6 @@ def _solve_until_it_fits(problem: Problem, strategy: Strategy) -> Solution:
     )
 
 
-def fastest_that_fits(step: Step, budget_bytes: int, candidates: Iterable[Decisions]) -> Decisions | None:
-    """Choose among decisions for a step, None where none fit.
-
-    Args:
-        step: The merged step.
-        budget_bytes: Bytes that it may add to what is resident.
-        candidates: Decisions, made for the same step at other sizes.
-    """
-    problem = Problem(step.graph, step.profile, budget_bytes - guard_bytes(budget_bytes))
-    times = step.profile.time_ms
-    fastest_first = sorted(dict.fromkeys(candidates), key=lambda d: sum(times[node] for before in d for node in before))
-    return next((d for d in fastest_first if replay(problem, d).peak_bytes <= problem.budget_bytes), None)
-
-
 def guard_bytes(budget_bytes: int) -> int:
     """Return the bytes of a budget that are left free for scalars outside of the planned modules."""
     return min(GUARD_BYTES, budget_bytes // GUARD_PARTS)

@@ -29,6 +29,10 @@ class NoTemplateError(HiRemateError):
     """The same code at several sizes differs in more than numbers that are expressions of the sizes."""
 
 
+class WrongTemplateError(NoTemplateError):
+    """Programs for sizes that were not traced gave other numbers than the code as it was written."""
+
+
 @dataclass(frozen=True, slots=True)
 class Expression:
     """A factor times a product of sizes, and a constant.
@@ -85,7 +89,7 @@ def _candidates(samples: Sequence[Sizes], values: Sequence[int]) -> Iterator[Exp
 
 
 def vary_alone(samples: Sequence[Sizes], sizes: Sizes) -> tuple[list[Sizes], Sizes]:
-    """Leave out of sizes those that never vary, and those that are always the same as another.
+    """Leave out of sizes those that never vary, and those that are always a multiple of another one and a constant.
 
     Args:
         samples: The sizes of each sample.
@@ -95,12 +99,28 @@ def vary_alone(samples: Sequence[Sizes], sizes: Sizes) -> tuple[list[Sizes], Siz
         The sizes of the samples and of the other one, without these.
 
     Raises:
-        NoTemplateError: If sizes are none of a template: they did not vary in samples, or were equal, and are not so.
+        NoTemplateError: If sizes are none of a template: they are not to each other as they are in all samples.
     """
     columns = list(zip(*samples, strict=True))
-    firsts = [columns.index(column) for column in columns]
-    for size, column, first in zip(sizes, columns, firsts, strict=True):
-        if size != sizes[first] or (len(set(column)) == 1 and size != column[0]):
-            raise NoTemplateError(f"Sizes that were equal, or did not vary, in {samples}, differ in {sizes}")
-    kept = sorted({first for first in firsts if len(set(columns[first])) > 1})
+    kept = list[int]()
+    for index, (column, size) in enumerate(zip(columns, sizes, strict=True)):
+        if len(set(column)) == 1:
+            expected = {column[0]}
+        else:
+            lines = ((first, _line_through(columns[first], column)) for first in kept)
+            expected = {factor * sizes[first] + constant for first, line in lines for factor, constant in line}
+            if not expected:
+                kept.append(index)
+        if expected not in (set(), {size}):
+            raise NoTemplateError(f"Sizes that did not vary, or not by themselves, in {samples}, differ in {sizes}")
     return [tuple(sample[i] for i in kept) for sample in samples], tuple(sizes[i] for i in kept)
+
+
+def _line_through(sizes: Sequence[int], values: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the whole factor and the constant by which values are those of sizes that vary; nothing for none."""
+    (low, least), *_, (high, most) = sorted(zip(sizes, values, strict=True))
+    factor, remainder = divmod(most - least, high - low)
+    constant = least - factor * low
+    pairs = zip(sizes, values, strict=True)
+    is_line = not remainder and all(factor * size + constant == value for size, value in pairs)
+    return [(factor, constant)] if is_line else []

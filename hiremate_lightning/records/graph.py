@@ -138,6 +138,18 @@ class Node:
         """Whether a plan may run it again."""
         return self.direction is Direction.FORWARD and self.is_pure
 
+    def behind(self, nodes: int, tensors: int) -> Node:
+        """Return the same where so many nodes and tensors of another graph come before those of its own."""
+        return replace(
+            self,
+            inputs=tuple(t + tensors for t in self.inputs),
+            outputs=tuple(t + tensors for t in self.outputs),
+            replays=None if self.replays is None else self.replays + nodes,
+            takes=None if self.takes is None else self.takes + tensors,
+            plain_inputs=tuple(t + tensors for t in self.plain_inputs),
+            checkpoint=None if self.checkpoint is None else self.checkpoint + nodes,
+        )
+
 
 @dataclass(frozen=True)
 class Graph:
@@ -186,6 +198,21 @@ class Graph:
         """Return the graph in which some nodes, by index, take the memory of other tensors than before, or of none."""
         nodes = tuple(replace(n, takes=taken[i]) if i in taken else n for i, n in enumerate(self.nodes))
         return replace(self, nodes=nodes)
+
+    @cached_property
+    def structure(self) -> tuple[object, ...]:
+        """What depends neither on sizes nor on names: operations, values, and storages, without orders and ends."""
+        nodes = tuple(
+            (n.op, n.direction, n.inputs, n.outputs, n.is_random, n.is_mutating, n.reads_mutated, n.replays)
+            for n in self.nodes
+        )
+        tensors = tuple((t.storage, t.dtype, t.producer, len(t.shape)) for t in self.tensors)
+        return nodes, tensors, tuple(storage.kind for storage in self.storages)
+
+    def like(self, graph: Graph) -> Graph:
+        """Return this graph, knowing that its structure is that of another one: it takes long to list."""
+        vars(self)["structure"] = graph.structure
+        return self
 
     @cached_property
     def recomputers(self) -> tuple[int | None, ...]:

@@ -8,15 +8,19 @@ from above. Times are on a line through those measured, over the work that an op
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from functools import partial
 
 from .costs import Profile
 from .expressions import Expression, NoTemplateError, Sizes, find_expression
-from .graph import Graph, Node
+from .graph import Graph, Node, Storage, Tensor
 from .scaling import Line, difference
 
 Costed = tuple[Graph, Profile]
+GrowingNode = tuple[Callable[..., Node], tuple[int, ...], tuple[int, ...]]  # what makes it, and numbers of each sample
+GROWING = ("key", "flops", "plain_bytes")
+LEAST = 2  # size of a dimension: tensors of one or no row are often handled apart
 
 
 class GraphTemplate:
@@ -53,25 +57,33 @@ class GraphTemplate:
             self._find(same)
 
     def at(self, sizes: Sizes) -> Costed:
-        """Return the graph and its costs at some sizes."""
+        """Return the graph and its costs at some sizes.
+
+        Raises:
+            NoTemplateError: If the samples don't tell about these.
+        """
         values = {same: e.at(sizes) for same, e in self._expressions.items() if e is not None}
+        if any(values[same] < LEAST <= min(same) for columns in self._shapes.values() for same in columns):
+            raise NoTemplateError(f"At the sizes {sizes} there are dimensions of 1 or less, which samples do not have")
         tensors, storages, nodes = list(self._base.tensors), list(self._base.storages), list(self._base.nodes)
         for index, columns in self._shapes.items():
-            tensors[index] = replace(tensors[index], shape=tuple(values[same] for same in columns))
+            before, shape = tensors[index], tuple(values[same] for same in columns)
+            tensors[index] = Tensor(before.name, before.storage, shape, before.dtype, before.producer)
         for index, same in self._storages.items():
-            storages[index] = replace(storages[index], size_bytes=values[same])
+            storages[index] = Storage(values[same], storages[index].kind, storages[index].plain_times)
         graph = replace(self._base, tensors=tuple(tensors), storages=tuple(storages))
         counts = _counts(graph)
 
         def number(index: int, same: tuple[int, ...]) -> int:
             return values[same] if same in values else _bound(same, self._counts[index], counts[index])
 
-        for index, (flops, plain_bytes) in self._nodes.items():
-            flops_now, plain_bytes_now = number(index, flops), number(index, plain_bytes)
-            key = f"{nodes[index].key} at {sizes}"
-            nodes[index] = replace(nodes[index], key=key, flops=flops_now, plain_bytes=plain_bytes_now)
-        graph = replace(graph, nodes=tuple(nodes))
-        times = tuple(line.measured(work) for line, work in zip(self._times, _works(graph), strict=True))
+        suffix = f" at {sizes}"
+        for index, (make, flops, plain_bytes) in self._nodes.items():
+            key = nodes[index].key + suffix
+            nodes[index] = make(key=key, flops=number(index, flops), plain_bytes=number(index, plain_bytes))
+        graph = replace(graph, nodes=tuple(nodes)).like(self._base)
+        works = (node.flops or count for node, count in zip(nodes, counts, strict=True))
+        times = tuple(line.measured(work) for line, work in zip(self._times, works, strict=True))
         workspaces = tuple(number(index, same) for index, same in enumerate(self._workspaces))
         return graph, replace(self._profile, time_ms=times, workspace_bytes=workspaces)
 
@@ -109,15 +121,21 @@ class GraphTemplate:
                 growing[index] = same
         return growing
 
-    def _find_nodes(self, graphs: Sequence[Graph]) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+    def _find_nodes(self, graphs: Sequence[Graph]) -> dict[int, GrowingNode]:
         """Find for each operation that grows its arithmetic, and what plain PyTorch needs beside it."""
         growing = {}
         for index, nodes in enumerate(zip(*(graph.nodes for graph in graphs), strict=True)):
             if len({node.key for node in nodes}) > 1:
-                growing[index] = tuple(node.flops for node in nodes), tuple(node.plain_bytes for node in nodes)
-                for same in growing[index]:
-                    self._find(same)
+                flops, plain_bytes = tuple(node.flops for node in nodes), tuple(node.plain_bytes for node in nodes)
+                growing[index] = _made_like(nodes[0]), flops, plain_bytes
+                self._find(flops)
+                self._find(plain_bytes)
         return growing
+
+
+def _made_like(node: Node) -> Callable[..., Node]:
+    """Return what makes nodes that differ from one in what grows, several times as fast as `replace`."""
+    return partial(Node, **{f.name: getattr(node, f.name) for f in fields(node) if f.name not in GROWING})
 
 
 def _structure(node: Node) -> tuple[object, ...]:

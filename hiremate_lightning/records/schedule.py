@@ -9,7 +9,7 @@ last use of each of its definitions; `lower` makes that explicit, so that the si
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from .graph import Direction, Graph
 
@@ -73,6 +73,13 @@ class Schedule:
     forward: tuple[Operation, ...]
     saved: tuple[int, ...]
     backward: tuple[Operation, ...]
+    _hash: int = field(default=0, init=False, repr=False, compare=False)
+
+    def __hash__(self) -> int:
+        """Return the same for equal ones; counted once, since there are thousands of operations."""
+        if not self._hash:
+            object.__setattr__(self, "_hash", hash((self.forward, self.saved, self.backward)) or 1)
+        return self._hash
 
     def recomputed(self, graph: Graph) -> tuple[int, ...]:
         """List the forward nodes that run in the backward, once for each run."""

@@ -297,18 +297,10 @@ class _Merger:
             if storage is not None:
                 storage = linked[storage] if storage in linked else storage + storages
             producer = None if tensor.producer is None else tensor.producer + nodes
-            self.tensors.append(replace(tensor, storage=storage, producer=producer))
+            self.tensors.append(replace(tensor, storage=storage, producer=producer) if index else tensor)
         costs = zip(call.profile.time_ms, call.profile.workspace_bytes, strict=True)
         for position, (node, (time_ms, workspace_bytes)) in enumerate(zip(graph.nodes, costs, strict=True)):
-            moved = replace(
-                node,
-                inputs=tuple(t + tensors for t in node.inputs),
-                outputs=tuple(t + tensors for t in node.outputs),
-                replays=None if node.replays is None else node.replays + nodes,
-                takes=None if node.takes is None else node.takes + tensors,
-                plain_inputs=tuple(t + tensors for t in node.plain_inputs),
-                checkpoint=None if node.checkpoint is None else node.checkpoint + nodes,
-            )
+            moved = node.behind(nodes, tensors) if index else node
             self.nodes.append(_MergedNode(moved, time_ms, workspace_bytes, (index, position)))
         self.forward.extend(n + nodes for n in graph.forward)
         self.inputs.extend(t + tensors for t in graph.inputs if t not in call.links)

@@ -116,14 +116,19 @@ class Part:
             conductor.forward_done(run, outputs)
         return [*outputs, token]
 
+    @property
+    def conductor(self) -> Conductor:
+        """What chooses its programs, while its model is called."""
+        conductor = self._conductor()
+        assert conductor is not None, "a model is alive while it is called"
+        return conductor
+
     def _listener(self) -> Conductor | None:
         """Return the conductor, None where it is gone or nothing of a step runs."""
         return None if self.trial else self._conductor()
 
     def _start(self, arguments: Sequence[Any]) -> tuple[Program, Any]:
-        conductor = self._conductor()
-        assert conductor is not None, "a model is alive while it is called"
-        return conductor.start(self, arguments)
+        return self.conductor.start(self, arguments)
 
     def backward(self, arguments: list[Any]) -> Sequence[Any]:
         """Run the backward: the token and tangents in, gradients out."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import fx
@@ -33,6 +34,22 @@ from .saved_values import SavedValues, saved_values
 aten = torch.ops.aten
 
 
+class Variant(Protocol):
+    """Gives the program for another backward than one to which all gradients arrive."""
+
+    def __call__(
+        self, missing: frozenset[int], added: frozenset[int], carried: frozenset[int], overwrites: bool = True
+    ) -> Program:
+        """Return the program.
+
+        Args:
+            missing: Positions of the gradients of outputs that do not arrive.
+            added: Positions of its own gradients that it adds to tensors, which it takes after the tangents.
+            carried: Positions of its own gradients with whose sums it goes on, which it takes after these.
+            overwrites: Whether results may take the memory of gradients that die.
+        """
+
+
 @dataclass(frozen=True)
 class Program:
     """A schedule, ready to run on a captured graph.
@@ -46,9 +63,7 @@ class Program:
         unread: Positions of what the backward takes and does not read: generated code would hold it to its end.
         saved: What is known of the saved values.
         protects: Whether the forward copies what is borrowed.
-        variant: Gives the program for a backward to which some gradients of outputs, by position, do not arrive, which
-            adds some of its own, by position, to tensors that it takes after the tangents, and goes on, by position,
-            with sums that it takes after these.
+        variant: Gives the program for other backwards.
     """
 
     schedule: Schedule
@@ -58,7 +73,7 @@ class Program:
     backward_module: fx.GraphModule
     unread: tuple[int, ...]
     saved: SavedValues
-    variant: Callable[[frozenset[int], frozenset[int], frozenset[int]], Program]
+    variant: Variant
     protects: bool = False
 
 
@@ -85,9 +100,11 @@ def build(captured: Captured, schedule: Schedule, host: HostMemory | None = None
     backward = _backward_module(captured, schedule, saved, present)
 
     @functools.cache
-    def variant(missing: frozenset[int], added: frozenset[int], carried: frozenset[int]) -> Program:
+    def variant(
+        missing: frozenset[int], added: frozenset[int], carried: frozenset[int], overwrites: bool = True
+    ) -> Program:
         absence = find_absent(captured, missing) if missing else present
-        absence = replace(absence, overwrites={**absence.overwrites, **takes})
+        absence = replace(absence, overwrites={**absence.overwrites, **takes} if overwrites else {})
         module = _backward_module(captured, schedule, saved, absence, added, carried)
         if missing:
             module.graph.eliminate_dead_code()

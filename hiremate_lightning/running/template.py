@@ -12,7 +12,7 @@ or where too few sizes were traced to tell, there is no template.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..records.step import Decisions
 from ..rewriting.straight_line import Writer, compile_lines
 from ..torch_private import aot
 from .copies import HostMemory
-from .program import Program, build
+from .program import Program, Variant, build
 
 KEPT = 32  # templates of one captured code, by schedule
 _PLACE = "\0"  # what is around the place of a number in a source
@@ -43,7 +43,6 @@ class ProgramTemplate:
 
     Attributes:
         schedule: What each of the programs does.
-        is_proved: Whether it has given eager PyTorch's bits at sizes that were never traced (`sessions.proving`).
 
     Raises:
         NoTemplateError: If programs of the samples don't tell the programs of other sizes.
@@ -56,8 +55,7 @@ class ProgramTemplate:
             why = difference(samples[0].graph, captured.graph)
             if why is not None:
                 raise NoTemplateError(f"The code at the sizes {size} is not that at the sizes {sizes[0]}: {why}")
-        self.is_proved = False
-        self._sizes = tuple(sizes)
+        self._sizes, self._proved = tuple(sizes), list[Sizes]()
         self._programs = [_program_for_all_sizes(captured, decisions) for captured in samples]
         first = self._programs[0]
         self.schedule: Schedule = first.schedule
@@ -67,22 +65,50 @@ class ProgramTemplate:
         self._backward = _Template([program.backward_module for program in self._programs], sizes)
         self._variants: dict[tuple[frozenset[int], ...], tuple[Program, _Template]] = {}
 
+    def is_proved_at(self, sizes: Sizes) -> bool:
+        """Whether its programs are taken to give eager PyTorch's bits at some sizes.
+
+        They do where they have done so at sizes that were not traced, and each of these sizes lies between those that
+        were traced or proved: PyTorch may compute in another way beyond some size, and a template does not.
+        """
+        columns = zip(*self._sizes, *self._proved, strict=True)
+        return bool(self._proved) and all(min(c) <= size <= max(c) for c, size in zip(columns, sizes, strict=True))
+
+    def proved_at(self, sizes: Sizes) -> None:
+        """Learn that its program for some sizes gives eager PyTorch's bits (`sessions.proving`)."""
+        self._proved.append(sizes)
+
     def at(self, sizes: Sizes) -> Program:
         """Return the program for some sizes."""
         forward, backward = self._forward.at(sizes), self._backward.at(sizes)
         return replace(self._programs[0], forward=forward, backward=backward, variant=self._variants_at(sizes))
 
-    def _variants_at(self, sizes: Sizes) -> Callable[[frozenset[int], frozenset[int], frozenset[int]], Program]:
-        def variant(missing: frozenset[int], added: frozenset[int], carried: frozenset[int]) -> Program:
+    def _variants_at(self, sizes: Sizes) -> Variant:
+        def variant(
+            missing: frozenset[int], added: frozenset[int], carried: frozenset[int], overwrites: bool = True
+        ) -> Program:
             key = missing, added, carried
             if key not in self._variants:
-                programs = [program.variant(*key) for program in self._programs]
-                template = _Template([program.backward_module for program in programs], self._sizes)
-                self._variants[key] = programs[0], template
+                self._variants[key] = self._make_variant(*key)
             program, template = self._variants[key]
             return replace(program, backward=template.at(sizes))
 
         return variant
+
+    def _make_variant(self, *changes: frozenset[int]) -> tuple[Program, _Template]:
+        """Make the backward for some changes; where samples differ in what may be overwritten then, nothing is.
+
+        This is asked in a backward, where nothing can be traced. All numbers that it may need have expressions, see
+        `CodeTemplate`.
+        """
+        for overwrites in (True, False):
+            programs = [program.variant(*changes, overwrites=overwrites) for program in self._programs]
+            try:
+                return programs[0], _Template([program.backward_module for program in programs], self._sizes)
+            except NoTemplateError:
+                if not overwrites:
+                    raise
+        raise AssertionError("either is made, or it fails")
 
 
 def program_of(captured: Captured, schedule: Schedule, host: HostMemory | None = None) -> Program:
@@ -117,7 +143,9 @@ def template_of(captured: Captured, schedule: Schedule) -> ProgramTemplate | Non
             raise NoTemplateError("A program holds the host's memory that values go away to")
         samples = [sample.reading_once(captured.overwritten) for sample in template.samples]
         programs = ProgramTemplate(samples, template.sizes, schedule.decisions(captured.graph))
-        template.programs[key] = programs if programs.schedule == schedule else None
+        if programs.schedule == schedule:
+            del template.programs[key]
+            template.programs[programs.schedule, captured.overwritten] = programs  # the very one that programs name
     made: ProgramTemplate | None = template.programs[key]
     if made is None:
         raise NoTemplateError("Traces of other sizes do not tell the programs of a schedule")

@@ -11,6 +11,7 @@ from ..measuring.profiling import TimedRun
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..measuring.resident_memory import ResidentMemory
+from ..planning.ladder import Loss
 from ..records.costs import Profile
 from ..records.step import Decisions
 from ..running.program import Program
@@ -19,8 +20,6 @@ from .releasing import Timing
 from .step_kind import GraphNumbers, Start, StepKind
 from .watching import Look, Watch
 from .ways import BY_GRAPHS, AsWritten, ByProgram, Way
-
-DecidedStep = tuple[RecordedStep, Decisions]  # a planned step, and what its plan computes again
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,28 +59,32 @@ class Followed:
     Attributes:
         step: The step that it was planned for, at least as large.
         decisions: For each call.
+        loss: What it loses by them, where it was made from traces of other sizes; None where it was traced.
     """
 
     step: RecordedStep
     decisions: tuple[Decisions, ...]
+    loss: Loss[RecordedStep] | None = None
 
 
 @dataclass(eq=False)
 class Comparison:
-    """The planned steps that run the same code as the step under way.
+    """The planned kinds that run the same code as the step under way.
 
     Attributes:
-        alike: These steps, as far as they were compared.
+        alike: These kinds, as far as they were compared.
         compared: How many forwards of the step were compared with theirs.
         followed: What was taken over from one of them; None for nothing.
-        foreseen: The first of them, and the step as it is foreseen from it; None before all sizes of the step are
-            known.
+        foreseen: What the first of them runs, and the step as it is foreseen from it; None before all sizes of the step
+            are known.
+        fits_nothing: Whether it was made from traces of other sizes, and not even the least memory fits.
     """
 
-    alike: list[DecidedStep] = field(default_factory=list)
+    alike: list[StepKind] = field(default_factory=list)
     compared: int = 0
     followed: Followed | None = None
     foreseen: tuple[RecordedStep, RecordedStep] | None = None
+    fits_nothing: bool = False
 
 
 @dataclass(eq=False)

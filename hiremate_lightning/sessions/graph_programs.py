@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from ..capturing.absent import without_missing
@@ -17,28 +17,31 @@ from ..garbage import collecting_what_it_leaves
 from ..measuring.resident import Resident
 from ..memory.allocator import in_blocks
 from ..memory.free_memory import free_bytes
-from ..planning.planner import FirstSolution, fastest_that_fits, first_solution
+from ..planning.ladder import Chosen, Loss, fastest_that_fits
+from ..planning.planner import FirstSolution, first_solution
 from ..records.costs import Profile, step_time_ms
 from ..records.graph import Graph
+from ..records.outline import Outlines, SizedStep
 from ..records.scaling import is_no_larger
 from ..records.schedule import Schedule, keep_all, lower
-from ..records.step import Call, Decisions, merge
+from ..records.step import Call, Decisions, Step, merge
 from ..running.execution import Part
 from ..running.program import Program
 from ..running.template import program_of
 from ..torch_private import runtime
-from .current_step import CurrentStep, DecidedStep, Followed, Forward
+from .current_step import CurrentStep, Followed, Forward
+from .ladders import Ladders
 from .plan_maker import PlanMaker
 from .planned_model import PlannedModel
 from .recorded_step import RecordedStep
-from .step_kind import GraphNumbers
+from .step_kind import GraphNumbers, StepKind
 from .ways import ByProgram, Choices, LeastMemory, OwnPlan, PlanOfOtherSizes, Way, choose_way
 
 REMEMBERED = 8  # searches, whose result may serve at another size
 KEPT = 64  # programs of a part, by what ran before it in its step
 TRACING_BYTES = 2**14  # that tracing takes for itself: states of the random generator, three deep
 
-TakenOver = dict[GraphNumbers, Program | None]  # programs of a part by other steps' plans, by what ran before it
+TakenOver = dict[GraphNumbers, PlanOfOtherSizes | None]  # how a part runs by other steps' plans, by what ran before it
 
 
 class GraphPrograms:
@@ -60,6 +63,8 @@ class GraphPrograms:
         self._searches: deque[FirstSolution] = deque(maxlen=REMEMBERED)
         self._taken_over: weakref.WeakKeyDictionary[Part, TakenOver] = weakref.WeakKeyDictionary()
         self._most_bytes = 0  # that were resident
+        self._outlines, self._ladders = Outlines(), Ladders(model, maker)
+        self._schedules = dict[Hashable, Schedule]()  # of decisions, by captured code
 
     def forget_plans(self) -> None:
         """Decide anew what to take over: there is another plan, or more is resident."""
@@ -87,18 +92,32 @@ class GraphPrograms:
         assert isinstance(way, ByProgram), "captured graphs run by programs"
         return Forward(number, part.captured, profile, way)
 
-    def take_over(self, step: CurrentStep, part: Part, ran: GraphNumbers, profile: Profile) -> Program | None:
-        """Return the program of a part by a plan for the same step at other sizes; None where none fits."""
-        programs = self._taken_over.setdefault(part, {})
-        if ran not in programs:
+    def step_ended(self, step: CurrentStep) -> None:
+        """Learn of a step that ran captured: of the sizes of its calls, and of what it lost by other sizes' plans."""
+        if step.comparison.alike:
+            kind = step.comparison.alike[0]
+            calls = [step.forwards[place].captured for place in kind.recorded.places if place < len(step.forwards)]
+            (kind.code or kind).sizes_of_calls.note(calls)
+        ways = [forward.way for forward in step.forwards]
+        losses = [way.loss for way in ways if isinstance(way, PlanOfOtherSizes) and way.loss is not None]
+        if not losses:
+            return
+        loss, record = losses[-1], step.record  # it was chosen last, when most was known
+        peak_bytes = record.peak_bytes if record is not None and record.is_whole and record.is_measured else None
+        has_risen = peak_bytes is not None and self._ladders.measured(loss, peak_bytes)
+        if self._ladders.step_ended(loss) or has_risen:
+            self.forget_plans()
+
+    def take_over(self, step: CurrentStep, part: Part, ran: GraphNumbers, profile: Profile) -> PlanOfOtherSizes | None:
+        """Return how a part runs by a plan for the same step at other sizes; None where none fits."""
+        ways = self._taken_over.setdefault(part, {})
+        if ran not in ways:
             with self._stages.stage("solve_s", "solving"):
-                if len(programs) == KEPT:
-                    programs.clear()
-                decisions = self._decide(step, part.captured, profile)
-                schedule = None if decisions is None else lower(part.captured.graph, decisions)
-                alike = (old for old in programs.values() if old is not None and old.schedule == schedule)
-                programs[ran] = None if schedule is None else next(alike, None) or _build(part.captured, schedule)
-        return programs[ran]
+                if len(ways) == KEPT:
+                    ways.clear()
+                before = [way for way in ways.values() if way is not None]
+                ways[ran] = self._decide(step, part.captured, profile, before)
+        return ways[ran]
 
     def find_least(self, step: CurrentStep, part: Part, profile: Profile) -> Program:
         """Return the program of least memory of a part.
@@ -142,51 +161,131 @@ class GraphPrograms:
         self._model.announce_full()
         return 0
 
-    def _decide(self, step: CurrentStep, captured: Captured, profile: Profile) -> Decisions | None:
-        """Decide for the next forward of the step under way."""
+    def _decide(
+        self, step: CurrentStep, captured: Captured, profile: Profile, before: Sequence[PlanOfOtherSizes]
+    ) -> PlanOfOtherSizes | None:
+        """Decide for the next forward of the step under way; its code has run so before, in other steps."""
         place, seen = len(step.forwards), step.comparison
         self._compare(step)
-        seen.alike = [(recorded, decided) for recorded, decided in seen.alike if recorded.runs_at(place, captured)]
+        seen.alike = [kind for kind in seen.alike if kind.recorded.runs_at(place, captured)]
         seen.compared = place + 1
         if not seen.alike:
             return None
-        first = seen.alike[0][0]
-        if place not in first.places or not all(recorded.goes_on_as(first, place) for recorded, _ in seen.alike):
+        first = seen.alike[0].recorded
+        if place not in first.places or not all(kind.recorded.goes_on_as(first, place) for kind in seen.alike):
             return None  # nobody knows how the step goes on
         call = first.places.index(place)
-        followed, is_last = seen.followed, call + 1 == len(first.calls)  # all sizes are known then
-        if followed is None or is_last or not is_no_larger(captured.graph, followed.step.calls[call].captured.graph):
-            followed = seen.followed = self._follow(step, captured, profile, call)
-        return None if followed is None else followed.decisions[call]
+        if not self._was_foreseen(step, captured, call, is_last=call + 1 == len(first.calls)):
+            seen.followed = self._follow(step, captured, profile, call)
+        if seen.followed is None:
+            return None
+        program = self._program_of(captured, seen.followed.decisions[call], before)
+        return PlanOfOtherSizes(program, seen.followed.loss)
+
+    def _program_of(self, captured: Captured, decisions: Decisions, before: Sequence[PlanOfOtherSizes]) -> Program:
+        """Return the program by decisions for a captured graph; the one that it has run by before, if any has."""
+        key = captured.template or captured.joint, captured.overwritten, decisions
+        if key not in self._schedules:
+            if len(self._schedules) == KEPT:
+                del self._schedules[next(iter(self._schedules))]
+            self._schedules[key] = lower(captured.graph, decisions)
+        schedule = self._schedules[key]
+        alike = (way.program for way in before if way.program.schedule == schedule)
+        program = next(alike, None) or _build(captured, schedule)
+        self._schedules[key] = program.schedule
+        return program
+
+    def _was_foreseen(self, step: CurrentStep, captured: Captured, call: int, is_last: bool) -> bool:
+        """Whether a call of the step under way is what was decided for, or smaller where more is still to come."""
+        followed = step.comparison.followed
+        if followed is None:
+            return False
+        expected = followed.step.calls[call].captured
+        if captured.template is not None and captured.template is expected.template:
+            return captured.sizes == expected.sizes
+        return not is_last and is_no_larger(captured.graph, expected.graph)  # with the last one all sizes are known
 
     def _compare(self, step: CurrentStep) -> None:
         """Find the planned steps that are the same code so far."""
         seen = step.comparison
         if not seen.compared:
-            seen.alike = list(self.history.decided())
+            seen.alike = list(self.history.planned)
         for place in range(seen.compared, len(step.forwards)):
             captured = step.forwards[place].captured
-            seen.alike = [(recorded, decided) for recorded, decided in seen.alike if recorded.runs_at(place, captured)]
+            seen.alike = [kind for kind in seen.alike if kind.recorded.runs_at(place, captured)]
 
     def _follow(self, step: CurrentStep, captured: Captured, profile: Profile, call: int) -> Followed | None:
         """Choose, of what was decided for steps of the same code, the fastest that fits; None where none does."""
-        alike = step.comparison.alike
-        begun = [step.forwards[place] for place in alike[0][0].places[:call]]
+        alike = [kind.recorded for kind in step.comparison.alike]
+        begun = [step.forwards[place] for place in alike[0].places[:call]]
         resident = step.resident_in(self._model.memory)
-        foreseen = foresee(alike, [*((f.captured, f.profile) for f in begun), (captured, profile)], resident)
+        calls = [*((forward.captured, forward.profile) for forward in begun), (captured, profile)]
+        to_come = self._code(step).sizes_of_calls.foresee([captured for captured, _ in calls])
+        foreseen = foresee(alike, [*calls, *to_come], resident)
         if foreseen is None:
             return None
         whole = foreseen.merge()
-        margin_bytes = max(recorded.margin_bytes for recorded, _ in alike)
+        sized = self._outlines.at_size(whole, [recorded.code for recorded in foreseen.calls])
         traced_bytes = TRACING_BYTES if len(foreseen.calls) > 1 else 0  # graphs are traced while values of others live
-        budget_bytes = self.maker.budget_bytes(whole, resident) - resident.size_bytes - margin_bytes - traced_bytes
+        room_bytes = self.maker.budget_bytes(sized, resident) - resident.size_bytes - traced_bytes
+        room_bytes -= self._margin_bytes(step, room_bytes, captured.template is not None)
         before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]
-        decided = dict.fromkeys([keep_all(whole.graph), *(decisions for _, decisions in alike)])
-        candidates = [whole.join([*before, *whole.split(decisions)[call:]]) for decisions in decided]
-        decisions = fastest_that_fits(whole, budget_bytes, candidates)
+        chosen = self._choose_among(step, sized, room_bytes, before, captured.template is not None)
         if call + 1 == len(foreseen.calls):
-            step.comparison.foreseen = alike[0][0], foreseen
-        return None if decisions is None else Followed(foreseen, whole.split(decisions))
+            step.comparison.foreseen = alike[0], foreseen
+        if chosen is None:
+            return None
+        plain_bytes = sized.peak_bytes(keep_all(whole.graph))
+        loss = Loss(
+            self._code(step).ladder,
+            replace(foreseen, merged={}),
+            room_bytes,
+            plain_bytes,
+            chosen.peak_bytes,
+            chosen.again_ms,
+            chosen.lost_ms,
+        )
+        return Followed(foreseen, whole.split(chosen.decisions), None if captured.template is None else loss)
+
+    def _margin_bytes(self, step: CurrentStep, room_bytes: int, is_made: bool) -> int:
+        """Return the bytes of a room to leave free, since steps of the same code took more than was predicted."""
+        kinds = step.comparison.alike
+        margin_bytes = max(kind.recorded.margin_bytes for kind in kinds)
+        if not is_made:
+            return margin_bytes
+        return max(margin_bytes, self._ladders.margin_bytes(self._code(step).ladder, kinds, room_bytes))
+
+    def _choose_among(
+        self, step: CurrentStep, sized: SizedStep, room_bytes: int, before: Sequence[Decisions], is_made: bool
+    ) -> Chosen | None:
+        """Choose among all decisions for the code of a step, some of whose calls have run already.
+
+        Args:
+            step: The step.
+            sized: The same, as foreseen.
+            room_bytes: Bytes that it may add to what is resident.
+            before: The decisions that its calls ran by so far.
+            is_made: Whether its code was made from traces of other sizes: where nothing fits, decisions are solved for
+                all of these.
+        """
+        whole, ladder = sized.step, self._code(step).ladder
+        plans = [kind.own_plan.solution.recompute for kind in step.comparison.alike]
+
+        def fastest() -> Chosen | None:
+            candidates = dict.fromkeys([keep_all(whole.graph), *plans, *ladder.decisions])
+            return fastest_that_fits(sized, room_bytes, [_going_on(whole, before, d) for d in candidates])
+
+        chosen = fastest()
+        if chosen is None and is_made:
+            self._ladders.find(ladder, sized, room_bytes)
+            chosen = fastest()
+            step.comparison.fits_nothing = chosen is None
+        return chosen
+
+    def _code(self, step: CurrentStep) -> StepKind:
+        """Return the kind that stands for the code of the step under way, at whatever sizes."""
+        kind = step.comparison.alike[0]
+        return kind.code or kind
 
 
 class GraphChoices(Choices):
@@ -219,8 +318,7 @@ class GraphChoices(Choices):
 
     def plan_of_other_sizes(self) -> Way | None:
         """By what was decided for the same step at other sizes, where that fits."""
-        program = self._programs.take_over(self._step, self._part, self._ran, self._profile)
-        return None if program is None else PlanOfOtherSizes(program)
+        return self._programs.take_over(self._step, self._part, self._ran, self._profile)
 
     def least_memory(self) -> Way:
         """At the least memory.
@@ -235,13 +333,13 @@ class GraphChoices(Choices):
 
 
 def foresee(
-    alike: Sequence[DecidedStep], calls: Sequence[tuple[Captured, Profile]], resident: Resident
+    steps: Sequence[RecordedStep], calls: Sequence[tuple[Captured, Profile]], resident: Resident
 ) -> RecordedStep | None:
     """Foresee the step under way: what is still to come as in the smallest known step that is not smaller so far.
 
     Args:
-        alike: The planned steps that run the same code so far.
-        calls: What has run of it, and is about to run, with the costs.
+        steps: The planned steps that run the same code so far.
+        calls: What has run of it, and is about to run, with the costs; of what is to come, what is known for sure.
         resident: What exists before it.
 
     Returns:
@@ -254,7 +352,7 @@ def foresee(
         captured, costs = calls[index]
         return without_missing(captured, missing, costs)
 
-    steps, count = [recorded for recorded, _ in alike], len(calls)
+    count = len(calls)
     if count < len(steps[0].calls):
         steps = [step for step in steps if step.is_no_smaller(codes)]
         least_bytes = min((step.bytes_from(count) for step in steps), default=0)
@@ -262,6 +360,11 @@ def foresee(
     at_sizes = (step.at_sizes(codes, as_run, resident) for step in steps)
     foreseen = [step for step in at_sizes if step is not None]
     return max(foreseen, key=lambda step: step.outside_bytes, default=None)
+
+
+def _going_on(whole: Step, before: Sequence[Decisions], decisions: Decisions) -> Decisions:
+    """Return decisions for a step whose first calls have run by others."""
+    return whole.join([*before, *whole.split(decisions)[len(before) :]]) if before else decisions
 
 
 def _without_doubtful(captured: Captured, profile: Profile) -> tuple[Graph, Profile]:

@@ -12,7 +12,6 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 from ..planning.plan import Plan
-from ..records.step import Decisions
 from ..running.program import Program
 from .recorded_step import RecordedStep
 from .step_kind import GraphNumbers, Start, StepKind
@@ -108,8 +107,8 @@ class History:
 
     @property
     def plan_count(self) -> int:
-        """The number of plans; what is the same step at the same sizes has one."""
-        return len({id(kind.recorded.solve) for kind in self.recorded})
+        """The number of plans, those for all sizes included; what is the same step at the same sizes has one."""
+        return len({id(kind.recorded.solve) for kind in self.recorded}) + sum(len(kind.ladder.rungs) for kind in self)
 
     # ---------------------------------------------------------------- what is learned of kinds
 
@@ -208,10 +207,6 @@ class History:
         return any(kind.counts_on_freed_gradients for kind in self.all_likely(foreseen))
 
     # ---------------------------------------------------------------- what they run
-
-    def decided(self) -> Iterator[tuple[RecordedStep, Decisions]]:
-        """List what each planned kind runs, and what its plan recomputes."""
-        return ((kind.recorded, kind.own_plan.solution.recompute) for kind in self.planned)
 
     def same_code(self, step: RecordedStep) -> StepKind:
         """Return the first kind that runs the code of a recorded step, at whatever sizes."""

@@ -195,7 +195,7 @@ class LargestSizes:
     ) -> RecordedStep | None:
         profiles = [self._parts.prepare(larger[call.part])[1] for call in recorded.calls]
         captured = [larger[call.part].captured for call in recorded.calls]
-        step = foresee([(recorded, ())], list(zip(captured, profiles, strict=True)), resident)
+        step = foresee([recorded], list(zip(captured, profiles, strict=True)), resident)
         if step is None or not step.hands_on:
             return None
         more_bytes = step.given_bytes - recorded.given_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,6 +64,11 @@ class Parts:
     def find(self, number: int) -> Part | None:
         """Return the part with a number, None where it was dropped."""
         return self._parts[number]()
+
+    def are_made(self, numbers: Iterable[int]) -> bool:
+        """Whether some of these graphs were made from traces of other sizes."""
+        parts = [part for number in numbers if (part := self.find(number)) is not None]
+        return any(part.captured.template is not None for part in parts)
 
     def waiting(self) -> list[tuple[Part, Saved]]:
         """List what forwards have saved whose backward has not run yet, with their parts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
@@ -14,10 +15,12 @@ from ..planning.plan import Plan
 from ..planning.planner import make_plan, resolve
 from ..planning.shared_solving import announce, shared
 from ..planning.solvers import worker
-from ..planning.solvers.base import Strategy
+from ..planning.solvers.base import Solution, Strategy
 from ..planning.solvers.curve import Remembering
 from ..records.away import Host
 from ..records.costs import step_time_ms
+from ..records.expressions import NoTemplateError
+from ..records.outline import SizedStep
 from ..records.scaling import are_same
 from ..records.step import Step
 from ..running.program import Program
@@ -58,7 +61,7 @@ class PlanMaker:
         """Return the budgets of a kind of step of which none was seen."""
         return Limits(self._model.options.budget.share is not None)
 
-    def budget_bytes(self, step: Step, resident: Resident, kind: StepKind | None = None) -> int:
+    def budget_bytes(self, step: Step | SizedStep, resident: Resident, kind: StepKind | None = None) -> int:
         """Return the budget of a step, resident bytes included; a share is of the largest step that is known.
 
         A share is of what plain training adds, graphs that wait for their backward included.
@@ -72,6 +75,8 @@ class PlanMaker:
             self._auto_bytes = resolve(Budget(), resident.size_bytes, 0, free_bytes(self._model.memory.device))
         if self._model.options.budget.is_auto:
             return self._auto_bytes
+        if self._model.options.budget.share is None:
+            return resolve(self._model.options.budget, 0, 0, 0)
         of_others = (self._plain_bytes(other) for other in self._history.planned if other is not kind)
         added_bytes = max(step.plain_bytes + resident.plain_waiting_bytes, *of_others, 0)
         return resolve(self._model.options.budget, resident.size_bytes - resident.waiting_bytes, added_bytes, 0)
@@ -150,8 +155,12 @@ class PlanMaker:
         solver = Remembering(worker.apart(self._model.options.plan.solver))
         return shared(solver, runtime.process_group_store(), self._model_description)
 
-    def make(self, kind: StepKind) -> tuple[Plan, dict[int, Program]]:
+    def make(self, kind: StepKind) -> tuple[Plan, dict[int, Program]] | None:
         """Plan a recorded kind of step, and build its programs; its limits are set also where nothing fits.
+
+        Returns:
+            The plan, and the program for each place among its forwards; None, and the kind is dropped, where it is made
+            from traces of other sizes and these do not tell its programs.
 
         Raises:
             InfeasibleBudgetError: If nothing fits the budget.
@@ -170,12 +179,33 @@ class PlanMaker:
                 target=self._model.name,
                 margin_bytes=recorded.margin_bytes,
                 solve=recorded.solve,
-                progress=self._stages.reporter.solving(step_time_ms(step.graph, step.profile)),
+                progress=self.progress(step),
                 decided=step.join(recorded.decided) if recorded.decided else None,
                 host=self.host(recorded),
             )
         self._first_wait.took(self._stages.total)
-        return self._finish(recorded, step, plan)
+        try:
+            return self._finish(recorded, step, plan)
+        except NoTemplateError as error:
+            log.info("A kind of step of %s gets no plan of its own: %s", self._model.name, error)
+            kind.sights.has_no_template = True
+            self._history.drop(kind)
+            return None
+
+    def decide(self, step: Step, room_bytes: int) -> Solution:
+        """Solve a step that gets no plan of its own; where nothing fits, find its least memory.
+
+        Args:
+            step: The merged step.
+            room_bytes: Bytes that it may add to what is resident.
+        """
+        asked, options = self._model.options, replace(self._model.options.plan, on_infeasible="warn")
+        progress, name = self.progress(step), self._model.name
+        return make_plan(step, asked.budget, room_bytes, 0, options, target=name, progress=progress).solution
+
+    def progress(self, step: Step) -> Callable[[float, float], None] | None:
+        """Return what shows how solving a step goes on."""
+        return self._stages.reporter.solving(step_time_ms(step.graph, step.profile))
 
     def _finish(self, recorded: RecordedStep, step: Step, plan: Plan) -> tuple[Plan, dict[int, Program]]:
         plan = plan.changed(

@@ -102,12 +102,12 @@ class PlannedKinds:
             kind.step = replace(step, limits=self.maker.new_limits())
         try:
             self.maker.choose_level()
-            made = {kind: self.maker.make(kind) for kind in steps}
+            made = {kind: new for kind in steps if (new := self.maker.make(kind)) is not None}
         except BaseException as error:  # Ctrl-C too: budgets change for all kinds of steps or for none
             enough = self._error_of_all() if isinstance(error, InfeasibleBudgetError) else None
             self._model.options, self.maker.waiting.level = before, level
             for kind, step in steps.items():
-                kind.step = step
+                kind.step = None if kind.sights.has_no_template else step
             raise enough or error from None
         self._said_bytes = 0
         for kind, (plan, programs) in made.items():
@@ -207,19 +207,12 @@ class PlannedKinds:
 
     def decide_to_plan(self, kind: StepKind) -> Decision:
         """Decide whether a kind of step gets a plan that has none; announce it where there are too many."""
-        if self._is_made_from_others(kind):
-            return Decision.KEEP  # it runs by what is planned already, wherever that fits
-        is_worth_it = kind.sights.count > 1 or not kind.sights.is_by_plans
+        is_worth_it = kind.sights.is_worth_a_plan(self._model.parts.are_made(kind.graphs))
         has_place = is_worth_it and (self.maker.captured_before(kind) is not None or self._model.has_place)
         decision = decide_first(is_worth_it, has_place)
         if decision is Decision.FULL:
             self._model.announce_full()
         return decision
-
-    def _is_made_from_others(self, kind: StepKind) -> bool:
-        """Whether a graph of a kind was made from traces of other sizes."""
-        parts = [part for number in kind.graphs if (part := self._model.parts.find(number)) is not None]
-        return any(part.captured.template is not None for part in parts)
 
     def learn(self, record: StepRecord, resident: Resident, before: Resident | None = None) -> None:
         """Plan a kind of step that was not seen before; one that may be small by chance waits where nothing fits.
@@ -287,6 +280,8 @@ class PlannedKinds:
 
     def warn_of_first_step(self, kind: StepKind, peak_bytes: int) -> None:
         """Warn where the first step of another kind, which ran before it was planned, took more than its budget."""
+        if kind.plan is None:
+            return  # it could not be planned
         plan = kind.own_plan
         excess_bytes = peak_bytes - max(plan.budget_bytes, plan.planned_peak_bytes)
         if excess_bytes > GUARD_BYTES and len(self.history.planned) > 1:
@@ -302,7 +297,8 @@ class PlannedKinds:
     def _plan(self, *kinds: StepKind) -> None:
         """Plan recorded steps, for the first time or anew, and let their programs take over."""
         for kind in dict.fromkeys(kinds):
-            self._take(kind, *self.maker.make(kind))
+            if (made := self.maker.make(kind)) is not None:
+                self._take(kind, *made)
 
     def _take(self, kind: StepKind, plan: Plan, programs: Mapping[int, Program]) -> None:
         self._install(kind, plan, programs)
@@ -413,9 +409,9 @@ class PlannedKinds:
         except InfeasibleBudgetError:  # to be raised where such a step begins: this one has run
             kind.step, kind.counts_on_freed_gradients = step, counts_on_freed_gradients
             return
-        plan = kind.own_plan
-        if plan.solution is not solution:
-            return  # planned anew: the step ran by the plan before
+        if kind.plan is None or kind.plan.solution is not solution:
+            return  # planned anew, or dropped: the step ran by the plan before
+        plan = kind.plan
         kind.seen_bytes = max(kind.seen_bytes or 0, plan.planned_peak_bytes)
         if peak_bytes <= (plan.measured.peak_bytes or 0):
             return

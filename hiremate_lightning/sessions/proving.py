@@ -30,7 +30,7 @@ from ..measuring.differences import Difference, differences
 from ..measuring.segments import Observed, cut
 from ..measuring.trials import Outcome, Trial
 from ..memory.free_memory import free_bytes
-from ..records.expressions import NoTemplateError
+from ..records.expressions import NoTemplateError, WrongTemplateError
 from ..records.step import Call, Step, merge
 from ..rewriting.joint import is_collective
 from ..running.execution import Part
@@ -90,23 +90,25 @@ class Prover:
             self._prove(proof, arguments)
 
     def _prove_made(self, proof: Proof, part: Part, arguments: Sequence[Any]) -> None:
-        """Prove code that was made from traces of other sizes: once for each schedule, at whatever sizes.
+        """Prove code that was made from traces of other sizes: each schedule once, and beyond all sizes seen so far.
 
         The proof stays open, since a later step of the same sizes may run by another schedule.
         """
-        if backward_pass.is_running():
-            raise NoTemplateError("Code can't be proved inside of a backward")
         program = self._graph_programs.choose(self._steps.under_way, part).program
         template = template_of(part.captured, program.schedule)
         assert template is not None, "asked of code that is made from a template"
-        if template.is_proved:
+        if template.is_proved_at(part.captured.sizes):
             return
+        if backward_pass.is_running():
+            raise NoTemplateError("Code can't be proved inside of a backward")
         written, proof.forward, proof.backward = proof.written, Verdict.UNKNOWN, Verdict.UNKNOWN
         self._prove(proof, arguments)
         proof.written = written
-        template.is_proved = {proof.forward, proof.backward} <= {Verdict.PROVED, Verdict.ROUNDED}
-        if not template.is_proved:
-            raise NoTemplateError("Programs of sizes that were not traced could not be proved, or give other numbers")
+        if Verdict.REFUSED in (proof.forward, proof.backward):
+            raise WrongTemplateError("Programs of sizes that were not traced fail, or give other numbers")
+        if Verdict.UNKNOWN in (proof.forward, proof.backward):
+            raise NoTemplateError("Programs of sizes that were not traced could not be proved")
+        template.proved_at(part.captured.sizes)
 
     def _prove(self, proof: Proof, arguments: Sequence[Any]) -> None:
         self._proofs.add(proof)

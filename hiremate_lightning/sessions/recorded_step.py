@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..capturing.capture import Captured
@@ -41,6 +41,12 @@ class RecordedCall:
     parameters: Mapping[int, int]
     missing: frozenset[int]
     added: Mapping[int, frozenset[int]]
+
+    @property
+    def code(self) -> Hashable:
+        """Equal for calls that run the same code, of whatever sizes that the same traces tell."""
+        captured = self.captured
+        return captured.template or captured.joint, captured.overwritten, self.missing
 
     def beside(self, kept: frozenset[int]) -> Call:
         """Return the call where gradients of some parameters exist: those that are added to them die at once."""

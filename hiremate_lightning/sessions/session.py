@@ -31,7 +31,6 @@ from ..out_of_memory import explain
 from ..planning.plan import Plan, describe_peak
 from ..planning.solvers import worker
 from ..records.dimensions import VaryingSizes
-from ..records.expressions import NoTemplateError, Sizes
 from ..rewriting.joint import updates_under_checkpoint
 from ..running.accumulation import Leaves
 from ..running.execution import Part
@@ -93,7 +92,7 @@ class Session:
         maker = PlanMaker(model, self.proofs, self.first_wait)
         self._graph_programs = GraphPrograms(model, maker, self.may_exceed)
         self.planned = PlannedKinds(model, maker, self._graph_programs, watching, self.largest)
-        self._templates = Templates(model)
+        self._templates = Templates(model, self.largest)
         self.unplanned = UnplannedSteps(model, self.planned, self._templates)
         self.steps = Steps(model, self.planned, self.unplanned, self._graph_programs, watching, self.largest)
         self._without_gradients = CallsWithoutGradients(model)
@@ -220,18 +219,10 @@ class Session:
 
     def backend(self) -> Any:
         """Return the torch.compile backend whose captured graphs this session runs."""
-        proof = partial(Proof, prove=_weakly(self._prove)) if self.options.verify else None
+        proof = partial(Proof, prove=_weakly(self.prover.prove)) if self.options.verify else None
         given = self.kernels, _weakly(self.let_run_captured), proof, _weakly(self.say)
-        ahead = _weakly(self.largest.trace_ahead), _weakly(self.take_in_at)
+        ahead = _weakly(self.largest.trace_ahead), weakref.proxy(self._templates)
         return planning_backend(_weakly(self.take_in), *given, *ahead)
-
-    def _prove(self, proof: Proof, arguments: Sequence[Any]) -> None:
-        """Prove captured code that is about to run."""
-        try:
-            self.prover.prove(proof, arguments)
-        except NoTemplateError:
-            self._templates.failed()
-            raise
 
     def let_run_captured(self, code: object, size_bytes: int) -> bool:
         """Let code whose sizes don't repeat run as captured, where it is small beside planned code.
@@ -255,12 +246,6 @@ class Session:
         if updates_under_checkpoint(captured.joint):
             self._announcements.updates_under_checkpoint()
         part = self.parts.add(captured, self)
-        self.largest.took(part)
-        return part
-
-    def take_in_at(self, samples: Sequence[tuple[Sizes, Part]], sizes: Sizes) -> Part:
-        """Make a part of code at sizes that were not traced, from parts of other sizes, see `Templates`."""
-        part = self._templates.part_at(samples, sizes, self)
         self.largest.took(part)
         return part
 

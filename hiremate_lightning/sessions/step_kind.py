@@ -15,11 +15,13 @@ from functools import cached_property
 
 from ..calls.given import ModuleCall
 from ..measuring.resident import Resident
+from ..planning.ladder import Ladder
 from ..planning.plan import Plan
 from ..planning.solvers.base import Solution
 from ..records.resizing import Sample
 from ..running.program import Program
 from .recorded_step import RecordedStep
+from .sizes_of_calls import SizesOfCalls
 
 AGAIN_AFTER = 8  # steps of a kind, then 16 more, 32, ...: code outside of its plan may come to take more
 
@@ -136,14 +138,29 @@ class Sights:
     Attributes:
         count: How often.
         is_by_plans: Whether every forward of some step ran by a plan, of this or another kind.
+        fits_nothing: Whether some step was made from traces of other sizes, and not even the least memory fitted.
+        has_no_template: Whether traces of other sizes do not tell the programs of a plan of it: it gets none.
         confused_with: The kinds that were confused with it, itself included; empty where none was.
         waited: How many graphs of earlier steps waited for their backward as steps began.
     """
 
     count: int = 0
     is_by_plans: bool = False
+    fits_nothing: bool = False
+    has_no_template: bool = False
     confused_with: frozenset[StepKind] = frozenset()
     waited: frozenset[int] = frozenset()
+
+    def is_worth_a_plan(self, is_made: bool) -> bool:
+        """Whether steps have come so that a plan of their own may pay.
+
+        Args:
+            is_made: Whether they run code that was made from traces of other sizes: these run by what is decided for
+                all sizes, wherever that fits.
+        """
+        if not is_made:
+            return self.count > 1 or not self.is_by_plans
+        return not self.has_no_template and (self.fits_nothing or (self.count > 1 and not self.is_by_plans))
 
 
 @dataclass(eq=False, slots=True)
@@ -171,6 +188,8 @@ class StepKind:
         trial: What they take with and without the plan.
         captured: Its step as predictions of plain steps need it; None before these know it.
         told: What a user was told last of it; None for nothing.
+        ladder: Where it is the first kind of its code, decisions for all sizes of that.
+        sizes_of_calls: Where it is that kind, the sizes of the calls of its steps.
     """
 
     graphs: GraphNumbers
@@ -193,6 +212,8 @@ class StepKind:
     trial: Trial = field(default_factory=Trial)
     captured: CapturedStep | None = None
     told: Told | None = None
+    ladder: Ladder[RecordedStep] = field(default_factory=Ladder)
+    sizes_of_calls: SizesOfCalls = field(default_factory=SizesOfCalls)
 
     @property
     def recorded(self) -> RecordedStep:
@@ -223,3 +244,4 @@ class StepKind:
         """Forget what its steps run, their plan, and that they came; what existed before them stays, and all counts."""
         self.forget_step()
         self.counts_on_freed_gradients, self.is_searching, self.seen_bytes, self.sights = False, False, None, Sights()
+        self.ladder = Ladder()

@@ -299,12 +299,14 @@ class Steps:
         self.ended, kind, expected, record = step, self._history[step.graphs], step.expected, step.record
         is_own = step.ran_by(self._history.taken_for(kind))
         self._history.ended(kind, step.start, step.is_by_plans)
+        kind.sights.fits_nothing = kind.sights.fits_nothing or step.comparison.fits_nothing
         self._unplanned.learn_from_taken_over(step, kind)
         if not is_own and expected is not None and kind.plan is not None and expected is not kind:
             self._planned.confused(expected, kind)
         self._memory.step_ended(record, kind.graphs, step.has_captured)
         if record is not None:
             record.close(at_once)
+        self._graph_programs.step_ended(step)
         saw = self._learn_from(step, kind, is_own)
         if step.look is not None:
             self._watching.step_ended(step.look, kind, saw, captured_nothing)

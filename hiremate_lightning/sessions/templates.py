@@ -6,18 +6,46 @@ has a part of its own as any other: what is planned, recorded and proved does no
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..capturing.template import CodeTemplate
-from ..records.expressions import NoTemplateError, Sizes
-from ..running.execution import Conductor, Part
+from ..records.expressions import NoTemplateError, Sizes, WrongTemplateError
+from ..records.graph import Graph
+from ..records.scaling import difference
+from ..running.execution import Part
+from .largest import LargestSizes
 from .planned_model import PlannedModel
+from .recorded_step import RecordedStep
 
-log = logging.getLogger("hiremate_lightning")
+FAILURES = 3  # sizes of one code that no template served, and fewer that one did: then each of its sizes is traced
 
-FAILURES = 3  # sizes that no template served, after which steps of new sizes are not captured for one
+
+@dataclass
+class _Code:
+    """What is known of one captured code.
+
+    Attributes:
+        graph: As it was traced at some sizes; None before anything was to be made of it.
+        made: For how many sizes it was made.
+        failures: For how many it could not be made, or did not run as it was made.
+        is_refused: Whether each of its sizes is traced.
+    """
+
+    graph: Graph | None = None
+    made: int = 0
+    failures: int = 0
+    is_refused: bool = False
+
+    def is_part_of(self, recorded: RecordedStep | None) -> bool:
+        """Whether a step runs it; whether it may, where that is not known."""
+        graph = self.graph
+        return (
+            graph is None
+            or recorded is None
+            or any(difference(graph, call.captured.graph) is None for call in recorded.calls)
+        )
 
 
 class Templates:
@@ -25,54 +53,69 @@ class Templates:
 
     Args:
         model: The planned model.
+        largest: Learns of parts.
     """
 
-    def __init__(self, model: PlannedModel) -> None:
-        self._model, self._parts = model, model.parts
+    def __init__(self, model: PlannedModel, largest: LargestSizes) -> None:
+        self._model, self._parts, self._largest = model, model.parts, largest
         self._templates: weakref.WeakKeyDictionary[Part, CodeTemplate] = weakref.WeakKeyDictionary()
-        self._failures = 0
+        self._codes: weakref.WeakKeyDictionary[object, _Code] = weakref.WeakKeyDictionary()
 
-    @property
-    def may_serve(self) -> bool:
+    def may_serve(self, recorded: RecordedStep | None) -> bool:
         """Whether a step of new sizes that begins may run by templates: else it runs as the user wrote it.
 
         Where graphs of earlier steps wait, what they hold is planned for each size by itself.
+
+        Args:
+            recorded: A step of the same code, None where none is recorded.
         """
-        return self._failures < FAILURES and not self._why_not() and not self._parts.waiting()
+        refused = [code for code in self._codes.values() if code.is_refused]
+        return not (self._why_not() or self._parts.waiting() or any(code.is_part_of(recorded) for code in refused))
+
+    def may_make(self, code: object) -> bool:
+        """Whether to trace code at a few sizes, so that parts for others can be made."""
+        return not self._why_not() and not self._of(code).is_refused
 
     def _why_not(self) -> str:
-        """Return why no code has a template now; "" where it may."""
+        """Return why no code has a template; "" where it may."""
         if self._parts.fuses:
             return "kernels are fused for their sizes"
         if self._model.options.offload != "off":
             return "programs hold the host's memory that values go away to"
         return ""
 
-    def part_at(self, samples: Sequence[tuple[Sizes, Part]], sizes: Sizes, conductor: Conductor) -> Part:
+    def part_at(self, code: object, samples: Sequence[tuple[Sizes, Part]], sizes: Sizes) -> Part:
         """Make a part that runs code at some sizes.
 
         Args:
-            samples: Parts that run the same code at other sizes, each with all that varies there.
+            code: The code.
+            samples: Parts that run it at other sizes, each with all that varies there.
             sizes: What varies at these sizes.
-            conductor: Of the part.
 
         Raises:
             NoTemplateError: If there is no template for them.
         """
-        try:
-            if why := self._why_not():
-                raise NoTemplateError(f"No code has a template: {why}")
-            captured, profile = self._template_of(samples).at(sizes)
-        except NoTemplateError:
-            self._failures += 1
-            raise
-        part = self._parts.add(captured, conductor, profile)
-        part.own = samples[0][1].own
+        first = samples[0][1]
+        self._of(code).graph = first.captured.graph
+        captured, profile = self._template_of(samples).at(sizes)
+        part = self._parts.add(captured, first.conductor, profile)
+        part.own = first.own
+        self._largest.took(part)
+        self._of(code).made += 1
         return part
 
-    def failed(self) -> None:
-        """Learn that code of a template did not run: its proof failed, or there was no memory for it."""
-        self._failures += 1
+    def failed(self, code: object, error: NoTemplateError) -> None:
+        """Learn that there was no part of code for a size, or that it did not run: no memory to prove it, say.
+
+        Code that gave other numbers is refused at once: what is known of it is wrong, also where that does not show.
+        """
+        known = self._of(code)
+        known.failures += 1
+        too_often = known.failures >= FAILURES and 2 * known.failures >= known.made
+        known.is_refused = known.is_refused or too_often or isinstance(error, WrongTemplateError)
+
+    def _of(self, code: object) -> _Code:
+        return self._codes.setdefault(code, _Code())
 
     def _template_of(self, samples: Sequence[tuple[Sizes, Part]]) -> CodeTemplate:
         first, sizes = samples[0][1], tuple(varying for varying, _ in samples)

@@ -232,7 +232,7 @@ class UnplannedSteps:
         prediction = self._plain.predict(step.calls, likely, self._room_bytes(), ways)
         if prediction is None or (begun is None and self._is_to_be_planned(step, prediction)):
             return None
-        if prediction.saves_memory and begun is None and self._templates.may_serve:
+        if prediction.saves_memory and begun is None and self._templates.may_serve(likely.step):
             return None
         if not prediction.saves_memory:
             return AsWritten(prediction, likely)

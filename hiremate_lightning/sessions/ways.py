@@ -16,9 +16,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from ..planning.ladder import Loss
 from ..running.program import Program
 from .aside_room import AsideRoom
 from .plain_steps import Prediction
+from .recorded_step import RecordedStep
 from .step_kind import StepKind
 
 
@@ -74,7 +76,13 @@ class OwnPlan(ByProgram):
 
 @dataclass(frozen=True, slots=True)
 class PlanOfOtherSizes(ByProgram):
-    """A captured graph runs by what was decided for the same code at other sizes."""
+    """A captured graph runs by what was decided for the same code at other sizes.
+
+    Attributes:
+        loss: What its step loses by that, where it was made from traces of other sizes; None where it was traced.
+    """
+
+    loss: Loss[RecordedStep] | None = None
 
 
 @dataclass(frozen=True, slots=True)

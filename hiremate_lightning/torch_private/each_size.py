@@ -11,11 +11,11 @@ What tells symbols apart is private; `test_torch_private.py` says on which versi
 
 from __future__ import annotations
 
-import itertools
 import logging
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -31,8 +31,7 @@ from .size_symbols import SizeSymbols
 log = logging.getLogger("hiremate_lightning")
 KEPT = 128  # traces of one graph, the latest used ones: each takes megabytes of the host's memory
 MOST_SAMPLES = 6  # of code, of which the latest traced size may be one
-TRIED = 16  # sizes of samples: Dynamo's guards may be for other code at some
-FAILURES = 3  # sizes that could not be made from samples, after which each is traced
+TRIED = 6  # sizes of samples
 UNREPEATED = 4  # sizes in a row that have not come before: after more of them, it is asked whether to go on tracing
 Runner = Callable[..., Any]
 Sizes = tuple[int, ...]
@@ -40,8 +39,32 @@ Layout = tuple[Sizes, Sizes]  # of a tensor: shape and strides
 Trace = Callable[[fx.GraphModule, Sequence[Any]], tuple[Runner, int]]
 LetRunCaptured = Callable[[object, int], bool]
 Samples = Sequence[tuple[Sizes, Runner]]
-Make = Callable[[fx.GraphModule, Samples, Sizes], Runner]
 TraceAhead = Callable[[object, Sizes, Callable[[Sizes], bool]], None]
+
+
+class SizeMaker(Protocol):
+    """Makes code run at sizes that were not traced, from what runs at a few others."""
+
+    def may_make(self, code: object) -> bool:
+        """Whether to trace code at a few sizes, so that others can be made; where not, each is traced."""
+
+    def make(self, code: object, module: fx.GraphModule, samples: Samples, sizes: Sizes) -> Runner:
+        """Make code run.
+
+        What is made raises `NoTemplateError` too, before anything has run, where the size is to be traced.
+
+        Args:
+            code: The code at all sizes.
+            module: The code at these sizes.
+            samples: What runs it at others, each with all that varies there.
+            sizes: What varies at these.
+
+        Raises:
+            NoTemplateError: If the samples don't tell.
+        """
+
+    def failed(self, code: object, error: NoTemplateError) -> None:
+        """Learn that code was not made for a size, or what was made did not run."""
 
 
 def sizes_among(module: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
@@ -74,9 +97,7 @@ class EachSize:
         let_run_captured: Lets this code run as captured where its sizes don't repeat, given the bytes of all its
             values at the largest size, and returns whether it may; called each time.
         trace_ahead: Called after each trace with this code, the sizes, and what traces it for sizes to come.
-        make: Makes code of definite sizes run, from what runs at other sizes, each with all that varies there, and from
-            what varies at these. Both this and what it makes raise `NoTemplateError` before anything has run, where the
-            size is to be traced. None to trace each size.
+        maker: Makes the code run at sizes that were not traced; None to trace each size.
     """
 
     def __init__(
@@ -86,7 +107,7 @@ class EachSize:
         trace: Trace,
         let_run_captured: LetRunCaptured,
         trace_ahead: TraceAhead = lambda code, sizes, trace: None,
-        make: Make | None = None,
+        maker: SizeMaker | None = None,
     ) -> None:
         count = len(module.graph.find_nodes(op="placeholder"))
         self._module = module
@@ -99,8 +120,8 @@ class EachSize:
         self._largest_bytes = (0, 0)  # of the inputs of what was traced, and of all its values
         self._is_particular = False
         self._traced: OrderedDict[tuple[Any, ...], Runner] = OrderedDict()
-        self._make, self._symbols, self._failures = make, SizeSymbols(module, self._sizes), 0
-        self._samples = dict[Sizes, Runner]()
+        self._maker, self._symbols = maker, SizeSymbols(module, self._sizes)
+        self._samples, self._made = dict[Sizes, Runner](), weakref.WeakSet[Runner]()
 
     def run(self, *arguments: Any) -> Any:
         """Run what was traced for the sizes among the arguments; where that fails, the code as it was captured."""
@@ -120,7 +141,7 @@ class EachSize:
             return run(*others)
         except NoTemplateError as error:
             self._failed(error)
-        return self._trace_new(sizes, others)(*others)
+        return self._trace_new(sizes, others)(*others)  # it becomes a sample, so that sizes like it can be made
 
     def _trace_new(self, sizes: Sizes, others: Sequence[Any]) -> Runner:
         self._unrepeated += 1
@@ -130,32 +151,39 @@ class EachSize:
 
     def _make_for(self, sizes: Sizes, others: Sequence[Any]) -> Runner | None:
         """Make code of some sizes run from samples; None where it is to be traced."""
-        if self._make is None or not self._samples or self._is_particular:
+        if self._maker is None or not self._samples or self._is_particular or not self._maker.may_make(self):
             return None
         try:
             self._sample_near(sizes, others)
             whole = [self._symbols.with_computed(sample) for sample in self._samples]
             varying, new = vary_alone(whole, self._symbols.with_computed(sizes))
-            run = self._make(self._with_numbers(sizes), list(zip(varying, self._samples.values(), strict=True)), new)
+            samples = list(zip(varying, self._samples.values(), strict=True))
+            run = self._maker.make(self, self._with_numbers(sizes), samples, new)
         except NoTemplateError as error:
             self._failed(error)
             return None
+        self._made.add(run)
         self._keep(sizes, others, run)
         return run
 
     def _failed(self, error: NoTemplateError) -> None:
+        assert self._maker is not None, "something was made"
         log.info("A size is traced: %s", error)
-        self._failures += 1
-        if self._failures == FAILURES:
-            self._make = None
+        self._maker.failed(self, error)
+        if not self._maker.may_make(self):
             self._samples.clear()
+            for key in [key for key, run in self._traced.items() if run in self._made]:
+                del self._traced[key]
 
     def _sample_near(self, sizes: Sizes, others: Sequence[Any]) -> None:
         """Trace the code at as many sizes as tell all sizes, as far as it is for these."""
-        for sample in itertools.islice(self._symbols.samples_near(sizes, list(self._samples)), TRIED):
-            if len(self._samples) >= LEAST_SAMPLES + 1:
+        tried = 0
+        for sample in self._symbols.samples_near(sizes, list(self._samples)):
+            if len(self._samples) > LEAST_SAMPLES or tried == TRIED:
                 return
-            self._trace_larger(sample, others)
+            if _layouts_at(self._module, self._sizes, sample) is not None:
+                tried += 1
+                self._trace_larger(sample, others)
 
     def _runs_captured(self, others: Sequence[Any]) -> bool:
         """Whether to run the code as it was captured: no larger than what was traced, of which the bytes are known."""
@@ -179,7 +207,7 @@ class EachSize:
         return run
 
     def _note_sample(self, sizes: Sizes, run: Runner, is_general: bool) -> None:
-        if is_general and self._make is not None and len(self._samples) < MOST_SAMPLES:
+        if is_general and self._maker is not None and self._maker.may_make(self) and len(self._samples) < MOST_SAMPLES:
             self._samples[sizes] = run
 
     def _keep(self, sizes: Sizes, others: Sequence[Any], run: Runner) -> None:

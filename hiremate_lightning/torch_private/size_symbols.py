@@ -36,7 +36,9 @@ class SizeSymbols:
         numbers = [inputs[position].meta["example_value"] for position in positions]
         expressions = [number.node.expr if isinstance(number, torch.SymInt) else None for number in numbers]
         self._symbols = [e if e is not None and e.is_symbol else None for e in expressions]
-        self._computed = _computed(module)
+        self._computed = [
+            n for n in _computed(module) if n.free_symbols <= set(self._symbols)
+        ]  # of other numbers: no size
 
     def with_computed(self, sizes: Sizes) -> Sizes:
         """Return sizes with the quotients, rests and extremes of them."""
@@ -44,26 +46,29 @@ class SizeSymbols:
         return (*sizes, *(int(number.xreplace(values)) for number in self._computed))
 
     def samples_near(self, sizes: Sizes, taken: Sequence[Sizes]) -> Iterator[Sizes]:
-        """Yield sizes to trace the code at: odd ones, each unlike all others of its dimension and of other dimensions.
+        """Yield sizes to trace the code at: odd ones at first, each unlike all others of its dimension and of other dimensions.
+
+        Then even ones; then those in which sizes that are equal now are equal: code may ask for that too.
 
         Args:
             sizes: Real ones.
             taken: Sizes that were traced.
         """
-        used = [{*column} for column in zip(*taken, sizes, strict=True)]
-        for multiple, round_ in itertools.product(MULTIPLES, range(len(SHARES))):
-            sample = list(sizes)
-            for place, symbol in enumerate(self._symbols):
-                if symbol is None:
-                    continue
-                share, taken_numbers = SHARES[(round_ + 2 * place) % len(SHARES)], set[int]().union(*used, sample)
-                number = max(LEAST, int(sizes[place] * share / multiple)) | 1
-                while number * multiple in taken_numbers:
-                    number += 2
-                sample[place] = number * multiple
-            for column, size in zip(used, sample, strict=True):
-                column.add(size)
-            yield tuple(sample)
+        used = {number for sample in (*taken, sizes) for number in sample}
+        names = [symbol and str(symbol) for symbol in self._symbols]
+        equal = [symbol and str(size) for symbol, size in zip(self._symbols, sizes, strict=True)]
+        for groups, multiple, round_ in itertools.product((names, equal), MULTIPLES, range(len(SHARES))):
+            numbers = dict[str | None, int]()
+            for group, size in zip(groups, sizes, strict=True):
+                if group is not None and group not in numbers:
+                    share = SHARES[(round_ + 2 * len(numbers)) % len(SHARES)]
+                    number = max(LEAST, int(size * share / multiple)) | 1
+                    number += bool(self._computed) * round_ % 2  # with quotients, odd sizes alone tell too little
+                    while number * multiple in used:
+                        number += 2
+                    numbers[group] = number * multiple
+                    used.add(number * multiple)
+            yield tuple(numbers.get(group, size) for group, size in zip(groups, sizes, strict=True))
 
 
 def _computed(module: fx.GraphModule) -> list[Any]:

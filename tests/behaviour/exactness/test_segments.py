@@ -56,6 +56,22 @@ def make_with_autocast() -> nn.Module:
     return Half()
 
 
+def make_with_vmap() -> nn.Module:
+    """A mask that torch.func maps a function over: Dynamo reads what enters and leaves that as nodes."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = make_plain()
+
+        def forward(self, x: Tensor) -> Tensor:
+            of_columns = torch.func.vmap(lambda row, column: (row + column) % 3 > 0, in_dims=(None, 0))
+            mask = torch.func.vmap(of_columns, in_dims=(0, None))(torch.arange(ROWS), torch.arange(WIDTH))
+            return self.layers(x).masked_fill(~mask, 0.0)
+
+    return Masked()
+
+
 def captured(make: Callable[[], nn.Module]) -> tuple[torch.fx.GraphModule, Trial]:
     """Capture a module, and prepare a trial of it with its gradients."""
     torch.manual_seed(0)
@@ -78,7 +94,7 @@ def in_segments(module: torch.fx.GraphModule, trial: Trial, free_bytes: int) -> 
     return cut(module, observed, free_bytes)
 
 
-@pytest.mark.parametrize("make", [make_plain, make_with_state, make_with_autocast])
+@pytest.mark.parametrize("make", [make_plain, make_with_state, make_with_autocast, make_with_vmap])
 def test_code_in_segments_gives_the_bits_of_a_plain_run(make):
     module, trial = captured(make)
     plain = trial.run(module)

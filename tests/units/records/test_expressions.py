@@ -70,6 +70,15 @@ def test_sizes_that_never_vary_or_are_another_are_left_out():
     assert vary_alone(samples, (4, 31, 31, 8)) == ([(24,), (40,), (46,)], (31,))
 
 
+def test_a_size_that_is_made_of_another_is_left_out():
+    """Dynamo's `Max(1, s - 1)`, or twice a half; where it is something else, that is refused."""
+    samples = [(24, 23, 48), (40, 39, 80), (46, 45, 92)]
+    assert vary_alone(samples, (31, 30, 62)) == ([(24,), (40,), (46,)], (31,))
+    for sizes in [(1, 1, 2), (31, 30, 63)]:
+        with pytest.raises(NoTemplateError, match="not by themselves"):
+            vary_alone(samples, sizes)
+
+
 @pytest.mark.parametrize("sizes", [(5, 31, 31), (4, 31, 32)])
 def test_sizes_unlike_all_samples_are_refused(sizes: Sizes):
     """One that never varied does; two that were always equal are not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from hiremate_lightning.capturing.absent import Absence, find_absent
 from hiremate_lightning.capturing.backend import planning_backend
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.planning.solvers import UNLIMITED, smallest_budget
@@ -17,6 +19,7 @@ from hiremate_lightning.planning.solvers.base import Problem
 from hiremate_lightning.records.costs import estimate
 from hiremate_lightning.records.schedule import keep_all, lower
 from hiremate_lightning.records.step import Decisions
+from hiremate_lightning.running import program as program_module
 from hiremate_lightning.running.program import Program, build
 from hiremate_lightning.running.template import NoTemplateError, ProgramTemplate
 
@@ -109,6 +112,23 @@ def test_a_size_that_was_never_traced_runs(
     added = frozenset(new.trained[:2]) if adds else NOTHING
     assert program.schedule == expected.schedule
     assert equal(results(new, program, missing, added), results(new, expected, missing, added))
+
+
+def test_backwards_that_overwrite_otherwise_overwrite_nothing(
+    lengths: dict[int, Captured], monkeypatch: pytest.MonkeyPatch
+):
+    """Samples differ in what dies as a gradient does not arrive, which nobody could know before."""
+    template, find = template_of({size: lengths[size] for size in (5, 8, 11)}, keep_all(lengths[5].graph)), find_absent
+
+    def find_otherwise(captured: Captured, missing: frozenset[int]) -> Absence:
+        absence = find(captured, missing)
+        return replace(absence, overwrites={}) if captured is lengths[8] else absence
+
+    monkeypatch.setattr(program_module, "find_absent", find_otherwise)
+    new, missing = lengths[19], frozenset({1})
+    expected = build(new, lower(new.graph, keep_all(new.graph)))
+    assert find(new, missing).overwrites
+    assert equal(results(new, template.at((19,)), missing), results(new, expected, missing))
 
 
 def test_a_template_serves_traced_sizes_too(lengths: dict[int, Captured]):

@@ -1,0 +1,159 @@
+"""Decisions for the steps of one code at all sizes: a ladder between the least memory and keeping everything.
+
+A schedule that fits at one size fits at all smaller ones, since bytes grow with sizes. So a few decisions serve all
+sizes: of those that fit, a step takes the fastest. What it loses beside decisions of its own is estimated from those
+that don't fit: a little less memory takes a little more time, and the fastest schedules lie below the line between any
+two. Once steps have lost more time than solving takes, another rung pays.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from ..records.outline import SizedStep
+from ..records.step import Decisions
+from .planner import guard_bytes
+from .solvers import Solution
+
+REMEMBERED = 64  # steps that lost time, the latest ones
+WORTH_SAVING = 0.5  # of the estimated time that a rung saves: one that saves less was in vain
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The decisions that a step runs by.
+
+    Attributes:
+        decisions: The fastest that fit.
+        peak_bytes: Bytes that it adds by them.
+        again_ms: Time of what they compute again.
+        lost_ms: The least that decisions of its own would save of that, as estimated.
+    """
+
+    decisions: Decisions
+    peak_bytes: int
+    again_ms: float
+    lost_ms: float
+
+
+def fastest_that_fits(step: SizedStep, room_bytes: int, candidates: Iterable[Decisions]) -> Chosen | None:
+    """Choose among decisions for a step; None where none fit.
+
+    Args:
+        step: The step.
+        room_bytes: Bytes that it may add to what is resident.
+        candidates: Decisions that were made for the same code, at whatever sizes.
+    """
+    limit_bytes = room_bytes - guard_bytes(room_bytes)
+    too_large = list[tuple[int, float]]()
+    for decisions in sorted(dict.fromkeys(candidates), key=step.again_ms):
+        again_ms, peak_bytes = step.again_ms(decisions), step.peak_bytes(decisions)
+        if peak_bytes <= limit_bytes:
+            lines = (_time_on_line(limit_bytes, (peak_bytes, again_ms), faster) for faster in too_large)
+            return Chosen(decisions, peak_bytes, again_ms, again_ms - min(lines, default=again_ms))
+        too_large.append((peak_bytes, again_ms))
+    return None
+
+
+def _time_on_line(limit_bytes: int, small: tuple[int, float], fast: tuple[int, float]) -> float:
+    """Return the time at a limit, on the line between what is below it and what is above it."""
+    (low_bytes, long_ms), (high_bytes, short_ms) = small, fast
+    return long_ms - (long_ms - short_ms) * (limit_bytes - low_bytes) / (high_bytes - low_bytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loss(Generic[T]):
+    """What steps of one size lose that run by decisions of other sizes.
+
+    Attributes:
+        ladder: The decisions for their code.
+        step: Such a step.
+        room_bytes: Bytes that it may add to what is resident.
+        plain_bytes: Bytes that it adds where it keeps everything.
+        peak_bytes: Bytes that it adds, as predicted.
+        again_ms: Time of what it computes again.
+        lost_ms: The least that decisions of its own would save of that, as estimated.
+    """
+
+    ladder: Ladder[T]
+    step: T
+    room_bytes: int
+    plain_bytes: int
+    peak_bytes: int
+    again_ms: float
+    lost_ms: float
+
+
+@dataclass(eq=False)
+class Ladder(Generic[T]):
+    """The decisions for the steps of one code.
+
+    Attributes:
+        rungs: Those that were solved for steps that nothing fitted, or that had lost time.
+        least: Those of the least memory, where no other could be made, or fits; else None.
+        least_share: The largest room, over what keeping everything takes, at which the least memory did not fit.
+        excess: The most that a step was measured to add beyond what was predicted, over that.
+        losses: The latest steps that lost time.
+        lost_ms: What all steps lost since the latest rung.
+        vain: Rungs in a row that saved clearly less than was estimated.
+    """
+
+    rungs: list[Decisions] = field(default_factory=list)
+    least: Decisions | None = None
+    least_share: float = 0.0
+    excess: float = 0.0
+    losses: deque[Loss[T]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    lost_ms: float = 0.0
+    vain: int = 0
+
+    @property
+    def decisions(self) -> list[Decisions]:
+        """All decisions so far."""
+        return [*self.rungs, *(() if self.least is None else (self.least,))]
+
+    def note(self, loss: Loss[T], price_ms: float) -> Loss[T] | None:
+        """Learn of a step that lost time.
+
+        Args:
+            loss: What it lost.
+            price_ms: What another rung takes.
+
+        Returns:
+            The step to solve a rung for; None where that does not pay yet.
+        """
+        self.losses.append(loss)
+        self.lost_ms += loss.lost_ms
+        return _best(self.losses) if self.lost_ms > price_ms * 2**self.vain else None
+
+    def solved(self, loss: Loss[T], solution: Solution) -> bool:
+        """Learn of what was solved for a step that had lost time; count anew what steps lose.
+
+        Args:
+            loss: What it had lost.
+            solution: What was found.
+
+        Returns:
+            Whether that is another rung: it fits, and saves time.
+        """
+        saved_ms = loss.again_ms - solution.extra_ms if solution.peak_bytes <= loss.room_bytes else 0.0
+        self.vain = 0 if saved_ms > WORTH_SAVING * loss.lost_ms else self.vain + 1
+        self.losses.clear()
+        self.lost_ms = 0.0
+        if saved_ms <= 0:
+            return False
+        self.rungs.append(solution.recompute)
+        return True
+
+
+def _best(losses: Sequence[Loss[T]]) -> Loss[T]:
+    """Return the step whose own decisions would save most: they serve it, and all smaller ones, at least as well."""
+
+    def saved_ms(loss: Loss[T]) -> float:
+        return loss.lost_ms * sum(other.plain_bytes <= loss.plain_bytes for other in losses)
+
+    return max(losses, key=saved_ms)

@@ -1,0 +1,128 @@
+"""Decisions for all sizes of code that has a template, solved where none fit, or where steps have lost time by them.
+
+A step of a size that was never traced gets no plan of its own as long as something fits it: one such plan a size would
+be one a step, where nearly every size comes once. What `planning.ladder` keeps for the code serves all of its sizes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ..garbage import collecting_what_it_leaves
+from ..planning.ladder import Ladder, Loss
+from ..planning.planner import guard_bytes
+from ..planning.solvers import Problem, Solution, SolveOptions, smallest_budget
+from ..records.costs import step_time_ms
+from ..records.outline import SizedStep
+from ..records.schedule import keep_all
+from ..records.step import Step
+from .plan_maker import PlanMaker
+from .planned_model import PlannedModel
+from .recorded_step import RecordedStep
+from .step_kind import StepKind
+
+log = logging.getLogger("hiremate_lightning")
+
+HEADROOM = 0.8  # of the room of a step that nothing fitted: larger steps may run by the same decisions
+BUILT_AND_PROVED = 8.0  # times a step, that programs of other decisions take until they are built and proved
+
+StepLadder = Ladder[RecordedStep]
+StepLoss = Loss[RecordedStep]
+
+
+class Ladders:
+    """Solves decisions for all sizes of code.
+
+    Args:
+        model: The planned model.
+        maker: Solves.
+    """
+
+    def __init__(self, model: PlannedModel, maker: PlanMaker) -> None:
+        self._model, self._maker = model, maker
+
+    def find(self, ladder: StepLadder, sized: SizedStep, room_bytes: int) -> None:
+        """Solve decisions for a step that nothing fits so far, unless the same was tried in no less room.
+
+        They leave some of the room, so that somewhat larger steps may run by them too.
+
+        Args:
+            ladder: The decisions for its code, which take them.
+            sized: The step.
+            room_bytes: Bytes that it may add to what is resident.
+        """
+        step, limit_bytes = sized.step, max(0, room_bytes - guard_bytes(room_bytes))
+        share = room_bytes / max(1, sized.peak_bytes(keep_all(step.graph)))
+        fitting = (decisions for decisions in ladder.decisions if sized.peak_bytes(decisions) <= limit_bytes)
+        if share <= ladder.least_share or next(fitting, None) is not None:
+            return  # what fits does so only without what has run
+        has_place = self._model.has_place
+        with self._model.stages.stage("solve_s", "solving"), collecting_what_it_leaves():
+            leaving_some = int(HEADROOM * room_bytes)
+            solution = self._maker.decide(step, leaving_some) if has_place else self._least(step, limit_bytes)
+        fits = sized.peak_bytes(solution.recompute) <= limit_bytes
+        if fits and has_place:
+            ladder.rungs.append(solution.recompute)
+        else:
+            ladder.least, ladder.least_share = solution.recompute, ladder.least_share if fits else share
+
+    def _least(self, step: Step, limit_bytes: int) -> Solution:
+        options, progress = self._model.options.plan, self._maker.progress(step)
+        limits = SolveOptions(time_limit_s=options.time_limit_s, progress=progress)
+        return smallest_budget(Problem(step.graph, step.profile, limit_bytes, limits))
+
+    def margin_bytes(self, ladder: StepLadder, kinds: Sequence[StepKind], room_bytes: int) -> int:
+        """Return the bytes of a room to leave free: steps of the same code were measured above what was predicted.
+
+        Args:
+            ladder: The decisions for the code.
+            kinds: Its planned kinds.
+            room_bytes: Bytes that a step of it may add to what is resident.
+        """
+        excess = max([ladder.excess, *map(_excess_of, kinds)])
+        return int(room_bytes * excess / (1 + excess))
+
+    def measured(self, loss: StepLoss, peak_bytes: int) -> bool:
+        """Learn of the peak of a step, resident bytes included; return whether others are to leave more room."""
+        ladder = loss.ladder
+        excess = (peak_bytes - loss.step.resident.size_bytes) / max(1, loss.peak_bytes) - 1
+        is_more, ladder.excess = excess > ladder.excess, max(excess, ladder.excess)
+        return is_more
+
+    def step_ended(self, loss: StepLoss) -> bool:
+        """Learn of a step that ran by decisions of other sizes; solve some for all sizes where that has paid by now.
+
+        Returns:
+            Whether there are other decisions now.
+        """
+        ladder, price_ms = loss.ladder, self.price_ms(loss)
+        target = ladder.note(loss, price_ms)
+        if target is None or not self._model.has_place:
+            return False
+        with self._model.stages.stage("solve_s", "solving"), collecting_what_it_leaves():
+            solution = self._maker.decide(target.step.merge(), target.room_bytes)
+        if not ladder.solved(target, solution):
+            return False
+        text = (
+            f"Decisions of {self._model.name} for sizes without a plan: steps like one that computed "
+            f"{target.again_ms:.0f} ms of work again compute {solution.extra_ms:.0f} ms again from now on."
+        )
+        log.info(text)
+        self._model.stages.reporter.note(text)
+        return True
+
+    def price_ms(self, loss: StepLoss) -> float:
+        """Estimate the time that other decisions take until steps run by them, from what plans of the code took."""
+        planned = self._model.history.planned
+        solve_s = max((kind.own_plan.solution.solve_s for kind in planned), default=0.0)
+        calls = [recorded.call for recorded in loss.step.calls]
+        step_ms = sum(step_time_ms(call.graph, call.profile) for call in calls)
+        return 1000 * solve_s + BUILT_AND_PROVED * step_ms
+
+
+def _excess_of(kind: StepKind) -> float:
+    """Return what a planned kind was measured to add beyond what was predicted, over that."""
+    plan = kind.own_plan
+    excess_bytes = (plan.measured.peak_bytes or 0) - plan.planned_peak_bytes
+    return max(0.0, excess_bytes / max(1, plan.planned.peak_bytes))

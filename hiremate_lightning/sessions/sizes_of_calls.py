@@ -1,0 +1,63 @@
+"""The sizes of the calls of a step that are still to come, where all of its code has templates."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ..capturing.capture import Captured
+from ..records.costs import Profile
+from ..records.expressions import LEAST_SAMPLES, NoTemplateError, Sizes, find_expression, vary_alone
+
+log = logging.getLogger("hiremate_lightning")
+
+REMEMBERED = 8  # sizes of steps
+
+
+class SizesOfCalls:
+    """The sizes of all calls of the steps of one code, by those of the first call: learned from steps that ran."""
+
+    def __init__(self) -> None:
+        self._calls: tuple[Captured, ...] = ()  # of the latest step
+        self._sizes: dict[Sizes, tuple[Sizes, ...]] = {}  # of the steps so far, by those of the first call
+
+    def note(self, calls: Sequence[Captured]) -> None:
+        """Learn of the calls of a step that has ended."""
+        if any(call.template is None for call in calls):
+            return
+        if [call.template for call in calls] != [call.template for call in self._calls]:
+            self._sizes.clear()  # of other traces
+        self._calls = tuple(calls)
+        self._sizes[calls[0].sizes] = tuple(call.sizes for call in calls)
+        if len(self._sizes) > REMEMBERED:
+            del self._sizes[next(iter(self._sizes))]
+
+    def foresee(self, begun: Sequence[Captured]) -> list[tuple[Captured, Profile]]:
+        """Return the calls to come of a step, with their costs; none where their sizes are not known for sure."""
+        count = len(begun)
+        if len(self._sizes) < LEAST_SAMPLES or any(
+            call.template is not before.template for call, before in zip(begun, self._calls, strict=False)
+        ):
+            return []
+        try:
+            samples, first = vary_alone(list(self._sizes), begun[0].sizes)
+            columns = list(zip(*self._sizes.values(), strict=True))[count:]
+            return [
+                _at(call, [_number(samples, values, first) for values in zip(*sizes, strict=True)])
+                for call, sizes in zip(self._calls[count:], columns, strict=True)
+            ]
+        except NoTemplateError as error:
+            log.debug("The sizes of a step to come are not known: %s", error)
+            return []
+
+
+def _at(call: Captured, sizes: Sequence[int]) -> tuple[Captured, Profile]:
+    assert call.template is not None, "asked of calls that are made from a template"
+    return call.template.at(tuple(sizes))
+
+
+def _number(samples: Sequence[Sizes], values: Sequence[int], sizes: Sizes) -> int:
+    expression = find_expression(samples, values)
+    if expression is None:
+        raise NoTemplateError(f"At the sizes {samples} another call has the size {values}")
+    return expression.at(sizes)

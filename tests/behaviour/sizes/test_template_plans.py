@@ -1,0 +1,118 @@
+"""Which decisions steps of sizes run by that were never traced: made once for all sizes, and never over budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hiremate_lightning import HiRemateWarning, InfeasibleBudgetError, hiremate
+from hiremate_lightning.planning import planner
+from hiremate_lightning.records.expressions import NoTemplateError
+from hiremate_lightning.sessions import ladders, offloading
+from hiremate_lightning.testing import is_from_template, session_of, step_under_way
+from tests.behaviour.sizes.test_templates import FIRST, LONG, SHORT, Training, budget_of, small_gpt
+from tests.exact import differing
+
+LONGER = [96, 101, 99, 107, 94]  # than all that is planned
+
+
+@pytest.fixture(autouse=True)
+def _anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+
+
+def trainings(budget_bytes: int, **options: object) -> tuple[Training, Training]:
+    """Return a plain model, and a planned one that has code for all sizes as the next new size comes."""
+    plain, planned = Training(small_gpt()), Training(hiremate(small_gpt(), budget_bytes, verbose=False, **options))
+    for length in [FIRST, FIRST, SHORT, LONG]:
+        assert differing(planned.step(length), plain.step(length)) == []
+    return plain, planned
+
+
+def rungs_of(planned: Training) -> int:
+    """Return how many decisions were solved for all sizes."""
+    return sum(len(kind.ladder.rungs) for kind in session_of(planned.model).planned.history)
+
+
+@pytest.mark.filterwarnings("error")
+def test_larger_sizes_run_by_decisions_made_once(monkeypatch: pytest.MonkeyPatch):
+    """The plan of the first length fits none of them: the first one is solved for, and all run by what it finds."""
+    budget_bytes, added_bytes = budget_of(FIRST, 0.75)
+    plain, planned = trainings(budget_bytes)
+    solved: list[int] = []
+    make_plan = planner.make_plan
+    monkeypatch.setattr(
+        "hiremate_lightning.sessions.plan_maker.make_plan",
+        lambda step, *rest, **options: solved.append(len(solved)) or make_plan(step, *rest, **options),
+    )
+    for length in [*LONGER, *LONGER]:
+        assert differing(planned.step(length), plain.step(length)) == []
+        assert is_from_template(planned.model)
+        assert step_under_way(planned.model).ways == ("plan of another step",)
+        assert planned.peak_bytes <= added_bytes
+    assert len(solved) == rungs_of(planned) == 1
+    assert len(session_of(planned.model).plans) == 1  # no size got one of its own
+
+
+def test_steps_that_lose_time_get_faster_decisions(monkeypatch: pytest.MonkeyPatch):
+    """Solving costs nothing here, so any loss is worth it; all stays exact and within the budget."""
+    monkeypatch.setattr(ladders.Ladders, "price_ms", lambda self, loss: 0.0)
+    budget_bytes, added_bytes = budget_of(FIRST, 0.75)
+    plain, planned = trainings(budget_bytes)
+    for length in [*LONGER, *LONGER]:
+        assert differing(planned.step(length), plain.step(length)) == []
+        assert planned.peak_bytes <= added_bytes
+    assert 2 <= rungs_of(planned) <= 7
+
+
+def test_beyond_max_plans_larger_sizes_run_at_the_least_memory(monkeypatch: pytest.MonkeyPatch):
+    """It is searched once, and said of nobody: no size waits for a plan of its own."""
+    searched: list[int] = []
+    smallest_budget = ladders.smallest_budget
+    monkeypatch.setattr(ladders, "smallest_budget", lambda problem: searched.append(1) or smallest_budget(problem))
+    budget_bytes, added_bytes = budget_of(FIRST, 0.75)
+    plain, planned = trainings(budget_bytes, max_plans=1)
+    for length in LONGER:
+        assert differing(planned.step(length), plain.step(length)) == []
+        assert planned.peak_bytes <= added_bytes
+    assert len(searched) == 1
+    assert rungs_of(planned) == 0
+
+
+def test_a_size_that_nothing_fits_is_refused_as_before():
+    """Not even the least memory of twice the length fits: the error names a budget that is enough."""
+    budget_bytes, _ = budget_of(FIRST, 0.5)
+    _, planned = trainings(budget_bytes)
+    planned.step(LONG - 2)
+    with pytest.raises(InfeasibleBudgetError, match="too small for SmallGPT"):
+        for _ in range(24):
+            planned.step(127)
+
+
+def test_a_size_that_nothing_fits_is_announced_where_training_goes_on():
+    budget_bytes, _ = budget_of(FIRST, 0.5)
+    plain, planned = trainings(budget_bytes, on_infeasible="warn")
+    with pytest.warns(HiRemateWarning, match="budget"):
+        for _ in range(4):
+            assert differing(planned.step(127), plain.step(127)) == []
+
+
+def test_a_plan_that_no_template_tells_is_not_made(monkeypatch: pytest.MonkeyPatch):
+    """Nothing fits the length, so it is planned: without programs for that plan it goes on at the least memory."""
+    budget_bytes, _ = budget_of(FIRST, 0.5)
+    plain, planned = trainings(budget_bytes, on_infeasible="warn")
+    program_of = offloading.program_of
+
+    def refusing(captured, *rest):
+        if captured.template is not None:
+            raise NoTemplateError("A number is no expression of the sizes")
+        return program_of(captured, *rest)
+
+    monkeypatch.setattr(offloading, "program_of", refusing)
+    count = len(session_of(planned.model).plans)
+    for _ in range(4):
+        assert differing(planned.step(127), plain.step(127)) == []
+    assert len(session_of(planned.model).plans) == count

@@ -1,0 +1,58 @@
+"""Sizes of the calls of a step that are to come, told by those of the first."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from hiremate_lightning.sessions.sizes_of_calls import SizesOfCalls
+
+
+class Template:
+    """Returns its name and the sizes that it is asked for, in place of code and costs."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def at(self, sizes: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+        return self.name, sizes
+
+
+FIRST, SECOND = Template("first"), Template("second")
+
+
+def step(length: int, *second: int, template: Template = SECOND) -> list[SimpleNamespace]:
+    return [SimpleNamespace(template=FIRST, sizes=(length, 4)), SimpleNamespace(template=template, sizes=second)]
+
+
+def learned(*steps: list[SimpleNamespace]) -> SizesOfCalls:
+    sizes = SizesOfCalls()
+    for calls in steps:
+        sizes.note(calls)
+    return sizes
+
+
+def test_three_steps_tell_the_sizes_of_what_is_to_come():
+    sizes = learned(step(40, 39, 160), step(46, 45, 184), step(59, 58, 236))
+    assert sizes.foresee(step(100)[:1]) == [("second", (99, 400))]
+
+
+def test_two_steps_tell_nothing():
+    assert learned(step(40, 39), step(46, 45)).foresee(step(100)[:1]) == []
+
+
+def test_sizes_that_do_not_follow_the_first_call_are_unknown():
+    """As those of a decoder whose texts have lengths of their own."""
+    assert learned(step(40, 7), step(46, 31), step(59, 12)).foresee(step(100)[:1]) == []
+
+
+def test_what_never_varied_must_not_vary():
+    sizes = learned(step(40, 39), step(46, 45), step(59, 58))
+    assert sizes.foresee([SimpleNamespace(template=FIRST, sizes=(100, 8))]) == []
+
+
+def test_traced_calls_and_other_traces_tell_nothing():
+    steps = step(40, 39), step(46, 45), step(59, 58)
+    assert learned(*steps, step(61, 60, template=Template("new"))).foresee(step(100)[:1]) == []
+    traced = step(40, 39)
+    traced[1].template = None
+    assert learned(traced).foresee(step(100)[:1]) == []
