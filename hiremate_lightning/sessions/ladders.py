@@ -25,6 +25,7 @@ from .step_kind import StepKind
 log = logging.getLogger("hiremate_lightning")
 
 HEADROOM = 0.8  # of the room of a step that nothing fitted: larger steps may run by the same decisions
+LIMIT_S = 5.0  # for solving, while a step waits
 BUILT_AND_PROVED = 8.0  # times a step, that programs of other decisions take until they are built and proved
 
 StepLadder = Ladder[RecordedStep]
@@ -57,15 +58,14 @@ class Ladders:
         fitting = (decisions for decisions in ladder.decisions if sized.peak_bytes(decisions) <= limit_bytes)
         if share <= ladder.least_share or next(fitting, None) is not None:
             return  # what fits does so only without what has run
-        has_place = self._model.has_place
         with self._model.stages.stage("solve_s", "solving"), collecting_what_it_leaves():
-            leaving_some = int(HEADROOM * room_bytes)
-            solution = self._maker.decide(step, leaving_some) if has_place else self._least(step, limit_bytes)
-        fits = sized.peak_bytes(solution.recompute) <= limit_bytes
-        if fits and has_place:
-            ladder.rungs.append(solution.recompute)
-        else:
-            ladder.least, ladder.least_share = solution.recompute, ladder.least_share if fits else share
+            least, leaving_some = self._least(step, limit_bytes), int(HEADROOM * room_bytes)
+            if sized.peak_bytes(least.recompute) < leaving_some and self._model.has_place:
+                ladder.rungs.append(self._maker.decide(step, leaving_some, LIMIT_S).recompute)
+                return
+        ladder.least = least.recompute
+        if sized.peak_bytes(ladder.least) > limit_bytes:
+            ladder.least_share = share
 
     def _least(self, step: Step, limit_bytes: int) -> Solution:
         options, progress = self._model.options.plan, self._maker.progress(step)
@@ -101,7 +101,7 @@ class Ladders:
         if target is None or not self._model.has_place:
             return False
         with self._model.stages.stage("solve_s", "solving"), collecting_what_it_leaves():
-            solution = self._maker.decide(target.step.merge(), target.room_bytes)
+            solution = self._maker.decide(target.step.merge(), target.room_bytes, LIMIT_S)
         if not ladder.solved(target, solution):
             return False
         text = (
