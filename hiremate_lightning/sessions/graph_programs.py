@@ -177,7 +177,7 @@ class GraphPrograms:
         if foreseen is None:
             return None
         whole = foreseen.merge()
-        margin_bytes = max(recorded.margin_bytes for recorded, _ in alike)
+        margin_bytes = max(self.history.margin_bytes, *(recorded.margin_bytes for recorded, _ in alike))
         traced_bytes = TRACING_BYTES if len(foreseen.calls) > 1 else 0  # graphs are traced while values of others live
         budget_bytes = self.maker.budget_bytes(whole, resident) - resident.size_bytes - margin_bytes - traced_bytes
         before = [forward.program.schedule.decisions(forward.captured.graph) for forward in begun]
