@@ -7,7 +7,6 @@ be one a step, where nearly every size comes once. What `planning.ladder` keeps 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 from ..garbage import collecting_what_it_leaves
 from ..planning.ladder import Ladder, Loss
@@ -20,7 +19,6 @@ from ..records.step import Step
 from .plan_maker import PlanMaker
 from .planned_model import PlannedModel
 from .recorded_step import RecordedStep
-from .step_kind import StepKind
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -72,24 +70,6 @@ class Ladders:
         limits = SolveOptions(time_limit_s=options.time_limit_s, progress=progress)
         return smallest_budget(Problem(step.graph, step.profile, limit_bytes, limits))
 
-    def margin_bytes(self, ladder: StepLadder, kinds: Sequence[StepKind], room_bytes: int) -> int:
-        """Return the bytes of a room to leave free: steps of the same code were measured above what was predicted.
-
-        Args:
-            ladder: The decisions for the code.
-            kinds: Its planned kinds.
-            room_bytes: Bytes that a step of it may add to what is resident.
-        """
-        excess = max([ladder.excess, *map(_excess_of, kinds)])
-        return int(room_bytes * excess / (1 + excess))
-
-    def measured(self, loss: StepLoss, peak_bytes: int) -> bool:
-        """Learn of the peak of a step, resident bytes included; return whether others are to leave more room."""
-        ladder = loss.ladder
-        excess = (peak_bytes - loss.step.resident.size_bytes) / max(1, loss.peak_bytes) - 1
-        is_more, ladder.excess = excess > ladder.excess, max(excess, ladder.excess)
-        return is_more
-
     def step_ended(self, loss: StepLoss) -> bool:
         """Learn of a step that ran by decisions of other sizes; solve some for all sizes where that has paid by now.
 
@@ -119,10 +99,3 @@ class Ladders:
         calls = [recorded.call for recorded in loss.step.calls]
         step_ms = sum(step_time_ms(call.graph, call.profile) for call in calls)
         return 1000 * solve_s + BUILT_AND_PROVED * step_ms
-
-
-def _excess_of(kind: StepKind) -> float:
-    """Return what a planned kind was measured to add beyond what was predicted, over that."""
-    plan = kind.own_plan
-    excess_bytes = (plan.measured.peak_bytes or 0) - plan.planned_peak_bytes
-    return max(0.0, excess_bytes / max(1, plan.planned.peak_bytes))
