@@ -18,7 +18,7 @@ from ..records.step import Decisions
 from .planner import guard_bytes
 from .solvers import Solution
 
-REMEMBERED = 64  # steps that lost time, the latest ones
+REMEMBERED = 16  # steps that lost time, the latest ones
 WORTH_SAVING = 0.5  # of the estimated time that a rung saves: one that saves less was in vain
 
 T = TypeVar("T")

@@ -64,7 +64,7 @@ class GraphPrograms:
         self._taken_over: weakref.WeakKeyDictionary[Part, TakenOver] = weakref.WeakKeyDictionary()
         self._most_bytes = 0  # that were resident
         self._outlines, self._ladders = Outlines(), Ladders(model, maker)
-        self._schedules = dict[Hashable, Schedule]()  # of decisions, by captured code
+        self._schedules = dict[Hashable, Schedule]()  # of decisions, for all sizes of code
 
     def forget_plans(self) -> None:
         """Decide anew what to take over: there is another plan, or more is resident."""
@@ -181,15 +181,14 @@ class GraphPrograms:
 
     def _program_of(self, captured: Captured, decisions: Decisions, before: Sequence[PlanOfOtherSizes]) -> Program:
         """Return the program by decisions for a captured graph; the one that it has run by before, if any has."""
-        key = captured.template or captured.joint, captured.overwritten, decisions
-        if key not in self._schedules:
-            if len(self._schedules) == KEPT:
-                del self._schedules[next(iter(self._schedules))]
-            self._schedules[key] = lower(captured.graph, decisions)
-        schedule = self._schedules[key]
+        key = captured.template, captured.overwritten, decisions
+        schedule = self._schedules.get(key) or lower(captured.graph, decisions)
         alike = (way.program for way in before if way.program.schedule == schedule)
         program = next(alike, None) or _build(captured, schedule)
-        self._schedules[key] = program.schedule
+        if captured.template is not None:
+            if len(self._schedules) == KEPT:
+                del self._schedules[next(iter(self._schedules))]
+            self._schedules[key] = program.schedule
         return program
 
     def _was_foreseen(self, step: CurrentStep, captured: Captured, call: int, is_last: bool) -> bool:

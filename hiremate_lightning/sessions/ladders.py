@@ -76,6 +76,8 @@ class Ladders:
         Returns:
             Whether there are other decisions now.
         """
+        if not loss.lost_ms:
+            return False
         ladder, price_ms = loss.ladder, self.price_ms(loss)
         target = ladder.note(loss, price_ms)
         if target is None or not self._model.has_place:
