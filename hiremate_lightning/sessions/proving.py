@@ -93,7 +93,7 @@ class Prover:
         """Prove code that was made from traces of other sizes: each schedule once, and beyond all sizes seen so far.
 
         The proof stays open, since a later step of the same sizes may run by another schedule. Where there is no memory
-        for gradients, it is enough that another schedule is proved, as it is for code that was traced.
+        for gradients, or a backward runs, it is enough that another schedule is proved, as for code that was traced.
         """
         program = self._graph_programs.choose(self._steps.under_way, part).program
         template = template_of(part.captured, program.schedule)
@@ -101,6 +101,8 @@ class Prover:
         if template.is_proved_at(part.captured.sizes):
             return
         if backward_pass.is_running():
+            if is_proved_by_another(part.captured):
+                return
             raise NoTemplateError("Code can't be proved inside of a backward")
         written, proof.forward, proof.backward = proof.written, Verdict.UNKNOWN, Verdict.UNKNOWN
         self._prove(proof, arguments)

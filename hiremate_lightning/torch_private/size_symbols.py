@@ -48,7 +48,7 @@ class SizeSymbols:
     def samples_near(self, sizes: Sizes, taken: Sequence[Sizes]) -> Iterator[Sizes]:
         """Yield sizes to trace the code at, each unlike all others of its dimension and of other dimensions.
 
-        Odd ones come first; then even ones; then those in which sizes that are equal now are equal: code may ask for that too.
+        Odd ones come first, then even ones, then those in which sizes that are equal now are equal.
 
         Args:
             sizes: Real ones.
