@@ -68,7 +68,7 @@ class Templates(Protocol):
             NoTemplateError: If these don't tell.
         """
 
-    def failed(self, code: object, error: NoTemplateError) -> None:
+    def failed(self, code: object, error: Exception) -> None:
         """Learn that there was no part for a size, or that it did not run."""
 
 
@@ -188,7 +188,7 @@ class _Code:
         """Whether to trace it at a few sizes, so that it can be made for others."""
         return self._templates.may_make(code)
 
-    def failed(self, code: object, error: NoTemplateError) -> None:
+    def failed(self, code: object, error: Exception) -> None:
         """Learn that it was not made for a size, or did not run there."""
         self._templates.failed(code, error)
 

@@ -18,7 +18,7 @@ from ..records.step import Decisions
 from .planner import guard_bytes
 from .solvers import Solution
 
-REMEMBERED = 64  # steps that lost time, the latest ones
+REMEMBERED = 16  # steps that lost time, the latest ones
 WORTH_SAVING = 0.5  # of the estimated time that a rung saves: one that saves less was in vain
 
 T = TypeVar("T")
@@ -30,13 +30,11 @@ class Chosen:
 
     Attributes:
         decisions: The fastest that fit.
-        peak_bytes: Bytes that it adds by them.
         again_ms: Time of what they compute again.
         lost_ms: The least that decisions of its own would save of that, as estimated.
     """
 
     decisions: Decisions
-    peak_bytes: int
     again_ms: float
     lost_ms: float
 
@@ -55,7 +53,7 @@ def fastest_that_fits(step: SizedStep, room_bytes: int, candidates: Iterable[Dec
         again_ms, peak_bytes = step.again_ms(decisions), step.peak_bytes(decisions)
         if peak_bytes <= limit_bytes:
             lines = (_time_on_line(limit_bytes, (peak_bytes, again_ms), faster) for faster in too_large)
-            return Chosen(decisions, peak_bytes, again_ms, again_ms - min(lines, default=again_ms))
+            return Chosen(decisions, again_ms, again_ms - min(lines, default=again_ms))
         too_large.append((peak_bytes, again_ms))
     return None
 
@@ -75,7 +73,6 @@ class Loss(Generic[T]):
         step: Such a step.
         room_bytes: Bytes that it may add to what is resident.
         plain_bytes: Bytes that it adds where it keeps everything.
-        peak_bytes: Bytes that it adds, as predicted.
         again_ms: Time of what it computes again.
         lost_ms: The least that decisions of its own would save of that, as estimated.
     """
@@ -84,7 +81,6 @@ class Loss(Generic[T]):
     step: T
     room_bytes: int
     plain_bytes: int
-    peak_bytes: int
     again_ms: float
     lost_ms: float
 
@@ -97,7 +93,6 @@ class Ladder(Generic[T]):
         rungs: Those that were solved for steps that nothing fitted, or that had lost time.
         least: Those of the least memory, where no other could be made, or fits; else None.
         least_share: The largest room, over what keeping everything takes, at which the least memory did not fit.
-        excess: The most that a step was measured to add beyond what was predicted, over that.
         losses: The latest steps that lost time.
         lost_ms: What all steps lost since the latest rung.
         vain: Rungs in a row that saved clearly less than was estimated.
@@ -106,7 +101,6 @@ class Ladder(Generic[T]):
     rungs: list[Decisions] = field(default_factory=list)
     least: Decisions | None = None
     least_share: float = 0.0
-    excess: float = 0.0
     losses: deque[Loss[T]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     lost_ms: float = 0.0
     vain: int = 0

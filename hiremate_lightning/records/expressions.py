@@ -2,8 +2,9 @@
 
 A captured step is full of numbers that depend on the sizes of a batch: shapes of views, strides, bytes. Each of them
 is a constant, or a factor times a product of up to three sizes and a constant: a length, its square, a batch times a
-length. A straight line alone would be wrong: `length * length` at 40 and 46 lies on a line too. So more samples are
-asked for than two, and where several expressions have the same values at all of them there is none.
+length, or times a length and one. A straight line alone would be wrong: `length * length` at 40 and 46 lies on a line
+too. So more samples are asked for than two, and where several expressions have the same values at all of them there is
+none.
 
 Quotients are left out, since they take few values: `length // 3` is 13, 15 and 19 at 40, 46 and 59, and so are
 `2 * ceil(length / 8) + 3` and others. Nor can samples tell `length // 8 * 8` from a length where all are multiples of
@@ -22,7 +23,9 @@ from ..errors import HiRemateError
 Sizes = tuple[int, ...]
 
 LEAST_SAMPLES = 3  # two find an expression, the third one checks it
+LEAST_SAMPLES_OF_TWO_TERMS = 4  # since there are more of these
 MOST_FACTORS = 3
+BITS = {0, 1}
 
 
 class NoTemplateError(HiRemateError):
@@ -35,29 +38,35 @@ class WrongTemplateError(NoTemplateError):
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A factor times a product of sizes, and a constant.
+    """A factor times a product of sizes, and a constant, which may be times some of these sizes too.
 
     Attributes:
         factor: What the product is taken times.
         dimensions: Positions of the sizes in the product, in ascending order, as often as they are in it; none for a
             number that is the same at all sizes.
         constant: What is added.
+        of_constant: Positions of the sizes that it is times: `8 * batch * (length + 1)` has 8 times the batch.
     """
 
     factor: int
     dimensions: tuple[int, ...]
     constant: int = 0
+    of_constant: tuple[int, ...] = ()
 
     def at(self, sizes: Sizes) -> int:
         """Return the number at some sizes."""
-        return self.factor * math.prod(sizes[d] for d in self.dimensions) + self.constant
+        constant = self.constant * math.prod(sizes[d] for d in self.of_constant)
+        return self.factor * math.prod(sizes[d] for d in self.dimensions) + constant
 
     def source(self, names: Sequence[str]) -> str:
         """Write the expression as Python, where the sizes have these names."""
         if not self.dimensions:
             return str(self.factor + self.constant)
-        product = "*".join((str(self.factor), *(names[d] for d in self.dimensions)))
-        return f"{product}+{self.constant}" if self.constant else product
+        product, constant = (
+            "*".join((str(factor), *(names[d] for d in dimensions)))
+            for factor, dimensions in ((self.factor, self.dimensions), (self.constant, self.of_constant))
+        )
+        return f"{product}+{constant}" if self.constant else product
 
 
 def find_expression(samples: Sequence[Sizes], values: Sequence[int]) -> Expression | None:
@@ -69,23 +78,48 @@ def find_expression(samples: Sequence[Sizes], values: Sequence[int]) -> Expressi
     """
     if len(set(values)) == 1:
         return Expression(0, (), values[0])
-    candidates = list(_candidates(samples, values))
+    candidates = list(_candidates(samples, values)) or list(_candidates_of_two_terms(samples, values))
     return candidates[0] if len(candidates) == 1 else None
 
 
-def _candidates(samples: Sequence[Sizes], values: Sequence[int]) -> Iterator[Expression]:
-    """Yield the expressions that have given values."""
-    rise = max(values) - min(values)
+def _products(samples: Sequence[Sizes]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
+    """Yield the products of sizes, with their values; of those that are 0 or 1 no squares, which are the same."""
+    bits = {d for d, column in enumerate(zip(*samples, strict=True)) if set(column) <= BITS}
     for count in range(1, MOST_FACTORS + 1):
         for dimensions in combinations_with_replacement(range(len(samples[0])), count):
-            products = [math.prod(sample[d] for d in dimensions) for sample in samples]
-            run = max(products) - min(products)
-            if not run or rise % run:
+            if any(dimensions.count(d) > 1 for d in bits):
                 continue
-            for factor in (rise // run, -rise // run):
-                constant = values[0] - factor * products[0]
-                if all(factor * p + constant == value for p, value in zip(products, values, strict=True)):
-                    yield Expression(factor, dimensions, constant)
+            yield dimensions, [math.prod(sample[d] for d in dimensions) for sample in samples]
+
+
+def _candidates(samples: Sequence[Sizes], values: Sequence[int]) -> Iterator[Expression]:
+    """Yield the expressions that have given values, with constants that are the same at all sizes."""
+    rise = max(values) - min(values)
+    for dimensions, products in _products(samples):
+        run = max(products) - min(products)
+        if not run or rise % run:
+            continue
+        for factor in (rise // run, -rise // run):
+            constant = values[0] - factor * products[0]
+            if all(factor * p + constant == value for p, value in zip(products, values, strict=True)):
+                yield Expression(factor, dimensions, constant)
+
+
+def _candidates_of_two_terms(samples: Sequence[Sizes], values: Sequence[int]) -> Iterator[Expression]:
+    """Yield the expressions that have given values, in which one size of a product has a constant added to it."""
+    if len(samples) < LEAST_SAMPLES_OF_TWO_TERMS:
+        return
+    for dimensions, _ in _products(samples):
+        for place, shifted in enumerate(dimensions):
+            rest = dimensions[:place] + dimensions[place + 1 :]
+            if not rest or shifted in dimensions[:place]:
+                continue
+            scales = [math.prod(sample[d] for d in rest) for sample in samples]
+            if 0 in scales or any(value % scale for value, scale in zip(values, scales, strict=True)):
+                continue
+            quotients = [value // scale for value, scale in zip(values, scales, strict=True)]
+            line = _line_through([sample[shifted] for sample in samples], quotients)
+            yield from (Expression(factor, dimensions, constant, rest) for factor, constant in line if factor)
 
 
 def vary_alone(samples: Sequence[Sizes], sizes: Sizes) -> tuple[list[Sizes], Sizes]:
@@ -106,6 +140,9 @@ def vary_alone(samples: Sequence[Sizes], sizes: Sizes) -> tuple[list[Sizes], Siz
     for index, (column, size) in enumerate(zip(columns, sizes, strict=True)):
         if len(set(column)) == 1:
             expected = {column[0]}
+        elif set(column) == BITS:  # it is its own square then, see `_products`
+            kept.append(index)
+            expected = {size} & BITS or {0}
         else:
             lines = ((first, _line_through(columns[first], column)) for first in kept)
             expected = {factor * sizes[first] + constant for first, line in lines for factor, constant in line}
@@ -117,8 +154,10 @@ def vary_alone(samples: Sequence[Sizes], sizes: Sizes) -> tuple[list[Sizes], Siz
 
 
 def _line_through(sizes: Sequence[int], values: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the whole factor and the constant by which values are those of sizes that vary; nothing for none."""
+    """Return the whole factor and the constant by which values are those of sizes; nothing for none."""
     (low, least), *_, (high, most) = sorted(zip(sizes, values, strict=True))
+    if low == high:
+        return []
     factor, remainder = divmod(most - least, high - low)
     constant = least - factor * low
     pairs = zip(sizes, values, strict=True)

@@ -100,9 +100,13 @@ class Outlines:
 
         Args:
             step: The step.
-            codes: For each call, what is equal where it is the same code, whatever its sizes.
+            codes: For each call, what is equal where it is the same code, whatever its sizes; None where that is not
+                known.
         """
-        key = (tuple(codes), *_ends(step))
+        codes = tuple(codes)
+        if None in codes:
+            return SizedStep(step, Outline(step))
+        key = (codes, *_ends(step))
         if key not in self._outlines:
             if len(self._outlines) == OUTLINES:
                 self._outlines.popitem(last=False)

@@ -152,6 +152,12 @@ def template_of(captured: Captured, schedule: Schedule) -> ProgramTemplate | Non
     return made
 
 
+def is_proved_by_another(captured: Captured) -> bool:
+    """Whether a program of the same code, by another schedule, is taken to give eager PyTorch's bits at its sizes."""
+    programs = () if captured.template is None else captured.template.programs.values()
+    return any(template is not None and template.is_proved_at(captured.sizes) for template in programs)
+
+
 def _program_for_all_sizes(captured: Captured, decisions: Decisions) -> Program:
     """Build a program that does for small values what it does for large ones."""
     finishes = {node: replace(finish, at_all_sizes=True) for node, finish in captured.finishes.items()}

@@ -176,8 +176,8 @@ class Announcements:
         """Warn that there are as many plans as allowed."""
         self.say(
             f"There are {count} plans already (max_plans): steps of other input shapes run by one of these "
-            "where it fits, or else at the least memory, which is slower. Each new shape takes seconds as it first "
-            "appears: pad to a few shapes, or raise max_plans."
+            "where it fits, or else at the least memory, which is slower. Each new shape may take seconds as it "
+            "first appears: pad to a few shapes, or raise max_plans."
         )
 
     def held(self, budget: Budget, steps: int) -> None:

@@ -64,7 +64,7 @@ class GraphPrograms:
         self._taken_over: weakref.WeakKeyDictionary[Part, TakenOver] = weakref.WeakKeyDictionary()
         self._most_bytes = 0  # that were resident
         self._outlines, self._ladders = Outlines(), Ladders(model, maker)
-        self._schedules = dict[Hashable, Schedule]()  # of decisions, by captured code
+        self._schedules = dict[Hashable, Schedule]()  # of decisions, for all sizes of code
 
     def forget_plans(self) -> None:
         """Decide anew what to take over: there is another plan, or more is resident."""
@@ -100,12 +100,7 @@ class GraphPrograms:
             (kind.code or kind).sizes_of_calls.note(calls)
         ways = [forward.way for forward in step.forwards]
         losses = [way.loss for way in ways if isinstance(way, PlanOfOtherSizes) and way.loss is not None]
-        if not losses:
-            return
-        loss, record = losses[-1], step.record  # it was chosen last, when most was known
-        peak_bytes = record.peak_bytes if record is not None and record.is_whole and record.is_measured else None
-        has_risen = peak_bytes is not None and self._ladders.measured(loss, peak_bytes)
-        if self._ladders.step_ended(loss) or has_risen:
+        if losses and self._ladders.step_ended(losses[-1]):  # it was chosen last, when most was known
             self.forget_plans()
 
     def take_over(self, step: CurrentStep, part: Part, ran: GraphNumbers, profile: Profile) -> PlanOfOtherSizes | None:
@@ -179,20 +174,21 @@ class GraphPrograms:
             seen.followed = self._follow(step, captured, profile, call)
         if seen.followed is None:
             return None
+        if call + 1 == len(first.calls):
+            seen.foreseen = first, seen.followed.step
         program = self._program_of(captured, seen.followed.decisions[call], before)
         return PlanOfOtherSizes(program, seen.followed.loss)
 
     def _program_of(self, captured: Captured, decisions: Decisions, before: Sequence[PlanOfOtherSizes]) -> Program:
         """Return the program by decisions for a captured graph; the one that it has run by before, if any has."""
-        key = captured.template or captured.joint, captured.overwritten, decisions
-        if key not in self._schedules:
-            if len(self._schedules) == KEPT:
-                del self._schedules[next(iter(self._schedules))]
-            self._schedules[key] = lower(captured.graph, decisions)
-        schedule = self._schedules[key]
+        key = captured.template, captured.overwritten, decisions
+        schedule = self._schedules.get(key) or lower(captured.graph, decisions)
         alike = (way.program for way in before if way.program.schedule == schedule)
         program = next(alike, None) or _build(captured, schedule)
-        self._schedules[key] = program.schedule
+        if captured.template is not None:
+            if len(self._schedules) == KEPT:
+                del self._schedules[next(iter(self._schedules))]
+            self._schedules[key] = program.schedule
         return program
 
     def _was_foreseen(self, step: CurrentStep, captured: Captured, call: int, is_last: bool) -> bool:
@@ -241,7 +237,6 @@ class GraphPrograms:
             replace(foreseen, merged={}),
             room_bytes,
             plain_bytes,
-            chosen.peak_bytes,
             chosen.again_ms,
             chosen.lost_ms,
         )
@@ -250,10 +245,9 @@ class GraphPrograms:
     def _margin_bytes(self, step: CurrentStep, room_bytes: int, is_made: bool) -> int:
         """Return the bytes of a room to leave free, since steps of the same code took more than was predicted."""
         kinds = step.comparison.alike
-        margin_bytes = max(kind.recorded.margin_bytes for kind in kinds)
-        if not is_made:
-            return margin_bytes
-        return max(margin_bytes, self._ladders.margin_bytes(self._code(step).ladder, kinds, room_bytes))
+        margin_bytes = max(self.history.margin_bytes, *(kind.recorded.margin_bytes for kind in kinds))
+        excess = max(map(_excess_of, kinds)) if is_made else 0.0
+        return max(margin_bytes, int(room_bytes * excess / (1 + excess)))
 
     def _choose_among(
         self, step: CurrentStep, sized: SizedStep, room_bytes: int, before: Sequence[Decisions], is_made: bool
@@ -360,6 +354,13 @@ def foresee(
     at_sizes = (step.at_sizes(codes, as_run, resident) for step in steps)
     foreseen = [step for step in at_sizes if step is not None]
     return max(foreseen, key=lambda step: step.outside_bytes, default=None)
+
+
+def _excess_of(kind: StepKind) -> float:
+    """Return what a planned kind was measured to add beyond what was predicted, over that."""
+    plan = kind.own_plan
+    excess_bytes = (plan.measured.peak_bytes or 0) - plan.planned_peak_bytes
+    return max(0.0, excess_bytes / max(1, plan.planned.peak_bytes))
 
 
 def _going_on(whole: Step, before: Sequence[Decisions], decisions: Decisions) -> Decisions:

@@ -70,10 +70,12 @@ class History:
 
     Attributes:
         latest: The planned kind that ran last, None before there is one.
+        margin_bytes: By how much steps of sizes that were not traced were measured above what was predicted for them.
     """
 
     def __init__(self) -> None:
         self.latest: StepKind | None = None
+        self.margin_bytes = 0
         self._kinds: dict[GraphNumbers, StepKind] = {}  # those that were recorded last, in the order of that
         self._order = Order[StepKind]()
         self._planned: tuple[StepKind, ...] | None = None

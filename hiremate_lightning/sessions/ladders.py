@@ -7,7 +7,6 @@ be one a step, where nearly every size comes once. What `planning.ladder` keeps 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 from ..garbage import collecting_what_it_leaves
 from ..planning.ladder import Ladder, Loss
@@ -20,11 +19,11 @@ from ..records.step import Step
 from .plan_maker import PlanMaker
 from .planned_model import PlannedModel
 from .recorded_step import RecordedStep
-from .step_kind import StepKind
 
 log = logging.getLogger("hiremate_lightning")
 
 HEADROOM = 0.8  # of the room of a step that nothing fitted: larger steps may run by the same decisions
+LIMIT_S = 5.0  # for solving, while a step waits
 BUILT_AND_PROVED = 8.0  # times a step, that programs of other decisions take until they are built and proved
 
 StepLadder = Ladder[RecordedStep]
@@ -57,38 +56,19 @@ class Ladders:
         fitting = (decisions for decisions in ladder.decisions if sized.peak_bytes(decisions) <= limit_bytes)
         if share <= ladder.least_share or next(fitting, None) is not None:
             return  # what fits does so only without what has run
-        has_place = self._model.has_place
         with self._model.stages.stage("solve_s", "solving"), collecting_what_it_leaves():
-            leaving_some = int(HEADROOM * room_bytes)
-            solution = self._maker.decide(step, leaving_some) if has_place else self._least(step, limit_bytes)
-        fits = sized.peak_bytes(solution.recompute) <= limit_bytes
-        if fits and has_place:
-            ladder.rungs.append(solution.recompute)
-        else:
-            ladder.least, ladder.least_share = solution.recompute, ladder.least_share if fits else share
+            least, leaving_some = self._least(step, limit_bytes), int(HEADROOM * room_bytes)
+            if sized.peak_bytes(least.recompute) < leaving_some and self._model.has_place:
+                ladder.rungs.append(self._maker.decide(step, leaving_some, LIMIT_S).recompute)
+                return
+        ladder.least = least.recompute
+        if sized.peak_bytes(ladder.least) > limit_bytes:
+            ladder.least_share = share
 
     def _least(self, step: Step, limit_bytes: int) -> Solution:
         options, progress = self._model.options.plan, self._maker.progress(step)
         limits = SolveOptions(time_limit_s=options.time_limit_s, progress=progress)
         return smallest_budget(Problem(step.graph, step.profile, limit_bytes, limits))
-
-    def margin_bytes(self, ladder: StepLadder, kinds: Sequence[StepKind], room_bytes: int) -> int:
-        """Return the bytes of a room to leave free: steps of the same code were measured above what was predicted.
-
-        Args:
-            ladder: The decisions for the code.
-            kinds: Its planned kinds.
-            room_bytes: Bytes that a step of it may add to what is resident.
-        """
-        excess = max([ladder.excess, *map(_excess_of, kinds)])
-        return int(room_bytes * excess / (1 + excess))
-
-    def measured(self, loss: StepLoss, peak_bytes: int) -> bool:
-        """Learn of the peak of a step, resident bytes included; return whether others are to leave more room."""
-        ladder = loss.ladder
-        excess = (peak_bytes - loss.step.resident.size_bytes) / max(1, loss.peak_bytes) - 1
-        is_more, ladder.excess = excess > ladder.excess, max(excess, ladder.excess)
-        return is_more
 
     def step_ended(self, loss: StepLoss) -> bool:
         """Learn of a step that ran by decisions of other sizes; solve some for all sizes where that has paid by now.
@@ -96,12 +76,14 @@ class Ladders:
         Returns:
             Whether there are other decisions now.
         """
+        if not loss.lost_ms:
+            return False
         ladder, price_ms = loss.ladder, self.price_ms(loss)
         target = ladder.note(loss, price_ms)
         if target is None or not self._model.has_place:
             return False
         with self._model.stages.stage("solve_s", "solving"), collecting_what_it_leaves():
-            solution = self._maker.decide(target.step.merge(), target.room_bytes)
+            solution = self._maker.decide(target.step.merge(), target.room_bytes, LIMIT_S)
         if not ladder.solved(target, solution):
             return False
         text = (
@@ -119,10 +101,3 @@ class Ladders:
         calls = [recorded.call for recorded in loss.step.calls]
         step_ms = sum(step_time_ms(call.graph, call.profile) for call in calls)
         return 1000 * solve_s + BUILT_AND_PROVED * step_ms
-
-
-def _excess_of(kind: StepKind) -> float:
-    """Return what a planned kind was measured to add beyond what was predicted, over that."""
-    plan = kind.own_plan
-    excess_bytes = (plan.measured.peak_bytes or 0) - plan.planned_peak_bytes
-    return max(0.0, excess_bytes / max(1, plan.planned.peak_bytes))

@@ -192,14 +192,16 @@ class PlanMaker:
             self._history.drop(kind)
             return None
 
-    def decide(self, step: Step, room_bytes: int) -> Solution:
+    def decide(self, step: Step, room_bytes: int, limit_s: float) -> Solution:
         """Solve a step that gets no plan of its own; where nothing fits, find its least memory.
 
         Args:
             step: The merged step.
             room_bytes: Bytes that it may add to what is resident.
+            limit_s: Seconds for solving, at most; fewer where the options ask for fewer.
         """
-        asked, options = self._model.options, replace(self._model.options.plan, on_infeasible="warn")
+        asked, options = self._model.options, self._model.options.plan
+        options = replace(options, on_infeasible="warn", time_limit_s=min(limit_s, options.time_limit_s))
         progress, name = self.progress(step), self._model.name
         return make_plan(step, asked.budget, room_bytes, 0, options, target=name, progress=progress).solution
 

@@ -35,7 +35,7 @@ from ..records.step import Call, Step, merge
 from ..rewriting.joint import is_collective
 from ..running.execution import Part
 from ..running.program import Program
-from ..running.template import template_of
+from ..running.template import is_proved_by_another, template_of
 from ..torch_private import backward_pass, checkpoints, double_backward, failures, saved_hooks, tensor_state
 from .graph_programs import GraphPrograms
 from .planned import PlannedKinds
@@ -92,7 +92,8 @@ class Prover:
     def _prove_made(self, proof: Proof, part: Part, arguments: Sequence[Any]) -> None:
         """Prove code that was made from traces of other sizes: each schedule once, and beyond all sizes seen so far.
 
-        The proof stays open, since a later step of the same sizes may run by another schedule.
+        The proof stays open, since a later step of the same sizes may run by another schedule. Where there is no memory
+        for gradients, or a backward runs, it is enough that another schedule is proved, as for code that was traced.
         """
         program = self._graph_programs.choose(self._steps.under_way, part).program
         template = template_of(part.captured, program.schedule)
@@ -100,15 +101,18 @@ class Prover:
         if template.is_proved_at(part.captured.sizes):
             return
         if backward_pass.is_running():
+            if is_proved_by_another(part.captured):
+                return
             raise NoTemplateError("Code can't be proved inside of a backward")
         written, proof.forward, proof.backward = proof.written, Verdict.UNKNOWN, Verdict.UNKNOWN
         self._prove(proof, arguments)
         proof.written = written
         if Verdict.REFUSED in (proof.forward, proof.backward):
             raise WrongTemplateError("Programs of sizes that were not traced fail, or give other numbers")
-        if Verdict.UNKNOWN in (proof.forward, proof.backward):
+        if Verdict.UNKNOWN not in (proof.forward, proof.backward):
+            template.proved_at(part.captured.sizes)
+        elif proof.forward is Verdict.UNKNOWN or not is_proved_by_another(part.captured):
             raise NoTemplateError("Programs of sizes that were not traced could not be proved")
-        template.proved_at(part.captured.sizes)
 
     def _prove(self, proof: Proof, arguments: Sequence[Any]) -> None:
         self._proofs.add(proof)

@@ -29,6 +29,7 @@ from .planned_model import PlannedModel
 from .small_parts import SmallParts
 from .step_kind import StepKind
 from .step_watch import StepWatch
+from .templates import predicted_peak_bytes
 from .unplanned import UnplannedSteps
 from .watching import Saw, WatchPolicy
 from .ways import AsWritten
@@ -314,6 +315,14 @@ class Steps:
         if is_missed and self._planned.decide_to_plan(kind) is Decision.FIRST:
             self._watching.missed(kind)
 
+    def _learn_margin(self, step: CurrentStep, record: StepRecord) -> None:
+        """Leave more room to steps of new sizes where one took more than was predicted for the plan that it ran by."""
+        predicted_bytes = None if step.has_captured else predicted_peak_bytes(step)
+        excess_bytes = 0 if predicted_bytes is None else (record.peak_bytes or 0) - predicted_bytes
+        if excess_bytes > self._history.margin_bytes:
+            self._history.margin_bytes = excess_bytes
+            self._graph_programs.forget_plans()
+
     def _learn_from(self, step: CurrentStep, kind: StepKind, is_own: bool) -> Saw:
         """Keep the record of a step to plan its kind, or compare its peak or time with those of its plan.
 
@@ -333,6 +342,7 @@ class Steps:
         self._planned.see_backwards(kind, record)
         if kind.plan is None:
             if record.backwards:
+                self._learn_margin(step, record)
                 record.timed = step.timed
                 step.is_to_be_planned = self._planned.decide_to_plan(kind) is Decision.FIRST
                 self._watching.found(kind)

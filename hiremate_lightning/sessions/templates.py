@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..capturing.template import CodeTemplate
-from ..records.expressions import NoTemplateError, Sizes, WrongTemplateError
+from ..records.expressions import Sizes, WrongTemplateError
 from ..records.graph import Graph
 from ..records.scaling import difference
+from ..records.schedule import lower
+from ..records.simulation import simulate
 from ..running.execution import Part
+from .current_step import CurrentStep
 from .largest import LargestSizes
 from .planned_model import PlannedModel
 from .recorded_step import RecordedStep
@@ -104,7 +107,7 @@ class Templates:
         self._of(code).made += 1
         return part
 
-    def failed(self, code: object, error: NoTemplateError) -> None:
+    def failed(self, code: object, error: Exception) -> None:
         """Learn that there was no part of code for a size, or that it did not run: no memory to prove it, say.
 
         Code that gave other numbers is refused at once: what is known of it is wrong, also where that does not show.
@@ -125,3 +128,13 @@ class Templates:
             costed = [(part.captured, profile) for (_, part), profile in zip(samples, profiles, strict=True)]
             template = self._templates[first] = CodeTemplate(costed, sizes)
         return template
+
+
+def predicted_peak_bytes(step: CurrentStep) -> int | None:
+    """Return the peak that was predicted for a step of a new size by what it ran; None where nothing was."""
+    foreseen, resident = step.comparison.foreseen, step.resident
+    if foreseen is None or resident is None or not step.is_from_template:
+        return None
+    whole, forwards = foreseen[1].merge(), [step.forwards[place] for place in foreseen[1].places]
+    decisions = whole.join([forward.program.schedule.decisions(forward.captured.graph) for forward in forwards])
+    return resident.size_bytes + simulate(whole.graph, whole.profile, lower(whole.graph, decisions)).peak_bytes

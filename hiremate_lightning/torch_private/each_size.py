@@ -63,7 +63,7 @@ class SizeMaker(Protocol):
             NoTemplateError: If the samples don't tell.
         """
 
-    def failed(self, code: object, error: NoTemplateError) -> None:
+    def failed(self, code: object, error: Exception) -> None:
         """Learn that code was not made for a size, or what was made did not run."""
 
 
@@ -159,14 +159,15 @@ class EachSize:
             varying, new = vary_alone(whole, self._symbols.with_computed(sizes))
             samples = list(zip(varying, self._samples.values(), strict=True))
             run = self._maker.make(self, self._with_numbers(sizes), samples, new)
-        except NoTemplateError as error:
+        except Exception as error:  # whatever fails as samples are compared: a trace serves, as it would without them
+            log.debug("The sizes %s can't be made from samples", sizes, exc_info=True)
             self._failed(error)
             return None
         self._made.add(run)
         self._keep(sizes, others, run)
         return run
 
-    def _failed(self, error: NoTemplateError) -> None:
+    def _failed(self, error: Exception) -> None:
         assert self._maker is not None, "something was made"
         log.info("A size is traced: %s", error)
         self._maker.failed(self, error)

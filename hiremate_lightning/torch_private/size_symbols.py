@@ -46,9 +46,9 @@ class SizeSymbols:
         return (*sizes, *(int(number.xreplace(values)) for number in self._computed))
 
     def samples_near(self, sizes: Sizes, taken: Sequence[Sizes]) -> Iterator[Sizes]:
-        """Yield sizes to trace the code at: odd ones at first, each unlike all others of its dimension and of other dimensions.
+        """Yield sizes to trace the code at, each unlike all others of its dimension and of other dimensions.
 
-        Then even ones; then those in which sizes that are equal now are equal: code may ask for that too.
+        Odd ones come first, then even ones, then those in which sizes that are equal now are equal.
 
         Args:
             sizes: Real ones.
@@ -63,7 +63,7 @@ class SizeSymbols:
                 if group is not None and group not in numbers:
                     share = SHARES[(round_ + 2 * len(numbers)) % len(SHARES)]
                     number = max(LEAST, int(size * share / multiple)) | 1
-                    number += bool(self._computed) * round_ % 2  # with quotients, odd sizes alone tell too little
+                    number += bool(self._computed) and (round_ + len(numbers)) % 2  # odd ones tell no halves
                     while number * multiple in used:
                         number += 2
                     numbers[group] = number * multiple
@@ -75,5 +75,7 @@ def _computed(module: fx.GraphModule) -> list[Any]:
     shown = tensor_state.leaves([node.meta.get("example_value") for node in module.graph.nodes])
     tensors = [value for value in shown if isinstance(value, torch.Tensor) and value.layout is torch.strided]
     numbers = [n for value in tensors for n in (*value.shape, *value.stride())] + shown
-    computed = (number.node.expr.atoms(Application) for number in numbers if isinstance(number, torch.SymInt))
-    return sorted(set[Any]().union(*computed), key=str)
+    expressions = {number.node.expr for number in numbers if isinstance(number, torch.SymInt)}
+    sums = {expression for expression in expressions if expression.is_Add and expression.has(Application)}
+    computed = set[Any]().union(*(expression.atoms(Application) for expression in expressions))
+    return [*sorted(sums, key=str), *sorted(computed, key=str)]  # rows of strided convolutions are `(s - 1) // 2 + 1`

@@ -40,7 +40,7 @@ def test_a_loss_is_what_the_line_to_what_is_faster_saves(room_bytes, lost_ms):
 
 
 def loss(ladder, lost_ms=10.0, plain_bytes=100):
-    return Loss(ladder, f"step of {plain_bytes}", 80, plain_bytes, 70, 30.0, lost_ms)
+    return Loss(ladder, f"step of {plain_bytes}", 80, plain_bytes, 30.0, lost_ms)
 
 
 def solution(again_ms, rung=MIDDLE, peak_bytes=80):

@@ -22,6 +22,8 @@ BATCHES: list[Sizes] = [(6, 40), (9, 46), (5, 35), (7, 52)]
         (BATCHES, Expression(1, (1,))),
         (BATCHES, Expression(64, (0, 1))),
         (BATCHES, Expression(2, (0, 1, 1))),
+        (BATCHES, Expression(8, (0, 1), 8, (0,))),
+        (BATCHES, Expression(8, (0, 1), -16, (1,))),
     ],
 )
 def test_the_values_of_an_expression_lead_back_to_it(sizes: list[Sizes], expression: Expression):
@@ -59,6 +61,7 @@ def test_quotients_are_sizes_of_their_own():
         Expression(0, (), -5),
         Expression(3, (0, 1), -7),
         Expression(-2, (1, 1), 9),
+        Expression(8, (0, 1), -8, (0,)),
     ],
 )
 def test_the_source_of_an_expression_is_the_expression(expression: Expression):
@@ -77,6 +80,15 @@ def test_a_size_that_is_made_of_another_is_left_out():
     for sizes in [(1, 1, 2), (31, 30, 63)]:
         with pytest.raises(NoTemplateError, match="not by themselves"):
             vary_alone(samples, sizes)
+
+
+def test_a_rest_of_two_is_a_size_of_its_own():
+    """Its square is the same, unless it is something else at another size."""
+    samples = [(40, 0), (47, 1), (59, 1), (64, 0)]
+    assert find_expression(samples, [rest for _, rest in samples]) == Expression(1, (1,))
+    assert vary_alone(samples, (33, 1)) == (samples, (33, 1))
+    with pytest.raises(NoTemplateError, match="not by themselves"):
+        vary_alone(samples, (33, 2))
 
 
 @pytest.mark.parametrize("sizes", [(5, 31, 31), (4, 31, 32)])
