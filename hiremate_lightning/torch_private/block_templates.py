@@ -273,7 +273,6 @@ def write_out(joint: fx.GraphModule) -> None:
         shown = [node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")]
         with fake_mode_of(shown), torch.no_grad(), enable_python_dispatcher():
             _Writing(joint.graph).run()
-        joint.recompile()
 
 
 class _Writing:
