@@ -38,7 +38,7 @@ from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.torch_private import dynamo, module_traces
 
 OF_DEPTH: dict[str, Callable[..., Built]] = {"gpt2": gpt2_of, "llama": llama_of, "vit": vit_of, "t5": t5_of}
-TEXTS, PICTURES = {"batch": 2, "width": 128, "length": 64}, {"batch": 2, "width": 128, "size": 64}
+TEXTS, PICTURES = {"batch": 2, "width": 128, "length": 64}, {"batch": 2, "width": 128, "size": 128}
 OF_DEPTH |= {
     f"small-{name}": functools.partial(build, **(PICTURES if name == "vit" else TEXTS))
     for name, build in OF_DEPTH.items()
