@@ -41,12 +41,12 @@ def _tokens(batch: int, length: int, vocabulary: int) -> Tensor:
     return integers(0, vocabulary, batch, length)
 
 
-def gpt2_of(layers: int, batch: int = 4, width: int = 256) -> Built:
-    """Build a GPT-2 of any depth and width, with its batch."""
+def gpt2_of(layers: int, batch: int = 4, width: int = 256, length: int = 128) -> Built:
+    """Build a GPT-2 of any depth and width, with its batch of texts of some length."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_layer=layers, n_embd=width, n_head=8, vocab_size=1024, n_positions=256, use_cache=False)
-    return LanguageModel(GPT2LMHeadModel(config)), (_tokens(batch, 128, 1024),)
+    return LanguageModel(GPT2LMHeadModel(config)), (_tokens(batch, length, 1024),)
 
 
 @model
@@ -83,21 +83,21 @@ def bert() -> Built:
     return LanguageModel(BertForMaskedLM(config)), (_tokens(8, 128, 1024),)
 
 
-def t5_of(layers: int) -> Built:
+def t5_of(layers: int, batch: int = 4, width: int = 256, length: int = 128) -> Built:
     """Build a T5 of so many layers in its encoder, and as many in its decoder."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        d_model=256,
-        d_kv=32,
-        d_ff=1024,
+        d_model=width,
+        d_kv=width // 8,
+        d_ff=4 * width,
         num_layers=layers,
         num_heads=8,
         vocab_size=1024,
         use_cache=False,
         decoder_start_token_id=0,
     )
-    return LanguageModel(T5ForConditionalGeneration(config)), (_tokens(4, 128, 1024),)
+    return LanguageModel(T5ForConditionalGeneration(config)), (_tokens(batch, length, 1024),)
 
 
 @model
@@ -106,20 +106,20 @@ def t5() -> Built:
     return t5_of(6)
 
 
-def llama_of(layers: int, vocabulary: int = 1024) -> Built:
-    """Build a Llama of any depth and vocabulary, with its batch."""
+def llama_of(layers: int, vocabulary: int = 1024, batch: int = 4, width: int = 256, length: int = 128) -> Built:
+    """Build a Llama of any depth, width and vocabulary, with its batch."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=704,
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
         num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=4,
         vocab_size=vocabulary,
         use_cache=False,
     )
-    return LanguageModel(LlamaForCausalLM(config)), (_tokens(4, 128, vocabulary),)
+    return LanguageModel(LlamaForCausalLM(config)), (_tokens(batch, length, vocabulary),)
 
 
 @model
@@ -139,10 +139,11 @@ def _timm(name: str, batch: int, size: int, **options: Any) -> Built:
     return WithLoss(timm_model(name, **options), F.cross_entropy), _images(batch, size)
 
 
-def vit_of(layers: int) -> Built:
-    """Build a ViT-tiny of any depth, stochastic depth and dropout on, with its batch."""
+def vit_of(layers: int, batch: int = 8, width: int = 192, size: int = 224) -> Built:
+    """Build a ViT-tiny of any depth and width, stochastic depth and dropout on, with its batch."""
     rates = {"drop_rate": 0.1, "proj_drop_rate": 0.1, "drop_path_rate": 0.1}
-    return _timm("vit_tiny_patch16_224", 8, 224, depth=layers, **rates)
+    sizes = {"depth": layers, "embed_dim": width, "num_heads": width // 64, "img_size": size}
+    return _timm("vit_tiny_patch16_224", batch, size, **sizes, **rates)
 
 
 @model

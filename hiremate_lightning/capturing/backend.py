@@ -23,7 +23,16 @@ from ..rewriting.contributions import Contributions, OtherTermsError, TermCounts
 from ..rewriting.fused_kernel import FusedKernels
 from ..rewriting.kernels import run_as_eager
 from ..rewriting.straight_line import compiled
-from ..torch_private import aot, autocasting, backward_pass, double_backward, tensor_state, user_compiled
+from ..torch_private import (
+    alike_blocks,
+    aot,
+    autocasting,
+    backward_pass,
+    block_templates,
+    double_backward,
+    tensor_state,
+    user_compiled,
+)
 from ..torch_private.changes import lost_changes
 from ..torch_private.each_size import EachSize, LetRunCaptured, Runner, Samples, TraceAhead, sizes_among
 from ..torch_private.eager_tracing import traced_as_eager
@@ -305,14 +314,26 @@ class _Compilation:
         self._parameters = frozenset(i for i, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter))
         for device_type in {inputs[i].device.type for i in self._parameters}:
             self._blocks |= casts.remembering_blocks(module, device_type)
-        self._contributions = given = Contributions(inputs, terms)
         with traced_as_eager():
+            folded = alike_blocks.fold(module)
             try:
-                run = self._trace(module, inputs)
-            except OtherTermsError as error:
-                given.settle(error.terms)
-                run = self._trace(module, inputs)
+                run = self._settled(folded.code, inputs, terms)
+            except Exception as error:  # whatever AOTAutograd fails on with blocks that are folded
+                if folded.code is module or self._captured is not None:
+                    raise
+                log.debug("Blocks that are alike are traced one by one: %s", error, exc_info=True)
+                run = self._settled(module, inputs, terms)
+        given = self._contributions
         return run if not given.terms else lambda *arguments: run(*given.expand(arguments))
+
+    def _settled(self, module: fx.GraphModule, inputs: Sequence[Any], terms: TermCounts) -> Runner:
+        """Trace code, once more where gradients turn out to be of other terms."""
+        self._contributions = given = Contributions(inputs, terms)
+        try:
+            return self._trace(module, inputs)
+        except OtherTermsError as error:
+            given.settle(error.terms)
+            return self._trace(module, inputs)
 
     def _trace(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Runner:
         backend = aot.make_backend(
@@ -324,6 +345,7 @@ class _Compilation:
         return run
 
     def _partition(self, joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
+        block_templates.write_out(joint)
         given, finished = self._contributions, order_of_gradients(joint, num_fwd_outputs)
         rewrite(Traced(joint, num_fwd_outputs, self._parameters, self._blocks, given, self._kernels))
         captured = capture(joint, num_fwd_outputs, self._parameters)

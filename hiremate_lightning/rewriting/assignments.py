@@ -125,10 +125,11 @@ def gather(joint: fx.GraphModule) -> None:
         if node.target in _SCATTERS and node.users:  # without users it was a step of a later one
             _gather_steps(node)
     graph.eliminate_dead_code()
-    for node in list(graph.nodes):
-        if node.target is assign:
-            _merge_with_base(node)
-    graph.eliminate_dead_code()
+    assignments = graph.find_nodes(op="call_function", target=assign)
+    for node in assignments:
+        _merge_with_base(node)
+    if assignments:
+        graph.eliminate_dead_code()
 
 
 def _stand_alone(node: fx.Node) -> None:

@@ -196,7 +196,8 @@ def join(joint: fx.GraphModule) -> None:
         loss = _loss_at(node)
         if loss is not None and tensor_state.storage_id(loss.logits.meta["val"]) not in written:
             _replace(loss)
-    joint.graph.eliminate_dead_code()
+    if found:
+        joint.graph.eliminate_dead_code()
 
 
 def _replace(loss: _Loss) -> None:

@@ -107,12 +107,15 @@ def join(joint: fx.GraphModule) -> None:
     Args:
         joint: Forward and backward, dead code already removed; changed.
     """
+    is_changed = False
     for dims, (pool, backward) in _OPERATORS.items():
         for node in joint.graph.find_nodes(op="call_function", target=pool.default):
             gradients = _gradients_of(node, backward.default, dims)
             if gradients:
                 _replace(node, gradients, _windows_of(node.args[1:], dims))
-    joint.graph.eliminate_dead_code()
+                is_changed = True
+    if is_changed:
+        joint.graph.eliminate_dead_code()
 
 
 def _pooled_by(gradient: fx.Node) -> tuple[fx.Node, ...]:

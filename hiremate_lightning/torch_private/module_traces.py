@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import types
 from collections.abc import Iterator, Sequence
@@ -24,9 +25,11 @@ from .likeness import Likeness, Read, expect, facts_of, is_plain
 from .module_calls import Call, Leaves, is_constant, realized
 
 FEWEST_NODES = 4  # in a trace: less is traced as fast as it is compared
+MARK = "hiremate_block"  # in the metadata of nodes
 _KNOWN_OF_NODES = frozenset(  # a node of which more is known has a mark that is its own
-    ("example_value", "stack_trace", "nn_module_stack", "source_fn_stack", "creation_timestamp")
+    ("example_value", "stack_trace", "nn_module_stack", "source_fn_stack", "creation_timestamp", MARK)
 )
+_numbers = itertools.count(1)
 _WITH_MORE_INSIDE = HigherOrderOperator, types.MethodType, functools.partial
 _NUMBER_AT_END = re.compile(r"_\d+$")
 _MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]")
@@ -34,6 +37,21 @@ _MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]
 
 class CopyError(Exception):
     """A copy failed on its way, or turned out other than its trace; what was added can't be taken back."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a node is a copy of, or is copied as.
+
+    Attributes:
+        trace: The trace, by a number.
+        call: The call, in the order in which they came: 0 for the traced one.
+        position: The place of the node among those of its call.
+    """
+
+    trace: int
+    call: int
+    position: int
 
 
 @dataclass(frozen=True)
@@ -62,6 +80,10 @@ class Trace:
         added: What it added to the graph.
         changes_before: How often something was changed before it.
         age: Of what was made as it began; what was made before is younger by that number.
+
+    Attributes:
+        number: By which marks name it.
+        copies: How many there are.
     """
 
     def __init__(self, call: Call, result: Any, added: Added, changes_before: int, age: int) -> None:
@@ -71,6 +93,7 @@ class Trace:
         self.changes_before, self.age = changes_before, age
         self.outer = frozenset(call.tx.nn_module_stack)
         self.returned = frozenset(_nodes_of(result))
+        self.number, self.copies = next(_numbers), 0
         self._read: Read | None = None
 
     def read(self, aliases: Sequence[tuple[Source, Source]] = ()) -> Read:
@@ -144,13 +167,16 @@ class Copy:
     def make(self) -> Any:
         """Add the inputs, the guards and the nodes; return what the call returns."""
         calls_before = dict(self._tx.num_calls)
+        self._trace.copies += 1
         for node, source in self._inputs.items():
             self._others[node] = node if source is None else self._input(node, source, calls_before)
         for guard in self._likeness.guards:
             self._output.guards.add(guard, collect_debug_stack=False)
         self._output.guard_on_key_order.update(map(self._likeness.other_of, self._trace.read().in_order))
-        for node in self._trace.nodes:
-            self._others[node] = self._node(node, calls_before)
+        for position, node in enumerate(self._trace.nodes):
+            copy = self._others[node] = self._node(node, calls_before)
+            node.meta[MARK] = Mark(self._trace.number, 0, position)
+            copy.meta[MARK] = Mark(self._trace.number, self._trace.copies, position)
         for name, count in self._trace.calls.items():
             other = self._renamed(name)
             self._tx.num_calls[other] = self._tx.num_calls.get(other, 0) + count
@@ -169,7 +195,7 @@ class Copy:
         arguments, named = fx.map_arg((node.args, node.kwargs), self._others.__getitem__)
         first, last = _names_of(node)
         added: fx.Node = tracer.create_node(node.op, node.target, arguments, named, first, node.type)
-        own = ("example_value", "creation_timestamp")
+        own = ("example_value", "creation_timestamp", MARK)
         added.meta.update({key: value for key, value in node.meta.items() if key not in own})
         if "nn_module_stack" in node.meta:
             added.meta["nn_module_stack"] = self._stack(node, calls_before)

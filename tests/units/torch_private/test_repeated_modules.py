@@ -166,7 +166,7 @@ def _rows(graph: fx.GraphModule, module: nn.Module) -> list[tuple[Any, ...]]:
         target = node.target if node.op != "placeholder" else str(node.target)
         given = fx.map_arg((node.args, dict(node.kwargs)), number.__getitem__)
         said = None if node.op == "placeholder" else node.meta.get("stack_trace")
-        meta = sorted(set(node.meta) - {"creation_timestamp"})
+        meta = sorted(set(node.meta) - {"creation_timestamp", module_traces.MARK})
         rows.append((node.op, target, given, inside, called, said, meta, str(node.meta.get("example_value"))))
     return rows
 

@@ -1,0 +1,359 @@
+"""The joint graph of a block of captured code, traced once and written into larger joint graphs for each block like it.
+
+AOTAutograd traces what stands in for a block, one operator forward and one backward; `write_out` then puts the nodes of
+the block's own joint graph in the place of both. So the joint graph is that of a trace of everything, node by node:
+
+* Autograd runs the nodes of a block one after the other, since what is computed later comes back first: neither code
+  before the block nor code after it has a turn between them.
+* An operator forward gives new memory, as the block does: it changes nothing, and returns no view.
+* A gradient is added up in the order in which its terms come. Of an input that code outside of the block reads too, the
+  block gives each term by itself, and each is added where the trace of everything adds it. Probes show where: copies
+  of such inputs that the traced block returns, whose gradients come before all others.
+* Gradients that come to a block must have the layout for which it was traced, and come for each of its outputs.
+
+Where one of these does not hold, `UnlikeError` ends the trace, and everything is traced.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch._aot_autograd import graph_capture
+from torch._functorch._aot_autograd.schemas import MutationType, OutputType, ViewAndMutationMeta
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from . import aot
+from .likeness import UnlikeError, expect
+from .replacing import replaced
+from .tensor_state import fake_mode_of, leaves, storages_among
+
+Stacks = dict[tuple[Any, ...], dict[str, Any]]  # the modules that a node is in, by those of the same node of a template
+_STACKS = ("nn_module_stack", "fwd_nn_module_stack")
+_numbers = itertools.count(1)
+_calls: weakref.WeakValueDictionary[int, BlockCall] = weakref.WeakValueDictionary()
+
+
+class _TracedError(Exception):
+    """A joint graph is there: nothing is compiled."""
+
+
+class Template:
+    """The joint graph of a block.
+
+    Args:
+        joint: The joint graph.
+        forward_count: How many of its outputs the forward returns.
+        metadata: What AOTAutograd knows of the block's inputs and outputs.
+        shared: Positions of the inputs of which copies are the last outputs.
+
+    Attributes:
+        inputs: The nodes of what the block gets.
+        tangents: The nodes of the gradients of its results.
+        forward: The nodes of its forward.
+        backward: The nodes of its backward.
+        outputs: The nodes of its results.
+        has_gradient: For each result whether a gradient comes to it.
+        repeated: Positions of the inputs that it gets once more: for each term of a gradient but the first.
+        gradients: For each input, and each that it gets once more, the node of a term; None where there is none.
+        sums: Positions of the inputs whose gradients are sums of several terms, of those that the block adds up itself.
+        added_after: For some terms the node after which they are added to others, None for before the backward.
+
+    Raises:
+        UnlikeError: The graph can't be written into another one.
+    """
+
+    def __init__(
+        self, joint: fx.GraphModule, forward_count: int, metadata: ViewAndMutationMeta, shared: Sequence[int]
+    ) -> None:
+        changes = any(info.mutation_type is not MutationType.NOT_MUTATED for info in metadata.input_info)
+        gives_new = all(info.output_type is OutputType.non_alias for info in metadata.output_info)
+        expect(not changes and gives_new and not metadata.tokens, "what a block does to its inputs")
+        operations = [node for node in joint.graph.nodes if node.op not in ("placeholder", "output")]
+        expect(all(node.op == "call_function" for node in operations), "a constant in a block")
+        placeholders = joint.graph.find_nodes(op="placeholder")
+        self.inputs = [node for node in placeholders if not aot.is_tangent(node)]
+        tangents = [node for node in placeholders if aot.is_tangent(node)]
+        turn = next((i for i, node in enumerate(operations) if aot.is_of_backward(node)), len(operations))
+        self.forward, self.backward = operations[:turn], operations[turn:]
+        expect(all(map(aot.is_of_backward, self.backward)), "forward and backward of a block in turns")
+        outputs, gradients, *_ = aot.joint_outputs(joint, forward_count)
+        count = len(outputs) - len(shared)
+        self.outputs: list[Any] = outputs[:count]
+        self.has_gradient = [info.requires_grad for info in metadata.output_info[:count]]
+        self.tangents, probes = tangents[: len(tangents) - len(shared)], tangents[len(tangents) - len(shared) :]
+        expect(sum(self.has_gradient) == len(self.tangents), "the gradients of a block")
+        self.forward = [node for node in self.forward if node not in outputs[count:]]
+        self._check_outputs()
+        self._list_terms(gradients, dict(zip(shared, probes, strict=True)))
+
+    def _check_outputs(self) -> None:
+        makers = dict[int, fx.Node]()  # by storage: what had it first
+        for node in (*self.inputs, *self.forward):
+            for storage in storages_among(leaves(node.meta["val"])):
+                makers.setdefault(storage, node)
+        for node in self.outputs:
+            (storage,) = storages_among([node.meta["val"]])
+            is_item = node.target is operator.getitem and makers[storage] is node.args[0]
+            expect(makers[storage] is node or is_item, "a block that returns a view")
+        expect(set(self.outputs) <= set(self.forward), "a block that returns what it was given")
+        expect(len(set(self.outputs)) == len(self.outputs), "a block that returns a value twice")
+
+    def _list_terms(self, gradients: Sequence[Any], probes: dict[int, fx.Node]) -> None:
+        """Find the terms of the gradients, and where those of inputs with probes are added."""
+        self.sums, self.repeated = set[int](), list[int]()
+        self.gradients: list[fx.Node | None] = []
+        self.added_after = dict[fx.Node, fx.Node | None]()
+        more, sums = list[fx.Node](), dict[fx.Node, fx.Node]()
+        for position, gradient in enumerate(gradients):
+            terms = [] if gradient is None else [gradient]
+            if terms and position not in probes and gradient.meta.get("is_gradient_acc"):
+                self.sums.add(position)
+            if position in probes:
+                added = _terms_since(probes[position], gradient)
+                terms = [term for term, _ in added]
+                sums |= {node: term for term, node in added}
+            self.gradients.append(terms[0] if terms else None)
+            self.repeated += [position] * len(terms[1:])
+            more += terms[1:]
+        self.gradients += more
+        expect(len(set(sums.values())) == len(sums), "a term of two gradients")
+        before: fx.Node | None = None
+        for node in self.backward:
+            if node in sums:
+                self.added_after[sums[node]] = before
+            else:
+                before = node
+        self.backward = [node for node in self.backward if node not in sums]
+
+    @classmethod
+    def of(
+        cls, code: fx.GraphModule, inputs: Sequence[torch.Tensor], shared: Sequence[int], mode: FakeTensorMode
+    ) -> Template:
+        """Trace a block.
+
+        Args:
+            code: The block; its last outputs are copies of some inputs.
+            inputs: What it gets, in the mode.
+            shared: Positions of the inputs that are copied.
+            mode: Of tensors without memory.
+
+        Raises:
+            UnlikeError: It has no gradients, or its joint graph can't be written into another one.
+        """
+        made: list[Template] = []
+        metadata: list[ViewAndMutationMeta] = []
+        trace = graph_capture.create_functionalized_fn
+
+        def note_and_trace(*given: Any, meta: ViewAndMutationMeta, **options: Any) -> Any:
+            metadata.append(meta)
+            return trace(*given, meta=meta, **options)
+
+        def partition(joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> Any:
+            made.append(cls(joint, num_fwd_outputs, metadata[-1], shared))
+            raise _TracedError
+
+        def refuse(*_: Any) -> Any:
+            raise UnlikeError("a block without gradients")
+
+        backend = aot.make_backend(partition, refuse, refuse, refuse)
+        try:
+            noting = replaced((graph_capture, "create_functionalized_fn", note_and_trace))
+            with tracing(TracingContext(mode)), noting:
+                backend(code, inputs)
+        except _TracedError:
+            return made[0]
+        raise UnlikeError("a block without gradients")
+
+
+def _terms_since(first: fx.Node, total: Any) -> list[tuple[fx.Node, fx.Node]]:
+    """List the terms that were added to a first one, each with the node that adds it."""
+    terms: list[tuple[Any, fx.Node]] = []
+    while total is not first:
+        is_sum = isinstance(total, fx.Node) and total.target is torch.ops.aten.add.Tensor
+        expect(is_sum and bool(total.meta.get("is_gradient_acc")) and len(total.users) == 1, "the terms of a gradient")
+        terms.append((total.args[1], total))
+        total = total.args[0]
+    return terms[::-1]
+
+
+class BlockCall:
+    """A block that is alike, and the template that stands for it.
+
+    Args:
+        template: The template.
+        stacks: The modules that its nodes are in.
+
+    Attributes:
+        number: By which nodes of graphs name it.
+    """
+
+    def __init__(self, template: Template, stacks: Stacks) -> None:
+        self.template, self.stacks, self.number = template, stacks, next(_numbers)
+        _calls[self.number] = self
+
+    def metadata(self, node: fx.Node) -> dict[str, Any]:
+        """Return what is known of the copy of a node of the template."""
+        renamed = {
+            key: self.stacks.get(tuple(node.meta[key].items()), node.meta[key]) for key in _STACKS if key in node.meta
+        }
+        return {**node.meta, **renamed}
+
+
+def call_block(number: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Run what stands in for a block while it is traced."""
+    results: tuple[torch.Tensor, ...] = _Block.apply(number, *inputs)  # type: ignore[no-untyped-call]
+    return results
+
+
+class _Block(torch.autograd.Function):
+    """Stands in for a block: one operator forward, and one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, number: int, *inputs: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.number = number
+        template = _calls[number].template
+        results = torch.ops.hiremate_lightning.block(number, inputs[: len(template.inputs)])
+        pairs = zip(results, template.has_gradient, strict=True)
+        ctx.mark_non_differentiable(*(result for result, has_gradient in pairs if not has_gradient))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        template = _calls[ctx.number].template
+        tangents = [g for g, has_gradient in zip(gradients, template.has_gradient, strict=True) if has_gradient]
+        for tangent, node in zip(tangents, template.tangents, strict=True):
+            expect(tangent is not None and _layout(tangent) == _layout(node.meta["val"]), "a gradient of a block")
+        needed = zip(template.gradients, ctx.needs_input_grad[1:], strict=True)
+        expect(all(is_needed for gradient, is_needed in needed if gradient is not None), "what needs a gradient")
+        results = iter(torch.ops.hiremate_lightning.block_backward(ctx.number, tangents))
+        return None, *(None if gradient is None else next(results) for gradient in template.gradients)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _like(node: fx.Node) -> torch.Tensor:
+    shown = node.meta["val"]
+    return torch.empty_strided(shown.shape, shown.stride(), dtype=shown.dtype, device=shown.device)
+
+
+def _block(number: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [_like(node) for node in _calls[number].template.outputs]
+
+
+def _block_backward(number: int, tangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [_like(node) for node in _calls[number].template.gradients if node is not None]
+
+
+_library = torch.library.Library("hiremate_lightning", "FRAGMENT")
+_library.define("block(int number, Tensor[] inputs) -> Tensor[]")
+_library.define("block_backward(int number, Tensor[] tangents) -> Tensor[]")
+torch.library.register_fake("hiremate_lightning::block", _block, lib=_library)
+torch.library.register_fake("hiremate_lightning::block_backward", _block_backward, lib=_library)
+
+
+def write_out(joint: fx.GraphModule) -> None:
+    """Put the nodes of blocks in the place of what stands in for them.
+
+    Raises:
+        UnlikeError: Such a node turned out other than that of its template.
+    """
+    forward = torch.ops.hiremate_lightning.block.default
+    if joint.graph.find_nodes(op="call_function", target=forward):
+        shown = [node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")]
+        with fake_mode_of(shown), torch.no_grad(), enable_python_dispatcher():
+            _Writing(joint.graph).run()
+
+
+class _Writing:
+    """Writes blocks into a joint graph.
+
+    Args:
+        graph: The graph.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._written: dict[int, dict[fx.Node, Any]] = {}  # by the number of a call: nodes by those of its template
+        self._stale = set[int]()  # storages of what stood in for results of blocks
+        self._values: list[Any] = []  # that lie on these: a number must not come again
+        self._erased = set[fx.Node]()
+
+    def run(self) -> None:
+        """Go through the graph once."""
+        ops = torch.ops.hiremate_lightning
+        for node in list(self._graph.nodes):
+            if node.target is ops.block.default:
+                call, inputs = _calls[node.args[0]], node.args[1]
+                self._written[call.number] = dict(zip(call.template.inputs, inputs, strict=True))
+                self._write(node, call, call.template.forward, call.template.outputs)
+            elif node.target is ops.block_backward.default:
+                call, tangents = _calls[node.args[0]], node.args[1]
+                self._written[call.number].update(zip(call.template.tangents, tangents, strict=True))
+                gradients = [gradient for gradient in call.template.gradients if gradient is not None]
+                self._write(node, call, call.template.backward, gradients)
+            elif node not in self._erased and self._is_on_stale(node):
+                node.meta["val"] = _run(node)  # a view of what is on other memory now
+
+    def _is_on_stale(self, node: fx.Node) -> bool:
+        return not self._stale.isdisjoint(storages_among(leaves(node.meta.get("val"))))
+
+    def _write(self, place: fx.Node, call: BlockCall, nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> None:
+        copies = self._written[call.number]
+        with self._graph.inserting_before(place):
+            for node in nodes:
+                copy = copies[node] = self._graph.node_copy(node, copies.__getitem__)
+                copy.meta = call.metadata(node)
+                copy.meta["val"] = value = _run(copy)
+                expect(_layouts(value) == _layouts(node.meta["val"]), f"{node.name} of a block")
+        sums = dict[fx.Node, fx.Node]()  # by the term that is added
+        for user in list(place.users):
+            expect(user.target is operator.getitem, "the results of a block")
+            position: Any = user.args[1]
+            sums.update((results[position], reader) for reader in user.users if _adds(reader, user))
+            self._values.append(user.meta["val"])
+            self._stale |= storages_among([user.meta["val"]])
+            user.replace_all_uses_with(copies[results[position]])
+            self._graph.erase_node(user)
+            self._erased.add(user)
+        self._move(sums, call.template, copies)
+        self._graph.erase_node(place)
+
+    def _move(self, sums: dict[fx.Node, fx.Node], template: Template, copies: dict[fx.Node, Any]) -> None:
+        """Add terms of gradients where the trace of everything adds them: as soon as they are there."""
+        last = dict[fx.Node | None, fx.Node]()
+        for term, before in template.added_after.items():  # in the order in which they are added
+            if term not in sums:
+                continue
+            place = last.get(before) if before is None or before in last else copies[before]
+            if place is not None:
+                place.append(sums[term])
+            else:  # before all of the block's backward
+                copies[template.backward[0]].prepend(sums[term])
+            last[before] = sums[term]
+
+
+def _adds(node: fx.Node, term: fx.Node) -> bool:
+    """Whether a node adds a term to a gradient."""
+    return bool(node.meta.get("is_gradient_acc")) and len(node.args) > 1 and node.args[1] is term
+
+
+def _run(node: fx.Node) -> Any:
+    """Run a node on tensors without memory."""
+    assert callable(node.target), "nodes of joint graphs call functions"
+    arguments, named = fx.node.map_arg((node.args, node.kwargs), lambda value: value.meta["val"])
+    return node.target(*arguments, **named)
+
+
+def _layouts(value: Any) -> list[Any]:
+    return [_layout(v) if isinstance(v, torch.Tensor) else v for v in leaves(value)]
