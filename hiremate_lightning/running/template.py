@@ -95,14 +95,16 @@ class ProgramTemplate:
 
         return variant
 
-    def _make_variant(self, *changes: frozenset[int]) -> tuple[Program, _Template]:
+    def _make_variant(
+        self, missing: frozenset[int], added: frozenset[int], carried: frozenset[int]
+    ) -> tuple[Program, _Template]:
         """Make the backward for some changes; where samples differ in what may be overwritten then, nothing is.
 
         This is asked in a backward, where nothing can be traced. All numbers that it may need have expressions, see
         `CodeTemplate`.
         """
         for overwrites in (True, False):
-            programs = [program.variant(*changes, overwrites=overwrites) for program in self._programs]
+            programs = [program.variant(missing, added, carried, overwrites) for program in self._programs]
             try:
                 return programs[0], _Template([program.backward_module for program in programs], self._sizes)
             except NoTemplateError:

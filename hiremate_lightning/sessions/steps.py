@@ -19,6 +19,7 @@ from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..measuring.resident_memory import WATCHED_STEPS
 from ..out_of_memory import InfeasibleBudgetError, explain
+from ..planning.planner import guard_bytes
 from ..torch_private.tensor_state import tensors_among
 from .current_step import CurrentStep
 from .deciding import Decision
@@ -318,7 +319,9 @@ class Steps:
     def _learn_margin(self, step: CurrentStep, record: StepRecord) -> None:
         """Leave more room to steps of new sizes where one took more than was predicted for the plan that it ran by."""
         predicted_bytes = None if step.has_captured else predicted_peak_bytes(step)
-        excess_bytes = 0 if predicted_bytes is None else (record.peak_bytes or 0) - predicted_bytes
+        if predicted_bytes is None or record.peak_bytes is None:
+            return
+        excess_bytes = record.peak_bytes - predicted_bytes - guard_bytes(predicted_bytes)  # which plans leave free
         if excess_bytes > self._history.margin_bytes:
             self._history.margin_bytes = excess_bytes
             self._graph_programs.forget_plans()

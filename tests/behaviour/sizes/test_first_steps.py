@@ -91,6 +91,7 @@ def peaks_of(model: nn.Module, lengths: tuple[int, ...], monkeypatch: pytest.Mon
     return [record.peak_bytes for record in records]
 
 
+@pytest.mark.usefixtures("without_templates")
 def test_smaller_steps_of_several_graphs_run_as_was_planned_for_the_largest(searched, monkeypatch):
     budget = tight_budget()
     model = planned(budget, (LONG,) * 4)
@@ -165,7 +166,7 @@ def test_training_is_exact_where_plans_are_taken_over(budget):
     train_both(Broken, loop, budget)
 
 
-@pytest.mark.usefixtures("_captures_all")
+@pytest.mark.usefixtures("_captures_all", "without_templates")
 def test_code_whose_gradients_have_several_terms_is_traced_once_for_a_size(monkeypatch):
     """The second graph reads what the first gives twice; at the first size nobody knows that."""
     model = planned("80%", (LONG, LONG - 1, LONG - 2, LONG - 3))

@@ -59,6 +59,7 @@ def test_planned_steps_show_the_time_where_few_ran_plain():
     assert "by plans, without what these recompute" in said
 
 
+@pytest.mark.usefixtures("without_templates")
 def test_slow_steps_of_new_sizes_are_announced(monkeypatch, caplog):
     """Each length comes once, and most fit only with less memory; `CLEARLY_LONGER` is lowered, to be sure."""
     caplog.set_level(logging.INFO, "hiremate_lightning")
