@@ -115,10 +115,10 @@ class Templates:
 
         Code that gave other numbers is refused at once: what is known of it is wrong, also where that does not show.
         """
-        known = self._of(code)
-        known.failures += 1
-        too_often = known.failures >= FAILURES and 2 * known.failures >= known.made
-        known.is_refused = known.is_refused or too_often or isinstance(error, WrongTemplateError)
+        record = self._of(code)
+        record.failures += 1
+        too_often = record.failures >= FAILURES and 2 * record.failures >= record.made
+        record.is_refused = record.is_refused or too_often or isinstance(error, WrongTemplateError)
 
     def _of(self, code: object) -> _Code:
         return self._codes.setdefault(code, _Code())
