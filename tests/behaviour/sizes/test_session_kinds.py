@@ -10,7 +10,7 @@ from torch import nn
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.sessions import graph_programs, recorded_step, step_watch
+from hiremate_lightning.sessions import graph_programs, ladders, recorded_step, step_watch
 from hiremate_lightning.targets.modules import targets_of
 from tests.life import (
     MANY,
@@ -85,8 +85,9 @@ def test_a_smaller_size_runs_by_the_plan_of_a_larger_one(monkeypatch):
     model = warm_up(planned(), steps=3, rows=MANY)
     first, searched = get_plan(model), []
     model = warm_up(planned(first.budget_bytes), steps=3, rows=MANY)
-    search = graph_programs.first_solution
+    search, find = graph_programs.first_solution, ladders.Ladders.find
     monkeypatch.setattr(graph_programs, "first_solution", lambda *a, **k: (searched.append(1), search(*a, **k))[1])
+    monkeypatch.setattr(ladders.Ladders, "find", lambda *a: (searched.append(1), find(*a))[1])  # for all sizes
     for index, rows in enumerate((MANY - 3, MANY - 9, MANY // 2, MANY - 5)):
         step(model, index, rows)
     assert not searched
