@@ -23,7 +23,7 @@ class SizesOfCalls:
 
     def note(self, calls: Sequence[Captured]) -> None:
         """Learn of the calls of a step that has ended."""
-        if any(call.template is None for call in calls):
+        if not calls or any(call.template is None for call in calls):
             return
         if [call.template for call in calls] != [call.template for call in self._calls]:
             self._sizes.clear()  # of other traces

@@ -118,9 +118,9 @@ def test_a_budget_that_fails_at_the_second_kind_changes_nothing(two_kinds, fails
             raise MemoryError
         return build(*arguments)
 
-    build = offloading.build
+    build = offloading.program_of
     if fails_at == "building programs":
-        monkeypatch.setattr(offloading, "build", build_one)
+        monkeypatch.setattr(offloading, "program_of", build_one)
     session.listeners.append(told.append)
     with pytest.raises(error):  # a warning would be another error
         hiremate(model, small_bytes if fails_at == "solving" else "80%", verbose=False)

@@ -56,3 +56,9 @@ def test_traced_calls_and_other_traces_tell_nothing():
     traced = step(40, 39)
     traced[1].template = None
     assert learned(traced).foresee(step(100)[:1]) == []
+
+
+def test_steps_that_end_before_their_first_call_tell_nothing():
+    """As pieces of a pipeline's iteration do."""
+    steps = step(40, 39), step(46, 45), step(59, 58)
+    assert learned(*steps, []).foresee(step(100)[:1]) == [("second", (99,))]
