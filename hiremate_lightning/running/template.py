@@ -103,14 +103,17 @@ class ProgramTemplate:
         This is asked in a backward, where nothing can be traced. All numbers that it may need have expressions, see
         `CodeTemplate`.
         """
-        for overwrites in (True, False):
-            programs = [program.variant(missing, added, carried, overwrites) for program in self._programs]
-            try:
-                return programs[0], _Template([program.backward_module for program in programs], self._sizes)
-            except NoTemplateError:
-                if not overwrites:
-                    raise
-        raise AssertionError("either is made, or it fails")
+        changes = missing, added, carried
+        try:
+            return self._variant_of_samples(*changes, overwrites=True)
+        except NoTemplateError:
+            return self._variant_of_samples(*changes, overwrites=False)
+
+    def _variant_of_samples(
+        self, missing: frozenset[int], added: frozenset[int], carried: frozenset[int], overwrites: bool
+    ) -> tuple[Program, _Template]:
+        programs = [program.variant(missing, added, carried, overwrites) for program in self._programs]
+        return programs[0], _Template([program.backward_module for program in programs], self._sizes)
 
 
 def program_of(captured: Captured, schedule: Schedule, host: HostMemory | None = None) -> Program:

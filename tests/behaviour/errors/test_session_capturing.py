@@ -145,6 +145,7 @@ def test_buffers_updated_inside_checkpoint_are_announced(has_buffers):
 
 
 @pytest.mark.usefixtures("_captures_all")
+@pytest.mark.usefixtures("without_templates")
 def test_a_size_that_is_captured_twice_keeps_its_plan():
     """Dynamo captures the first sizes as they are, and once more where it has symbols for them."""
     model = planned("90%", max_plans=3)
