@@ -18,6 +18,7 @@ from .planning.plan import Plan
 from .records.costs import Machine, estimate
 from .records.graph import Graph
 from .records.schedule import Compute, Free, Operation
+from .sessions import unplanned
 from .sessions.current_step import CurrentStep
 from .sessions.session import Session
 from .sessions.templates import Templates
@@ -127,6 +128,16 @@ def without_templates() -> Iterator[None]:
         yield
     finally:
         setattr(Templates, "_why_not", why_not)  # noqa: B010
+
+
+@contextmanager
+def templates_at_once() -> Iterator[None]:
+    """Let steps of new sizes run by programs made from traces of other sizes before these are worth their time."""
+    price, unplanned.WORTH_TEMPLATES = unplanned.WORTH_TEMPLATES, 0.0
+    try:
+        yield
+    finally:
+        unplanned.WORTH_TEMPLATES = price
 
 
 @contextmanager

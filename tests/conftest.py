@@ -17,7 +17,7 @@ from hiremate_lightning.planning import found_before
 from hiremate_lightning.reporting import report
 from hiremate_lightning.rewriting import finishing
 from hiremate_lightning.sessions.plain_steps import PlainSteps
-from hiremate_lightning.testing import without_templates
+from hiremate_lightning.testing import templates_at_once, without_templates
 
 MODEL_PACKAGES = ("transformers", "timm")
 
@@ -55,6 +55,13 @@ def _quick_garbage_collection() -> None:
 def _without_templates() -> Iterator[None]:
     """Let steps of new sizes that do not fit as they are written put values aside."""
     with without_templates():
+        yield
+
+
+@pytest.fixture(name="templates_at_once")
+def _templates_at_once() -> Iterator[None]:
+    """Let steps of new sizes that do not fit as they are written run by templates from the first one on."""
+    with templates_at_once():
         yield
 
 

@@ -461,7 +461,7 @@ def record(name: str) -> Record:
         torch.compiler.reset()
         recorder = Recorder(is_planned)
         torch.manual_seed(1)
-        with testing.fixed_costs(), warnings.catch_warnings(record=True) as caught:
+        with testing.fixed_costs(), testing.templates_at_once(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", HiRemateWarning)
             RUNS[name](recorder)

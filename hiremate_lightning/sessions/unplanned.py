@@ -21,7 +21,7 @@ from .aside_room import AsideRoom
 from .captured_steps import describe, described
 from .current_step import CurrentStep
 from .new_sizes import NewSizes, TimedStep
-from .plain_steps import PlainSteps, PlainWay, Prediction
+from .plain_steps import PlainSteps, PlainWay
 from .planned import PlannedKinds, saves_nothing
 from .planned_model import PlannedModel
 from .releasing import Releases, Timing
@@ -31,6 +31,9 @@ from .ways import BY_GRAPHS, AsWritten, Choices, PutAside, Way, choose_way
 
 log = logging.getLogger("hiremate_lightning")
 WORTH_A_PLAN = 1.0  # of the time that a plan takes to make, spent on saving memory at one size without a plan
+WORTH_TEMPLATES = (
+    3.0  # the same, spent at all sizes: a capture with symbols, traces of a few sizes and proofs take as long
+)
 
 
 class UnplannedSteps:
@@ -183,11 +186,19 @@ class UnplannedSteps:
         most_resident_bytes = max(plan.resident_bytes for plan in plans)
         return max(plan.budget_bytes - (plan.resident_bytes if is_share else most_resident_bytes) for plan in plans)
 
-    def _is_to_be_planned(self, step: CurrentStep, prediction: Prediction) -> bool:
-        """Whether saving memory in steps called like this one has taken more time than a plan would have."""
-        plan, extra_ms = self._planned.latest, self._extra_ms.get(tuple(step.calls), 0.0)
+    def _is_to_be_captured(self, step: CurrentStep, likely: StepKind) -> bool:
+        """Whether saving memory has taken more time, in steps called like this one or in all, than plans would have.
+
+        Args:
+            step: The step, which fits only with less memory.
+            likely: The kind whose code it is expected to run.
+        """
+        plan = self._planned.latest
         planning_ms = 0.0 if plan is None else 1000 * float(sum(astuple(plan.planning)))
-        return prediction.saves_memory and extra_ms > WORTH_A_PLAN * planning_ms
+        if self._extra_ms.get(tuple(step.calls), 0.0) > WORTH_A_PLAN * planning_ms:
+            return True
+        is_worth_it = sum(self._extra_ms.values()) >= WORTH_TEMPLATES * planning_ms
+        return is_worth_it and self._templates.may_serve(likely.step)
 
     def _likely(self, step: CurrentStep) -> StepKind | None:
         """Return the kind whose code a step is expected to run; None where nobody knows, or no step may run plain."""
@@ -218,7 +229,7 @@ class UnplannedSteps:
     def without_plan(self, step: CurrentStep, begun: AsWritten | None) -> AsWritten | None:
         """Return the fastest way without a plan in which the step under way fits; None where it is to be captured.
 
-        A step that fits only with less memory is captured as long as programs of new sizes may serve it.
+        A step that fits only with less memory is captured once programs of all sizes have become worth their time.
 
         Args:
             step: The step.
@@ -230,12 +241,12 @@ class UnplannedSteps:
         ways = None if begun is None else (begun.prediction.way,)
         ways = (PlainWay.AS_IT_IS,) if self._plain.called_like(step.calls) else ways
         prediction = self._plain.predict(step.calls, likely, self._room_bytes(), ways)
-        if prediction is None or (begun is None and self._is_to_be_planned(step, prediction)):
-            return None
-        if prediction.saves_memory and begun is None and self._templates.may_serve(likely.step):
+        if prediction is None:
             return None
         if not prediction.saves_memory:
             return AsWritten(prediction, likely)
+        if begun is None and self._is_to_be_captured(step, likely):
+            return None
         has_room = begun is not None or self._aside.holds(prediction.aside_bytes)
         return PutAside(prediction, likely, room=self._aside) if has_room else None
 

@@ -77,6 +77,7 @@ def test_a_replicated_model_trains_as_without_a_plan(options, prepare: Callable[
     train_both(make, simple_loop(make_batch), "75%")
 
 
+@pytest.mark.usefixtures("templates_at_once")
 def test_new_sizes_of_a_replicated_model_need_no_trace_of_their_own():
     sizes, seen = [256, 256, 200, 180, 230, 250, 190, 240, 210, 221], []
 

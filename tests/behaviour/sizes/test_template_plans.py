@@ -13,6 +13,7 @@ from hiremate_lightning.testing import is_from_template, session_of, step_under_
 from tests.behaviour.sizes.test_templates import FIRST, LONG, SHORT, Training, budget_of, small_gpt
 from tests.exact import Log, differing
 
+pytestmark = pytest.mark.usefixtures("templates_at_once")
 LONGER = [96, 101, 99, 107, 94]  # than all that is planned
 TIGHT, LONGEST = 0.34, 127  # the least memory of the longest takes 1.15 times that share of what the first length adds
 

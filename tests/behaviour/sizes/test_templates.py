@@ -20,6 +20,7 @@ from hiremate_lightning.running.template import ProgramTemplate
 from hiremate_lightning.testing import captured_count, is_from_template, is_plain
 from tests.exact import Log, differing
 
+pytestmark = pytest.mark.usefixtures("templates_at_once")
 WORDS, WIDTH, HEADS, LAYERS, BATCH = 64, 32, 4, 2, 8
 FIRST, LONG, SHORT = 90, 83, 40  # planned; does not fit as it is written; does
 NEW = [88, 79, 85, 76]  # come after a first length that does not fit as it is written
