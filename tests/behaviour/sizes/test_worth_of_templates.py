@@ -1,0 +1,25 @@
+"""Code for all sizes takes seconds to make: steps of new sizes put values aside until it has become worth that."""
+
+from __future__ import annotations
+
+import pytest
+
+from hiremate_lightning import hiremate
+from hiremate_lightning.sessions import unplanned
+from hiremate_lightning.testing import PUT_ASIDE, is_from_template, step_under_way
+from tests.behaviour.sizes.test_templates import FIRST, LONG, NEW, SHORT, Training, budget_of, small_gpt
+from tests.exact import differing
+
+
+def test_values_are_put_aside_until_code_for_all_sizes_is_worth_its_time(monkeypatch: pytest.MonkeyPatch):
+    budget_bytes, _ = budget_of(FIRST, 0.75)
+    plain, planned = Training(small_gpt()), Training(hiremate(small_gpt(), budget_bytes, verbose=False))
+    ways = []
+    for length in [FIRST, FIRST, SHORT, LONG, *NEW]:
+        if length == NEW[1]:
+            monkeypatch.setattr(unplanned, "WORTH_TEMPLATES", 0.0)
+        assert differing(planned.step(length), plain.step(length)) == []
+        ways.append(step_under_way(planned.model).ways)
+    assert ways[3:5] == [(PUT_ASIDE,)] * 2
+    assert PUT_ASIDE not in {way for step in ways[5:] for way in step}
+    assert is_from_template(planned.model)
