@@ -95,9 +95,9 @@ class GraphPrograms:
     def step_ended(self, step: CurrentStep) -> None:
         """Learn of a step that ran captured: of the sizes of its calls, and of what it lost by other sizes' plans."""
         if step.comparison.alike:
-            kind = step.comparison.alike[0]
-            calls = [step.forwards[place].captured for place in kind.recorded.places if place < len(step.forwards)]
-            (kind.code or kind).sizes_of_calls.note(calls)
+            places = step.comparison.alike[0].recorded.places
+            if all(place < len(step.forwards) for place in places):  # else it ended early, as a piece of an iteration
+                self._code(step).sizes_of_calls.note([step.forwards[place].captured for place in places])
         ways = [forward.way for forward in step.forwards]
         losses = [way.loss for way in ways if isinstance(way, PlanOfOtherSizes) and way.loss is not None]
         if losses and self._ladders.step_ended(losses[-1]):  # it was chosen last, when most was known

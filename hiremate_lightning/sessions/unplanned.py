@@ -1,7 +1,7 @@
 """Steps that run as the user wrote them, though their model is planned: where that fits, and is as fast.
 
 There are three cases. Steps of sizes that were never seen, which to capture would take seconds (`plain_steps`); those
-of them that fit only where what autograd saves is put aside, and that no template serves (`aside_room`, `templates`);
+of them that fit only where what autograd saves is put aside, until plans for them are worth their time (`aside_room`);
 and steps whose plan gains nothing and is slower than eager PyTorch (`releasing`).
 """
 

@@ -138,8 +138,8 @@ class PutAside(AsWritten):
         """Describe such steps of the named model for the user."""
         return (
             "Steps of other input sizes that fit the budget only with less memory run without a plan, and put what the "
-            "backward reads aside, in temporary files or, from a GPU, in the host's memory, until their sizes have "
-            "come often."
+            "backward reads aside, in temporary files or, from a GPU, in the host's memory, until plans for them "
+            "are worth the time that they take to make."
         )
 
 

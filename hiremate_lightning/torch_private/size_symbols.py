@@ -36,9 +36,8 @@ class SizeSymbols:
         numbers = [inputs[position].meta["example_value"] for position in positions]
         expressions = [number.node.expr if isinstance(number, torch.SymInt) else None for number in numbers]
         self._symbols = [e if e is not None and e.is_symbol else None for e in expressions]
-        self._computed = [
-            n for n in _computed(module) if n.free_symbols <= set(self._symbols)
-        ]  # of other numbers: no size
+        known = set(self._symbols)
+        self._computed = [number for number in _computed(module) if number.free_symbols <= known]
 
     def with_computed(self, sizes: Sizes) -> Sizes:
         """Return sizes with the quotients, rests and extremes of them."""

@@ -78,7 +78,7 @@ def test_a_replicated_model_trains_as_without_a_plan(options, prepare: Callable[
 
 
 @pytest.mark.usefixtures("templates_at_once")
-def test_new_sizes_of_a_replicated_model_need_no_trace_of_their_own():
+def test_new_sizes_of_a_replicated_model_are_not_traced():
     sizes, seen = [256, 256, 200, 180, 230, 250, 190, 240, 210, 221], []
 
     def rows(index: int) -> Tensor:
