@@ -28,12 +28,13 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd import graph_capture
 from torch._functorch._aot_autograd.schemas import MutationType, OutputType, ViewAndMutationMeta
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import aot
 from .likeness import UnlikeError, expect
 from .replacing import replaced
-from .tensor_state import fake_mode_of, leaves, storages_among
+from .tensor_state import fake_mode_of, leaves, map_leaves, storage_id, storages_among
 
 Stacks = dict[tuple[Any, ...], dict[str, Any]]  # the modules that a node is in, by those of the same node of a template
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
@@ -271,8 +272,49 @@ def write_out(joint: fx.GraphModule) -> None:
     forward = torch.ops.hiremate_lightning.block.default
     if joint.graph.find_nodes(op="call_function", target=forward):
         shown = [node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")]
-        with fake_mode_of(shown), torch.no_grad(), enable_python_dispatcher():
-            _Writing(joint.graph).run()
+        mode = fake_mode_of(shown)
+        with torch.no_grad(), enable_python_dispatcher():
+            _Writing(joint.graph, mode).run()
+
+
+class _Memory:
+    """Where the values of a copied block lie: they share storages as those of its template do. None has memory.
+
+    Args:
+        mode: Of tensors without memory.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._places = dict[int, tuple[torch.UntypedStorage, int]]()  # by storages of the template: offset added
+
+    def give(self, shown: Sequence[Any], values: Sequence[Any]) -> None:
+        """Lay out what the block gets.
+
+        Args:
+            shown: What its template got.
+            values: What it gets.
+        """
+        for one, value in zip(shown, values, strict=True):
+            expect(isinstance(value, torch.Tensor) and _layout(one) == _layout(value), "what a block gets")
+            place = value.untyped_storage(), int(value.storage_offset() - one.storage_offset())
+            first, offset = self._places.setdefault(storage_id(one), place)
+            expect((first._cdata, offset) == (place[0]._cdata, place[1]), "what of a block's inputs lies together")
+        places = [storage._cdata for storage, _ in self._places.values()]
+        expect(len(set(places)) == len(places), "what of a block's inputs lies apart")
+
+    def like(self, value: Any) -> Any:
+        """Return what is in a copy in the place of a value of the template."""
+        return map_leaves(lambda v: self._tensor_like(v) if isinstance(v, torch.Tensor) else v, value)
+
+    def _tensor_like(self, shown: torch.Tensor) -> torch.Tensor:
+        number, storage = storage_id(shown), shown.untyped_storage()
+        if number not in self._places:
+            self._places[number] = torch.UntypedStorage(storage.nbytes(), device="meta"), 0
+        memory, offset = self._places[number]
+        empty = torch.empty(0, dtype=shown.dtype, device="meta")
+        empty.set_(memory, shown.storage_offset() + offset, shown.shape, shown.stride())
+        return FakeTensor(self._mode, empty, shown.device)
 
 
 class _Writing:
@@ -280,10 +322,12 @@ class _Writing:
 
     Args:
         graph: The graph.
+        mode: Of its values, which have no memory.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self._graph = graph
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
+        self._graph, self._mode = graph, mode
+        self._memory: dict[int, _Memory] = {}  # by the number of a call
         self._written: dict[int, dict[fx.Node, Any]] = {}  # by the number of a call: nodes by those of its template
         self._stale = set[int]()  # storages of what stood in for results of blocks
         self._values: list[Any] = []  # that lie on these: a number must not come again
@@ -295,27 +339,33 @@ class _Writing:
         for node in list(self._graph.nodes):
             if node.target is ops.block.default:
                 call, inputs = _calls[node.args[0]], node.args[1]
-                self._written[call.number] = dict(zip(call.template.inputs, inputs, strict=True))
+                self._written[call.number], self._memory[call.number] = {}, _Memory(self._mode)
+                self._give(call, call.template.inputs, inputs)
                 self._write(node, call, call.template.forward, call.template.outputs)
             elif node.target is ops.block_backward.default:
                 call, tangents = _calls[node.args[0]], node.args[1]
-                self._written[call.number].update(zip(call.template.tangents, tangents, strict=True))
+                self._give(call, call.template.tangents, tangents)
                 gradients = [gradient for gradient in call.template.gradients if gradient is not None]
                 self._write(node, call, call.template.backward, gradients)
             elif node not in self._erased and self._is_on_stale(node):
-                node.meta["val"] = _run(node)  # a view of what is on other memory now
+                with self._mode:
+                    node.meta["val"] = _run(node)  # a view of what is on other memory now
 
     def _is_on_stale(self, node: fx.Node) -> bool:
         return not self._stale.isdisjoint(storages_among(leaves(node.meta.get("val"))))
 
+    def _give(self, call: BlockCall, inputs: Sequence[fx.Node], given: Sequence[fx.Node]) -> None:
+        """Hand over what a block gets, before its forward or its backward."""
+        self._written[call.number].update(zip(inputs, given, strict=True))
+        self._memory[call.number].give([node.meta["val"] for node in inputs], [node.meta["val"] for node in given])
+
     def _write(self, place: fx.Node, call: BlockCall, nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> None:
-        copies = self._written[call.number]
-        with self._graph.inserting_before(place):
+        copies, memory = self._written[call.number], self._memory[call.number]
+        with self._graph.inserting_before(place), _disable_current_modes():
             for node in nodes:
                 copy = copies[node] = self._graph.node_copy(node, copies.__getitem__)
                 copy.meta = call.metadata(node)
-                copy.meta["val"] = value = _run(copy)
-                expect(_layouts(value) == _layouts(node.meta["val"]), f"{node.name} of a block")
+                copy.meta["val"] = memory.like(node.meta["val"])
         sums = dict[fx.Node, fx.Node]()  # by the term that is added
         for user in list(place.users):
             expect(user.target is operator.getitem, "the results of a block")
@@ -353,7 +403,3 @@ def _run(node: fx.Node) -> Any:
     assert callable(node.target), "nodes of joint graphs call functions"
     arguments, named = fx.node.map_arg((node.args, node.kwargs), lambda value: value.meta["val"])
     return node.target(*arguments, **named)
-
-
-def _layouts(value: Any) -> list[Any]:
-    return [_layout(v) if isinstance(v, torch.Tensor) else v for v in leaves(value)]

@@ -207,11 +207,12 @@ def _store_as_constant(tx: Any, *arguments: Any, **named: Any) -> Any:
 def _identify(one: Any, other: Any) -> Any:
     """Note that code asks whether two objects are the same one: nothing guards that, and another module may differ."""
     if _is_one_of_many(one) and _is_one_of_many(other):
-        _note_unseen()
+        note_unseen()
     return _compare_identity(one, other)
 
 
-def _note_unseen() -> None:
+def note_unseen() -> None:
+    """Note that what code does from here on depends on more than is compared: the module at hand is not copied."""
     _traces_of(InstructionTranslator.current_tx().output).unseen += 1
 
 
@@ -228,7 +229,7 @@ def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def noted(variable: Any, *arguments: Any, **named: Any) -> Any:
         if _is_one_of_many(variable):
-            _note_unseen()
+            note_unseen()
         return method(variable, *arguments, **named)
 
     return noted
@@ -236,7 +237,7 @@ def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _identified(variable: Any, tx: Any, *arguments: Any) -> Any:
     """Note that code asks for the `id` of something."""
-    _note_unseen()
+    note_unseen()
     return _call_id(variable, tx, *arguments)
 
 

@@ -1,0 +1,271 @@
+"""What code decides by a tensor that no input has a part in: decided as the code is traced, as eager PyTorch would.
+
+Code asks whether the positions of a text have gaps, and made these positions itself a few lines above: models of
+transformers do so in each call. Dynamo ends its graph wherever code looks at a tensor. But where a tensor is computed
+from numbers alone, which the graph has guards on, it is the same in each call. Then the few operations that give it run
+at once, on the CPU, and the graph goes on. Only whole numbers and truth values are computed so, by operations that give
+the same on each device.
+
+Where sizes have symbols, what was decided holds for the sizes at hand. A guard decides again at others.
+
+All names of torch here are private; `test_torch_private.py` says on which versions this was checked.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import itertools
+import logging
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.guards import GuardBuilder, _get_closure_vars, install_guard
+from torch._dynamo.source import GlobalStateSource
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables import ConstantVariable
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._guards import Guard
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from . import repeated_modules, tensor_state
+from .module_calls import realized
+from .replacing import StandIn
+
+log = logging.getLogger("hiremate_lightning")
+
+_MOST_ELEMENTS = 2**22  # of a tensor that is computed as code is traced
+_SIZES_KEPT = 4096  # for which is known what a guard says
+_NAMES = (  # of functions of torch, of operators of Python, and of methods of tensors
+    *("arange", "linspace", "zeros", "ones", "full", "eye", "tensor", "zeros_like", "ones_like", "full_like"),
+    *("add", "sub", "mul", "neg", "floordiv", "mod", "remainder", "abs", "sign", "square", "clamp", "clip"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "and", "and_", "or", "or_", "xor", "invert", "inv", "isin"),
+    *("logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not"),
+    *("all", "any", "sum", "max", "min", "amax", "amin", "maximum", "minimum", "diff", "cumsum", "cumprod"),
+    *("count_nonzero", "argmax", "argmin", "sort", "argsort", "where", "masked_fill", "tril", "triu", "roll", "flip"),
+    *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to"),
+    *("repeat", "repeat_interleave", "tile", "permute", "transpose", "movedim", "t", "narrow", "select", "getitem"),
+    *("cat", "concat", "stack", "chunk", "split", "unbind", "meshgrid", "gather", "index_select", "take"),
+    *("to", "type", "long", "int", "bool", "clone", "contiguous", "detach", "new_zeros", "new_ones", "new_full"),
+)
+_FUNCTIONS = {
+    function for owner in (torch, operator) for name in _NAMES if (function := getattr(owner, name, None)) is not None
+}
+_IN_PLACE = {name for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator)}
+_IN_PLACE = _IN_PLACE - {"index", "inv", "invert"} | {"setitem", "delitem"}
+_LOOKS = re.compile(r"POP_JUMP_(FORWARD_|BACKWARD_)?IF_(TRUE|FALSE)|UNARY_NOT")  # instructions that take a truth value
+
+
+class _UndecidedError(Exception):
+    """A tensor is not known while code is traced."""
+
+
+class _Computation:
+    """The operations that give a tensor from numbers, copied: Dynamo's graph is not kept.
+
+    Args:
+        result: The node that stands for the tensor.
+
+    Attributes:
+        symbols: What its numbers vary with.
+
+    Raises:
+        _UndecidedError: If an input has a part in it, or something else that is not the same in each call.
+    """
+
+    def __init__(self, result: fx.Node) -> None:
+        needed = _nodes_behind(result)
+        _expect_unchanged(result.graph, needed)
+        graph, inputs = fx.Graph(), dict[Any, fx.Node]()
+        nodes = [node for node in result.graph.nodes if node in needed]
+        for number in itertools.chain.from_iterable(map(_numbers_in, nodes)):
+            expression = number.node.expr
+            inputs[expression] = inputs.get(expression) or graph.placeholder(f"number_{len(inputs)}")
+        copies = dict[fx.Node, Any]()
+
+        def copy(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                return copies[value] if value in needed else fx.node.map_aggregate(_value_of(value), copy)
+            return inputs[value.node.expr] if isinstance(value, torch.SymInt) else _on_the_cpu(value)
+
+        for node in nodes:
+            arguments, named = fx.node.map_aggregate((node.args, dict(node.kwargs)), copy)
+            copies[node] = graph.create_node(node.op, node.target, arguments, named)
+        graph.output(copies[result])
+        self._run, self._numbers = fx.GraphModule({}, graph).forward, list(inputs)
+        self.symbols = sorted(set[Any]().union(*(number.free_symbols for number in self._numbers)), key=str)
+
+    def at(self, sizes: Sequence[int]) -> torch.Tensor:
+        """Compute the tensor where the symbols have some values."""
+        values = dict(zip(self.symbols, sizes, strict=True))
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            result: torch.Tensor = self._run(*(int(number.xreplace(values)) for number in self._numbers))
+        return result
+
+
+def _value_of(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether a node stands for numbers: Dynamo knows each, or has a symbol for it."""
+    return isinstance(_value_of(node), (int, torch.SymInt, torch.Size))
+
+
+def _nodes_behind(result: fx.Node) -> set[fx.Node]:
+    """List the operations that give a tensor, up to numbers."""
+    needed, ahead = set[fx.Node](), [result]
+    while ahead:
+        node = ahead.pop()
+        if node not in needed:
+            _expect_known(node)
+            needed.add(node)
+            ahead += [value for value in node.all_input_nodes if not _is_number(value)]
+    return needed
+
+
+def _expect_known(node: fx.Node) -> None:
+    is_method = node.op == "call_method" and _name_of(node) in _NAMES
+    is_known = is_method or (node.op == "call_function" and node.target in _FUNCTIONS)
+    values = [value for value in tensor_state.leaves([_value_of(node)]) if isinstance(value, torch.Tensor)]
+    if not is_known or "out" in node.kwargs or not values or not all(map(_is_small_and_whole, values)):
+        raise _UndecidedError(f"{node.op} {node.target}")
+
+
+def _name_of(node: fx.Node) -> str:
+    """Name an operation: that of `tensor.__eq__` is "eq"."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name[2:-2] if name.startswith("__") and name.endswith("__") else name
+
+
+def _is_small_and_whole(value: torch.Tensor) -> bool:
+    is_whole = not value.dtype.is_floating_point and not value.dtype.is_complex
+    is_plain = value.layout is torch.strided and type(value) in (torch.Tensor, FakeTensor)
+    return is_whole and is_plain and math.prod(map(_hint_of, value.shape)) <= _MOST_ELEMENTS
+
+
+def _hint_of(number: int | torch.SymInt) -> int:
+    return int(number.node.hint) if isinstance(number, torch.SymInt) else number
+
+
+def _expect_unchanged(graph: fx.Graph, needed: set[fx.Node]) -> None:
+    """Expect that no operation changes in place what is needed, or what may be a view of it."""
+    shared = set(needed)
+    for node in graph.nodes:
+        if node in shared or not shared.isdisjoint(node.all_input_nodes):
+            shared.add(node)
+            name = _name_of(node)
+            changes = name in _IN_PLACE or (name.endswith("_") and name not in _NAMES)
+            if changes or "out" in node.kwargs:
+                raise _UndecidedError(f"{node.target} in place")
+
+
+def _numbers_in(node: fx.Node) -> Iterator[torch.SymInt]:
+    """Go through the numbers among the arguments of an operation that have symbols."""
+    given: list[Any] = [value if not isinstance(value, fx.Node) else None for value in _arguments(node)]
+    shown = [_value_of(value) for value in node.all_input_nodes if _is_number(value)]
+    flat = tensor_state.leaves([given, shown])
+    return (value for value in flat if isinstance(value, torch.SymInt))
+
+
+def _arguments(node: fx.Node) -> list[Any]:
+    return tensor_state.leaves([node.args, dict(node.kwargs)])
+
+
+def _on_the_cpu(value: Any) -> Any:
+    """Return the CPU in the place of a device, be it named or not."""
+    try:
+        return torch.device("cpu") if isinstance(value, (str, torch.device)) and torch.device(value) else value
+    except RuntimeError:  # it names something else
+        return value
+
+
+def _decide(tracer: InstructionTranslatorBase, variable: VariableTracker, read: Callable[[torch.Tensor], Any]) -> Any:
+    """Look at a tensor while code is traced, and guard what is seen; None where it is not known.
+
+    Args:
+        tracer: Traces the code.
+        variable: The tensor, or anything else.
+        read: Looks at it.
+    """
+    variable = realized(variable)
+    if not isinstance(variable, TensorVariable):
+        return None
+    environment = tracer.output.shape_env
+    try:
+        computation = _Computation(variable.as_proxy().node)
+        sources = [environment.var_to_sources[symbol][0] for symbol in computation.symbols]
+        sizes = [_size_of(environment, symbol) for symbol in computation.symbols]
+        seen = read(computation.at(sizes))
+    except Exception as error:  # whatever the operations fail on: then the graph ends, as it would without all this
+        log.debug("A tensor is not known while code is traced: %s", error)
+        return None
+    repeated_modules.note_unseen()  # a module that is alike may come to see something else
+    if sources:
+        _guard(lambda *sizes: bool(read(computation.at(sizes)) == seen), sources)
+    return seen
+
+
+def _size_of(environment: Any, symbol: Any) -> int:
+    known = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
+    return int(known[symbol])
+
+
+def _guard(is_as_seen: Callable[..., bool], sources: list[Any]) -> None:
+    """Have captured code run only where a function of sizes is true."""
+    names = [source.name if isinstance(source.name, str) else source.name() for source in sources]
+    line = f"___is_as_seen({', '.join(names)})"
+    function = functools.lru_cache(maxsize=_SIZES_KEPT)(is_as_seen)
+
+    def add(builder: GuardBuilder, guard: Guard) -> None:
+        builder.add_python_lambda_leaf_guard_to_root([line], [line], {**_get_closure_vars(), "___is_as_seen": function})
+
+    install_guard(GlobalStateSource().make_guard(add))
+
+
+def _looking_first(handle: Callable[..., Any]) -> Callable[..., Any]:
+    """Have an instruction that takes a truth value get it of a tensor that is known."""
+
+    @functools.wraps(handle)
+    def look(tracer: InstructionTranslatorBase, instruction: Any) -> Any:
+        seen = _decide(tracer, tracer.stack[-1], bool)
+        if seen is not None:
+            tracer.stack[-1] = ConstantVariable.create(seen)
+        return handle(tracer, instruction)
+
+    return look
+
+
+def _with_known(read: Callable[[torch.Tensor], Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a method of tensors return what a known one holds."""
+
+    @functools.wraps(method)
+    def returned(variable: TensorVariable, tracer: Any, *arguments: Any, **named: Any) -> Any:
+        seen = _decide(tracer, variable, read)
+        return method(variable, tracer, *arguments, **named) if seen is None else VariableTracker.build(tracer, seen)
+
+    return returned
+
+
+def _stand_ins() -> Iterator[StandIn]:
+    ahead: list[type] = [InstructionTranslatorBase]
+    while ahead:
+        tracer: Any = ahead.pop()
+        ahead += tracer.__subclasses__()
+        table = list(tracer.dispatch_table)
+        for name, code in dis.opmap.items():
+            if _LOOKS.fullmatch(name) and table[code] is not None:
+                table[code] = _looking_first(table[code])
+        yield tracer, "dispatch_table", table
+    yield TensorVariable, "method_item", _with_known(torch.Tensor.item, TensorVariable.method_item)
+    yield TensorVariable, "method_tolist", _with_known(torch.Tensor.tolist, TensorVariable.method_tolist)
+
+
+WHILE_CAPTURING = tuple(_stand_ins())

@@ -1,0 +1,158 @@
+"""What code decides by tensors that no input has a part in, decided while it is traced."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hiremate_lightning.torch_private import dynamo
+
+
+class Counted:
+    """A backend that counts graphs and runs them as they are."""
+
+    def __init__(self):
+        self.graphs = 0
+
+    def __call__(self, module, inputs):
+        self.graphs += 1
+        return module.forward
+
+
+def graphs_of(function, *calls, sizes_vary=False, **options):
+    """Call a function captured and as it is, with each of some inputs; return how many graphs were captured."""
+    backend = Counted()
+    captured = torch.compile(function, backend=backend)
+    with dynamo.capturing_for_plans(sizes_vary=sizes_vary, **options):
+        for inputs in calls:
+            assert torch.equal(captured(*inputs), function(*inputs))
+    torch.compiler.reset()
+    return backend.graphs
+
+
+def positions_of(x):
+    return torch.arange(x.shape[1], device=x.device).unsqueeze(0).expand(x.shape[0], -1)
+
+
+def has_gaps(positions):
+    first = positions[:, :1] - 1
+    return (torch.diff(positions, prepend=first, dim=-1) != 1).cumsum(-1)[:, -1]
+
+
+def asks_for_gaps(x):
+    return x.sin() if (has_gaps(positions_of(x)) == 0).all() else x.cos()
+
+
+def asks_whether_not(x):
+    if not (positions_of(x) > 2).any():
+        return x.sin()
+    return x.cos() if not_short(x) else x
+
+
+def not_short(x):
+    return not (positions_of(x).max() < 7)
+
+
+def asks_for_a_number(x):
+    return x * positions_of(x).max().item() + sum(positions_of(x)[0, :3].tolist())
+
+
+def asserts(x):
+    assert (positions_of(x) >= 0).all(), "positions begin at 0"
+    return x.sin()
+
+
+def names_devices_and_other_things(x):
+    rows, columns = torch.meshgrid(torch.arange(3, device="cpu"), torch.arange(3).to("cpu"), indexing="ij")
+    return x.sin() if ((rows - columns).clamp(min=0) == 0).any() else x.cos()
+
+
+@pytest.mark.parametrize(
+    "function", [asks_for_gaps, asks_whether_not, asks_for_a_number, asserts, names_devices_and_other_things]
+)
+def test_what_no_input_has_a_part_in_does_not_end_a_graph(function):
+    assert graphs_of(function, [torch.ones(2, 5)], [torch.ones(2, 9)]) == 2  # one for each size
+
+
+@pytest.mark.parametrize("function", [asks_for_gaps, asserts])
+def test_one_graph_serves_sizes_that_decide_alike(function):
+    sizes = [torch.ones(2, length) for length in (5, 9, 12, 17)]
+    assert graphs_of(function, *([x] for x in sizes), sizes_vary=True) <= 2
+
+
+def test_a_size_that_decides_otherwise_is_captured_anew():
+    def is_long(x):
+        return x.sin() if positions_of(x).max() > 10 else x.cos()
+
+    sizes = [torch.ones(2, length) for length in (5, 6, 7, 8, 20, 21, 9, 22, 4)]
+    assert graphs_of(is_long, *([x] for x in sizes), sizes_vary=True) <= 3
+
+
+def test_a_number_of_another_size_is_not_believed():
+    sizes = [torch.ones(2, length) for length in (5, 6, 7, 8, 20, 5)]
+    graphs_of(asks_for_a_number, *([x] for x in sizes), sizes_vary=True)
+
+
+def reads_an_input(x, positions):
+    return x.sin() if (positions == 0).all() else x.cos()
+
+
+def changes_in_place(x):
+    positions = positions_of(x).clone()
+    positions[:, 0] = x.long()[:, 0]
+    return x.sin() if (positions == 0).all() else x.cos()
+
+
+def changes_a_view(x):
+    positions = positions_of(x).clone()
+    positions.view(-1).add_(x.long().view(-1))
+    return x.sin() if (positions == 0).all() else x.cos()
+
+
+def draws(x):
+    return x.sin() if torch.randint(0, 5, (3,)).sum() > 50 else x.cos()
+
+
+def looks_at_fractions(x):
+    return x.sin() if torch.linspace(0, 1, 4).sum() > 2 else x.cos()
+
+
+@pytest.mark.parametrize("function", [changes_in_place, changes_a_view, draws])
+def test_what_an_input_or_chance_has_a_part_in_is_looked_at_in_each_call(function):
+    graphs_of(function, [torch.zeros(2, 1)], [torch.ones(2, 1)], [torch.zeros(2, 1)])
+
+
+def test_an_input_is_looked_at_in_each_call():
+    x = torch.ones(2, 3)
+    inputs = [[x, torch.zeros(3).long()], [x, torch.ones(3).long()], [x, torch.zeros(3).long()]]
+    assert graphs_of(reads_an_input, *inputs) > 1
+
+
+def test_fractions_end_a_graph():
+    assert graphs_of(looks_at_fractions, [torch.ones(2)]) > 1
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, positions):
+        x = self.two(self.one(x).sin())
+        return x.sin() if (positions > 3).any() else x.cos()
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(6))
+
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            x = layer(x, torch.arange(3) + index)
+        return x
+
+
+def test_layers_that_are_alike_decide_each_for_itself():
+    assert graphs_of(Stack(), [torch.ones(2, 4)]) == 1
