@@ -28,7 +28,7 @@ from .module_traces import MARK, Mark
 log = logging.getLogger("hiremate_lightning")
 
 FEWEST_BLOCKS = 3  # that are alike: a template takes about as long as a block and a half
-FEWEST_NODES = 8  # of a block
+FEWEST_NODES = 4  # of a block
 _WITHOUT_RESULT = (operator.setitem, torch._C._log_api_usage_once)
 _MODES: dict[Any, Callable[..., int]] = {  # what each node adds to the modes that are changed around the next one
     torch.amp.autocast_mode._enter_autocast: lambda *_: 1,
