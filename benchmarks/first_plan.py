@@ -3,7 +3,7 @@
     python benchmarks/first_plan.py [--models gpt2,llama,vit,t5] [--depths 6,12,24,48] [--repeats 3] [--budget 50%]
                                     [--where | --dynamo]
 
-Each first step is taken in a process of its own, forked from one that has imported everything and compiled nothing: of
+Each first step is taken in a process of its own, which has imported everything and compiled nothing: of
 eager PyTorch, of `torch.compile(backend="aot_eager")`, and planned. These run in turn, in one thread, and each ratio is
 of processes that ran one after the other. Times are CPU time of the process. The first step captures, proves, searches
 for the least memory and runs; the second one makes the plan. Prints a Markdown table: medians, and the least and the
@@ -26,11 +26,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import page_tables
 import torch
-import torch._dynamo  # before the processes are forked, as all that compilers import
+import torch._dynamo  # before anything is measured, as all that compilers import
 from provenance import provenance
 from zoo.models import Built, gpt2_of, llama_of, t5_of, vit_of
 
@@ -159,15 +160,20 @@ def show_dynamo(options: argparse.Namespace) -> None:
 
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a process of its own, forked from one that has imported everything and run nothing."""
-    context = multiprocessing.get_context("fork")
+    """Call a function in a process of its own, which imports everything first: a fork would copy memory as it runs."""
+    context = multiprocessing.get_context("spawn")
     results, end = context.Pipe(duplex=False)
-    process = context.Process(target=lambda: end.send(function(*arguments)))
+    process = context.Process(target=send, args=(end, function, arguments))
     process.start()
     end.close()
     taken = results.recv()  # EOFError where the process fails, which has said why
     process.join()
     return taken
+
+
+def send(end: Connection, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    """Send what a function returns."""
+    end.send(function(*arguments))
 
 
 def spread(values: Sequence[float]) -> str:
