@@ -1,4 +1,4 @@
-"""What code decides by tensors that no input has a part in, decided while it is traced."""
+"""Branches on tensors that depend on no input are decided while the code is traced."""
 
 from __future__ import annotations
 
@@ -71,17 +71,17 @@ def names_devices_and_other_things(x):
 @pytest.mark.parametrize(
     "function", [asks_for_gaps, asks_whether_not, asks_for_a_number, asserts, names_devices_and_other_things]
 )
-def test_what_no_input_has_a_part_in_does_not_end_a_graph(function):
+def test_a_branch_on_a_constant_tensor_does_not_break_the_graph(function):
     assert graphs_of(function, [torch.ones(2, 5)], [torch.ones(2, 9)]) == 2  # one for each size
 
 
 @pytest.mark.parametrize("function", [asks_for_gaps, asserts])
-def test_one_graph_serves_sizes_that_decide_alike(function):
+def test_one_graph_serves_all_sizes_of_one_decision(function):
     sizes = [torch.ones(2, length) for length in (5, 9, 12, 17)]
     assert graphs_of(function, *([x] for x in sizes), sizes_vary=True) <= 2
 
 
-def test_a_size_that_decides_otherwise_is_captured_anew():
+def test_a_size_of_another_decision_is_captured_again():
     def is_long(x):
         return x.sin() if positions_of(x).max() > 10 else x.cos()
 
@@ -89,7 +89,7 @@ def test_a_size_that_decides_otherwise_is_captured_anew():
     assert graphs_of(is_long, *([x] for x in sizes), sizes_vary=True) <= 3
 
 
-def test_a_number_of_another_size_is_not_believed():
+def test_a_number_read_at_one_size_is_not_used_at_another():
     sizes = [torch.ones(2, length) for length in (5, 6, 7, 8, 20, 5)]
     graphs_of(asks_for_a_number, *([x] for x in sizes), sizes_vary=True)
 
@@ -119,17 +119,17 @@ def looks_at_fractions(x):
 
 
 @pytest.mark.parametrize("function", [changes_in_place, changes_a_view, draws])
-def test_what_an_input_or_chance_has_a_part_in_is_looked_at_in_each_call(function):
+def test_what_inputs_or_random_numbers_decide_is_read_in_each_call(function):
     graphs_of(function, [torch.zeros(2, 1)], [torch.ones(2, 1)], [torch.zeros(2, 1)])
 
 
-def test_an_input_is_looked_at_in_each_call():
+def test_an_input_is_read_in_each_call():
     x = torch.ones(2, 3)
     inputs = [[x, torch.zeros(3).long()], [x, torch.ones(3).long()], [x, torch.zeros(3).long()]]
     assert graphs_of(reads_an_input, *inputs) > 1
 
 
-def test_fractions_end_a_graph():
+def test_a_branch_on_fractions_breaks_the_graph():
     assert graphs_of(looks_at_fractions, [torch.ones(2)]) > 1
 
 
@@ -154,5 +154,5 @@ class Stack(nn.Module):
         return x
 
 
-def test_layers_that_are_alike_decide_each_for_itself():
+def test_equal_layers_are_decided_one_by_one():
     assert graphs_of(Stack(), [torch.ones(2, 4)]) == 1

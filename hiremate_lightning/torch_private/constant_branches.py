@@ -1,12 +1,11 @@
-"""What code decides by a tensor that no input has a part in: decided as the code is traced, as eager PyTorch would.
+"""Branches on constant tensors: decided while Dynamo traces the code, without a graph break.
 
-Code asks whether the positions of a text have gaps, and made these positions itself a few lines above: models of
-transformers do so in each call. Dynamo ends its graph wherever code looks at a tensor. But where a tensor is computed
-from numbers alone, which the graph has guards on, it is the same in each call. Then the few operations that give it run
-at once, on the CPU, and the graph goes on. Only whole numbers and truth values are computed so, by operations that give
-the same on each device.
+A tensor is constant here if it depends on no input of the graph. Models of transformers compute the positions of tokens
+by `arange`, and then ask whether the positions have gaps. Dynamo breaks the graph wherever Python reads the value of a
+tensor. For a constant tensor this module runs the few operations behind it at once, on the CPU, and tracing goes on
+with the value. Only integers and booleans are computed, by operations that give the same on each device.
 
-Where sizes have symbols, what was decided holds for the sizes at hand. A guard decides again at others.
+With symbolic sizes the value holds for the current sizes. A guard computes it again for other sizes.
 
 All names of torch here are private; `test_torch_private.py` says on which versions this was checked.
 """
@@ -41,9 +40,9 @@ from .replacing import StandIn
 
 log = logging.getLogger("hiremate_lightning")
 
-_MOST_ELEMENTS = 2**22  # of a tensor that is computed as code is traced
-_SIZES_KEPT = 4096  # for which is known what a guard says
-_NAMES = (  # of functions of torch, of operators of Python, and of methods of tensors
+_MOST_ELEMENTS = 2**22  # of a tensor that is computed while code is traced
+_SIZES_KEPT = 4096  # for which the result of a guard is remembered
+_NAMES = (  # of deterministic functions of torch, operators of Python, and methods of tensors
     *("arange", "linspace", "zeros", "ones", "full", "eye", "tensor", "zeros_like", "ones_like", "full_like"),
     *("add", "sub", "mul", "neg", "floordiv", "mod", "remainder", "abs", "sign", "square", "clamp", "clip"),
     *("eq", "ne", "lt", "le", "gt", "ge", "and", "and_", "or", "or_", "xor", "invert", "inv", "isin"),
@@ -63,21 +62,21 @@ _IN_PLACE = _IN_PLACE - {"index", "inv", "invert"} | {"setitem", "delitem"}
 _LOOKS = re.compile(r"POP_JUMP_(FORWARD_|BACKWARD_)?IF_(TRUE|FALSE)|UNARY_NOT")  # instructions that take a truth value
 
 
-class _UndecidedError(Exception):
-    """A tensor is not known while code is traced."""
+class _NotConstantError(Exception):
+    """A tensor is not constant, or not by operations that are known."""
 
 
 class _Computation:
-    """The operations that give a tensor from numbers, copied: Dynamo's graph is not kept.
+    """The operations that compute a constant tensor, copied: Dynamo's graph is not kept.
 
     Args:
-        result: The node that stands for the tensor.
+        result: The tensor's node in Dynamo's graph.
 
     Attributes:
-        symbols: What its numbers vary with.
+        symbols: The symbolic sizes that the tensor depends on.
 
     Raises:
-        _UndecidedError: If an input has a part in it, or something else that is not the same in each call.
+        _NotConstantError: If the tensor depends on an input, on random numbers, or on an unknown operation.
     """
 
     def __init__(self, result: fx.Node) -> None:
@@ -103,7 +102,7 @@ class _Computation:
         self.symbols = sorted(set[Any]().union(*(number.free_symbols for number in self._numbers)), key=str)
 
     def at(self, sizes: Sequence[int]) -> torch.Tensor:
-        """Compute the tensor where the symbols have some values."""
+        """Compute the tensor for given values of the symbols."""
         values = dict(zip(self.symbols, sizes, strict=True))
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             result: torch.Tensor = self._run(*(int(number.xreplace(values)) for number in self._numbers))
@@ -115,12 +114,12 @@ def _value_of(node: fx.Node) -> Any:
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Whether a node stands for numbers: Dynamo knows each, or has a symbol for it."""
+    """Whether the value of a node is a number or a shape, not a tensor."""
     return isinstance(_value_of(node), (int, torch.SymInt, torch.Size))
 
 
 def _nodes_behind(result: fx.Node) -> set[fx.Node]:
-    """List the operations that give a tensor, up to numbers."""
+    """Return the nodes that a tensor is computed by, back to numbers."""
     needed, ahead = set[fx.Node](), [result]
     while ahead:
         node = ahead.pop()
@@ -136,11 +135,11 @@ def _expect_known(node: fx.Node) -> None:
     is_known = is_method or (node.op == "call_function" and node.target in _FUNCTIONS)
     values = [value for value in tensor_state.leaves([_value_of(node)]) if isinstance(value, torch.Tensor)]
     if not is_known or "out" in node.kwargs or not values or not all(map(_is_small_and_whole, values)):
-        raise _UndecidedError(f"{node.op} {node.target}")
+        raise _NotConstantError(f"{node.op} {node.target}")
 
 
 def _name_of(node: fx.Node) -> str:
-    """Name an operation: that of `tensor.__eq__` is "eq"."""
+    """Return the name of an operation, "eq" for `tensor.__eq__`."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return name[2:-2] if name.startswith("__") and name.endswith("__") else name
 
@@ -156,7 +155,7 @@ def _hint_of(number: int | torch.SymInt) -> int:
 
 
 def _expect_unchanged(graph: fx.Graph, needed: set[fx.Node]) -> None:
-    """Expect that no operation changes in place what is needed, or what may be a view of it."""
+    """Raise if an operation changes one of the needed tensors in place, or what may be a view of one."""
     shared = set(needed)
     for node in graph.nodes:
         if node in shared or not shared.isdisjoint(node.all_input_nodes):
@@ -164,11 +163,11 @@ def _expect_unchanged(graph: fx.Graph, needed: set[fx.Node]) -> None:
             name = _name_of(node)
             changes = name in _IN_PLACE or (name.endswith("_") and name not in _NAMES)
             if changes or "out" in node.kwargs:
-                raise _UndecidedError(f"{node.target} in place")
+                raise _NotConstantError(f"{node.target} in place")
 
 
 def _numbers_in(node: fx.Node) -> Iterator[torch.SymInt]:
-    """Go through the numbers among the arguments of an operation that have symbols."""
+    """Yield the symbolic numbers among the arguments of an operation."""
     given: list[Any] = [value if not isinstance(value, fx.Node) else None for value in _arguments(node)]
     shown = [_value_of(value) for value in node.all_input_nodes if _is_number(value)]
     flat = tensor_state.leaves([given, shown])
@@ -180,20 +179,20 @@ def _arguments(node: fx.Node) -> list[Any]:
 
 
 def _on_the_cpu(value: Any) -> Any:
-    """Return the CPU in the place of a device, be it named or not."""
+    """Replace a device, or the name of one, by the CPU."""
     try:
         return torch.device("cpu") if isinstance(value, (str, torch.device)) and torch.device(value) else value
-    except RuntimeError:  # it names something else
+    except RuntimeError:  # a string that names no device
         return value
 
 
 def _decide(tracer: InstructionTranslatorBase, variable: VariableTracker, read: Callable[[torch.Tensor], Any]) -> Any:
-    """Look at a tensor while code is traced, and guard what is seen; None where it is not known.
+    """Read a constant tensor while its code is traced, and guard the value; return None for any other object.
 
     Args:
-        tracer: Traces the code.
-        variable: The tensor, or anything else.
-        read: Looks at it.
+        tracer: Dynamo's translator of the code.
+        variable: The tensor, or any other object.
+        read: Returns the value of a tensor.
     """
     variable = realized(variable)
     if not isinstance(variable, TensorVariable):
@@ -204,10 +203,10 @@ def _decide(tracer: InstructionTranslatorBase, variable: VariableTracker, read: 
         sources = [environment.var_to_sources[symbol][0] for symbol in computation.symbols]
         sizes = [_size_of(environment, symbol) for symbol in computation.symbols]
         seen = read(computation.at(sizes))
-    except Exception as error:  # whatever the operations fail on: then the graph ends, as it would without all this
-        log.debug("A tensor is not known while code is traced: %s", error)
+    except Exception as error:  # whatever the operations fail on: the graph breaks, as it does without this module
+        log.debug("A tensor is not constant while code is traced: %s", error)
         return None
-    repeated_modules.note_unseen()  # a module that is alike may come to see something else
+    repeated_modules.note_unseen()  # the next module of the same kind may read another value
     if sources:
         _guard(lambda *sizes: bool(read(computation.at(sizes)) == seen), sources)
     return seen
@@ -219,7 +218,7 @@ def _size_of(environment: Any, symbol: Any) -> int:
 
 
 def _guard(is_as_seen: Callable[..., bool], sources: list[Any]) -> None:
-    """Have captured code run only where a function of sizes is true."""
+    """Guard captured code by a function of sizes."""
     names = [source.name if isinstance(source.name, str) else source.name() for source in sources]
     line = f"___is_as_seen({', '.join(names)})"
     function = functools.lru_cache(maxsize=_SIZES_KEPT)(is_as_seen)
@@ -231,7 +230,7 @@ def _guard(is_as_seen: Callable[..., bool], sources: list[Any]) -> None:
 
 
 def _looking_first(handle: Callable[..., Any]) -> Callable[..., Any]:
-    """Have an instruction that takes a truth value get it of a tensor that is known."""
+    """Give an instruction that needs a truth value the one of a constant tensor."""
 
     @functools.wraps(handle)
     def look(tracer: InstructionTranslatorBase, instruction: Any) -> Any:
@@ -244,7 +243,7 @@ def _looking_first(handle: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_known(read: Callable[[torch.Tensor], Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a method of tensors return what a known one holds."""
+    """Let a method of tensors return the value of a constant tensor."""
 
     @functools.wraps(method)
     def returned(variable: TensorVariable, tracer: Any, *arguments: Any, **named: Any) -> Any:
