@@ -22,7 +22,7 @@ from ..planning.planner import FirstSolution, first_solution
 from ..records.costs import Profile, step_time_ms
 from ..records.graph import Graph
 from ..records.outline import Outlines, SizedStep
-from ..records.scaling import is_no_larger
+from ..records.same_code import is_no_larger
 from ..records.schedule import Schedule, keep_all, lower
 from ..records.step import Call, Decisions, Step, merge
 from ..running.execution import Part

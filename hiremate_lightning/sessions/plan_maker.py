@@ -21,7 +21,7 @@ from ..records.away import Host
 from ..records.costs import step_time_ms
 from ..records.expressions import NoTemplateError
 from ..records.outline import SizedStep
-from ..records.scaling import are_same
+from ..records.same_code import are_same
 from ..records.step import Step
 from ..running.program import Program
 from ..torch_private import runtime

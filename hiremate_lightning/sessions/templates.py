@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..capturing.template import CodeTemplate
 from ..records.expressions import Sizes, WrongTemplateError
 from ..records.graph import Graph
-from ..records.scaling import difference
+from ..records.same_code import difference
 from ..records.schedule import lower
 from ..records.simulation import simulate
 from ..running.execution import Part
