@@ -35,9 +35,9 @@ from ..capturing.backend import has_gradients, planning_backend
 from ..capturing.capture import Captured
 from ..errors import ConfigurationError, did_you_mean
 from ..options import OPTIONS, make_options
+from ..proofs.proof import Proof
 from ..reporting.report import calls_for
 from ..running.execution import Part
-from ..sessions.proofs import Proof
 from ..sessions.session import Session
 from ..targets import compiled
 from ..targets.compiled import CompiledSession

@@ -17,6 +17,7 @@ from ..planning.shared_solving import announce, shared
 from ..planning.solvers import worker
 from ..planning.solvers.base import Solution, Strategy
 from ..planning.solvers.curve import Remembering
+from ..proofs.proof import Proofs
 from ..records.away import Host
 from ..records.costs import step_time_ms
 from ..records.expressions import NoTemplateError
@@ -29,7 +30,6 @@ from ..units import Budget
 from .first_wait import FirstWait
 from .limits import Limits
 from .planned_model import PlannedModel
-from .proofs import Proofs
 from .recorded_step import RecordedCall, RecordedStep
 from .step_kind import StepKind
 from .waiting import WaitingGraphs

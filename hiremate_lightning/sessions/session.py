@@ -30,6 +30,8 @@ from ..options import SessionOptions
 from ..out_of_memory import explain
 from ..planning.plan import Plan, describe_peak
 from ..planning.solvers import worker
+from ..proofs.proof import Proof, Proofs
+from ..proofs.proving import Prover
 from ..records.dimensions import VaryingSizes
 from ..rewriting.joint import updates_under_checkpoint
 from ..running.accumulation import Leaves
@@ -46,8 +48,7 @@ from .largest import Arguments, LargestSizes
 from .plan_maker import PlanMaker
 from .planned import PlannedKinds
 from .planned_model import PlannedModel
-from .proofs import Proof, Proofs
-from .proving import Prover
+from .proved_code import ProvedCode
 from .step_kind import GraphNumbers
 from .steps import Steps
 from .templates import Templates
@@ -99,7 +100,8 @@ class Session:
         self._checkpointing, self._compiling = ReplacedCheckpointing(root), ReplacedCompiling(root)
         self.planned.listeners.append(self._say_replaced)
         self._tracing = ExitStack()
-        self.prover = Prover(model, self.proofs, self.planned, self._graph_programs, self.steps, self._tracing)
+        code = ProvedCode(model, self.planned, self._graph_programs, self.steps, self._tracing)
+        self.prover = Prover(code, self.proofs)
 
     # ---------------------------------------------------------------- what others ask and tell
 

@@ -39,6 +39,7 @@ ORDER = (
     "capturing",
     "running",
     "measuring",
+    "proofs",
     "calls",
     "sessions",
     "targets",
