@@ -22,6 +22,8 @@ import torch
 
 from ..calls.given import ModuleCall
 from ..errors import ConfigurationError, did_you_mean
+from ..kinds.recorded_step import RecordedStep
+from ..kinds.step_kind import GraphNumbers, StepKind
 from ..measuring.resident import Resident
 from ..objects import attempt, is_of
 from ..options import NamedSize
@@ -32,8 +34,6 @@ from ..torch_private.each_size import Sizes
 from .announcements import Announcements
 from .graph_programs import foresee
 from .parts import Parts
-from .recorded_step import RecordedStep
-from .step_kind import GraphNumbers, StepKind
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 

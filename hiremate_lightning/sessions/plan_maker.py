@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
+from ..kinds.limits import Limits
+from ..kinds.recorded_step import RecordedCall, RecordedStep
+from ..kinds.step_kind import StepKind
 from ..measuring.describing import describe
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
@@ -28,10 +31,7 @@ from ..running.program import Program
 from ..torch_private import runtime
 from ..units import Budget
 from .first_wait import FirstWait
-from .limits import Limits
 from .planned_model import PlannedModel
-from .recorded_step import RecordedCall, RecordedStep
-from .step_kind import StepKind
 from .waiting import WaitingGraphs
 
 log = logging.getLogger("hiremate_lightning")

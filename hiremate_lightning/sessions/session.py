@@ -25,6 +25,8 @@ from ..calls.replaced import ReplacedCheckpointing, ReplacedCompiling
 from ..capturing.backend import planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError
+from ..kinds.step_kind import GraphNumbers
+from ..kinds.watching import WatchPolicy
 from ..measuring.runs import Run
 from ..options import SessionOptions
 from ..out_of_memory import explain
@@ -49,11 +51,9 @@ from .plan_maker import PlanMaker
 from .planned import PlannedKinds
 from .planned_model import PlannedModel
 from .proved_code import ProvedCode
-from .step_kind import GraphNumbers
 from .steps import Steps
 from .templates import Templates
 from .unplanned import UnplannedSteps
-from .watching import WatchPolicy
 
 log = logging.getLogger("hiremate_lightning")
 

@@ -41,6 +41,7 @@ ORDER = (
     "measuring",
     "proofs",
     "calls",
+    "kinds",
     "sessions",
     "targets",
     "sizes",
