@@ -29,9 +29,9 @@ from ..objects import attempt, is_of
 from ..options import NamedSize
 from ..records.graph import StorageKind
 from ..running.execution import Part
+from ..telling.announcements import Announcements
 from ..torch_private import dynamo
 from ..torch_private.each_size import Sizes
-from .announcements import Announcements
 from .graph_programs import foresee
 from .parts import Parts
 

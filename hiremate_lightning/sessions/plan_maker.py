@@ -28,9 +28,9 @@ from ..records.outline import SizedStep
 from ..records.same_code import are_same
 from ..records.step import Step
 from ..running.program import Program
+from ..telling.first_wait import FirstWait
 from ..torch_private import runtime
 from ..units import Budget
-from .first_wait import FirstWait
 from .planned_model import PlannedModel
 from .waiting import WaitingGraphs
 

@@ -12,7 +12,6 @@ from ..calls.given import ModuleCall
 from ..garbage import collecting_what_it_leaves
 from ..kinds.deciding import Decision, decide_beside, decide_first, decide_measured
 from ..kinds.history import CERTAIN, starts_so
-from ..kinds.plan_reports import PlanReports
 from ..kinds.shortage import HELD_STEPS, Shortage
 from ..kinds.step_kind import GraphNumbers, StepKind
 from ..kinds.watching import WatchPolicy
@@ -25,6 +24,7 @@ from ..planning.planner import GUARD_BYTES
 from ..rewriting.joint import may_choose_anew
 from ..running.execution import Part
 from ..running.program import Program
+from ..telling.plan_reports import PlanReports
 from ..units import Budget, format_bytes
 from .current_step import CurrentStep
 from .graph_programs import GraphPrograms

@@ -9,7 +9,7 @@ from ..measuring.resident_memory import ResidentMemory
 from ..options import SessionOptions
 from ..reporting.report import Reporter, Stages
 from ..rewriting.fused_kernel import FusedKernels
-from .announcements import Announcements
+from ..telling.announcements import Announcements
 from .offloading import Offloading
 from .parts import Parts
 

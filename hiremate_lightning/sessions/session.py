@@ -39,12 +39,12 @@ from ..rewriting.joint import updates_under_checkpoint
 from ..running.accumulation import Leaves
 from ..running.execution import Part
 from ..running.program import Program
+from ..telling.first_wait import FirstWait, modules_without_parts
 from ..torch_private import backward_pass, dynamo, tensor_state
 from ..torch_private.tensor_state import tensors_among
 from ..units import Budget
 from .calls_without_gradients import CallsWithoutGradients
 from .current_step import CurrentStep
-from .first_wait import FirstWait, modules_without_parts
 from .graph_programs import GraphPrograms
 from .largest import Arguments, LargestSizes
 from .plan_maker import PlanMaker

@@ -17,13 +17,13 @@ from typing import Any
 
 from ..calls.given import ModuleCall
 from ..kinds.captured_step import describe
+from ..kinds.new_sizes import NewSizes, TimedStep
+from ..kinds.plain_steps import PlainSteps, PlainWay
 from ..kinds.releasing import Releases, Timing
 from ..kinds.step_kind import StepKind
 from ..units import format_bytes
 from .aside_room import AsideRoom
 from .current_step import CurrentStep
-from .new_sizes import NewSizes, TimedStep
-from .plain_steps import PlainSteps, PlainWay
 from .planned import PlannedKinds, saves_nothing
 from .planned_model import PlannedModel
 from .templates import Templates

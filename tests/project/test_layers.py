@@ -42,6 +42,7 @@ ORDER = (
     "proofs",
     "calls",
     "kinds",
+    "telling",
     "sessions",
     "targets",
     "sizes",

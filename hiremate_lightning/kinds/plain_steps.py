@@ -21,8 +21,6 @@ from typing import Any
 import numpy as np
 
 from ..calls.given import ModuleCall
-from ..kinds.captured_step import CapturedStep
-from ..kinds.step_kind import StepKind
 from ..measuring.aside import LEAST_ASIDE
 from ..records.away import may_lie_aside
 from ..records.costs import as_plain
@@ -30,6 +28,8 @@ from ..records.graph import OUTSIDE, bytes_of
 from ..records.resizing import Bytes, Resizing
 from ..records.schedule import as_written, lower
 from ..records.simulation import Allocations, allocations
+from .captured_step import CapturedStep
+from .step_kind import StepKind
 
 UNMEASURED_RATIO = 1.3  # of what grows with the sizes in eager PyTorch to the same in the captured graph
 RANDOM_RATIO = 1.5  # the same where the code draws: eager PyTorch may keep what it draws in a larger type
