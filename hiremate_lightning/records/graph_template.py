@@ -122,6 +122,13 @@ class GraphTemplate:
             self._measured[values] = self._numbers.measured(values)
         return self._measured[values]
 
+    def _need(self, number: Number | None, values: Values, what: str) -> Number:
+        if number is None:
+            raise NoTemplateError(
+                f"At the sizes {self._numbers.sizes} {what} is {values}, which is no expression of them"
+            )
+        return number
+
     def _find_shapes(self, graphs: Sequence[Graph]) -> dict[int, list[Values]]:
         """Find for each tensor that grows the values of each dimension."""
         growing = {}
@@ -130,8 +137,8 @@ class GraphTemplate:
             if len(set(shapes)) > 1:
                 growing[index] = list(zip(*shapes, strict=True))
                 for values in growing[index]:
-                    if values not in self._counted:
-                        self._counted[values] = self._numbers.counted(values, f"a dimension of {tensors[0].name}")
+                    number = self._counted.get(values) or self._numbers.counted(values)
+                    self._counted[values] = self._need(number, values, f"a dimension of {tensors[0].name}")
         return growing
 
     def _find_storages(self, graphs: Sequence[Graph]) -> tuple[dict[int, int], dict[int, Values]]:
@@ -146,13 +153,11 @@ class GraphTemplate:
             if filling:
                 # The tensor of most dimensions: a flattened one hides that two of them grow.
                 filled[index] = max(filling, key=lambda tensor: len(self._base.tensors[tensor].shape))
-            elif len(set(values)) > 1 and self._measure(values) is not None:
+            elif storages[0].kind.is_resident and self._measure(values) is None:
+                continue  # an input may be part of a larger tensor of the caller's: no step allocates its bytes
+            elif len(set(values)) > 1:
+                self._need(self._measure(values), values, f"the size of the storage {index}")
                 growing[index] = values
-            elif len(set(values)) > 1 and not storages[0].kind.is_resident:
-                raise NoTemplateError(
-                    f"At the sizes {self._numbers.sizes} the storage {index} has {values} bytes, which is no "
-                    "expression of them"
-                )  # a resident one may be part of a larger tensor of the caller's: no step allocates its bytes
         return filled, growing
 
     def _fills(self, index: int, sizes_bytes: Values, graphs: Sequence[Graph]) -> bool:

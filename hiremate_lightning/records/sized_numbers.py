@@ -12,7 +12,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-from .expressions import Expression, NoTemplateError, Sizes, find_expression
+from .expressions import Expression, Sizes, find_expression
 
 MAX_POWER = 2.0  # of the size, that anything measured is taken to grow by
 
@@ -74,23 +74,14 @@ class Expressions:
         self.sizes = tuple(sizes)
         self._expressions = dict[Values, Expression | None]()
 
-    def counted(self, values: Values, what: str) -> Number:
-        """Return what a number is at all sizes that follows from them.
-
-        Raises:
-            NoTemplateError: If it has no expression.
-        """
-        number = self.measured(values)
-        if number is None:
-            raise NoTemplateError(f"At the sizes {self.sizes} {what} is {values}, which is no expression of them")
-        return number
-
-    def measured(self, values: Values) -> Number | None:
-        """Return what a number is at all sizes that may not follow from them; None where it has no expression."""
+    def counted(self, values: Values) -> Number | None:
+        """Return what a number is at all sizes, None where it has no expression."""
         if values not in self._expressions:
             self._expressions[values] = find_expression(self.sizes, values)
         expression = self._expressions[values]
         return None if expression is None else expression.at
+
+    measured = counted
 
 
 class Lines:
@@ -105,13 +96,13 @@ class Lines:
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = tuple((size,) for size in sizes)
 
-    def counted(self, values: Values, what: str) -> Number:
-        """Return what a number is at all sizes that follows from them."""
+    def counted(self, values: Values) -> Number:
+        """Return what a whole number is at all sizes, such as a dimension."""
         line = self._line(values)
         return lambda sizes: line.whole(*sizes)
 
-    def measured(self, values: Values) -> Number | None:
-        """Return what a number is at all sizes that may not follow from them."""
+    def measured(self, values: Values) -> Number:
+        """Return what a number is at all sizes that was only measured."""
         line = self._line(values)
         return lambda sizes: math.ceil(line.measured(*sizes))
 
