@@ -16,7 +16,7 @@ from .planning.plan import Plan
 from .sessions.session import Session
 from .targets import compiled
 from .targets.modules import Target, Targets, give_way, targets_of
-from .torch_private import compiled_calls
+from .torch_private import compiled_by_torch
 
 Planned = TypeVar("Planned", bound=nn.Module | Callable[..., Any])
 FABRIC_WRAPPER = "_FabricModule"  # by its name: this module loads without Lightning
@@ -188,7 +188,7 @@ def get_plan(model: nn.Module | Callable[..., Any]) -> Plan | None:
 
 def _found(model: Any, function: str) -> tuple[Targets | None, Session | None]:
     """Find who plans a model, by its slots or by what was compiled of it, and the session of its plan."""
-    inside = compiled_calls.original(model)
+    inside = compiled_by_torch.original(model)
     if isinstance(inside, nn.Module) and (known := targets_of(inside)) is not None:
         return known, known.session
     session = compiled.session_of(inside)

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch._dynamo
 
+from hiremate_lightning.kinds.plain_steps import PlainSteps
 from hiremate_lightning.memory.metering import MemoryMeter
 from hiremate_lightning.planning import found_before
 from hiremate_lightning.reporting import report
 from hiremate_lightning.rewriting import finishing
-from hiremate_lightning.sessions.plain_steps import PlainSteps
 from hiremate_lightning.testing import templates_at_once, without_templates
 
 MODEL_PACKAGES = ("transformers", "timm")

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from hiremate_lightning import HiRemateWarning, hiremate, remove_hiremate
+from hiremate_lightning.kinds.watching import Watch, WatchPolicy
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.sessions.watching import Watch, WatchPolicy
 from hiremate_lightning.targets.modules import targets_of
 from tests.exact import differing, leave_behind
 

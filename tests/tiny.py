@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hiremate_lightning.planning.plan import Plan, PlanningTime
@@ -211,6 +212,13 @@ def _transformer_backward(
     for replayed, source, output in replays:
         b.replay(replayed, (source, output + 1), output, time=0.1)
     return b.graph(outputs=(logits,), gradients=tuple(gradients), held=(loss,))
+
+
+def shaped(graph: Graph, shape: tuple[int, ...], item: str = "float32", rounding: int = 1) -> Graph:
+    """Give every tensor that has bytes a shape, and its storage the bytes of it."""
+    size = -(-math.prod(shape) * 4 // rounding) * rounding
+    tensors = tuple(replace(tensor, shape=shape, dtype=item) for tensor in graph.tensors)
+    return replace(graph, tensors=tensors, storages=tuple(Storage(size, s.kind) for s in graph.storages))
 
 
 def storages_of(graph: Graph, names: Iterable[str]) -> set[int]:

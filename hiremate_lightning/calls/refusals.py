@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigurationError
-from ..torch_private import compiled_modules, hooks, sharding
+from ..torch_private import compiled_by_torch, hooks, sharding
 from .slots import Slot
 
 # By names of classes: what is not installed, or not used, need not be imported.
@@ -67,7 +67,7 @@ def reason_of_others(module: nn.Module) -> str | None:
 
 def _reason_to_refuse(module: nn.Module) -> str | None:
     kind = type(module).__name__
-    if (kind == "OptimizedModule" and not compiled_modules.runs_as_written(module)) or hooks.get_call(
+    if (kind == "OptimizedModule" and not compiled_by_torch.runs_as_written(module)) or hooks.get_call(
         module
     ) is not None:
         if isinstance(hooks.get_call(module), Slot):

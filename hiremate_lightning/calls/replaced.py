@@ -19,7 +19,7 @@ from ..planning.plan import Plan
 from ..records.graph import Graph
 from ..records.schedule import with_checkpoints
 from ..records.simulation import simulate_plain
-from ..torch_private.compiled_modules import compiled_around, run_as_written
+from ..torch_private.compiled_by_torch import compiled_around, run_as_written
 from ..units import format_bytes
 
 FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"

@@ -32,7 +32,8 @@ from ..planning.solvers.curve import curve as solve_curve
 from ..planning.solvers.worker import check_strategy
 from ..records.away import Host
 from ..records.costs import step_time_ms
-from ..records.scaling import Line, Scaling
+from ..records.expressions import NoTemplateError
+from ..records.sized_numbers import Line
 from ..records.step import Step
 from ..reporting.comparison_svg import comparison_svg, panel_of
 from ..reporting.html_report import write_html
@@ -406,13 +407,13 @@ def _forecast(work: _Work, seen: Sequence[tuple[OfflineStep, Step]], limit_bytes
     Raises:
         ConfigurationError: If the step is not the same at both sizes.
     """
+    samples = {captured.size: step for captured, step in seen}
+    resident = Line(list(samples), [captured.resident_bytes for captured, _ in seen])
+    options = PlanOptions(work.asked.solver, max(1.0, work.asked.time_limit / FIT_PLANS), on_infeasible="warn")
     try:
-        scaling = Scaling({captured.size: step for captured, step in seen}, allocated_bytes(1, work.options.device))
-    except ValueError as error:
+        return Forecast(samples, allocated_bytes(1, work.options.device), resident, limit_bytes, options)
+    except NoTemplateError as error:
         raise ConfigurationError(f"The batch can't be scaled. {error}") from error
-    resident = Line(scaling.sizes, [captured.resident_bytes for captured, _ in seen])
-    limit_s = max(1.0, work.asked.time_limit / FIT_PLANS)
-    return Forecast(scaling, resident, limit_bytes, PlanOptions(work.asked.solver, limit_s, on_infeasible="warn"))
 
 
 def _nothing_fits(forecast: Forecast, accepted: float) -> InfeasibleBudgetError:

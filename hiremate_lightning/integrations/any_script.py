@@ -32,7 +32,7 @@ from ..planning.plan import Plan
 from ..sessions.session import Session
 from ..targets.modules import is_inside_planned, planned_module_with, targets_of
 from ..targets.training_step import plans_step_of
-from ..torch_private import backward_pass, compiled_modules, hooks, tensor_state
+from ..torch_private import backward_pass, compiled_by_torch, hooks, tensor_state
 from .compile_backend import hiremate as compile_backend
 from .compiled_in_place import CompiledCall, take_aside
 
@@ -430,8 +430,8 @@ class Alive:
 
     def is_compiled_by_script(self, root: nn.Module) -> bool:
         """Whether a script compiles a model with our backend for torch.compile."""
-        found = [*compiled_modules.compiled_around(root), *compiled_modules.compiled_inside(root)]
-        return any(compiled_modules.is_compiled_by(compiled, compile_backend) for compiled in found)
+        found = [*compiled_by_torch.compiled_around(root), *compiled_by_torch.compiled_inside(root)]
+        return any(compiled_by_torch.is_compiled_by(compiled, compile_backend) for compiled in found)
 
 
 def _together(models: Sequence[nn.Module]) -> nn.Module:
@@ -466,7 +466,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
         inner = inside_wrappers(module)
         if isinstance(inner, nn.DataParallel) and len(inner.device_ids or ()) < 2:
             inner = inner.module
-        inner = compiled_modules.inside_compiled(inner) or inner
+        inner = compiled_by_torch.inside_compiled(inner) or inner
         if inner is module:
             return module
         module = inner

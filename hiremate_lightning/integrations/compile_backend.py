@@ -35,14 +35,14 @@ from ..capturing.backend import has_gradients, planning_backend
 from ..capturing.capture import Captured
 from ..errors import ConfigurationError, did_you_mean
 from ..options import OPTIONS, make_options
+from ..proofs.proof import Proof
 from ..reporting.report import calls_for
 from ..running.execution import Part
-from ..sessions.proofs import Proof
 from ..sessions.session import Session
 from ..targets import compiled
 from ..targets.compiled import CompiledSession
 from ..targets.modules import planned_module_with
-from ..torch_private import compiled_calls
+from ..torch_private import compiled_by_torch
 from ..torch_private.tensor_state import is_fake, tensors_among
 
 __all__ = ["get_plan", "hiremate"]
@@ -108,7 +108,7 @@ def _session_of(options: dict[str, Any], module: fx.GraphModule) -> tuple[Sessio
     What was captured for one that was removed belongs to that one, and stays unplanned.
     """
     key = tuple(sorted((name, repr(value)) for name, value in options.items()))
-    callers = compiled_calls.under_way()
+    callers = compiled_by_torch.under_way()
     equal = [(session, known) for session, known in compiled.sessions() if known.key == key]
     removed = [(session, known) for session, known in equal if known.is_removed and known.has(callers)]
     alive = [(s, known) for s, known in equal if not known.is_removed and not _root_of(s).is_gone]

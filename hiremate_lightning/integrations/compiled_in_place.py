@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..torch_private import compiled_modules, hooks
+from ..torch_private import compiled_by_torch, hooks
 
 Call = Callable[..., Any]
 
@@ -50,7 +50,7 @@ class CompiledCall:
 
 def take_aside(model: nn.Module) -> list[Callable[[], None]]:
     """Take the compiled code out of a model that is to be planned; return what puts each of it back."""
-    put_back = [compiled_modules.run_as_written(inner) for inner in compiled_modules.compiled_inside(model)]
+    put_back = [compiled_by_torch.run_as_written(inner) for inner in compiled_by_torch.compiled_inside(model)]
     for module in model.modules():
         call = hooks.get_call(module)
         if isinstance(call, CompiledCall):

@@ -16,7 +16,7 @@ from ..out_of_memory import InfeasibleBudgetError, words_for_finders
 from ..records.away import Host
 from ..records.costs import Profile
 from ..records.graph import OUTSIDE, Graph
-from ..records.scaling import difference
+from ..records.same_code import difference
 from ..records.schedule import keep_all
 from ..records.simulation import Simulation, simulate_plain
 from ..records.step import Decisions, Step

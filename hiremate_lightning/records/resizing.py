@@ -34,7 +34,7 @@ import numpy as np
 from .costs import Profile, as_plain
 from .dimensions import Origin, origins_of, widths_of
 from .graph import Graph, item_bytes
-from .scaling import Line
+from .sized_numbers import Line
 
 LEAST_SIZE = 8  # an input size from which multiples of it are taken to follow from it
 LEAST_MULTIPLE = 4  # of a size: a larger one may be by chance, where the dimension is a multiple of another size too

@@ -6,21 +6,18 @@ by colour and by the shape of their marks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from html import escape
 
 from ..planning.comparing import Comparison
-from .figures import FAINT, INK, Point, binary_unit
-from .svg_report import LETTER, LINE, open_svg, ticks
+from .budget_axes import LEFT, RIGHT, BudgetAxes
+from .figures import FAINT, INK, Point
+from .svg_report import LETTER, LINE, open_svg
 
-LEFT, RIGHT, TOP, BELOW = 52, 16, 40, 44  # pixels around the drawing
+TOP, BELOW = 40, 44  # pixels above and below the drawing
 HEIGHT = 300  # pixels of the drawing
-SPARE = 1.06  # room around the outermost values, as a factor
-RATIOS = (0.0, 0.01, 0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # extra times that the axis names
-APART = 11  # pixels at least between two extra times that the axis names
+LEAST = 0.03  # extra time that is drawn in any case
 COLOURS = (
     *("#4477aa", "#ee7733", "#228833", "#cc3377", "#009988", "#8c6bb1"),
     *("#b8860b", "#33bbee", "#882255", "#7f7f7f", "#66a61e", "#332288"),
@@ -50,22 +47,6 @@ class Panel:
     bounds: tuple[Point, ...]
     plain: Point
 
-    @cached_property
-    def _points(self) -> list[Point]:
-        return [self.plain, *self.bounds, *(point for _, points in self.lines for point in points)]
-
-    @cached_property
-    def span(self) -> tuple[float, float]:
-        """Budgets at the left and at the right edge."""
-        budgets = [size_bytes for size_bytes, _ in self._points]
-        spare = (SPARE - 1) * (max(budgets) - min(budgets)) or 1
-        return min(budgets) - spare, max(budgets) + spare
-
-    @cached_property
-    def most(self) -> float:
-        """Extra time at the upper edge."""
-        return SPARE * max(0.03, *(extra for _, extra in self._points))
-
     def draw(self, left: float, top: float, width: int, height: int) -> Iterator[str]:
         """Draw it.
 
@@ -75,77 +56,33 @@ class Panel:
             width: Its width with axes, in pixels.
             height: The same of its height.
         """
-        frame = _Frame(self.span, self.most, left + LEFT, left + width - RIGHT, top + TOP, top + height - BELOW)
-        yield f'<text x="{frame.left}" y="{top + 16}" font-weight="600">{escape(self.title)}</text>'
-        yield from frame.axes()
+        points = self.plain, *self.bounds, *(point for _, points in self.lines for point in points)
+        edges = left + LEFT, left + width - RIGHT, top + TOP, top + height - BELOW
+        axes = BudgetAxes(points, LEAST, True, edges)
+        yield f'<text x="{left + LEFT}" y="{top + 16}" font-weight="600">{escape(self.title)}</text>'
+        yield from axes.draw()
         if self.bounds:
-            yield f'<path d="{frame.path(self.bounds)}" class="turn" stroke="{FAINT}" fill="none" stroke-width="2"/>'
+            yield f'<path d="{axes.line(self.bounds)}" class="turn" stroke="{FAINT}" fill="none" stroke-width="2"/>'
         for index, (name, points) in enumerate(self.lines):
-            yield from _line(index, name, points, self.plain, frame)
-        x, y = frame.place(self.plain)
+            yield from _line(index, name, points, self.plain, axes)
+        x, y = axes.place(self.plain)
         yield f'<circle cx="{x}" cy="{y}" r="6" class="peak" fill="none" stroke="{INK}" stroke-width="2"/>'
-
-
-@dataclass(frozen=True)
-class _Frame:
-    """The axes of a panel, and where a point lies on them."""
-
-    span: tuple[float, float]
-    most: float
-    left: float
-    right: float
-    top: float
-    bottom: float
-
-    def place(self, point: Point) -> Point:
-        size_bytes, extra = point
-        low, high = self.span
-        across = (size_bytes - low) / (high - low)
-        up = math.sqrt(max(0.0, extra) / self.most)
-        return (
-            round(self.left + across * (self.right - self.left), 1),
-            round(self.bottom - up * (self.bottom - self.top), 1),
-        )
-
-    def path(self, points: Sequence[Point]) -> str:
-        places = (self.place(point) for point in points)
-        return "M" + "L".join(f"{x} {y}" for x, y in places)
-
-    def axes(self) -> Iterator[str]:
-        below = math.inf
-        for extra in (ratio for ratio in RATIOS if ratio <= self.most):
-            _, y = self.place((self.span[0], extra))
-            if below - y < APART:
-                continue
-            below = y
-            yield f'<path d="M{self.left} {y}H{self.right}" class="grid" stroke="#eceef1"/>'
-            yield f'<text x="{self.left - 6}" y="{y + 4:.1f}" text-anchor="end">{100 * extra:g}</text>'
-        scale, unit = binary_unit(int(self.span[1]))
-        for tick in ticks(self.span[1] / scale, about=8):
-            if tick * scale >= self.span[0]:
-                x, _ = self.place((tick * scale, 0.0))
-                yield f'<text x="{x}" y="{self.bottom + 16}" text-anchor="middle">{tick:g}</text>'
-        yield f'<text x="{self.left}" y="{self.top - 8}" class="faint" fill="{FAINT}">extra time, %</text>'
-        middle = (self.left + self.right) / 2
-        words = f"budget, {unit}"
-        place = f'x="{middle:.1f}" y="{self.bottom + 16 + LINE}" text-anchor="middle"'
-        yield f'<text {place} class="faint" fill="{FAINT}">{words}</text>'
 
 
 def _look(index: int) -> tuple[str, Callable[[float, float], str]]:
     return COLOURS[index % len(COLOURS)], MARKS[index % len(MARKS)]
 
 
-def _line(index: int, name: str, points: Sequence[Point], plain: Point, frame: _Frame) -> Iterator[str]:
+def _line(index: int, name: str, points: Sequence[Point], plain: Point, axes: BudgetAxes) -> Iterator[str]:
     """Draw what a method found, from the smallest budget to plain training."""
     if not points:
         return
     colour, mark = _look(index)
     found = sorted(points)
-    yield f'<path d="{frame.path([*found, plain])}" stroke="{colour}" fill="none" stroke-width="1.5" opacity="0.8"/>'
+    yield f'<path d="{axes.line([*found, plain])}" stroke="{colour}" fill="none" stroke-width="1.5" opacity="0.8"/>'
     for size_bytes, extra in found:
         words = escape(f"{name}: +{100 * extra:.1f} %")
-        shape = mark(*frame.place((size_bytes, extra)))
+        shape = mark(*axes.place((size_bytes, extra)))
         yield f'<path d="{shape}" fill="{colour}"><title>{words}</title></path>'
 
 

@@ -299,7 +299,8 @@ def _in_ascii(table: RenderableType) -> list[str]:
 def _bars() -> list[Any]:
     """List the progress bars of tqdm that are on the screen, where tqdm is in use; Lightning's are among them."""
     tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    return [bar for bar in getattr(tqdm, "_instances", ()) if not bar.disable and hasattr(bar, "start_t")]
+    bars = list(getattr(tqdm, "_instances", ()))  # also those that another thread is about to make
+    return [bar for bar in bars if not getattr(bar, "disable", True) and hasattr(bar, "start_t")]
 
 
 def _clear_bars() -> None:

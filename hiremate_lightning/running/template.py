@@ -21,7 +21,7 @@ from torch import fx
 
 from ..capturing.capture import Captured
 from ..records.expressions import LEAST_SAMPLES, Expression, NoTemplateError, Sizes, find_expression
-from ..records.scaling import difference
+from ..records.same_code import difference
 from ..records.schedule import CopyOut, Schedule, lower
 from ..records.step import Decisions
 from ..rewriting.straight_line import Writer, compile_lines

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 
 from ..calls.given import ModuleCall
 from ..capturing.capture import Captured
+from ..kinds.recorded_step import RecordedStep
+from ..kinds.releasing import Timing
+from ..kinds.step_kind import GraphNumbers, Start, StepKind
+from ..kinds.watching import Look, Watch
 from ..measuring.profiling import TimedRun
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
@@ -15,10 +19,6 @@ from ..planning.ladder import Loss
 from ..records.costs import Profile
 from ..records.step import Decisions
 from ..running.program import Program
-from .recorded_step import RecordedStep
-from .releasing import Timing
-from .step_kind import GraphNumbers, Start, StepKind
-from .watching import Look, Watch
 from .ways import BY_GRAPHS, AsWritten, ByProgram, Way
 
 

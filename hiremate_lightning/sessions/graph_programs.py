@@ -14,6 +14,8 @@ from dataclasses import replace
 from ..capturing.absent import without_missing
 from ..capturing.capture import Captured
 from ..garbage import collecting_what_it_leaves
+from ..kinds.recorded_step import RecordedStep
+from ..kinds.step_kind import GraphNumbers, StepKind
 from ..measuring.resident import Resident
 from ..memory.allocator import in_blocks
 from ..memory.free_memory import free_bytes
@@ -22,7 +24,7 @@ from ..planning.planner import FirstSolution, first_solution
 from ..records.costs import Profile, step_time_ms
 from ..records.graph import Graph
 from ..records.outline import Outlines, SizedStep
-from ..records.scaling import is_no_larger
+from ..records.same_code import is_no_larger
 from ..records.schedule import Schedule, keep_all, lower
 from ..records.step import Call, Decisions, Step, merge
 from ..running.execution import Part
@@ -33,8 +35,6 @@ from .current_step import CurrentStep, Followed, Forward
 from .ladders import Ladders
 from .plan_maker import PlanMaker
 from .planned_model import PlannedModel
-from .recorded_step import RecordedStep
-from .step_kind import GraphNumbers, StepKind
 from .ways import ByProgram, Choices, LeastMemory, OwnPlan, PlanOfOtherSizes, Way, choose_way
 
 REMEMBERED = 8  # searches, whose result may serve at another size

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 
 from ..garbage import collecting_what_it_leaves
+from ..kinds.recorded_step import RecordedStep
 from ..planning.ladder import Ladder, Loss
 from ..planning.planner import guard_bytes
 from ..planning.solvers import Problem, Solution, SolveOptions, smallest_budget
@@ -18,7 +19,6 @@ from ..records.schedule import keep_all
 from ..records.step import Step
 from .plan_maker import PlanMaker
 from .planned_model import PlannedModel
-from .recorded_step import RecordedStep
 
 log = logging.getLogger("hiremate_lightning")
 

@@ -22,18 +22,18 @@ import torch
 
 from ..calls.given import ModuleCall
 from ..errors import ConfigurationError, did_you_mean
+from ..kinds.recorded_step import RecordedStep
+from ..kinds.step_kind import GraphNumbers, StepKind
 from ..measuring.resident import Resident
 from ..objects import attempt, is_of
 from ..options import NamedSize
 from ..records.graph import StorageKind
 from ..running.execution import Part
+from ..telling.announcements import Announcements
 from ..torch_private import dynamo
 from ..torch_private.each_size import Sizes
-from .announcements import Announcements
 from .graph_programs import foresee
 from .parts import Parts
-from .recorded_step import RecordedStep
-from .step_kind import GraphNumbers, StepKind
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
+from ..kinds.limits import Limits
+from ..kinds.recorded_step import RecordedCall, RecordedStep
+from ..kinds.step_kind import StepKind
 from ..measuring.describing import describe
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
@@ -17,21 +20,18 @@ from ..planning.shared_solving import announce, shared
 from ..planning.solvers import worker
 from ..planning.solvers.base import Solution, Strategy
 from ..planning.solvers.curve import Remembering
+from ..proofs.proof import Proofs
 from ..records.away import Host
 from ..records.costs import step_time_ms
 from ..records.expressions import NoTemplateError
 from ..records.outline import SizedStep
-from ..records.scaling import are_same
+from ..records.same_code import are_same
 from ..records.step import Step
 from ..running.program import Program
+from ..telling.first_wait import FirstWait
 from ..torch_private import runtime
 from ..units import Budget
-from .first_wait import FirstWait
-from .limits import Limits
 from .planned_model import PlannedModel
-from .proofs import Proofs
-from .recorded_step import RecordedCall, RecordedStep
-from .step_kind import StepKind
 from .waiting import WaitingGraphs
 
 log = logging.getLogger("hiremate_lightning")

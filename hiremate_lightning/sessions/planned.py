@@ -10,6 +10,11 @@ from typing import Any
 
 from ..calls.given import ModuleCall
 from ..garbage import collecting_what_it_leaves
+from ..kinds.deciding import Decision, decide_beside, decide_first, decide_measured
+from ..kinds.history import CERTAIN, starts_so
+from ..kinds.shortage import HELD_STEPS, Shortage
+from ..kinds.step_kind import GraphNumbers, StepKind
+from ..kinds.watching import WatchPolicy
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..memory.free_memory import free_bytes
@@ -19,19 +24,14 @@ from ..planning.planner import GUARD_BYTES
 from ..rewriting.joint import may_choose_anew
 from ..running.execution import Part
 from ..running.program import Program
+from ..telling.plan_reports import PlanReports
 from ..units import Budget, format_bytes
 from .current_step import CurrentStep
-from .deciding import Decision, decide_beside, decide_first, decide_measured
 from .graph_programs import GraphPrograms
-from .history import CERTAIN, starts_so
 from .largest import LargestSizes, given_at
 from .plan_maker import PlanMaker
-from .plan_reports import PlanReports
 from .planned_model import PlannedModel
-from .shortage import HELD_STEPS, Shortage
-from .step_kind import GraphNumbers, StepKind
 from .waiting import LAST
-from .watching import WatchPolicy
 
 log = logging.getLogger("hiremate_lightning")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
+from ..kinds.history import History
 from ..measuring.resident_memory import ResidentMemory
 from ..options import SessionOptions
 from ..reporting.report import Reporter, Stages
 from ..rewriting.fused_kernel import FusedKernels
-from .announcements import Announcements
-from .history import History
+from ..telling.announcements import Announcements
 from .offloading import Offloading
 from .parts import Parts
 

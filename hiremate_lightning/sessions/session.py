@@ -25,34 +25,35 @@ from ..calls.replaced import ReplacedCheckpointing, ReplacedCompiling
 from ..capturing.backend import planning_backend
 from ..capturing.capture import Captured
 from ..errors import CaptureError
+from ..kinds.step_kind import GraphNumbers
+from ..kinds.watching import WatchPolicy
 from ..measuring.runs import Run
 from ..options import SessionOptions
 from ..out_of_memory import explain
 from ..planning.plan import Plan, describe_peak
 from ..planning.solvers import worker
+from ..proofs.proof import Proof, Proofs
+from ..proofs.proving import Prover
 from ..records.dimensions import VaryingSizes
 from ..rewriting.joint import updates_under_checkpoint
 from ..running.accumulation import Leaves
 from ..running.execution import Part
 from ..running.program import Program
+from ..telling.first_wait import FirstWait, modules_without_parts
 from ..torch_private import backward_pass, dynamo, tensor_state
 from ..torch_private.tensor_state import tensors_among
 from ..units import Budget
 from .calls_without_gradients import CallsWithoutGradients
 from .current_step import CurrentStep
-from .first_wait import FirstWait, modules_without_parts
 from .graph_programs import GraphPrograms
 from .largest import Arguments, LargestSizes
 from .plan_maker import PlanMaker
 from .planned import PlannedKinds
 from .planned_model import PlannedModel
-from .proofs import Proof, Proofs
-from .proving import Prover
-from .step_kind import GraphNumbers
+from .proved_code import ProvedCode
 from .steps import Steps
 from .templates import Templates
 from .unplanned import UnplannedSteps
-from .watching import WatchPolicy
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -99,7 +100,8 @@ class Session:
         self._checkpointing, self._compiling = ReplacedCheckpointing(root), ReplacedCompiling(root)
         self.planned.listeners.append(self._say_replaced)
         self._tracing = ExitStack()
-        self.prover = Prover(model, self.proofs, self.planned, self._graph_programs, self.steps, self._tracing)
+        code = ProvedCode(model, self.planned, self._graph_programs, self.steps, self._tracing)
+        self.prover = Prover(code, self.proofs)
 
     # ---------------------------------------------------------------- what others ask and tell
 

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from ..kinds.step_kind import StepKind
+from ..kinds.watching import Expected, Watch, WatchPolicy
 from ..measuring.profiling import TimedRun
 from ..measuring.recording import Existing, StepRecord
 from ..measuring.resident_memory import ALL, LITTERED_STEPS, YOUNG
@@ -14,9 +16,7 @@ from ..planning.planner import GUARD_BYTES, guard_bytes
 from ..torch_private import backward_pass
 from .current_step import CurrentStep
 from .planned_model import PlannedModel
-from .step_kind import StepKind
 from .unplanned import UnplannedSteps
-from .watching import Expected, Watch, WatchPolicy
 
 
 class StepWatch:

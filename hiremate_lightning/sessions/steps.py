@@ -15,6 +15,9 @@ from typing import Any
 import torch
 
 from ..calls.given import ModuleCall
+from ..kinds.deciding import Decision
+from ..kinds.step_kind import StepKind
+from ..kinds.watching import Saw, WatchPolicy
 from ..measuring.recording import StepRecord
 from ..measuring.resident import Resident
 from ..measuring.resident_memory import WATCHED_STEPS
@@ -22,17 +25,14 @@ from ..out_of_memory import InfeasibleBudgetError, explain
 from ..planning.planner import guard_bytes
 from ..torch_private.tensor_state import tensors_among
 from .current_step import CurrentStep
-from .deciding import Decision
 from .graph_programs import GraphPrograms
 from .largest import LargestSizes
 from .planned import PlannedKinds
 from .planned_model import PlannedModel
 from .small_parts import SmallParts
-from .step_kind import StepKind
 from .step_watch import StepWatch
 from .templates import predicted_peak_bytes
 from .unplanned import UnplannedSteps
-from .watching import Saw, WatchPolicy
 from .ways import AsWritten
 
 COUNTED_AGAIN = 64  # steps, after which resident bytes are counted once more

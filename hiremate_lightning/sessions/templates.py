@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..capturing.template import CodeTemplate
+from ..kinds.recorded_step import RecordedStep
 from ..records.expressions import Sizes, WrongTemplateError
 from ..records.graph import Graph
-from ..records.scaling import difference
+from ..records.same_code import difference
 from ..records.schedule import lower
 from ..records.simulation import simulate
 from ..running.execution import Part
 from .current_step import CurrentStep
 from .largest import LargestSizes
 from .planned_model import PlannedModel
-from .recorded_step import RecordedStep
 
 FAILURES = 3  # sizes of one code that no template served, and fewer that one did: then each of its sizes is traced
 

@@ -16,16 +16,16 @@ from functools import cache
 from typing import Any
 
 from ..calls.given import ModuleCall
+from ..kinds.captured_step import describe
+from ..kinds.new_sizes import NewSizes, TimedStep
+from ..kinds.plain_steps import PlainSteps, PlainWay
+from ..kinds.releasing import Releases, Timing
+from ..kinds.step_kind import StepKind
 from ..units import format_bytes
 from .aside_room import AsideRoom
-from .captured_steps import describe, described
 from .current_step import CurrentStep
-from .new_sizes import NewSizes, TimedStep
-from .plain_steps import PlainSteps, PlainWay
 from .planned import PlannedKinds, saves_nothing
 from .planned_model import PlannedModel
-from .releasing import Releases, Timing
-from .step_kind import StepKind
 from .templates import Templates
 from .ways import BY_GRAPHS, AsWritten, Choices, PutAside, Way, choose_way
 
@@ -139,7 +139,7 @@ class UnplannedSteps:
         """Let predictions know what was captured."""
         for kind in self._history.planned if self._may_run_plain else ():
             if kind.given is not None:
-                self._plain.learn(kind, described(kind))
+                self._plain.learn(kind, kind.as_captured())
 
     def note_release(self, timing: Timing) -> None:
         """Learn that the step after one that was timed begins; announce where its kind runs without its plan now."""

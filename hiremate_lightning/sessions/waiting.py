@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from ..kinds.recorded_step import RecordedStep
+from ..kinds.step_kind import StepKind
 from ..measuring.resident import WAITING, Resident
 from ..memory.allocator import in_blocks
 from ..options import SessionOptions
@@ -33,8 +35,6 @@ from ..running.execution import Part
 from ..running.program import Program
 from ..running.template import program_of
 from .parts import Parts
-from .recorded_step import RecordedStep
-from .step_kind import StepKind
 
 LAST = 7  # level, at which forwards that wait hold the least
 

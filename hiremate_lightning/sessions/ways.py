@@ -16,12 +16,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from ..kinds.plain_steps import Prediction
+from ..kinds.recorded_step import RecordedStep
+from ..kinds.step_kind import StepKind
 from ..planning.ladder import Loss
 from ..running.program import Program
 from .aside_room import AsideRoom
-from .plain_steps import Prediction
-from .recorded_step import RecordedStep
-from .step_kind import StepKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The largest batch within a budget, found by planning: steps at two small sizes, a forecast for all others, a proof.
 
 1. Run one real step at each of two sizes, at the least memory, and record them.
-2. Refit the step as a function of the size (`scaling`), and search for the best size with the planner (`size_search`).
+2. Refit the step as a function of the size (`Forecast`), and search for the best size with the planner (`size_search`).
 3. Run the step there, plan it by what was measured, run it again under its plan, and compare its peak with the budget.
    Where the truth differs, refit with it and step back.
 
@@ -31,7 +31,7 @@ from ..out_of_memory import InfeasibleBudgetError, words_for_finders
 from ..planning.solvers import UNLIMITED, smallest_budget
 from ..planning.solvers.base import Problem
 from ..records.graph import OUTSIDE, Graph
-from ..records.scaling import Scaling, difference
+from ..records.same_code import difference
 from ..reporting.report import Reporter
 from ..targets.modules import Target, Targets, targets_of
 from ..units import Budget, format_bytes, format_ratio, parse_budget
@@ -321,14 +321,15 @@ class SizeFinder:
         samples = {size: step for size, step in samples.items() if difference(step.graph, latest.graph) is None}
         if len(samples) < 2:
             return None
-        scaling = Scaling(samples, self._runner.block_bytes)
+        sizes = sorted(samples)
         return Forecast(
-            scaling,
-            self._runner.resident_line(scaling.sizes),
+            samples,
+            self._runner.block_bytes,
+            self._runner.resident_line(sizes),
             self._limit_bytes,
             replace(self._asked.plan, on_infeasible="warn"),
             self._runner.optimizer_ms,
-            self._runner.validation_line(scaling.sizes),
+            self._runner.validation_line(sizes),
         )
 
     def _predict(self, high: int) -> FoundSize:

@@ -9,8 +9,8 @@ too, but for what the solver leaves, so few plans between the two bounds are eno
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ..options import Objective
@@ -19,7 +19,9 @@ from ..planning.plan import Plan
 from ..planning.planner import make_plan
 from ..planning.solvers import UNLIMITED, smallest_budget
 from ..planning.solvers.base import Problem
-from ..records.scaling import Line, Scaling
+from ..records.graph_template import GraphTemplate
+from ..records.sized_numbers import Line, Lines
+from ..records.step import Step
 from ..units import Budget
 
 TOLERANCE = 0.04  # relative width at which a search for the overhead's limit stops
@@ -72,16 +74,21 @@ class Forecast:
     """A step at every size under a budget.
 
     Attributes:
-        scaling: The step at any size.
+        samples: The step by size, at least 2.
+        block_bytes: The allocator hands out multiples of it.
         resident: Bytes that exist before it, by size.
         limit_bytes: The budget, less what to leave free; resident bytes included.
         options: How to plan.
         fixed_ms: What a step takes beside the captured part, whatever its size.
         validation: Peak of validation by size, resident bytes included; None where there is none.
         trials: The sizes that were planned.
+
+    Raises:
+        NoTemplateError: If two of the samples differ in more than sizes.
     """
 
-    scaling: Scaling
+    samples: Mapping[int, Step]
+    block_bytes: int
     resident: Line
     limit_bytes: int
     options: PlanOptions
@@ -89,15 +96,28 @@ class Forecast:
     validation: Line | None = None
     trials: dict[int, SizeTrial] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Refit the step from its samples, the largest one first."""
+        sizes = sorted(self.samples, reverse=True)
+        costed = [(self.samples[size].graph, self.samples[size].profile) for size in sizes]
+        self._template, self._base = GraphTemplate(costed, Lines(sizes), self.block_bytes), self.samples[sizes[0]]
+
+    def step_at(self, size: int) -> Step:
+        """Return the step at a size; at the size of a sample, that sample."""
+        if size in self.samples:
+            return self.samples[size]
+        graph, profile = self._template.at((size,))
+        return replace(self._base, graph=graph, profile=profile)
+
     def least_bytes(self, size: int) -> int:
         """Return the smallest peak found at a size, resident bytes included."""
-        step = self.scaling.at(size)
+        step = self.step_at(size)
         smallest = smallest_budget(Problem(step.graph, step.profile, UNLIMITED))
         return self.resident.whole(size) + smallest.peak_bytes
 
     def unplanned_bytes(self, size: int) -> int:
         """Return the peak at a size without a plan, resident bytes included."""
-        return self.resident.whole(size) + self.scaling.at(size).plain_bytes
+        return self.resident.whole(size) + self.step_at(size).plain_bytes
 
     def validation_bytes(self, size: int) -> int:
         """Return the peak of validation at a size, resident bytes included; 0 where there is none."""
@@ -112,7 +132,7 @@ class Forecast:
         if size not in self.trials:
             budget = Budget(size_bytes=self.limit_bytes)
             plan = make_plan(
-                self.scaling.at(size),
+                self.step_at(size),
                 budget,
                 self.limit_bytes,
                 self.resident.whole(size),
@@ -125,7 +145,7 @@ class Forecast:
     def enough_bytes(self, size: int, max_overhead: float) -> int:
         """Return a budget under which a plan fits at a size and takes no more overhead, near the least such one."""
         low, high = self.least_bytes(size) - 1, self.unplanned_bytes(size)
-        step, resident_bytes = self.scaling.at(size), self.resident.whole(size)
+        step, resident_bytes = self.step_at(size), self.resident.whole(size)
         tried = low + 1
         for _ in range(HALVINGS):
             plan = make_plan(step, Budget(size_bytes=tried), tried, resident_bytes, self.options, target=str(size))

@@ -20,7 +20,7 @@ from ..memory.metering import measure_peak
 from ..options import SessionOptions
 from ..planning.plan import Plan
 from ..planning.planner import resolve
-from ..records.scaling import Line
+from ..records.sized_numbers import Line
 from ..records.step import Call, Step, merge
 from ..sessions.session import Session
 from ..targets.modules import Targets

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..sessions.session import Session
-from ..torch_private import compiled_calls
+from ..torch_private import compiled_by_torch
 from .overseeing import listen_to_optimizers
 
 Key = tuple[tuple[str, str], ...]  # options by name, as text
@@ -67,7 +67,7 @@ def begin(session: Session, key: Key) -> CompiledSession:
 
 def session_of(found: Any) -> Session | None:
     """Find the session of a function or a module that was compiled, or of what a module consists of."""
-    found = compiled_calls.original(found)
+    found = compiled_by_torch.original(found)
     own = {id(p) for p in found.parameters()} if isinstance(found, nn.Module) else set()
     for session, known in sessions():
         is_its = known.has([found]) or any(id(p) in own for p in session.root.parameters())

@@ -6,29 +6,24 @@ PyTorch's tables of decompositions are private; `test_torch_private.py` says on 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
+
+from .replacing import replaced_entries
 
 aten = torch.ops.aten
 
 TARGETS = {aten.nll_loss_forward.default: 1, aten.nll_loss_backward.default: 2}  # operators, and which argument it is
 
 
-@contextmanager
-def traced() -> Iterator[None]:
+def traced() -> AbstractContextManager[None]:
     """Trace losses of such classes, for a while; their shapes are those of the same classes as integers."""
-    originals = {op: decomposition_table[op] for op in TARGETS}
-    for op, position in TARGETS.items():
-        decomposition_table[op] = _with_integers(originals[op], position)
-    try:
-        yield
-    finally:
-        for op, decomposition in originals.items():
-            decomposition_table[op] = decomposition
+    stand_ins = {op: _with_integers(decomposition_table[op], position) for op, position in TARGETS.items()}
+    return replaced_entries(decomposition_table, stand_ins)
 
 
 def _with_integers(decomposition: Callable[..., Any], position: int) -> Callable[..., Any]:

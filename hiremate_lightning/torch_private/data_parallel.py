@@ -12,8 +12,8 @@ the order of eager PyTorch as long as buckets are to be filled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,22 +21,19 @@ from torch._dynamo.backends import distributed
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
+from .replacing import replaced
+
 _FIRST = 2**64 - 1  # what autograd runs first has the highest number: what adds to `.grad` has this one
 
 
-@contextmanager
-def smallest_buckets() -> Iterator[None]:
+def smallest_buckets() -> AbstractContextManager[None]:
     """Split graphs by buckets of 1 MiB at least: DDPOptimizer fails on smaller ones (`bucket_cap_mb`)."""
     found = distributed.DDPOptimizer
 
     def split(bucket_bytes_cap: int, **options: Any) -> distributed.DDPOptimizer:
         return found(bucket_bytes_cap=max(bucket_bytes_cap, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES), **options)
 
-    distributed.DDPOptimizer = split  # type: ignore[assignment, misc]
-    try:
-        yield
-    finally:
-        distributed.DDPOptimizer = found  # type: ignore[misc]
+    return replaced((distributed, "DDPOptimizer", split))
 
 
 def fills_buckets() -> bool:

@@ -25,7 +25,7 @@ from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import aot, byte_targets, folding, graph_texts, tensor_state
-from .replacing import replaced
+from .replacing import replaced, replaced_entries
 
 
 @contextmanager
@@ -127,17 +127,14 @@ def _eager_strides() -> Iterator[None]:
         aten.native_batch_norm_backward.default: 1,
         aten._log_softmax_backward_data.default: None,
     }
-    found = {op: decomposition_table[op] for op in sources}
-    for op, position in sources.items():
-        decomposition_table[op] = _with_strides(found[op], position)
+    stand_ins = {op: _with_strides(decomposition_table[op], position) for op, position in sources.items()}
     for op in (aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats):
-        decomposition_table[op] = _with_precise_statistics(decomposition_table[op])
+        stand_ins[op] = _with_precise_statistics(stand_ins[op])
     FakeTensorMode.cache_clear()  # it holds results by arguments, whoever computed them
     try:
-        yield
+        with replaced_entries(decomposition_table, stand_ins):
+            yield
     finally:
-        for op, decomposition in found.items():
-            decomposition_table[op] = decomposition
         FakeTensorMode.cache_clear()
 
 
@@ -166,17 +163,17 @@ def _eager_strides_of_one() -> Iterator[None]:
     No element is found by them, but kernels tell by them whether images are channels-last: for a batch of one.
     """
     aten = torch.ops.aten
-    views = {op: op_implementations_dict[op] for op in (aten.view.default, aten._unsafe_view.default)}
+    operators = aten.view.default, aten._unsafe_view.default
+    views = {op: _view_as_kernels_do(op_implementations_dict[op]) for op in operators}
     with_numbers = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
     kernels = {op: op.py_kernels[DispatchKey.Meta] for op in with_numbers}
-    op_implementations_dict.update((op, _view_as_kernels_do(implementation)) for op, implementation in views.items())
     for op, kernel in kernels.items():
         op.py_kernels[DispatchKey.Meta] = _with_numbers_as_kernels_do(kernel)
         op._dispatch_cache.clear()
     try:
-        yield
+        with replaced_entries(op_implementations_dict, views):
+            yield
     finally:
-        op_implementations_dict.update(views)
         for op, kernel in kernels.items():
             op.py_kernels[DispatchKey.Meta] = kernel
             op._dispatch_cache.clear()

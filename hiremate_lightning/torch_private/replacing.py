@@ -1,8 +1,8 @@
-"""Something in the place of attributes, for a while: how this folder changes what torch does."""
+"""Something in the place of attributes, or of entries of tables, for a while: how this folder changes torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,3 +20,14 @@ def replaced(*stand_ins: StandIn) -> Iterator[None]:
     finally:
         for (owner, name, _), original in zip(stand_ins, originals, strict=True):
             setattr(owner, name, original)
+
+
+@contextmanager
+def replaced_entries(table: MutableMapping[Any, Any], stand_ins: Mapping[Any, Any]) -> Iterator[None]:
+    """Put something in the place of entries of a table for a while."""
+    originals = {key: table[key] for key in stand_ins}
+    table.update(stand_ins)
+    try:
+        yield
+    finally:
+        table.update(originals)

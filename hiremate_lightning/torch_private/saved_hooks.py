@@ -6,25 +6,25 @@ Checked with PyTorch 2.13.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import fx
+
+from .replacing import replaced
 
 _HOOKS = torch._C._autograd
 _SAVING = "hiremate_lightning.measuring.aside"  # whose hooks save memory
 _Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 
 
-@contextmanager
-def giving_way_to_transforms() -> Iterator[None]:
+def giving_way_to_transforms() -> AbstractContextManager[None]:
     """Remove the hooks that save memory while a transform of `torch.func` runs: its saved tensors stay in memory.
 
     All others stay, so that such a transform refuses them as it always does.
     """
-    graph = torch.autograd.graph
-    found = graph.disable_saved_tensors_hooks
+    found = torch.autograd.graph.disable_saved_tensors_hooks
 
     @contextmanager
     def disabled(error_message: str) -> Iterator[None]:
@@ -39,11 +39,7 @@ def giving_way_to_transforms() -> Iterator[None]:
             for pack, unpack in reversed(taken):
                 _HOOKS._push_saved_tensors_default_hooks(pack, unpack)
 
-    graph.disable_saved_tensors_hooks = disabled
-    try:
-        yield
-    finally:
-        graph.disable_saved_tensors_hooks = found
+    return replaced((torch.autograd.graph, "disable_saved_tensors_hooks", disabled))
 
 
 def without_bans(module: fx.GraphModule) -> fx.GraphModule:

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
+from hiremate_lightning.kinds import deciding
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.sessions import deciding
 from hiremate_lightning.sessions import planned as planning
 from hiremate_lightning.targets.modules import targets_of
 from tests.life import ROWS, WIDTH, batch, planned, recorded, session_of, step, warm_up

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from hiremate_lightning.sessions.announcements import RETAINING, Announcements
+from hiremate_lightning.telling.announcements import RETAINING, Announcements
 
 
 def warn_at(counts: list[int]) -> list[int]:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.sessions import releasing
-from hiremate_lightning.sessions.releasing import SAMPLES, SETTLED_STEPS, Releases
-from hiremate_lightning.sessions.step_kind import StepKind
+from hiremate_lightning.kinds import releasing
+from hiremate_lightning.kinds.releasing import SAMPLES, SETTLED_STEPS, Releases
+from hiremate_lightning.kinds.step_kind import StepKind
 from hiremate_lightning.targets.modules import targets_of
 from tests.exact import differing, leave_behind, quiet
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.measuring.profiling import CostCache, measure
-from hiremate_lightning.records.scaling import difference
+from hiremate_lightning.records.same_code import difference
 from hiremate_lightning.records.schedule import keep_all
 from hiremate_lightning.rewriting import finishing, losses
 from tests.behaviour.exactness.test_execution import compiled, every_other_kept, nothing_kept

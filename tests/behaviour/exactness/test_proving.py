@@ -20,18 +20,19 @@ from torch.nn import functional as F
 
 from hiremate_lightning import ConfigurationError, HiRemateWarning, get_plan, hiremate
 from hiremate_lightning.capturing import backend
-from hiremate_lightning.measuring import aside, trials
-from hiremate_lightning.measuring.differences import differences
-from hiremate_lightning.measuring.trials import Outcome, Trial
+from hiremate_lightning.measuring import aside
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.options import make_options
+from hiremate_lightning.proofs import proving, trials
+from hiremate_lightning.proofs.differences import differences
+from hiremate_lightning.proofs.trials import Outcome, Trial
 from hiremate_lightning.reporting.html_report import write_html
 from hiremate_lightning.reporting.terminal import plan_table
 from hiremate_lightning.rewriting import assignments, casts, finishing, kernels, losses, pooling, views
 from hiremate_lightning.rewriting.finishing import Finish
 from hiremate_lightning.running import program
 from hiremate_lightning.running.execution import Part
-from hiremate_lightning.sessions import proving, session
+from hiremate_lightning.sessions import session
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import aot, changes, dynamo
 from tests.exact import TORCH, Log, differing, simple_loop
@@ -179,7 +180,7 @@ def test_later_runs_prove_nothing_more(monkeypatch):
 @pytest.mark.parametrize(("verify", "times"), [("off", 0), ("first", 1), (3, 3)])
 def test_verify_says_how_often_code_is_proved(monkeypatch, verify, times):
     tried = []
-    from hiremate_lightning.sessions.proving import Prover
+    from hiremate_lightning.proofs.proving import Prover
 
     prove = Prover._try
     monkeypatch.setattr(Prover, "_try", lambda self, *given: (tried.append(1), prove(self, *given)))

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hiremate_lightning.measuring import aside, trials
-from hiremate_lightning.measuring.differences import differences
-from hiremate_lightning.measuring.segments import Observed, Segmented, cut
-from hiremate_lightning.measuring.trials import Outcome, Trial
+from hiremate_lightning.measuring import aside
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
+from hiremate_lightning.proofs import trials
+from hiremate_lightning.proofs.differences import differences
+from hiremate_lightning.proofs.segments import Observed, Segmented, cut
+from hiremate_lightning.proofs.trials import Outcome, Trial
 
 WIDTH, ROWS, DEPTH = 64, 512, 8
 LEAST_BLOCKS = 4  # of the size of a layer's output, for values of the forward: 8 to 34 in a plain step

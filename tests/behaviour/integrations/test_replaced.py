@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.calls.replaced import checkpointed_modules
-from hiremate_lightning.torch_private import compiled_modules
+from hiremate_lightning.torch_private import compiled_by_torch
 from tests.exact import differing, quiet, simple_loop, train_both
 
 ROWS, SIZE, BLOCKS = 128, 32, 4
@@ -161,14 +161,14 @@ def test_what_torch_compile_returned_runs_as_written_for_a_while():
     model = Net()
     compiled = torch.compile(model, backend="eager")
     ours = torch.compile(nn.Sequential(model), backend="hiremate", options={"budget": "50%"})
-    assert {*compiled_modules.compiled_around(model)} == {compiled, ours}
-    assert compiled_modules.inside_compiled(compiled) is model
-    assert compiled_modules.inside_compiled(model) is None
+    assert {*compiled_by_torch.compiled_around(model)} == {compiled, ours}
+    assert compiled_by_torch.inside_compiled(compiled) is model
+    assert compiled_by_torch.inside_compiled(model) is None
     from hiremate_lightning.integrations.compile_backend import hiremate as backend
 
-    assert [compiled_modules.is_compiled_by(module, backend) for module in (compiled, ours)] == [False, True]
+    assert [compiled_by_torch.is_compiled_by(module, backend) for module in (compiled, ours)] == [False, True]
     before = compiled.forward
-    undo = compiled_modules.run_as_written(compiled)
+    undo = compiled_by_torch.run_as_written(compiled)
     model.forward = lambda x: "as written"
     assert compiled(1) == "as written"
     undo()

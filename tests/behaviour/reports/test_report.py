@@ -152,6 +152,15 @@ def test_a_message_under_a_bar_of_tqdm_is_a_line_of_its_own(is_terminal: bool):
     assert any(line.startswith("epoch: 100%") for line in lines)
 
 
+def test_a_bar_that_is_still_being_made_is_left_alone():
+    """Stages write from a thread of their own, while training may make a bar."""
+    unfinished = tqdm.__new__(tqdm)
+    console = Console(file=io.StringIO(), width=80)
+    Reporter(console=console).note("a message")
+    del unfinished
+    assert written(console).splitlines() == ["a message"]
+
+
 def test_stages_run_where_the_bar_was_and_the_bar_comes_back():
     stream = FakeFile(True)
     console = Console(file=stream, width=80, force_terminal=True, color_system=None)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
+from hiremate_lightning.kinds.plain_steps import PlainWay
 from hiremate_lightning.measuring.aside import LEAST_ASIDE, SavedAside
 from hiremate_lightning.memory.metering import measure_peak
 from hiremate_lightning.options import make_options
 from hiremate_lightning.sessions import aside_room, unplanned
-from hiremate_lightning.sessions.plain_steps import PlainWay
 from hiremate_lightning.sessions.session import Session
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.targets.training_step import StepTarget

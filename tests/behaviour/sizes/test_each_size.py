@@ -13,7 +13,7 @@ from torch import nn
 
 from hiremate_lightning import get_plan, hiremate, remove_hiremate
 from hiremate_lightning.capturing import backend
-from hiremate_lightning.records.scaling import difference
+from hiremate_lightning.records.same_code import difference
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private import dynamo, each_size
 from hiremate_lightning.torch_private.each_size import EachSize

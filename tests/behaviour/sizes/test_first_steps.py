@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.capturing import backend
 from hiremate_lightning.garbage import collecting_what_it_leaves
-from hiremate_lightning.sessions import graph_programs, step_watch, watching
+from hiremate_lightning.kinds import watching
+from hiremate_lightning.sessions import graph_programs, step_watch
 from hiremate_lightning.targets.modules import targets_of
 from tests.exact import simple_loop, train_both
 

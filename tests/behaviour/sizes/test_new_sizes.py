@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.sessions import new_sizes
-from hiremate_lightning.sessions.new_sizes import BASE, STEPS, Line, NewSizes, TimedStep
+from hiremate_lightning.kinds import new_sizes
+from hiremate_lightning.kinds.new_sizes import BASE, STEPS, Line, NewSizes, TimedStep
 from hiremate_lightning.targets.modules import targets_of
 from tests.exact import quiet
 

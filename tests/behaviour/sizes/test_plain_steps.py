@@ -10,10 +10,8 @@ from torch import nn
 
 from hiremate_lightning import get_plan, hiremate
 from hiremate_lightning.calls.given import ModuleCall
-from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.records.graph import StorageKind
-from hiremate_lightning.records.resizing import Sample
-from hiremate_lightning.sessions.plain_steps import (
+from hiremate_lightning.kinds.captured_step import CapturedStep
+from hiremate_lightning.kinds.plain_steps import (
     NEAR,
     ROUNDING,
     TRIES,
@@ -22,7 +20,10 @@ from hiremate_lightning.sessions.plain_steps import (
     PlainSteps,
     PlainWay,
 )
-from hiremate_lightning.sessions.step_kind import CapturedStep, StepKind
+from hiremate_lightning.kinds.step_kind import StepKind
+from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.records.graph import StorageKind
+from hiremate_lightning.records.resizing import Sample
 from hiremate_lightning.targets.modules import targets_of
 from tests.exact import simple_loop, train_both
 from tests.tiny import Builder

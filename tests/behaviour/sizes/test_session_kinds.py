@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from hiremate_lightning import HiRemateWarning, get_plan, hiremate
+from hiremate_lightning.kinds import recorded_step
 from hiremate_lightning.memory.metering import measure_peak
-from hiremate_lightning.sessions import graph_programs, ladders, recorded_step, step_watch
+from hiremate_lightning.sessions import graph_programs, ladders, step_watch
 from hiremate_lightning.targets.modules import targets_of
 from tests.life import (
     MANY,

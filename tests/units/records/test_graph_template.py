@@ -10,6 +10,11 @@ from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.expressions import NoTemplateError
 from hiremate_lightning.records.graph import Direction, Graph, Node, Storage, StorageKind, Tensor
 from hiremate_lightning.records.graph_template import GraphTemplate
+from hiremate_lightning.records.same_code import difference
+from hiremate_lightning.records.schedule import keep_all, lower
+from hiremate_lightning.records.simulation import simulate
+from hiremate_lightning.records.sized_numbers import Expressions, Lines
+from tests.tiny import Builder, chain, shaped, transformer
 
 SIZES = [(5,), (9,), (13,)]
 
@@ -30,7 +35,7 @@ def step_at(length: int, workspace_bytes: int | None = None) -> tuple[Graph, Pro
 
 
 def test_shapes_and_bytes_are_exact_at_sizes_never_traced():
-    graph, profile = GraphTemplate([step_at(length) for (length,) in SIZES], SIZES).at((101,))
+    graph, profile = GraphTemplate([step_at(length) for (length,) in SIZES], Expressions(SIZES)).at((101,))
     expected, costs = step_at(101)
     assert [tensor.shape for tensor in graph.tensors] == [tensor.shape for tensor in expected.tensors]
     assert graph.storages == expected.storages
@@ -40,7 +45,7 @@ def test_shapes_and_bytes_are_exact_at_sizes_never_traced():
 
 
 def test_traced_sizes_are_as_they_were_traced():
-    graph, profile = GraphTemplate([step_at(length) for (length,) in SIZES], SIZES).at((9,))
+    graph, profile = GraphTemplate([step_at(length) for (length,) in SIZES], Expressions(SIZES)).at((9,))
     expected, costs = step_at(9)
     assert (graph.tensors, graph.storages, profile) == (expected.tensors, expected.storages, costs)
 
@@ -48,7 +53,7 @@ def test_traced_sizes_are_as_they_were_traced():
 def test_a_workspace_without_expression_is_bounded_from_above():
     """No larger than the most of the samples where the operation is not, and else by the largest ratio to its work."""
     samples = [step_at(5, 100), step_at(9, 700), step_at(13, 300)]
-    template = GraphTemplate(samples, SIZES)
+    template = GraphTemplate(samples, Expressions(SIZES))
     elements = [2 * 4 * length + length * length for length in (9, 101)]
     assert template.at((7,))[1].workspace_bytes[1] == 700
     assert template.at((101,))[1].workspace_bytes[1] == -(-700 * elements[1] // elements[0])
@@ -59,12 +64,106 @@ def test_a_shape_without_expression_means_no_template():
     graph, profile = samples[1]
     odd = replace(graph, tensors=(replace(graph.tensors[0], shape=(9, 5)), *graph.tensors[1:]))
     with pytest.raises(NoTemplateError, match="no expression"):
-        GraphTemplate([samples[0], (odd, profile), samples[2]], SIZES)
+        GraphTemplate([samples[0], (odd, profile), samples[2]], Expressions(SIZES))
 
 
 def test_other_code_at_another_size_means_no_template():
     samples = [step_at(length) for length in (5, 9, 13)]
     graph, profile = samples[2]
     other = replace(graph, nodes=(replace(graph.nodes[0], op="bmm"), graph.nodes[1]))
-    with pytest.raises(NoTemplateError, match="is not that"):
-        GraphTemplate([*samples[:2], (other, profile)], SIZES)
+    with pytest.raises(NoTemplateError, match="not the same graph"):
+        GraphTemplate([*samples[:2], (other, profile)], Expressions(SIZES))
+
+
+# ---------------------------------------------------------------- near, along one size, by lines
+
+
+def on_lines(samples: dict[int, tuple[Graph, Profile]], block_bytes: int = 1) -> GraphTemplate:
+    return GraphTemplate(list(samples.values()), Lines(list(samples)), block_bytes)
+
+
+@pytest.mark.parametrize("build", [lambda n: chain(4, 100 * n), lambda n: transformer(2, size=64 * n)])
+@pytest.mark.parametrize("size", [1, 3, 7, 40, 1000])
+def test_bytes_at_another_size_are_those_of_the_step_captured_there(build, size):
+    graph, profile = on_lines({n: build(n) for n in (2, 5)}).at((size,))
+
+    expected, costs = build(size)
+    assert graph.storages == expected.storages
+    assert [tensor.shape for tensor in graph.tensors] == [tensor.shape for tensor in expected.tensors]
+    assert profile.workspace_bytes == costs.workspace_bytes
+    kept = lower(expected, keep_all(expected))
+    assert simulate(graph, profile, kept).peak_bytes == simulate(expected, costs, kept).peak_bytes
+
+
+def test_times_and_workspaces_on_lines_are_between_those_of_samples():
+    """Where a bound would be the most of all samples."""
+    graph, profile = chain(3)
+    larger = replace(profile, time_ms=tuple(5 * t for t in profile.time_ms), workspace_bytes=(1001,) * len(graph.nodes))
+    _, costs = on_lines({2: (graph, replace(profile, workspace_bytes=(0,) * len(graph.nodes))), 6: (graph, larger)}).at(
+        (4,)
+    )
+
+    assert costs.time_ms == pytest.approx([3 * t for t in profile.time_ms])
+    assert set(costs.workspace_bytes) == {501}
+
+
+def test_bytes_that_grow_with_the_square_of_a_length_are_exact():
+    graph, profile = chain(3)
+
+    squares, _ = on_lines({n: (shaped(graph, (6, n, n)), profile) for n in (16, 32)}).at((100,))
+
+    assert {s.size_bytes for s in squares.storages} == {6 * 100 * 100 * 4}
+
+
+def test_a_tensor_of_more_dimensions_is_asked_before_a_flattened_view_of_it():
+    def build(n: int) -> tuple[Graph, Profile]:
+        b = Builder()
+        x = b.input("x", n * n, StorageKind.INPUT)
+        flat = b.op("square", (x,), n * n)
+        b.op("view", (flat,), view_of=flat)
+        graph, profile = b.graph(outputs=(flat,))
+        tensors = list(graph.tensors)
+        tensors[2] = replace(tensors[2], shape=(n, n))
+        return replace(graph, tensors=tuple(tensors)), profile
+
+    graph, _ = on_lines({n: build(n) for n in (4, 8)}).at((20,))
+
+    assert graph.storages[1].size_bytes == 400
+
+
+def test_blocks_that_the_allocator_rounds_are_scaled_before_rounding():
+    graph, profile = chain(3)
+    samples = {n: (shaped(graph, (n,), rounding=512), profile) for n in (2, 4)}
+    assert {s.size_bytes for graph, _ in samples.values() for s in graph.storages} == {512}
+
+    larger, _ = on_lines(samples, block_bytes=512).at((1000,))
+
+    assert {s.size_bytes for s in larger.storages} == {4096}
+
+
+def test_bytes_that_no_tensor_explains_follow_their_line():
+    def padded(n: int) -> tuple[Graph, Profile]:
+        graph, profile = chain(2, 100 * n)
+        storages = tuple(replace(s, size_bytes=s.size_bytes + 64) for s in graph.storages)
+        return replace(graph, storages=storages), profile
+
+    graph, _ = on_lines({n: padded(n) for n in (2, 4)}).at((10,))
+
+    assert {s.size_bytes for s in graph.storages} == {1064}
+
+
+def test_what_does_not_grow_stays():
+    same = chain(3, 100)
+
+    assert on_lines({2: same, 4: same}).at((64,)) == same
+
+
+def test_graphs_of_another_operation_are_refused_by_its_name():
+    graph, profile = chain(3)
+    nodes = list(graph.nodes)
+    nodes[1] = replace(nodes[1], op="tiny.other", module="net.1")
+    other = replace(graph, nodes=tuple(nodes))
+
+    assert difference(graph, graph) is None
+    with pytest.raises(NoTemplateError, match=r"sizes 2 and 4 .* node a1 \(tiny.a1\) is a1 \(tiny.other\) there"):
+        on_lines({2: (graph, profile), 4: (other, profile)})

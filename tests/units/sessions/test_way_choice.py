@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from hiremate_lightning.kinds.plain_steps import PlainWay, Prediction
+from hiremate_lightning.kinds.step_kind import StepKind
 from hiremate_lightning.sessions.current_step import CurrentStep
-from hiremate_lightning.sessions.plain_steps import PlainWay, Prediction
-from hiremate_lightning.sessions.step_kind import StepKind
 from hiremate_lightning.sessions.unplanned import StepChoices
 from hiremate_lightning.sessions.ways import BY_GRAPHS, AsWritten, Choices, PutAside, Way, choose_way
 

@@ -12,7 +12,7 @@ from hiremate_lightning.options import Objective
 from hiremate_lightning.planning.options import PlanOptions
 from hiremate_lightning.records.costs import Profile
 from hiremate_lightning.records.graph import Graph
-from hiremate_lightning.records.scaling import Line, Scaling
+from hiremate_lightning.records.sized_numbers import Line
 from hiremate_lightning.records.step import Step
 from hiremate_lightning.sizes.size_search import TOLERANCE, Forecast, Limit, largest, search
 from tests.tiny import chain
@@ -28,13 +28,20 @@ def step(size: int) -> tuple[Graph, Profile]:
 
 
 def forecast(limit: int, fixed_ms: float = 0.0, validation: Line | None = None) -> Forecast:
-    scaling = Scaling({n: Step(*step(n), owners=(), spans=()) for n in (2, 4)})
+    samples = {n: Step(*step(n), owners=(), spans=()) for n in (2, 4)}
     resident = Line((2, 4), [FIXED + 100 * n for n in (2, 4)])
-    return Forecast(scaling, resident, limit, OPTIONS, fixed_ms, validation)
+    return Forecast(samples, 1, resident, limit, OPTIONS, fixed_ms, validation)
 
 
 def find(limit: int, high: int = 500, overhead: float = 9.0, objective=Objective.LARGEST, plans=30, **options):
     return search(forecast(limit, **options), high, overhead, objective, plans)
+
+
+def test_the_step_at_a_sampled_size_is_the_sample():
+    known = forecast(0)
+
+    assert {n: known.step_at(n) for n in (2, 4)} == known.samples
+    assert known.step_at(7).graph.storages == step(7)[0].storages
 
 
 @given(

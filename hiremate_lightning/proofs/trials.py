@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from ..measuring.aside import in_file
 from ..torch_private import autocasting, hooks, tensor_state
 from ..torch_private.restoring import Filling, Restoring, Writes
-from .aside import in_file
 
 SEED = 0  # of the gradients that a trial begins its backward with
 

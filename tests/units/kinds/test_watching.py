@@ -8,9 +8,9 @@ from itertools import cycle, islice, pairwise
 
 import pytest
 
-from hiremate_lightning.sessions.history import History, Order
-from hiremate_lightning.sessions.step_kind import PlanState, Reason
-from hiremate_lightning.sessions.watching import (
+from hiremate_lightning.kinds.history import History, Order
+from hiremate_lightning.kinds.step_kind import PlanState, Reason
+from hiremate_lightning.kinds.watching import (
     FREE_TO_PLAN,
     MEASURED,
     SHARE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hiremate_lightning.sessions.deciding import (
+from hiremate_lightning.kinds.deciding import (
     CORRECTIONS,
     Decision,
     decide_beside,

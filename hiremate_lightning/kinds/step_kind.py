@@ -8,18 +8,17 @@ frozen records that are replaced as a whole. So what fails halfway is undone by 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
 
 from ..calls.given import ModuleCall
 from ..measuring.resident import Resident
 from ..planning.ladder import Ladder
 from ..planning.plan import Plan
 from ..planning.solvers.base import Solution
-from ..records.resizing import Sample
 from ..running.program import Program
+from .captured_step import CapturedStep, describe
 from .recorded_step import RecordedStep
 from .sizes_of_calls import SizesOfCalls
 
@@ -101,34 +100,6 @@ class Told:
     parts: tuple[tuple[str, int], ...]
     measured: Solution | None = None
     is_over: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class CapturedStep:
-    """A step that was captured, as predictions of plain steps need it (`plain_steps`).
-
-    Attributes:
-        calls: What each call of a planned module was given in it, in order.
-        code: Stands for its code: equal for all steps that run the same code, at whatever sizes.
-        total_bytes: Bytes of all its values.
-        margin_bytes: By how much it was measured above what was predicted.
-        is_on_host: Whether it ran on a CPU, which reads what was put aside in the memory of its files.
-        read: Returns the step, its inputs left out.
-        source: What it was made from: where that changes, it is made anew.
-    """
-
-    calls: tuple[ModuleCall, ...]
-    code: Hashable
-    total_bytes: int
-    margin_bytes: int
-    is_on_host: bool
-    read: Callable[[], Sample]
-    source: tuple[object, ...] = ()
-
-    @cached_property
-    def sample(self) -> Sample:
-        """The step."""
-        return self.read()
 
 
 @dataclass
@@ -235,6 +206,14 @@ class StepKind:
         if self.plan.measured.peak_bytes is None:
             return PlanState.PLANNED
         return PlanState.MEASURED if self.plan.measured.step_ms is None else PlanState.TIMED
+
+    def as_captured(self) -> CapturedStep:
+        """Describe its step as predictions need it, where it is planned; as before, if nothing was learned since."""
+        step, before, calls = self.recorded, self.recorded.resident, self.given or ()
+        source = id(step.calls), step.margin_bytes, (before.kept, before.stale_bytes, before.left_bytes), calls
+        if self.captured is None or self.captured.source != source:
+            return describe(step, calls, self.code or self, source)
+        return self.captured
 
     def forget_step(self) -> None:
         """Forget what it runs, and its plan: both are to come anew."""

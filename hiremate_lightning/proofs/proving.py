@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -26,23 +26,19 @@ from ..errors import HiRemateError
 from ..measuring.apart import unmeasured
 from ..measuring.aside import saving_aside
 from ..measuring.custom_operators import has_unsteady
-from ..measuring.differences import Difference, differences
-from ..measuring.segments import Observed, cut
-from ..measuring.trials import Outcome, Trial
-from ..memory.free_memory import free_bytes
+from ..records.costs import Profile
 from ..records.expressions import NoTemplateError, WrongTemplateError
-from ..records.step import Call, Step, merge
+from ..reporting.report import Stages
 from ..rewriting.joint import is_collective
 from ..running.execution import Part
 from ..running.program import Program
 from ..running.template import is_proved_by_another, template_of
 from ..torch_private import backward_pass, checkpoints, double_backward, failures, saved_hooks, tensor_state
-from .graph_programs import GraphPrograms
-from .planned import PlannedKinds
-from .planned_model import PlannedModel
+from .differences import Difference, differences
+from .proof import Proof, Proofs, Verdict
 from .proof_memory import ProofMemory, proof_memory
-from .proofs import Proof, Proofs, Verdict
-from .steps import Steps
+from .segments import Observed, cut
+from .trials import Outcome, Trial
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -50,29 +46,50 @@ TRIES = 3  # runs, for gradients whose memory is not there at the first one
 _NOT_PARTS = re.compile(r"_(?:modules|parameters|buffers)_")
 
 
+class Proving(Protocol):
+    """What proofs ask of the session whose code they prove.
+
+    Attributes:
+        name: Of the model.
+        stages: Shows proving, and adds up its seconds.
+        tracing: Measures the capture, which has ended where code is proved.
+    """
+
+    name: str
+    stages: Stages
+    tracing: ExitStack
+
+    @property
+    def asked(self) -> int:
+        """In how many runs code is proved."""
+
+    @property
+    def fuses(self) -> bool:
+        """Whether operations are fused."""
+
+    def say(self, text: str) -> None:
+        """Warn, once for each text."""
+
+    def program_of(self, part: Part) -> Program:
+        """Return the program by which a part is about to run."""
+
+    def costs_of(self, part: Part) -> Profile:
+        """Return the costs of the operations of a part."""
+
+    def free_bytes(self, part: Part, device: torch.device) -> int:
+        """Return the bytes that the budget, and the device, leave beside what is there."""
+
+
 class Prover:
     """Proves the captured code of one session.
 
     Args:
-        model: The planned model.
+        session: What is asked of the session.
         proofs: What is proved so far.
-        planned: The session's plans.
-        graph_programs: Chooses the program by which a part is about to run.
-        steps: The step under way, and what existed before it.
-        tracing: Measures the capture, which has ended where code is proved.
     """
 
-    def __init__(
-        self,
-        model: PlannedModel,
-        proofs: Proofs,
-        planned: PlannedKinds,
-        graph_programs: GraphPrograms,
-        steps: Steps,
-        tracing: ExitStack,
-    ) -> None:
-        self._model, self._proofs, self._planned = model, proofs, planned
-        self._graph_programs, self._steps, self._tracing = graph_programs, steps, tracing
+    def __init__(self, session: Proving, proofs: Proofs) -> None:
+        self._session, self._proofs = session, proofs
 
     def prove(self, proof: Proof, arguments: Sequence[Any]) -> None:
         """Prove captured code that is about to run, as far as it was not and the memory is there.
@@ -95,7 +112,7 @@ class Prover:
         The proof stays open, since a later step of the same sizes may run by another schedule. Where there is no memory
         for gradients, or a backward runs, it is enough that another schedule is proved, as for code that was traced.
         """
-        program = self._graph_programs.choose(self._steps.under_way, part).program
+        program = self._session.program_of(part)
         template = template_of(part.captured, program.schedule)
         assert template is not None, "asked of code that is made from a template"
         if template.is_proved_at(part.captured.sizes):
@@ -122,13 +139,13 @@ class Prover:
         if any(map(tensor_state.has_parts, arguments)) or any(is_collective(str(node.target)) for node in nodes):
             proof.end()  # other processes would wait for what it sends once more
             return
-        self._tracing.close()
+        self._session.tracing.close()
         device = _device_of(proof, arguments)
-        program = None if proof.part is None else self._graph_programs.choose(self._steps.under_way, proof.part).program
+        program = None if proof.part is None else self._session.program_of(proof.part)
         if proof.part is not None and _may_differ_from_itself(proof.part, arguments):
             proof.end()
             return
-        with self._model.stages.stage("prove_s", "proving"), unmeasured(device):
+        with self._session.stages.stage("prove_s", "proving"), unmeasured(device):
             memory = self._memory_of(proof.part, program, device)
             if memory is None or memory.has_plain or memory.has_forward:
                 with trying(proof.part, program), failures.not_printed():
@@ -137,7 +154,7 @@ class Prover:
 
     def _conclude(self, proof: Proof) -> None:
         """End the proof where all is known, or where it was tried often enough."""
-        asked, runs = self._model.options.verify, proof.runs + 1
+        asked, runs = self._session.asked, proof.runs + 1
         is_known = Verdict.UNKNOWN not in (proof.forward, proof.backward)
         if (
             Verdict.REFUSED in (proof.forward, proof.backward)
@@ -198,14 +215,14 @@ class Prover:
             return
         proof.rounded = tuple(difference.words for difference in (*of_values, *of_gradients))
         for words in proof.rounded:
-            log.info("Captured code of %s differs by rounding: %s", self._model.name, words)
+            log.info("Captured code of %s differs by rounding: %s", self._session.name, words)
         proof.forward = _verdict(of_values)
         if with_gradients:
             proof.backward = _verdict(of_gradients)
 
     def _half_of(self, part: Part | None) -> torch.dtype | None:
         """Return the type of half precision that fused kernels skip, None where there are none or they skip nothing."""
-        if part is None or not self._model.parts.fuses:
+        if part is None or not self._session.fuses:
             return None
         dtypes = {tensor.dtype for tensor in part.captured.graph.tensors}
         return next(
@@ -217,8 +234,8 @@ class Prover:
         if proof.part is not None and proof.part.captured.template is not None:
             log.info("Code made from traces of other sizes does not run, since %s", why)
             return
-        self._model.announcements.say(
-            f"Code of {self._model.name} runs as it was written, without a plan, since {why}. Its memory and time "
+        self._session.say(
+            f"Code of {self._session.name} runs as it was written, without a plan, since {why}. Its memory and time "
             "are those of plain PyTorch. This is a fault of torch.compile or of hiremate_lightning; please report it."
         )
 
@@ -226,21 +243,8 @@ class Prover:
         """Find out what the proof of a part takes, None for code without gradients: that takes what it takes."""
         if part is None or program is None:
             return None
-        _, profile = self._model.parts.prepare(part)
-        free = self._free_bytes(merge([Call(part.captured.graph, profile)], [0]), device)
-        return proof_memory(part.captured, profile, program, free, device)
-
-    def _free_bytes(self, step: Step, device: torch.device) -> int:
-        """Return the bytes that the budget, and the device, leave beside what is there."""
-        resident = self._steps.resident()
-        budget_bytes = self._planned.maker.budget_bytes(step, resident)
-        plan = self._planned.latest
-        if plan is not None:
-            budget_bytes = max(budget_bytes, plan.budget_bytes)
-        live_bytes = resident.size_bytes + self._steps.under_way.live_bytes
-        if device.type == "cuda":
-            live_bytes = max(live_bytes, torch.cuda.memory_allocated(device))
-        return min(budget_bytes - live_bytes, free_bytes(device))
+        profile, free_bytes = self._session.costs_of(part), self._session.free_bytes(part, device)
+        return proof_memory(part.captured, profile, program, free_bytes, device)
 
 
 def _outcome_in_segments(trial: Trial, written: fx.GraphModule, memory: ProofMemory) -> tuple[Trial, Outcome]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..kinds.step_kind import StepKind, Told
 from ..planning.plan import Plan, plan_title
 from ..reporting.report import Reporter
 from ..units import format_bytes
-from .step_kind import StepKind, Told
 
 CLEARLY = 0.002  # of a budget: smaller changes are not said
 

@@ -21,9 +21,9 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
+from ..measuring.aside import SavedAside
 from ..torch_private import tensor_state
 from ..torch_private.restoring import Writes
-from .aside import SavedAside
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of segments that are tried
 _NUMBERS = (bool, int, float, torch.SymInt)

@@ -11,7 +11,7 @@ from ..memory.allocator import in_blocks
 from ..planning.solvers.base import Strategy
 from ..records.costs import Profile
 from ..records.graph import Graph, StorageKind
-from ..records.scaling import at_size, difference, is_no_larger
+from ..records.same_code import at_size, difference, is_no_larger
 from ..records.schedule import Schedule
 from ..records.step import Call, Decisions, Step, holding, merge
 from ..running.execution import Part

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hiremate_lightning.measuring import differences as module
-from hiremate_lightning.measuring.differences import differences
-from hiremate_lightning.measuring.trials import Outcome
+from hiremate_lightning.proofs import differences as module
+from hiremate_lightning.proofs.differences import differences
+from hiremate_lightning.proofs.trials import Outcome
 
 
 def gradients(count: int, factor: float = 1.0) -> Outcome:

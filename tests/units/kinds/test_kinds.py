@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hiremate_lightning import hiremate
-from hiremate_lightning.sessions.history import CERTAIN, History, Order
+from hiremate_lightning.kinds.history import CERTAIN, History, Order
 from tests.exact import quiet
 
 CRITIC, GENERATOR = (0,), (1, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from hiremate_lightning.sessions.sizes_of_calls import SizesOfCalls
+from hiremate_lightning.kinds.sizes_of_calls import SizesOfCalls
 
 
 class Template:

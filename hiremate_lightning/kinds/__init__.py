@@ -1,0 +1,1 @@
+"""What is known of each kind of step, and what follows from that alone."""

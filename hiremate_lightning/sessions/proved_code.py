@@ -1,0 +1,71 @@
+"""What the proofs of a session's code ask of it: by which program code is about to run, and in what memory."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+from ..memory.free_memory import free_bytes
+from ..records.costs import Profile
+from ..records.step import Call, merge
+from ..running.execution import Part
+from ..running.program import Program
+from .graph_programs import GraphPrograms
+from .planned import PlannedKinds
+from .planned_model import PlannedModel
+from .steps import Steps
+
+
+class ProvedCode:
+    """The captured code of one session, as `proofs.proving` needs it.
+
+    Args:
+        model: The planned model.
+        planned: The session's plans.
+        graph_programs: Chooses the program by which a part is about to run.
+        steps: The step under way, and what existed before it.
+        tracing: Measures the capture, which has ended where code is proved.
+    """
+
+    def __init__(
+        self,
+        model: PlannedModel,
+        planned: PlannedKinds,
+        graph_programs: GraphPrograms,
+        steps: Steps,
+        tracing: ExitStack,
+    ) -> None:
+        self._model, self._planned = model, planned
+        self._graph_programs, self._steps = graph_programs, steps
+        self.name, self.stages, self.tracing, self.say = model.name, model.stages, tracing, model.announcements.say
+
+    @property
+    def asked(self) -> int:
+        """In how many runs code is proved."""
+        return self._model.options.verify
+
+    @property
+    def fuses(self) -> bool:
+        """Whether operations are fused."""
+        return self._model.parts.fuses
+
+    def program_of(self, part: Part) -> Program:
+        """Return the program by which a part is about to run."""
+        return self._graph_programs.choose(self._steps.under_way, part).program
+
+    def costs_of(self, part: Part) -> Profile:
+        """Return the costs of the operations of a part."""
+        return self._model.parts.prepare(part)[1]
+
+    def free_bytes(self, part: Part, device: torch.device) -> int:
+        """Return the bytes that the budget, and the device, leave beside what is there."""
+        step, resident = merge([Call(part.captured.graph, self.costs_of(part))], [0]), self._steps.resident()
+        budget_bytes = self._planned.maker.budget_bytes(step, resident)
+        plan = self._planned.latest
+        if plan is not None:
+            budget_bytes = max(budget_bytes, plan.budget_bytes)
+        live_bytes = resident.size_bytes + self._steps.under_way.live_bytes
+        if device.type == "cuda":
+            live_bytes = max(live_bytes, torch.cuda.memory_allocated(device))
+        return min(budget_bytes - live_bytes, free_bytes(device))
