@@ -70,6 +70,9 @@ class Templates(Protocol):
     def may_make(self, code: object) -> bool:
         """Whether to trace code at a few sizes, so that parts for others can be made."""
 
+    def may_make_first(self, code: object) -> bool:
+        """Whether to make parts of code for the first sizes that come, too."""
+
     def part_at(self, code: object, samples: Sequence[tuple[Sizes, Any]], sizes: Sizes) -> Replacement:
         """Make a part of code from those that were made for other sizes, each with what varies there.
 
@@ -196,6 +199,10 @@ class _Code:
     def may_make(self, code: object) -> bool:
         """Whether to trace it at a few sizes, so that it can be made for others."""
         return self._templates.may_make(code)
+
+    def may_make_first(self, code: object) -> bool:
+        """Whether to make it for the first sizes that come, too."""
+        return self._templates.may_make_first(code)
 
     def failed(self, code: object, error: Exception) -> None:
         """Learn that it was not made for a size, or did not run there."""

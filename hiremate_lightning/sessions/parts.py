@@ -10,7 +10,7 @@ from pathlib import Path
 from ..capturing.capture import Captured
 from ..measuring.apart import undisturbed
 from ..measuring.custom_operators import without_unsteady
-from ..measuring.profiling import CostCache, measure
+from ..measuring.profiling import CostCache, ProfileOptions, measure
 from ..records.costs import Profile
 from ..reporting.report import Stages
 from ..rewriting.fused_kernel import FusedKernels
@@ -89,14 +89,14 @@ class Parts:
         self.traced_count += profile is None
         return part
 
-    def prepare(self, part: Part) -> tuple[int, Profile]:
+    def prepare(self, part: Part, options: ProfileOptions = ProfileOptions()) -> tuple[int, Profile]:
         """Return the number of a part that is about to run, and its costs, which are measured the first time."""
         if part not in self._profiles:
             part.captured = without_unsteady(part.captured)
-            self._profiles[part] = self._measure(part.captured)
+            self._profiles[part] = self._measure(part.captured, options)
         return self._numbers[part], self._profiles[part]
 
-    def _measure(self, captured: Captured) -> Profile:
+    def _measure(self, captured: Captured, options: ProfileOptions) -> Profile:
         """Compile what is fused, then measure each operation."""
         if self._kernels is not None:
             with self._stages.stage("compile_s", "compiling"), undisturbed(captured.device):
@@ -105,6 +105,7 @@ class Parts:
             profile = measure(
                 captured,
                 self._costs,
+                options,
                 progress=lambda done, total: self._stages.reporter.progress("operations", done, total),
                 announce=self._say_unmeasured,
             )

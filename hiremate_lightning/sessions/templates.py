@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ..capturing.template import CodeTemplate
 from ..kinds.recorded_step import RecordedStep
+from ..measuring.profiling import ProfileOptions
 from ..records.expressions import Sizes, WrongTemplateError
 from ..records.graph import Graph
 from ..records.same_code import difference
@@ -22,6 +23,7 @@ from .current_step import CurrentStep
 from .largest import LargestSizes
 from .planned_model import PlannedModel
 
+OF_SAMPLES = ProfileOptions(repeats=2)  # a line through the times of all samples evens them out
 FAILURES = 3  # sizes of one code that no template served, and fewer that one did: then each of its sizes is traced
 
 
@@ -79,6 +81,13 @@ class Templates:
         """Whether to trace code at a few sizes, so that parts for others can be made."""
         return not self._why_not() and not self._of(code).is_refused
 
+    def may_make_first(self, code: object) -> bool:
+        """Whether to make parts of code for the first sizes that come, too.
+
+        A first plan is made of what was traced at its own sizes. So is one for the largest sizes that users have named.
+        """
+        return bool(self._model.history.planned) and not self._largest.becomes
+
     def _why_not(self) -> str:
         """Return why no code has a template; "" where it may."""
         if self._parts.fuses:
@@ -124,7 +133,7 @@ class Templates:
         first, sizes = samples[0][1], tuple(varying for varying, _ in samples)
         template = self._templates.get(first)
         if template is None or template.sizes != sizes:
-            profiles = [self._parts.prepare(part)[1] for _, part in samples]
+            profiles = [self._parts.prepare(part, OF_SAMPLES)[1] for _, part in samples]
             costed = [(part.captured, profile) for (_, part), profile in zip(samples, profiles, strict=True)]
             template = self._templates[first] = CodeTemplate(costed, sizes)
         return template

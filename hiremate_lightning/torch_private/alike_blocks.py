@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from . import autocasting, double_backward, tensor_state
 from .block_templates import BlockCall, Stacks, Template, call_block
 from .likeness import UnlikeError, equal, expect, facts_of, is_plain
 from .module_traces import MARK, Mark
+from .size_symbols import NUMBERS, at_numbers
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -113,7 +114,7 @@ def fold(code: fx.GraphModule) -> Folded:
     if context is not None and context.fake_mode is not None:
         for blocks in _blocks_of(code):
             try:
-                calls |= _calls_of(blocks, context.fake_mode)
+                calls |= _calls_of(blocks, context.fake_mode, code.meta.get(NUMBERS, {}))
             except Exception as error:  # whatever AOTAutograd fails on: then everything is traced
                 log.debug("Blocks that are alike are traced one by one: %s", error, exc_info=True)
     return Folded(_with_calls(code, calls), tuple(calls.values())) if calls else Folded(code)
@@ -133,7 +134,7 @@ def _blocks_of(code: fx.GraphModule) -> Iterator[list[Block]]:
     for index, node in enumerate(operations):
         if node.target in _MODES:
             changed += _MODES[node.target](*node.args)
-        elif node.target not in _WITHOUT_RESULT and not _is_plain_operation(node):
+        elif node.target not in _WITHOUT_RESULT and not _is_plain_operation(node, code.meta.get(NUMBERS, {})):
             log.debug("Blocks that are alike are traced one by one: %s is no plain operation", node)
             return
         elif MARK in node.meta and not changed:
@@ -152,22 +153,26 @@ def _is_whole(places: Sequence[tuple[int, fx.Node]]) -> bool:
     return all(index == first + i for i, (index, _) in enumerate(places)) and positions == sorted(positions)
 
 
-def _is_plain_operation(node: fx.Node) -> bool:
+def _is_plain_operation(node: fx.Node, numbers: Mapping[Any, int]) -> bool:
     """Whether an operation gives tensors of definite sizes or numbers, and is none of torch.func's."""
     values = tensor_state.leaves(node.meta.get("example_value"))
-    is_of_values = all(isinstance(v, (torch.Tensor, bool, int, float)) or v is None for v in values)
-    is_static = not any(map(tensor_state.is_symbolic, values))
+    sizes = [size for v in values for size in (v.shape if isinstance(v, torch.Tensor) else (v,))]
+    symbols = set[Any]().union(*(s.node.expr.free_symbols for s in sizes if isinstance(s, torch.SymInt)))
+    is_of_values = all(isinstance(v, (torch.Tensor, bool, int, float, torch.SymInt)) or v is None for v in values)
+    is_static = symbols <= numbers.keys()
     where = f"{getattr(node.target, '__module__', '')}.{node.target}"
     return is_of_values and is_static and "example_value" in node.meta and "_functorch" not in where
 
 
-def _calls_of(blocks: Sequence[Block], mode: FakeTensorMode) -> dict[Block, BlockCall]:
+def _calls_of(
+    blocks: Sequence[Block], mode: FakeTensorMode, numbers: Mapping[Any, int]
+) -> dict[Block, BlockCall]:
     """Trace the first one of some blocks, and list those for which that trace holds."""
     first = blocks[0]
     alike = [block for block in blocks if _is_like(first, block)]
     if len(alike) < FEWEST_BLOCKS:
         return {}
-    inputs = [_leaf_like(_shown(node), mode) for node in first.inputs]
+    inputs = [_leaf_like(_shown(node), mode, numbers) for node in first.inputs]
     shared = {p for p in set[int]().union(*(block.shared() for block in alike)) if inputs[p].requires_grad}
     template = Template.of(_code_of(first, sorted(shared)), inputs, sorted(shared), mode)
     given = {p for p, value in enumerate(first.inputs) if value.op == "placeholder"}
@@ -188,14 +193,15 @@ def _is_like(first: Block, block: Block) -> bool:
 
 def _shown(node: fx.Node) -> torch.Tensor:
     value = node.meta.get("example_value")
-    expect(isinstance(value, FakeTensor) and not tensor_state.is_symbolic(value), "an input of a block that varies")
+    expect(isinstance(value, FakeTensor), "an input of a block that is no tensor")
     assert isinstance(value, torch.Tensor)
     return value
 
 
-def _leaf_like(shown: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+def _leaf_like(shown: torch.Tensor, mode: FakeTensorMode, numbers: Mapping[Any, int]) -> torch.Tensor:
+    shape, strides = at_numbers(shown.shape, numbers), at_numbers(shown.stride(), numbers)
     with mode:
-        leaf = torch.empty_strided(shown.shape, shown.stride(), dtype=shown.dtype, device=shown.device)
+        leaf = torch.empty_strided(shape, strides, dtype=shown.dtype, device=shown.device)
     return leaf.requires_grad_(shown.requires_grad)
 
 

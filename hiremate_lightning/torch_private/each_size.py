@@ -24,9 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ..garbage import collecting_what_it_leaves
-from ..records.expressions import LEAST_SAMPLES, NoTemplateError, vary_alone
+from ..records.expressions import LEAST_SAMPLES, LEAST_SAMPLES_OF_TWO_TERMS, NoTemplateError, vary_alone
 from . import checkpoints, dynamo, tensor_state
-from .size_symbols import SizeSymbols
+from .size_symbols import NUMBERS, SizeSymbols, numbers_of
 
 log = logging.getLogger("hiremate_lightning")
 KEPT = 128  # traces of one graph, the latest used ones: each takes megabytes of the host's memory
@@ -47,6 +47,9 @@ class SizeMaker(Protocol):
 
     def may_make(self, code: object) -> bool:
         """Whether to trace code at a few sizes, so that others can be made; where not, each is traced."""
+
+    def may_make_first(self, code: object) -> bool:
+        """Whether to make code for the first sizes that come, too; where not, these are traced."""
 
     def make(self, code: object, module: fx.GraphModule, samples: Samples, sizes: Sizes) -> Runner:
         """Make code run.
@@ -151,7 +154,9 @@ class EachSize:
 
     def _make_for(self, sizes: Sizes, others: Sequence[Any]) -> Runner | None:
         """Make code of some sizes run from samples; None where it is to be traced."""
-        if self._maker is None or not self._samples or self._is_particular or not self._maker.may_make(self):
+        if self._maker is None or self._is_particular or not self._maker.may_make(self):
+            return None
+        if not self._samples and not self._maker.may_make_first(self):
             return None
         try:
             self._sample_near(sizes, others)
@@ -178,9 +183,9 @@ class EachSize:
 
     def _sample_near(self, sizes: Sizes, others: Sequence[Any]) -> None:
         """Trace the code at as many sizes as tell all sizes, as far as it is for these."""
-        tried = 0
+        tried, enough = 0, LEAST_SAMPLES if self._symbols.are_one else LEAST_SAMPLES_OF_TWO_TERMS
         for sample in self._symbols.samples_near(sizes, list(self._samples)):
-            if len(self._samples) > LEAST_SAMPLES or tried == TRIED:
+            if len(self._samples) >= enough or tried == TRIED or self._is_particular:
                 return
             if _layouts_at(self._module, self._sizes, sample) is not None:
                 tried += 1
@@ -242,6 +247,7 @@ class EachSize:
         except Exception:  # whatever AOTAutograd fails on: it is traced again when these sizes come
             log.debug("Code can't be traced ahead for the sizes %s", sizes, exc_info=True)
             return False
+        self._is_particular = self._is_particular or not is_general
         if is_general:
             self._keep(sizes, others, run)
             self._note_sample(sizes, run, is_general)
@@ -278,7 +284,7 @@ def _with_numbers(module: fx.GraphModule, numbers: Mapping[int, int]) -> fx.Grap
             if node.op == "placeholder":
                 values[node]._dynamo_source = node._dynamo_source
     copy = fx.GraphModule(module, graph)
-    copy.meta = dict(module.meta)
+    copy.meta = {**module.meta, NUMBERS: numbers_of(inputs, numbers)}
     copy._param_name_to_source = module._param_name_to_source
     return copy
 

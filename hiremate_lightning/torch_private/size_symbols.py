@@ -7,7 +7,7 @@ extremes (`s // 2`, `Mod(s, 8)`, `Min(70, s)`), which no samples could. Those co
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ Sizes = tuple[int, ...]
 
 SHARES = (0.83, 0.61, 1.27, 0.47, 0.92, 0.71)  # of a real size, that sizes of samples are near
 MULTIPLES = (1, 2, 4, 8)  # of odd numbers, that sizes of samples are: code may ask for even ones
+NUMBERS = "hiremate_numbers"  # in the metadata of code at definite sizes: the numbers of its symbols
 LEAST = 3  # size of a sample: at 1, and where 2 is the number of something, code is other code
 
 
@@ -38,6 +39,11 @@ class SizeSymbols:
         self._symbols = [e if e is not None and e.is_symbol else None for e in expressions]
         known = set(self._symbols)
         self._computed = [number for number in _computed(module) if number.free_symbols <= known]
+
+    @property
+    def are_one(self) -> bool:
+        """Whether all sizes are one symbol, of which nothing but sums and products is computed."""
+        return len(set(self._symbols)) == 1 and not self._computed
 
     def with_computed(self, sizes: Sizes) -> Sizes:
         """Return sizes with the quotients, rests and extremes of them."""
@@ -68,6 +74,31 @@ class SizeSymbols:
                     numbers[group] = number * multiple
                     used.add(number * multiple)
             yield tuple(numbers.get(group, size) for group, size in zip(groups, sizes, strict=True))
+
+
+def numbers_of(inputs: Sequence[fx.Node], sizes: Mapping[int, int]) -> dict[Any, int]:
+    """Return the numbers of symbols.
+
+    Args:
+        inputs: Those of captured code.
+        sizes: The sizes among them, by position.
+    """
+    shown = [(inputs[position].meta["example_value"], size) for position, size in sizes.items()]
+    numbers = {value.node.expr: size for value, size in shown if isinstance(value, torch.SymInt)}
+    return {expression: size for expression, size in numbers.items() if expression.is_symbol}
+
+
+def at_numbers(values: Sequence[Any], numbers: Mapping[Any, int]) -> list[int]:
+    """Return sizes as numbers.
+
+    Args:
+        values: Numbers or symbolic ones.
+        numbers: Those of symbols.
+
+    Raises:
+        TypeError: If one is made of a symbol without a number.
+    """
+    return [int(v.node.expr.xreplace(numbers)) if isinstance(v, torch.SymInt) else int(v) for v in values]
 
 
 def _computed(module: fx.GraphModule) -> list[Any]:
