@@ -34,7 +34,7 @@ from ..torch_private import (
     user_compiled,
 )
 from ..torch_private.changes import lost_changes
-from ..torch_private.each_size import EachSize, LetRunCaptured, Runner, Samples, TraceAhead, sizes_among
+from ..torch_private.each_size import EachSize, LetRunCaptured, Runner, Samples, Smaller, TraceAhead, sizes_among
 from ..torch_private.eager_tracing import traced_as_eager
 from ..torch_private.result_nodes import give_own_nodes
 from .capture import Captured, capture, order_of_gradients
@@ -61,7 +61,7 @@ class Replacement(Protocol):
 
 
 MakePart = Callable[[Captured], Replacement]
-Prove = Callable[[fx.GraphModule, Runner, Any], Runner]
+Prove = Callable[[fx.GraphModule, Runner, Any, Smaller | None], Runner]
 
 
 class Templates(Protocol):
@@ -100,7 +100,8 @@ def planning_backend(
         kernels: Where the kernels of fused operations are kept; None to fuse nothing.
         let_run_captured: Lets code whose sizes don't repeat run without a plan, see `EachSize`.
         prove: Returns what runs in the place of code and proves it first. It gets the code, what runs it as captured,
-            and the part inside of that, None where nothing has a gradient. None to believe what is captured.
+            and the part inside of that, None where nothing has a gradient; and what makes code of smaller sizes to
+            prove in its place, if anything does. None to believe what is captured.
         say: Warns.
         trace_ahead: Has code traced for sizes that are to come, see `EachSize`.
         templates: Makes what runs in the place of a joint graph at sizes that were not traced; None to trace each.
@@ -208,14 +209,16 @@ class _Code:
         """Learn that it was not made for a size, or did not run there."""
         self._templates.failed(code, error)
 
-    def make(self, code: object, module: fx.GraphModule, samples: Samples, sizes: Sizes) -> Runner:
+    def make(
+        self, code: object, module: fx.GraphModule, samples: Samples, sizes: Sizes, smaller: Smaller | None = None
+    ) -> Runner:
         """Make it run at sizes that were not traced, see `SizeMaker`."""
         traces = [(varying, trace) for varying, trace in samples if isinstance(trace, _Trace)]
         if not traces or any(trace.compilation.part is None for _, trace in traces):
             raise NoTemplateError("Nothing in the code has a gradient")
         part = self._templates.part_at(code, [(varying, trace.compilation.part) for varying, trace in traces], sizes)
         first = traces[0][1]
-        return self._proved(module, first.compilation.running(part, first.run), part)
+        return self._proved(module, first.compilation.running(part, first.run), part, smaller)
 
     @property
     def _templates(self) -> Templates:
@@ -223,8 +226,10 @@ class _Code:
         assert templates is not None, "it is asked where something makes parts"
         return templates
 
-    def _proved(self, module: fx.GraphModule, run: Runner, part: Replacement | None) -> Runner:
-        return run if self._makers.prove is None else self._makers.prove(module, run, part)
+    def _proved(
+        self, module: fx.GraphModule, run: Runner, part: Replacement | None, smaller: Smaller | None = None
+    ) -> Runner:
+        return run if self._makers.prove is None else self._makers.prove(module, run, part, smaller)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -29,6 +29,7 @@ class Proof:
         written: The code as Dynamo has read it.
         captured: Runs it as captured.
         part: The part that runs inside of that, None where it has no gradients.
+        smaller: Returns, for some arguments, code of smaller sizes to prove in its place, and some of each argument.
         prove: Called before a run, as long as there is something to prove.
 
     Attributes:
@@ -43,10 +44,12 @@ class Proof:
         written: fx.GraphModule,
         captured: Callable[..., Any],
         part: Part | None,
+        smaller: Callable[[Sequence[Any]], tuple[Proof, Sequence[Any]] | None] | None = None,
+        *,
         prove: Callable[[Proof, Sequence[Any]], None],
     ) -> None:
         self.written: fx.GraphModule | None = written
-        self.captured, self.part = captured, part
+        self.captured, self.part, self.smaller = captured, part, smaller
         self.forward, self.backward = Verdict.UNKNOWN, Verdict.PROVED if part is None else Verdict.UNKNOWN
         self.runs = 0
         self.rounded: tuple[str, ...] = ()

@@ -32,7 +32,7 @@ from ..reporting.report import Stages
 from ..rewriting.joint import is_collective
 from ..running.execution import Part
 from ..running.program import Program
-from ..running.template import is_proved_by_another, template_of
+from ..running.template import ProgramTemplate, is_proved_by_another, template_of
 from ..torch_private import backward_pass, checkpoints, double_backward, failures, saved_hooks, tensor_state
 from .differences import Difference, differences
 from .proof import Proof, Proofs, Verdict
@@ -101,6 +101,7 @@ class Prover:
         Raises:
             NoTemplateError: If the code was made from traces of other sizes, and can't be proved.
         """
+        self._proofs.add(proof)
         if proof.part is not None and proof.part.captured.template is not None:
             self._prove_made(proof, proof.part, arguments)
         else:
@@ -109,8 +110,10 @@ class Prover:
     def _prove_made(self, proof: Proof, part: Part, arguments: Sequence[Any]) -> None:
         """Prove code that was made from traces of other sizes: each schedule once, and beyond all sizes seen so far.
 
-        The proof stays open, since a later step of the same sizes may run by another schedule. Where there is no memory
-        for gradients, or a backward runs, it is enough that another schedule is proved, as for code that was traced.
+        Where the sizes lie between those that were traced, a proof at smaller ones is enough, which takes less time and
+        memory. The proof stays open, since a later step of the same sizes may run by another schedule. Where there is
+        no memory for gradients, or a backward runs, it is enough that another schedule is proved, as for code that was
+        traced.
         """
         program = self._session.program_of(part)
         template = template_of(part.captured, program.schedule)
@@ -122,6 +125,10 @@ class Prover:
                 return
             raise NoTemplateError("Code can't be proved inside of a backward")
         written, proof.forward, proof.backward = proof.written, Verdict.UNKNOWN, Verdict.UNKNOWN
+        if template.encloses(part.captured.sizes) and not _may_differ_from_itself(part, arguments):
+            self._prove_smaller(proof, template, program, arguments)
+        if template.is_proved_at(part.captured.sizes):
+            return
         self._prove(proof, arguments)
         proof.written = written
         if Verdict.REFUSED in (proof.forward, proof.backward):
@@ -131,8 +138,33 @@ class Prover:
         elif proof.forward is Verdict.UNKNOWN or not is_proved_by_another(part.captured):
             raise NoTemplateError("Programs of sizes that were not traced could not be proved")
 
-    def _prove(self, proof: Proof, arguments: Sequence[Any]) -> None:
-        self._proofs.add(proof)
+    def _prove_smaller(
+        self, proof: Proof, template: ProgramTemplate, program: Program, arguments: Sequence[Any]
+    ) -> None:
+        """Prove code at smaller sizes, as far as it goes: with some of each argument, which may tell nothing.
+
+        Args:
+            proof: The code at its own sizes.
+            template: What its program is made from.
+            program: The program.
+            arguments: What the code is about to run with.
+
+        Raises:
+            WrongTemplateError: If it gives other numbers there.
+        """
+        smaller, some = (proof.smaller and proof.smaller(arguments)) or (None, ())
+        if smaller is None or smaller.part is None:
+            return
+        sizes = smaller.part.captured.sizes
+        self._prove(smaller, some, replace(template.at(sizes), protects=program.protects))
+        if Verdict.REFUSED in (smaller.forward, smaller.backward):
+            raise WrongTemplateError("Programs of sizes that were not traced fail, or give other numbers")
+        if Verdict.UNKNOWN not in (smaller.forward, smaller.backward):
+            template.proved_at(sizes)
+            proof.forward, proof.backward, proof.rounded = smaller.forward, smaller.backward, smaller.rounded
+
+    def _prove(self, proof: Proof, arguments: Sequence[Any], made: Program | None = None) -> None:
+        """Prove code by the program that it is about to run by, or by one that was made for smaller sizes."""
         if backward_pass.is_running():
             return
         nodes = () if proof.part is None else proof.part.captured.joint.graph.nodes
@@ -141,7 +173,9 @@ class Prover:
             return
         self._session.tracing.close()
         device = _device_of(proof, arguments)
-        program = None if proof.part is None else self._session.program_of(proof.part)
+        program = made
+        if made is None and proof.part is not None:
+            program = self._session.program_of(proof.part)
         if proof.part is not None and _may_differ_from_itself(proof.part, arguments):
             proof.end()
             return
@@ -149,7 +183,7 @@ class Prover:
             memory = self._memory_of(proof.part, program, device)
             if memory is None or memory.has_plain or memory.has_forward:
                 with trying(proof.part, program), failures.not_printed():
-                    self._try(proof, arguments, memory)
+                    self._try(proof, arguments, memory, needs_numbers=made is not None)
         self._conclude(proof)
 
     def _conclude(self, proof: Proof) -> None:
@@ -163,8 +197,10 @@ class Prover:
         ):
             proof.end()
 
-    def _try(self, proof: Proof, arguments: Sequence[Any], memory: ProofMemory | None) -> None:
-        """Run the code as written, then as captured, and compare."""
+    def _try(
+        self, proof: Proof, arguments: Sequence[Any], memory: ProofMemory | None, needs_numbers: bool = False
+    ) -> None:
+        """Run the code as written, then as captured, and compare; NaN may tell nothing."""
         assert proof.written is not None, "code is tried while it is proved"
         written = saved_hooks.without_bans(checkpoints.without(proof.written))
         is_plain = memory is not None and memory.has_plain
@@ -176,6 +212,8 @@ class Prover:
             trial, expected = run_written(trial)
         except Exception as error:  # whatever the user's code may raise: it will raise it when it runs
             log.info("Code could not be proved, since it fails as it was written: %s", error)
+            return
+        if needs_numbers and expected.has_nan:
             return
         try:
             found = trial.run(proof.captured)

@@ -36,6 +36,12 @@ class Outcome:
     gradients: dict[str, Any]
     has_fills: bool = False
 
+    @property
+    def has_nan(self) -> bool:
+        """Whether any number is not one."""
+        values = tensor_state.leaves([*self.values.values(), *self.gradients.values()])
+        return any(isinstance(v, torch.Tensor) and v.is_floating_point() and bool(v.isnan().any()) for v in values)
+
 
 @dataclass(frozen=True)
 class Trial:

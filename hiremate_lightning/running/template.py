@@ -71,8 +71,12 @@ class ProgramTemplate:
         They do where they have done so at sizes that were not traced, and each of these sizes lies between those that
         were traced or proved: PyTorch may compute in another way beyond some size, and a template does not.
         """
+        return bool(self._proved) and self.encloses(sizes)
+
+    def encloses(self, sizes: Sizes) -> bool:
+        """Whether each of some sizes lies between those that were traced or proved."""
         columns = zip(*self._sizes, *self._proved, strict=True)
-        return bool(self._proved) and all(min(c) <= size <= max(c) for c, size in zip(columns, sizes, strict=True))
+        return all(min(c) <= size <= max(c) for c, size in zip(columns, sizes, strict=True))
 
     def proved_at(self, sizes: Sizes) -> None:
         """Learn that its program for some sizes gives eager PyTorch's bits (`sessions.proving`)."""

@@ -1,6 +1,6 @@
 """Captured code at sizes that were never traced: where it is made from traces of other sizes, and from which.
 
-Code gets a template when a second size comes that would be traced. A new size then costs a fraction of a second. Its
+Code gets a template when it is captured with symbols for its sizes. A new size then costs a fraction of a second. Its
 graph has a part of its own as any other: what is planned, recorded and proved does not ask where a graph comes from.
 """
 

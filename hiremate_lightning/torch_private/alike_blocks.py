@@ -164,9 +164,7 @@ def _is_plain_operation(node: fx.Node, numbers: Mapping[Any, int]) -> bool:
     return is_of_values and is_static and "example_value" in node.meta and "_functorch" not in where
 
 
-def _calls_of(
-    blocks: Sequence[Block], mode: FakeTensorMode, numbers: Mapping[Any, int]
-) -> dict[Block, BlockCall]:
+def _calls_of(blocks: Sequence[Block], mode: FakeTensorMode, numbers: Mapping[Any, int]) -> dict[Block, BlockCall]:
     """Trace the first one of some blocks, and list those for which that trace holds."""
     first = blocks[0]
     alike = [block for block in blocks if _is_like(first, block)]

@@ -2,9 +2,9 @@
 
 A plan is of bytes, so the joint graph that it is made of has numbers for sizes. But most seconds of a capture go to
 Dynamo, which reads the user's code. Where sizes vary its graph has symbols for them, and is kept: only AOTAutograd's
-trace is made for each size that comes. From the second one on, traces of a few sizes that were chosen tell those of all
-sizes, where numbers are all that differs. Where each is traced, and that is another one each time, as with what a
-detector finds, small code may run as it was captured, without a plan.
+trace is made for each size that comes. Where a plan exists, and numbers are all that differs, not even that: traces of
+a few sizes that were chosen tell those of all sizes. Where each is traced, and that is another one each time, as with
+what a detector finds, small code may run as it was captured, without a plan.
 
 What tells symbols apart is private; `test_torch_private.py` says on which versions of torch this was checked.
 """
@@ -15,6 +15,7 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +40,7 @@ Layout = tuple[Sizes, Sizes]  # of a tensor: shape and strides
 Trace = Callable[[fx.GraphModule, Sequence[Any]], tuple[Runner, int]]
 LetRunCaptured = Callable[[object, int], bool]
 Samples = Sequence[tuple[Sizes, Runner]]
+Smaller = Callable[[Sequence[Any]], tuple[Runner, list[Any]] | None]  # from arguments: code, and some of each of them
 TraceAhead = Callable[[object, Sizes, Callable[[Sizes], bool]], None]
 
 
@@ -51,7 +53,9 @@ class SizeMaker(Protocol):
     def may_make_first(self, code: object) -> bool:
         """Whether to make code for the first sizes that come, too; where not, these are traced."""
 
-    def make(self, code: object, module: fx.GraphModule, samples: Samples, sizes: Sizes) -> Runner:
+    def make(
+        self, code: object, module: fx.GraphModule, samples: Samples, sizes: Sizes, smaller: Smaller | None = None
+    ) -> Runner:
         """Make code run.
 
         What is made raises `NoTemplateError` too, before anything has run, where the size is to be traced.
@@ -61,6 +65,7 @@ class SizeMaker(Protocol):
             module: The code at these sizes.
             samples: What runs it at others, each with all that varies there.
             sizes: What varies at these.
+            smaller: Makes it run at smaller sizes, to be proved there.
 
         Raises:
             NoTemplateError: If the samples don't tell.
@@ -160,10 +165,7 @@ class EachSize:
             return None
         try:
             self._sample_near(sizes, others)
-            whole = [self._symbols.with_computed(sample) for sample in self._samples]
-            varying, new = vary_alone(whole, self._symbols.with_computed(sizes))
-            samples = list(zip(varying, self._samples.values(), strict=True))
-            run = self._maker.make(self, self._with_numbers(sizes), samples, new)
+            run = self._made_at(sizes, partial(_smaller, weakref.ref(self), sizes))
         except Exception as error:  # whatever fails as samples are compared: a trace serves, as it would without them
             log.debug("The sizes %s can't be made from samples", sizes, exc_info=True)
             self._failed(error)
@@ -171,6 +173,34 @@ class EachSize:
         self._made.add(run)
         self._keep(sizes, others, run)
         return run
+
+    def _made_at(self, sizes: Sizes, smaller: Smaller | None = None) -> Runner:
+        assert self._maker is not None, "asked where something makes code"
+        whole = [self._symbols.with_computed(sample) for sample in self._samples]
+        varying, new = vary_alone(whole, self._symbols.with_computed(sizes))
+        samples = list(zip(varying, self._samples.values(), strict=True))
+        return self._maker.make(self, self._with_numbers(sizes), samples, new, smaller)
+
+    def made_smaller(self, sizes: Sizes, others: Sequence[Any]) -> tuple[Runner, list[Any]] | None:
+        """Make the code run at smaller sizes than some, that were not traced, with some of each argument.
+
+        Args:
+            sizes: These sizes.
+            others: The arguments that are no sizes.
+
+        Returns:
+            What runs it and its arguments; None where there are none.
+        """
+        smaller = self._symbols.smaller(sizes)
+        layouts = _layouts_at(self._module, self._sizes, smaller)
+        if layouts is None or smaller == sizes or smaller in self._samples:
+            return None
+        try:
+            some = [_some_of(value, layouts[place]) for place, value in zip(self._others, others, strict=True)]
+            return self._made_at(smaller), some
+        except Exception:  # whatever fails as arguments are cut: the code is proved at its own sizes
+            log.debug("Code can't be made for the sizes %s", smaller, exc_info=True)
+            return None
 
     def _failed(self, error: Exception) -> None:
         assert self._maker is not None, "something was made"
@@ -329,6 +359,33 @@ def _without_memory(mode: FakeTensorMode, value: Any, layout: Layout | None) -> 
     with mode:
         other = torch.empty_strided(*layout, dtype=value.dtype, device=value.device, requires_grad=value.requires_grad)
         return other if value.is_leaf else other.clone()
+
+
+def _some_of(value: Any, layout: Layout | None) -> Any:
+    """Return what stands for an input at smaller sizes: of each dimension as many rows as it has there, from all over.
+
+    Raises:
+        ValueError: If it is larger there.
+    """
+    if layout is None or not isinstance(value, torch.Tensor):
+        return value
+    shape, strides = layout
+    if tensor_state.has_parts(value) or any(size > rows for size, rows in zip(shape, value.shape, strict=True)):
+        raise ValueError
+    with torch.no_grad():
+        some = value.detach()
+        for dimension, (size, rows) in enumerate(zip(shape, value.shape, strict=True)):
+            if size < rows:
+                some = some.index_select(dimension, torch.arange(size, device=value.device) * rows // size)
+        other = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device).copy_(some)
+    other.requires_grad_(value.requires_grad)
+    return other if value.is_leaf else other.clone()
+
+
+def _smaller(code: weakref.ref[EachSize], sizes: Sizes, others: Sequence[Any]) -> tuple[Runner, list[Any]] | None:
+    """Call `EachSize.made_smaller` of code that what is proved must not keep alive."""
+    alive = code()
+    return None if alive is None else alive.made_smaller(sizes, others)
 
 
 def _trace_apart(

@@ -21,6 +21,7 @@ Sizes = tuple[int, ...]
 SHARES = (0.83, 0.61, 1.27, 0.47, 0.92, 0.71)  # of a real size, that sizes of samples are near
 MULTIPLES = (1, 2, 4, 8)  # of odd numbers, that sizes of samples are: code may ask for even ones
 NUMBERS = "hiremate_numbers"  # in the metadata of code at definite sizes: the numbers of its symbols
+GRAIN = 8  # kernels may compute multiples of it in another way
 LEAST = 3  # size of a sample: at 1, and where 2 is the number of something, code is other code
 
 
@@ -49,6 +50,19 @@ class SizeSymbols:
         """Return sizes with the quotients, rests and extremes of them."""
         values = {s: size for s, size in zip(self._symbols, sizes, strict=True) if s is not None}
         return (*sizes, *(int(number.xreplace(values)) for number in self._computed))
+
+    def smaller(self, sizes: Sizes) -> Sizes:
+        """Return about half of real sizes, multiples of 8 where they are large enough: most samples are odd."""
+        numbers = dict[str | None, int]()
+        for symbol, size in zip(self._symbols, sizes, strict=True):
+            half = max(LEAST, size // 2)
+            number = half // GRAIN * GRAIN or half
+            while number in numbers.values():
+                number += min(GRAIN, number)
+            numbers.setdefault(symbol and str(symbol), min(number, size))
+        return tuple(
+            size if symbol is None else numbers[str(symbol)] for symbol, size in zip(self._symbols, sizes, strict=True)
+        )
 
     def samples_near(self, sizes: Sizes, taken: Sequence[Sizes]) -> Iterator[Sizes]:
         """Yield sizes to trace the code at, each unlike all others of its dimension and of other dimensions.

@@ -15,6 +15,7 @@ from hiremate_lightning import hiremate
 from hiremate_lightning.capturing.absent import Absence
 from hiremate_lightning.capturing.capture import Captured
 from hiremate_lightning.memory.metering import measure_peak
+from hiremate_lightning.proofs.trials import Outcome
 from hiremate_lightning.running import program
 from hiremate_lightning.running.template import ProgramTemplate
 from hiremate_lightning.testing import captured_count, is_from_template, is_plain
@@ -117,6 +118,36 @@ def test_new_sizes_run_by_templates_within_the_budget():
 
     assert differing(planned.step(SHORT), plain.step(SHORT)) == []
     assert is_plain(planned.model)
+
+
+@pytest.fixture(name="proved")
+def _proved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths at which decisions are proved."""
+    lengths, prove = list[int](), ProgramTemplate.proved_at
+
+    def note(template: ProgramTemplate, sizes: tuple[int, ...]) -> None:
+        lengths.extend(sizes)
+        prove(template, sizes)
+
+    monkeypatch.setattr(ProgramTemplate, "proved_at", note)
+    return lengths
+
+
+@pytest.mark.parametrize(("tells_nothing", "expected"), [(False, [40]), (True, [LONG, NEW[0]])], ids=["half", "itself"])
+def test_decisions_are_proved_at_half_a_length_or_there(
+    proved: list[int], monkeypatch: pytest.MonkeyPatch, tells_nothing: bool, expected: list[int]
+):
+    """At the length itself where the outcome at half of it has NaN: these equal each other."""
+    torch._dynamo.reset()
+    if tells_nothing:
+        monkeypatch.setattr(Outcome, "has_nan", property(lambda _: True))
+    budget_bytes, _ = budget_of(FIRST, 0.75)
+    plain, planned = Training(small_gpt()), Training(hiremate(small_gpt(), budget_bytes, verbose=False))
+    for length in [FIRST, FIRST, SHORT, LONG, *NEW]:
+        assert differing(planned.step(length), plain.step(length)) == []
+    assert is_from_template(planned.model)
+    assert set(proved) <= set(expected)
+    assert proved
 
 
 class Scaled(SmallGPT):
