@@ -111,7 +111,9 @@ def collectives_through(memory: SharedMemory) -> Iterator[None]:
 
 
 def _sum(total: Tensor, parts: list[Tensor]) -> Tensor:
-    """Add parts up, by kernels that allocate nothing."""
+    """Add parts up, by kernels that allocate nothing on the device."""
+    if total.device.type != "cpu":
+        return total.copy_(_sum(torch.empty_like(total, device="cpu"), parts))
     total.copy_(parts[0])
     for part in parts[1:]:
         total.add_(part)
