@@ -50,9 +50,9 @@ FIRST = 5  # steps, in which code is captured and proved
 SAME, LENGTHS = (None,) * 5, (None, 24, None, 40, None, 24, 40, None, 32, 40, 24, None)
 NAMES = (
     *(f"transformers/{name}" for name in ("gpt2", "llama", "bert", "t5", "vit", "swin", "mistral", "gemma2", "mamba")),
-    *(f"transformers/{name}" for name in ("wav2vec2", "clip", "opt", "bloom", "deberta", "albert", "segformer")),
-    *(f"transformers/{name}" for name in ("falcon", "distilbert", "roberta", "electra", "convnext")),
-    *("timm/mlp_mixer", "timm/resnet", "timm/efficientnet", "unet_condition"),
+    *(f"transformers/{name}" for name in ("clip", "opt", "bloom", "deberta", "albert", "falcon", "distilbert")),
+    *(f"transformers/{name}" for name in ("roberta", "electra", "convnext")),
+    *("mixer", "timm/resnet", "timm/efficientnet", "unet_condition"),
 )
 
 
