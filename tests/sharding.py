@@ -24,6 +24,7 @@ from hiremate_lightning.targets.modules import targets_of
 from tests.shared_memory import SharedMemory, collectives_through, communicate_through
 
 STEPS = 5
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOO_SMALL = "too small for one rank"  # name of what two ranks with different budgets left
 
 
@@ -170,7 +171,7 @@ class Language(nn.Module):
             self.head.weight = self.words.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         if self.split is not None:
             x = DTensor.from_local(x, self.split, [Replicate()]).redistribute(placements=[Shard(1)]).to_local()
         for _ in range(self.times):
@@ -230,7 +231,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def tokens(rank: int, index: int, case: Case) -> Tensor:
     generator = torch.Generator().manual_seed(100 * index + batch_of(case, rank))
-    return torch.randint(128, (case.rows, case.length), generator=generator)
+    return torch.randint(128, (case.rows, case.length), generator=generator).to(DEVICE)
 
 
 def batch_of(case: Case, rank: int) -> int:
@@ -247,7 +248,8 @@ def part(model: nn.Module, case: Case, mesh: DeviceMesh) -> None:
         plan |= dict.fromkeys(("norm_1", "norm_2"), SequenceParallel())
         model.split = mesh
     for block in model.blocks:
-        parallelize_module(block, mesh, {name: how for name, how in plan.items() if getattr(block, name) is not None})
+        layers = {name: how for name, how in plan.items() if getattr(block, name) is not None}
+        parallelize_module(block, mesh, layers, src_data_rank=None)  # weights are the same in all processes
 
 
 def shard(model: nn.Module, case: Case, mesh: DeviceMesh, memory: SharedMemory) -> None:
@@ -268,25 +270,25 @@ def shard(model: nn.Module, case: Case, mesh: DeviceMesh, memory: SharedMemory) 
 
 def make_model(case: Case) -> nn.Module:
     torch.manual_seed(0)
-    model = case.model()
+    model = case.model().to(DEVICE)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(case.trains in name)
     return model
 
 
-def train(case: Case, rank: int, memory: SharedMemory, planned: bool, steps: int = STEPS) -> Left:
+def train(case: Case, rank: int, memory: SharedMemory, planned: bool, steps: int = STEPS, **options: Any) -> Left:
     """Train a model, with or without a plan."""
     with nullcontext() if case.gloo else collectives_through(memory):
-        return _train(case, rank, memory, planned, steps)
+        return _train(case, rank, memory, planned, steps, options)
 
 
-def _train(case: Case, rank: int, memory: SharedMemory, planned: bool, steps: int) -> Left:
+def _train(case: Case, rank: int, memory: SharedMemory, planned: bool, steps: int, options: dict[str, Any]) -> Left:
     left = Left()
     names = ("shards", "parts") if case.parts else ("replicas", "shards")
-    mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=names[-len(case.mesh) :])
+    mesh = init_device_mesh(DEVICE, case.mesh, mesh_dim_names=names[-len(case.mesh) :])
     model = make_model(case)
     target = [f"blocks.{i}" for i in range(len(model.blocks))] if case.blocks else None
-    attach = partial(hiremate, model, case.budget, target=target, verbose=False)
+    attach = partial(hiremate, model, case.budget, target=target, verbose=False, **options)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", HiRemateWarning)
         if planned and case.when == "before":
@@ -294,7 +296,7 @@ def _train(case: Case, rank: int, memory: SharedMemory, planned: bool, steps: in
         shard(model, case, mesh, memory)
         if planned and case.when == "after":
             attach()
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
         for index in range(steps):
             step(model, optimizer, case, rank, index, left, is_last=index + 1 == steps)
             if planned and left.planned_at is None and targets_of(model).session.plan is not None:
@@ -326,7 +328,7 @@ def step(model: nn.Module, optimizer: Any, case: Case, rank: int, index: int, le
             left.losses.append(loss.detach())
 
         if is_last:
-            left.peak_bytes = max(left.peak_bytes, measure_peak(run))
+            left.peak_bytes = max(left.peak_bytes, measure_peak(run, DEVICE))
         else:
             run()
     left.gradients.append({n: local(p.grad) for n, p in model.named_parameters() if p.grad is not None})

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
+from torch.distributed import ProcessGroup, ReduceOp, _Work
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
@@ -82,6 +82,48 @@ class ReduceScatter(DefaultReduceScatter):
             output_tensor.div_(self._memory.world)
 
 
+class Done(_Work):
+    """A collective that has ended."""
+
+    def __init__(self, results: list[Tensor]) -> None:
+        super().__init__()
+        self._future = torch.futures.Future[Any]()
+        self._future.set_result(results)
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
+
+
+class SharedGroup(ProcessGroup):
+    """The collectives of DistributedDataParallel through shared memory, on whatever device."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        super().__init__(memory.rank, memory.world)
+        self._memory = memory
+
+    def getBackendName(self) -> str:  # noqa: N802  as PyTorch calls it
+        return "shared"
+
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> Done:
+        for tensor in tensors:
+            _sum(tensor, [part.view(tensor.shape) for part in self._memory.exchange(tensor.contiguous())])
+        return Done(tensors)
+
+    def broadcast(self, tensors: list[Tensor], options: Any = None) -> Done:
+        for tensor in tensors:
+            tensor.copy_(self._memory.exchange(tensor.contiguous())[options.rootRank].view(tensor.shape))
+        return Done(tensors)
+
+    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], options: Any = None) -> Done:
+        for parts, tensor in zip(outputs, tensors, strict=True):
+            for part, value in zip(parts, self._memory.exchange(tensor.contiguous()), strict=True):
+                part.copy_(value.view(part.shape))
+        return Done(tensors)
+
+
 @contextmanager
 def collectives_through(memory: SharedMemory) -> Iterator[None]:
     """Let collectives that tensor parallelism runs inside of blocks go through shared memory while a block runs."""
@@ -95,7 +137,7 @@ def collectives_through(memory: SharedMemory) -> Iterator[None]:
         return _sum(torch.empty_like(own), [part.view(own.shape) for part in parts])
 
     def all_gather(own: Tensor, size: int, group: str) -> Tensor:
-        return torch.cat(parts_of(own, group)).view(size * own.shape[0], *own.shape[1:])
+        return torch.cat(parts_of(own, group)).view(size * own.shape[0], *own.shape[1:]).to(own.device)
 
     def reduce_scatter(own: Tensor, how: str, size: int, group: str) -> Tensor:
         assert how == "sum", how
@@ -104,14 +146,17 @@ def collectives_through(memory: SharedMemory) -> Iterator[None]:
         return _sum(torch.empty_like(parts[0]), parts)
 
     with torch.library._scoped_library("_c10d_functional", "IMPL") as library:
-        library.impl("all_reduce", all_reduce, "CPU")
-        library.impl("all_gather_into_tensor", all_gather, "CPU")
-        library.impl("reduce_scatter_tensor", reduce_scatter, "CPU")
+        for device in ("CPU", "CUDA") if torch.cuda.is_available() else ("CPU",):
+            library.impl("all_reduce", all_reduce, device)
+            library.impl("all_gather_into_tensor", all_gather, device)
+            library.impl("reduce_scatter_tensor", reduce_scatter, device)
         yield
 
 
 def _sum(total: Tensor, parts: list[Tensor]) -> Tensor:
-    """Add parts up, by kernels that allocate nothing."""
+    """Add parts up, by kernels that allocate nothing on the device."""
+    if total.device.type != "cpu":
+        return total.copy_(_sum(torch.empty_like(total, device="cpu"), parts))
     total.copy_(parts[0])
     for part in parts[1:]:
         total.add_(part)

@@ -350,7 +350,7 @@ def _pictures(name: str, size: int) -> Case:
         _timm().create_model(name, num_classes=10).train(),
         lambda index: {"x": random(index, BATCH, 3, size, size)},
         lambda output, batch: (
-            F.cross_entropy(output, torch.arange(BATCH))
+            F.cross_entropy(output, torch.arange(BATCH, device=output.device))
             if isinstance(output, Tensor) and output.dim() == 2
             else _output_loss(output, batch)
         ),

@@ -104,5 +104,5 @@ def timm(name: str, batch: int, size: int, **options: Any) -> Case:
     return Case(
         timm_model(name, **options),
         lambda index: {"x": random(index, batch, 3, size, size)},
-        lambda output, batch: F.cross_entropy(output, torch.arange(len(output)) % 10),
+        lambda output, batch: F.cross_entropy(output, torch.arange(len(output), device=output.device) % 10),
     )

@@ -70,6 +70,8 @@ class RecordedStep:
         margin_bytes: Bytes of the budget that its plan leaves free: at first for small parts that run without a plan,
             none where no plan leaves that much; later by how much an earlier plan was measured above its prediction.
         corrections: How often it was planned again for such a margin.
+        keeps_on_device: Whether nothing goes away to the host, since a plan by which it did was measured above the
+            budget, and no margin was enough.
         unfinished: Its forwards whose backward is not part of it, and the schedules by which these ran.
         unfinished_bytes: Bytes that unfinished forwards save beyond what they saved when the step was recorded.
         others_bytes: What the backwards of graphs of earlier steps take that run in it.
@@ -85,6 +87,7 @@ class RecordedStep:
     limits: Limits
     margin_bytes: int = 0
     corrections: int = 0
+    keeps_on_device: bool = False
     unfinished: tuple[tuple[Part, Schedule], ...] = ()
     unfinished_bytes: int = 0
     others_bytes: int = 0

@@ -1,16 +1,17 @@
-"""Values put aside while nothing reads them: in temporary files, or in the host's memory where they lie on a GPU."""
+"""Values put aside while nothing reads them: in temporary files, or from a GPU on the host by `running.copies`."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..running.copies import HostMemory, Leaving, Place
 from ..torch_private import tensor_state
 
 LEAST_ASIDE = 2**14  # bytes
@@ -21,23 +22,15 @@ CHANGED = (
 HAS_FILES = hasattr(os, "posix_fallocate")  # without it a write to a full disk ends the process
 
 
-class _Copy:
-    """A copy of a storage: in a file, or on the host.
+class _InFile:
+    """A storage of the host in a temporary file, and read in the memory of that file."""
 
-    Args:
-        memory: Its bytes.
-    """
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._memory = in_file(tensor_state.memory_of(tensor))
 
-    def __init__(self, memory: torch.Tensor) -> None:
-        self._memory, self._loaded = memory, dict[torch.device, Callable[[], torch.UntypedStorage | None]]()
-
-    def on(self, device: torch.device) -> torch.UntypedStorage:
-        """Return the storage: the memory of the file, or on a GPU new memory, unless an earlier call's still lives."""
-        loaded = self._loaded[device]() if device in self._loaded else None
-        if loaded is None:
-            loaded = self._memory.to(device).untyped_storage()
-            self._loaded[device] = tensor_state.refer_weakly(loaded)
-        return loaded
+    def storage(self) -> torch.UntypedStorage:
+        """Return the storage."""
+        return self._memory.untyped_storage()
 
 
 @dataclass(frozen=True)
@@ -46,16 +39,15 @@ class _Aside:
 
     Attributes:
         copy: Of its storage.
-        like: Its type, device, place in the storage, shape and strides.
+        place: Its place there.
     """
 
-    copy: _Copy
-    like: tuple[torch.dtype, torch.device, int, Sequence[int], Sequence[int]]
+    copy: _InFile | Leaving
+    place: Place
 
     def get(self) -> torch.Tensor:
         """Return the tensor."""
-        dtype, device, offset, shape, strides = self.like
-        return torch.empty(0, dtype=dtype, device=device).set_(self.copy.on(device), offset, shape, strides)
+        return self.place.on(self.copy.storage())
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +79,19 @@ class SavedAside(torch.autograd.graph.saved_tensors_hooks):
 
     Args:
         given: Storages that were there before.
-        on_full: Called where there is no room for a file: the value stays then. None to raise the error.
+        host: Blocks of the host for what lies on a GPU.
+        on_full: Called where there is no room: the value stays then. None to raise the error.
     """
 
-    def __init__(self, given: Collection[int], on_full: Callable[[OSError], None] | None = None) -> None:
+    def __init__(
+        self,
+        given: Collection[int],
+        host: HostMemory | None = None,
+        on_full: Callable[[OSError | MemoryError], None] | None = None,
+    ) -> None:
         super().__init__(self._put, lambda value: value.get())
-        self._given, self._on_full = given, on_full
-        self._copies: dict[int, tuple[int | None, Callable[[], bool], _Copy]] = {}  # by storage: of a version
+        self._given, self._host, self._on_full = given, host or HostMemory(), on_full
+        self._copies: dict[int, tuple[int | None, Callable[[], bool], _InFile | Leaving]] = {}  # by storage
 
     def __exit__(self, *raised: object) -> None:
         """Save nothing aside any more, and forget what was: the hooks refer to themselves, so they die late."""
@@ -109,27 +107,34 @@ class SavedAside(torch.autograd.graph.saved_tensors_hooks):
         is_plain = tensor_state.is_dense(tensor) and not tensor_state.has_parts(tensor)
         if not is_plain or tensor_state.is_transforming() or tensor.is_conj() or tensor.is_neg():
             return None
+        if tensor.device.type == "cpu" and not HAS_FILES:
+            return None
         storage = tensor_state.storage_id(tensor)
         if storage in self._given or tensor.untyped_storage().nbytes() < LEAST_ASIDE:
             return None
         try:
             copy = self._copy(storage, tensor, version)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             if self._on_full is None:
                 raise
             self._on_full(error)
             return None
-        offset = int(tensor.storage_offset())
-        return _Aside(copy, (tensor.dtype, tensor.device, offset, tensor.shape, tensor.stride()))
+        return _Aside(copy, Place(tensor))
 
-    def _copy(self, storage: int, tensor: torch.Tensor, version: int) -> _Copy:
+    def _copy(self, storage: int, tensor: torch.Tensor, version: int) -> _InFile | Leaving:
         if storage in self._copies:
             copied, lives, copy = self._copies[storage]
             if version == copied and lives():
                 return copy
-        copy = _Copy(in_file(tensor_state.memory_of(tensor)).cpu())
+        copy = _InFile(tensor) if tensor.device.type == "cpu" else self._leave(tensor)
         self._copies[storage] = version, tensor_state.watch_storage(tensor), copy
         return copy
+
+    def _leave(self, tensor: torch.Tensor) -> Leaving:
+        """Copy a storage to the host. What is computed next waits for the copy: it may change the storage in place."""
+        leaving = Leaving(tensor, self._host)
+        leaving.wait()
+        return leaving
 
 
 def saving_aside(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, OverflowMethod, RenderableType, RenderResult
@@ -23,6 +24,8 @@ from ..records.graph import Direction
 from ..records.simulation import Simulation
 from ..units import format_bytes, format_time
 from .breakdown import ModuleRow, advice_lines, module_rows, place_words, total_row, use_cells
+from .figures import planned_run
+from .lifetimes import Band
 from .plan_summary import summary_rows
 
 MAX_WIDTH = 110  # columns; wider tables are harder to read along a row
@@ -37,6 +40,7 @@ class Glyphs:
     Attributes:
         levels: Cells filled from the bottom, from nearly empty to full.
         shade: What plain training keeps.
+        away: Values that go to the host's memory, while they are on the device.
         line: Axis, and budget line.
         again: Axis where operations are recomputed.
         turn: Where forward and backward meet on the axis.
@@ -48,6 +52,7 @@ class Glyphs:
 
     levels: str = "▁▂▃▄▅▆▇█"
     shade: str = "░"
+    away: str = "▒"
     line: str = "─"
     again: str = "━"
     turn: str = "┴"
@@ -67,8 +72,10 @@ class Glyphs:
 
 
 UNICODE = Glyphs()
-ASCII = Glyphs(levels="_oO#", shade=":", line="-", again="=", turn="+", side="|", times="x", arrow="->", none=".")
-_KEPT, FAINT, _BUDGET, _AGAIN, _OVER = "green", "dim", "magenta", "cyan", "bold red"
+ASCII = Glyphs(
+    levels="_oO#", shade=":", away="%", line="-", again="=", turn="+", side="|", times="x", arrow="->", none="."
+)
+_KEPT, FAINT, _BUDGET, _AGAIN, _OVER, _AWAY = "green", "dim", "magenta", "cyan", "bold red", "blue"
 
 
 def plan_table(plan: Plan) -> RenderableType:
@@ -195,7 +202,7 @@ def timeline_text(plan: Plan, width: int, glyphs: Glyphs = UNICODE) -> Text:
     """Draw the memory of the planned step over that of the plain one: time to the right, bytes upwards.
 
     The axis starts at the resident bytes; the budget is a line, unless it is far above all memory. Each column shows
-    the most bytes of its time.
+    the most bytes of its time, those of values that go to the host below.
 
     Args:
         plan: A plan.
@@ -206,6 +213,18 @@ def timeline_text(plan: Plan, width: int, glyphs: Glyphs = UNICODE) -> Text:
         About a dozen lines.
     """
     return _Timeline(plan, width, glyphs).draw()
+
+
+class _Level(NamedTuple):
+    """The bytes of a moment.
+
+    Attributes:
+        size_bytes: All of them.
+        away_bytes: Those of values that go to the host, or have come back.
+    """
+
+    size_bytes: int
+    away_bytes: int
 
 
 @dataclass(frozen=True)
@@ -244,11 +263,11 @@ class _Timeline:
         return max(20, self.width - max(len(label) for label in self.labels) - 2)
 
     def draw(self) -> Text:
-        plain, _ = self._columns(self.plan.unplanned)
-        planned, again = self._columns(self.plan.planned)
+        plain, _ = self._columns(self.plan.unplanned, [])
+        planned, again = self._columns(self.plan.planned, planned_run(self.plan).bands.get(Band.AWAY, []))
         rows = max(math.ceil(self.top_bytes / self.row_bytes - 1e-9), self.budget_row or 0)
         top, budget, _ = self.labels
-        lines = [self._legend(any(again))]
+        lines = [self._legend(any(again), any(level.away_bytes for level in planned))]
         for row in reversed(range(rows)):
             if row + 1 == self.budget_row:
                 lines.append(self._line(budget, [(self.glyphs.line, _BUDGET)] * self.columns))
@@ -257,15 +276,16 @@ class _Timeline:
             lines.append(self._line(label, cells))
         return Text("\n").join([*lines, self._axis(again), self._phases()])
 
-    def _columns(self, simulation: Simulation) -> tuple[list[int], list[bool]]:
+    def _columns(self, simulation: Simulation, away: Sequence[int]) -> tuple[list[_Level], list[bool]]:
         """Return for each column the most bytes of its time, and whether much of that time runs something again."""
-        peaks, again = [0] * self.columns, [0.0] * self.columns
+        peaks, again = [_Level(0, 0)] * self.columns, [0.0] * self.columns
         clock = 0.0
         for position, moment in enumerate(simulation.timeline):
             start, clock = clock, clock + self._duration(moment.node)
+            level = _Level(moment.peak_bytes, away[position] if away else 0)
             for column in range(int(start), max(int(start) + 1, math.ceil(clock - 1e-9))):
                 at = min(column, self.columns - 1)
-                peaks[at] = max(peaks[at], moment.peak_bytes)
+                peaks[at] = max(peaks[at], level)
                 if position >= simulation.turn and self.plan.graph.nodes[moment.node].direction is Direction.FORWARD:
                     again[at] += min(clock, column + 1) - max(start, column)
         return peaks, [share > 0.25 for share in again]
@@ -282,11 +302,13 @@ class _Timeline:
         planned = self.plan.planned
         return min(self.columns - 1, int(sum(self._duration(m.node) for m in planned.timeline[: planned.turn])))
 
-    def _cell(self, row: int, planned: int, plain: int) -> tuple[str, str]:
-        filled = planned / self.row_bytes - row
+    def _cell(self, row: int, planned: _Level, plain: _Level) -> tuple[str, str]:
+        filled = planned.size_bytes / self.row_bytes - row
+        if row < round(planned.away_bytes / self.row_bytes):
+            return self.glyphs.away, _AWAY
         if filled > 0:
             return self.glyphs.level(min(1.0, filled)), _KEPT
-        return (self.glyphs.shade, FAINT) if plain / self.row_bytes > row else (" ", "")
+        return (self.glyphs.shade, FAINT) if plain.size_bytes / self.row_bytes > row else (" ", "")
 
     def _line(self, label: str, cells: Sequence[tuple[str, str]], side: str = "") -> Text:
         text = Text().append(f"{label:>{self.width - self.columns - 2}} {side or self.glyphs.side}", FAINT)
@@ -308,14 +330,22 @@ class _Timeline:
         indent = " " * (self.width - self.columns)
         return Text(f"{indent}{forward:<{self._turn}}  {backward}", FAINT)
 
-    def _legend(self, runs_again: bool) -> Text:
+    def _legend(self, runs_again: bool, puts_away: bool) -> Text:
         glyphs = self.glyphs
         items = [(glyphs.full, _KEPT, "planned"), (glyphs.shade, FAINT, "unplanned")]
+        items += [(glyphs.away, _AWAY, "goes to the host")] if puts_away else []
         items += [(glyphs.line, _BUDGET, "budget")] if self.budget_row else []
         items += [(glyphs.again, _AGAIN, "recomputing")] if runs_again else []
         gap = "   " if self.width >= 70 else " "
-        keys = [Text.assemble((mark, style), f" {words}") for mark, style, words in items]
-        return Text(" " * (self.width - self.columns)) + Text(gap).join(keys)
+        lines = [Text(" " * (self.width - self.columns))]
+        for mark, style, words in items:
+            key = Text.assemble((mark, style), f" {words}{gap}")
+            if len(lines[-1]) + len(key) - len(gap) > self.width:
+                lines.append(Text(" " * (self.width - self.columns)))
+            lines[-1].append(key)
+        for line in lines:
+            line.rstrip()
+        return Text("\n").join(lines)
 
 
 def plain_table() -> Table:

@@ -1,4 +1,4 @@
-"""Copies to the host and back beside what is computed: what a program calls where a value of it goes away.
+"""Copies to the host and back beside what is computed: where a program puts a value away, and where one is put aside.
 
 A device has two streams of its own for them, one for each direction. Each copy begins behind all that was computed
 before it, and the stream that computes waits for the copy's event before memory is freed or read. So memory goes back
@@ -22,6 +22,7 @@ from ..records.away import round_block, staying
 from ..rewriting.joint import is_collective
 from ..rewriting.replays import is_state
 from ..torch_private import runtime, tensor_state
+from ..units import format_bytes
 
 
 class HostMemory:
@@ -41,13 +42,17 @@ class HostMemory:
         self._idle: defaultdict[tuple[int, bool], list[Block]] = defaultdict(list)
 
     def take(self, size_bytes: int, is_pinned: bool) -> Block:
-        """Return a block that nobody uses."""
+        """Return a block that nobody uses.
+
+        Raises:
+            MemoryError: If the host has no memory for a new block.
+        """
         whole_bytes = round_block(size_bytes) if is_pinned else size_bytes
         idle = self._idle[whole_bytes, is_pinned]
         if not idle:
             self._make_room(whole_bytes)
+            idle.append(Block(_allocate(whole_bytes, is_pinned), is_pinned))
             self.size_bytes += whole_bytes
-            idle.append(Block(torch.empty(whole_bytes, dtype=torch.uint8, pin_memory=is_pinned), is_pinned))
         return idle.pop()
 
     def _make_room(self, size_bytes: int) -> None:
@@ -62,6 +67,16 @@ class HostMemory:
     def give(self, block: Block) -> None:
         """Take a block back, the last copy from which may still run."""
         self._idle[block.memory.nbytes, block.is_pinned].append(block)
+
+
+def _allocate(size_bytes: int, is_pinned: bool) -> torch.Tensor:
+    try:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+    except RuntimeError as error:  # PyTorch has no class of its own for a host that is full
+        raise MemoryError(
+            f"The host has no {format_bytes(size_bytes)} left for a value that goes away from the device. Name less in "
+            "host_budget=, or keep values on the device with offload='off'."
+        ) from error
 
 
 @dataclass
@@ -139,28 +154,49 @@ class Leaving:
         self.device, self.size_bytes, self._host = memory.device, memory.nbytes, host
         self.block = host.take(memory.nbytes, is_pinned=memory.device.type == "cuda")
         _lines(self.device).copy_out(self.block, memory)
+        self._back: Callable[[], torch.UntypedStorage | None] = lambda: None
 
     def wait(self) -> None:
         """Let what is computed from here on wait for the copy."""
         _lines(self.device).wait(self.block.last)
+
+    def storage(self) -> torch.UntypedStorage:
+        """Return the storage in memory of the device: brought back to new memory, unless an earlier one still lives."""
+        storage = self._back()
+        if storage is None:
+            storage = Arriving(self).storage()
+            self._back = tensor_state.refer_weakly(storage)
+        return storage
 
     def __del__(self) -> None:
         if hasattr(self, "block"):
             self._host.give(self.block)
 
 
-class Parked:
-    """A tensor whose storage is on the host."""
+class Place:
+    """Where in its storage a tensor lies, and as what."""
 
-    def __init__(self, tensor: torch.Tensor, leaving: Leaving) -> None:
-        self.leaving = leaving
+    def __init__(self, tensor: torch.Tensor) -> None:
         self._dtype, self._offset = tensor.dtype, tensor.storage_offset()
         self._shape, self._strides = tensor.shape, tensor.stride()
 
-    def on(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the tensor as it was, on memory that has the bytes of its storage."""
-        tensor = torch.empty(0, dtype=self._dtype, device=memory.device)
-        return tensor.set_(memory.untyped_storage(), self._offset, self._shape, self._strides)
+    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return the tensor as it was, on a storage that has the bytes of its own."""
+        tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
+        return tensor.set_(storage, self._offset, self._shape, self._strides)
+
+
+@dataclass(frozen=True)
+class Parked:
+    """A tensor whose storage is on the host.
+
+    Attributes:
+        leaving: Its storage.
+        place: Its place there.
+    """
+
+    leaving: Leaving
+    place: Place
 
 
 class Arriving:
@@ -173,10 +209,10 @@ class Arriving:
         self._copied: Any = leaving.block.last
         self._is_there = False
 
-    def get(self, parked: Parked) -> torch.Tensor:
-        """Let what is computed from here on wait for the copy, and return a tensor on it."""
+    def storage(self) -> torch.UntypedStorage:
+        """Let what is computed from here on wait for the copy, and return the storage."""
         self._wait()
-        return parked.on(self._memory)
+        return self._memory.untyped_storage()
 
     def _wait(self) -> None:
         if not self._is_there:
@@ -191,7 +227,7 @@ class Arriving:
 def wait_out(leaving: Leaving, *tensors: torch.Tensor) -> tuple[Parked, ...]:
     """Wait for a copy to the host; return what stands for the tensors on the storage from here on."""
     leaving.wait()
-    return tuple(Parked(tensor, leaving) for tensor in tensors)
+    return tuple(Parked(leaving, Place(tensor)) for tensor in tensors)
 
 
 def copy_in(parked: Parked) -> Arriving:
@@ -201,7 +237,7 @@ def copy_in(parked: Parked) -> Arriving:
 
 def wait_in(parked: Parked, arriving: Arriving) -> torch.Tensor:
     """Wait for a storage to be back; return a tensor on it."""
-    return arriving.get(parked)
+    return parked.place.on(arriving.storage())
 
 
 def copying_out(host: HostMemory) -> Callable[[torch.Tensor], Leaving]:

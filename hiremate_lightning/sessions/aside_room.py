@@ -15,6 +15,7 @@ from ..torch_private import saved_hooks, sharding, tensor_state
 from .planned_model import PlannedModel
 
 SHARE_ASIDE = 0.5  # of what the host could still hand out, and the disk of the temporary files, at most
+MOST_ROUNDING = 2  # of what is pinned: blocks are powers of two
 
 
 class AsideRoom:
@@ -25,31 +26,33 @@ class AsideRoom:
     """
 
     def __init__(self, model: PlannedModel) -> None:
-        self._root, self._announcements = model.root, model.announcements
-        self._is_usable = HAS_FILES and not sharding.has_units(model.root)
+        self._model, self._memory = model, model.offloading.memory
+        self._is_usable = not sharding.has_units(model.root)
 
     def holds(self, size_bytes: int) -> bool:
         """Whether there is room for so many bytes."""
-        if not size_bytes:
-            return True
-        free_bytes = min(free_host_bytes(), shutil.disk_usage(tempfile.gettempdir()).free)
-        return self._is_usable and size_bytes <= SHARE_ASIDE * free_bytes
+        return not size_bytes or (self._is_usable and size_bytes <= self._room_bytes())
+
+    def _room_bytes(self) -> int:
+        free_bytes = free_host_bytes()
+        if self._model.memory.device.type == "cpu":
+            return int(SHARE_ASIDE * min(free_bytes, shutil.disk_usage(tempfile.gettempdir()).free)) * HAS_FILES
+        room_bytes, most_bytes = int(SHARE_ASIDE * (free_bytes + self._memory.size_bytes)), self._memory.most_bytes
+        return min(room_bytes, most_bytes or room_bytes) // MOST_ROUNDING
 
     @contextmanager
     def saving(self, arguments: Any) -> Iterator[None]:
         """Put aside what autograd saves in a call with some arguments, these and weights left out."""
-        stay = (*tensors_inside(arguments), *self._root.parameters(), *self._root.buffers())
-        with (
-            saved_hooks.giving_way_to_transforms(),
-            SavedAside(tensor_state.storages_among(stay), self._are_full),
-        ):
+        root = self._model.root
+        stay = tensor_state.storages_among((*tensors_inside(arguments), *root.parameters(), *root.buffers()))
+        with saved_hooks.giving_way_to_transforms(), SavedAside(stay, self._memory, self._are_full):
             yield
 
-    def _are_full(self, error: OSError) -> None:
+    def _are_full(self, error: OSError | MemoryError) -> None:
         """Warn that what was to be put aside stays in memory."""
         self._is_usable = False
-        self._announcements.say(
-            "There was no room for temporary files in which a step of a new input size was to put what its backward "
-            "reads, so that it took more memory; no further step does that.",
+        self._model.announcements.say(
+            "There was no room in temporary files or in the host's memory for what the backward of a step of a new "
+            "input size reads, so that it took more memory; no further step puts it there.",
             f" ({error})",
         )

@@ -149,7 +149,8 @@ class PlanMaker:
 
     def anew(self, step: RecordedStep) -> RecordedStep:
         """Return a step of known code that was not planned."""
-        return replace(step, solve=self._new_solve(), limits=self.new_limits(), corrections=0, decided=())
+        untried = replace(step, corrections=0, keeps_on_device=False, decided=())
+        return replace(untried, solve=self._new_solve(), limits=self.new_limits())
 
     def _new_solve(self) -> Strategy:
         solver = Remembering(worker.apart(self._model.options.plan.solver))
@@ -221,6 +222,8 @@ class PlanMaker:
 
     def host(self, recorded: RecordedStep) -> Host | None:
         """Return the memory of the host that values of a step may go away to; None where all stays on the device."""
+        if recorded.keeps_on_device:
+            return None
         captured = [call.captured for call in recorded.calls]
         waits = recorded.waits or bool(recorded.decided)
         return self._model.offloading.host(recorded.merge(), captured, waits)

@@ -434,14 +434,16 @@ class PlannedKinds:
             return
         margin_bytes = peak_bytes - plan.planned_peak_bytes  # more than the last one, which was left free
         corrected = replace(step, corrections=step.corrections + 1)
-        kind.step = replace(corrected, margin_bytes=margin_bytes)
-        try:
-            self._plan(*(self.maker.choose_level() if step.waits else ()), kind)
-        except InfeasibleBudgetError:
-            kind.step = corrected
-            self._announcements.say_over(f"{text}, and no plan leaves that margin: the plan stays.")
-        else:
-            log.info("%s: planned again, with that margin", text)
+        tries = [replace(corrected, margin_bytes=margin_bytes)]
+        if plan.solution.aways:  # the allocator rounds less up where nothing goes away
+            tries.append(replace(corrected, margin_bytes=self.maker.left_bytes, keeps_on_device=True))
+        for kind.step in tries:
+            with suppress(InfeasibleBudgetError):
+                self._plan(*(self.maker.choose_level() if step.waits else ()), kind)
+                log.info("%s: planned again, with less", text)
+                return
+        kind.step = corrected
+        self._announcements.say_over(f"{text}, and no plan leaves that margin: the plan stays.")
 
     def piece_measured(self, peak_bytes: int) -> None:
         """Compare the peak of a step with the budget that runs backwards of earlier forwards only: it has no plan."""

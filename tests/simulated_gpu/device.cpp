@@ -546,6 +546,14 @@ const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef sizes, std::o
   if (format.has_value()) impl->empty_tensor_restride(*format);
   return self;
 }
+void resize_storage(const at::Tensor& on, size_t size) {
+  at::Storage storage = on.storage();
+  c10::DataPtr memory = allocator().allocate(size);
+  const size_t kept = std::min(size, storage.nbytes());
+  if (kept > 0) std::memcpy(memory.get(), storage.data(), kept);
+  storage.set_data_ptr_noswap(std::move(memory));
+  storage.set_nbytes(size);
+}
 at::Tensor& set_storage(at::Tensor& self, at::Storage source, int64_t offset, c10::IntArrayRef sizes,
                         c10::IntArrayRef strides) {
   self.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(source));
@@ -666,5 +674,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("record", [](int64_t stream) { return late_copies().record(stream); });
   m.def("wait", [](int64_t by, int64_t stream, size_t asked) { late_copies().wait(by, stream, asked); });
   m.def("finish", [] { late_copies().finish(); });
+  m.def("resize_storage", &resize_storage);
   m.def("default_generator", [] { return default_generator(); });
 }

@@ -117,6 +117,15 @@ def install(device: ModuleType) -> None:
         events = [{"action": actions[given], "addr": at, "size": size} for given, at, size in device.events()]
         return {"device_traces": [events], "segments": []}
 
+    resize_on_host = torch.UntypedStorage.resize_
+
+    def resize(storage: Any, size_bytes: int) -> Any:
+        if storage.device.type != "cuda":
+            return resize_on_host(storage, size_bytes)
+        device.resize_storage(torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage), size_bytes)
+        return storage
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
     set_fraction(1.0)
     properties = SimpleNamespace(name="simulated", total_memory=TOTAL_BYTES, major=9, minor=0, multi_processor_count=8)
     constants = {

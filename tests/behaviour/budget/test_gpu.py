@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hiremate_lightning.memory.allocator import LEAST_REST_BYTES
 from hiremate_lightning.memory.metering import MemoryMeter, measure_peak
 from hiremate_lightning.rewriting import kernels, losses
 from hiremate_lightning.rewriting.overwriting import overwriting
+from hiremate_lightning.running.copies import Block, HostMemory, Leaving
 from hiremate_lightning.targets.modules import targets_of
 from hiremate_lightning.torch_private.tensor_state import storage_id
 from tests.behaviour.exactness.test_accumulation import Wide, batch, weight_bytes
@@ -162,6 +164,59 @@ def test_what_is_put_aside_leaves_the_device_and_comes_back_once():
     assert torch.equal(x.grad, 8 * x.detach())
 
 
+def changed_after_it_was_saved() -> tuple[torch.Tensor, torch.Tensor]:
+    """Put a value aside, change it in place, and put it aside again; return the gradient, and what it is."""
+    x = torch.randn(2**18, device="cuda", requires_grad=True)
+    with SavedAside({storage_id(x)}):
+        y = x * 1
+        loss = y.sin().sum()
+        with torch.no_grad():
+            y.add_(1)
+        loss = loss + y.cos().sum()
+        del y
+    plain = x.detach()
+    return torch.autograd.grad(loss, x)[0], plain.cos() - (plain + 1).sin()
+
+
+def test_what_is_put_aside_may_be_changed_in_place_afterwards():
+    assert torch.equal(*changed_after_it_was_saved())
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="on a real GPU copies may end in time by chance")
+def test_a_missing_wait_for_what_is_put_aside_is_seen(monkeypatch):
+    monkeypatch.setattr(Leaving, "wait", lambda self: None)
+    assert not torch.equal(*changed_after_it_was_saved())
+
+
+def test_blocks_of_what_was_put_aside_are_used_again():
+    host, x = HostMemory(), torch.randn(2**18, device="cuda", requires_grad=True)
+    for _ in range(3):
+        with SavedAside({storage_id(x)}, host):
+            loss = (x * 2).square().sum()
+        loss.backward()
+        del loss
+        gc.collect()
+    assert host.size_bytes == x.nbytes
+
+
+class Full(HostMemory):
+    """A host that has no memory left."""
+
+    def take(self, size_bytes: int, is_pinned: bool) -> Block:
+        return super().take(2**60, is_pinned)
+
+
+def test_what_finds_no_room_on_the_host_stays_on_the_device():
+    x, errors = torch.randn(2**18, device="cuda", requires_grad=True), []
+    with SavedAside({storage_id(x)}, Full(), errors.append):
+        loss = (x * 2).square().sum()
+    loss.backward()
+    assert torch.equal(x.grad, 8 * x.detach())
+    assert len(errors) == 1
+    with pytest.raises(MemoryError, match=r"The host has no .* left for a value that goes away from the device"):
+        Leaving(x, Full())
+
+
 @pytest.mark.usefixtures("without_templates")
 def test_steps_of_new_sizes_put_aside_what_they_save_within_the_budget():
     def step(model: nn.Module, length: int) -> torch.Tensor:
@@ -188,6 +243,7 @@ def test_steps_of_new_sizes_put_aside_what_they_save_within_the_budget():
     session = targets_of(model).session
     assert session.captured_count == 1
     assert session.steps.plain.prediction.saves_memory
+    assert session._model.offloading.memory.size_bytes > 0
 
 
 def test_intervals_start_with_what_lives():

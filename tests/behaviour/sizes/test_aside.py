@@ -115,7 +115,7 @@ def test_without_room_for_files_training_goes_on(monkeypatch):
     budget = budget_of(60)
     monkeypatch.setattr(os, "posix_fallocate", _refuse)
     train_both(Net, simple_loop(of_step, steps=len(LENGTHS)), budget)
-    with pytest.warns(HiRemateWarning, match="no room for temporary files"):
+    with pytest.warns(HiRemateWarning, match="There was no room in temporary files"):
         assert ways(hiremate(Net(), budget, verbose=False)).count("aside") == 1
 
 
