@@ -24,6 +24,9 @@ from .solvers.base import Solution, Status
 Numbers = Mapping[str, Any]  # of a plan, as `Plan.to_dict` names them
 
 
+SAVES_NOTHING = 0.99  # of what a step adds without its plan: a plan that takes as much, or more, saves no memory
+
+
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """What the device showed of a plan; None where not measured yet.
@@ -151,6 +154,12 @@ class Plan:
             known = ("schedule", "planned", "unplanned")
             vars(found).update((name, value) for name, value in vars(self).items() if name in known)
         return found
+
+    @property
+    def saves_nothing(self) -> bool:
+        """Whether nothing fits the budget, and the plan takes what its step takes without it, or nearly."""
+        is_over = self.planned_peak_bytes > self.budget_bytes
+        return is_over and self.planned.peak_bytes >= SAVES_NOTHING * self.unplanned.peak_bytes
 
     def with_measured(self, **changes: Any) -> Plan:
         """Return the plan with fields of its measurement replaced."""

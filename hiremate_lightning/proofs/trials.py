@@ -143,15 +143,28 @@ class _Roots:
 
     def __init__(self, results: Sequence[Any]) -> None:
         own = [r for r in results if isinstance(r, torch.Tensor) and r.grad_fn is not None]
-        self._edges = [torch.autograd.graph.get_gradient_edge(root) for root in own]
-        self._shapes = [tensor_state.plain(root).to("meta") for root in own]
-        self._devices = [root.device for root in own]
+        self._ends = [_End.apply(root) for root in own]  # type: ignore[no-untyped-call]
 
     def run_backward(self, leaves: Sequence[torch.Tensor]) -> None:
         """Compute gradients of leaves, for drawn gradients of the results."""
-        if self._edges and leaves:
-            tangents = [_drawn_like(*pair) for pair in zip(self._shapes, self._devices, strict=True)]
-            torch.autograd.backward(self._edges, tangents, inputs=leaves)
+        if self._ends and leaves:
+            torch.autograd.backward(self._ends, inputs=leaves)
+
+
+class _End(torch.autograd.Function):
+    """A number that a result leads to, and whose backward draws the gradient of the result.
+
+    Autograd frees such a gradient as soon as it was read, as in training; one that is handed to it stays to the end.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor) -> torch.Tensor:
+        ctx.shape, ctx.device = tensor_state.plain(result).to("meta"), result.device
+        return torch.zeros((), device=result.device)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        return _drawn_like(ctx.shape, ctx.device)
 
 
 def _let_threads_finish(devices: set[torch.device]) -> None:

@@ -36,7 +36,6 @@ from .waiting import LAST
 log = logging.getLogger("hiremate_lightning")
 
 CLEARLY_MORE = 1.1  # than was said of steps in which nothing fits: it is said again
-SAVES_NOTHING = 0.99  # of what a step adds without its plan: a plan that takes as much, or more, saves no memory
 
 
 class PlannedKinds:
@@ -152,7 +151,10 @@ class PlannedKinds:
             if error_of_all is not None:
                 raise error_of_all
             for kind in self.history.recorded:  # what needed more has gone
-                self._plan(kind)
+                try:
+                    self._plan(kind)
+                except InfeasibleBudgetError as error:
+                    self._plan_without_margin(kind, error)
         if self.shortage.is_to_be_announced:
             self._announcements.held(self._model.options.budget, HELD_STEPS)
         return likely
@@ -245,10 +247,7 @@ class PlannedKinds:
                 log.info("%s waits for larger steps: %s", self._name, error)
                 kind.step = None
                 return
-            if not self.maker.left_bytes:
-                raise
-            kind.step = replace(kind.recorded, margin_bytes=0)  # a peak above the budget is measured, and said
-            self._plan(kind)
+            self._plan_without_margin(kind, error)
         self.warn_of_first_step(kind, record.peak_bytes or 0)
 
     def note_given(self, kind: StepKind, calls: Sequence[ModuleCall]) -> None:
@@ -299,6 +298,13 @@ class PlannedKinds:
         for kind in dict.fromkeys(kinds):
             if (made := self.maker.make(kind)) is not None:
                 self._take(kind, *made)
+
+    def _plan_without_margin(self, kind: StepKind, error: InfeasibleBudgetError) -> None:
+        """Plan a step in which nothing leaves its margin: a peak above the budget is measured, and said."""
+        if not kind.recorded.margin_bytes:
+            raise error
+        kind.step = replace(kind.recorded, margin_bytes=0)
+        self._plan(kind)
 
     def _take(self, kind: StepKind, plan: Plan, programs: Mapping[int, Program]) -> None:
         self._install(kind, plan, programs)
@@ -483,14 +489,8 @@ class PlannedKinds:
             return False
         if plan.planned_peak_bytes > plan.budget_bytes:
             more_bytes = plain_bytes - plan.planned.peak_bytes
-            return saves_nothing(plan) and more_bytes < free_bytes(self._memory.device)
+            return plan.saves_nothing and more_bytes < free_bytes(self._memory.device)
         if not plan.solution.is_plain:
             return False
         is_whole = self._model.options.budget.share == 1  # of what plain training adds
         return is_whole or plan.resident_bytes + plain_bytes + step.margin_bytes <= plan.budget_bytes
-
-
-def saves_nothing(plan: Plan) -> bool:
-    """Whether nothing fits the budget of a plan, and it takes what its step takes without it, or nearly."""
-    is_over = plan.planned_peak_bytes > plan.budget_bytes
-    return is_over and plan.planned.peak_bytes >= SAVES_NOTHING * plan.unplanned.peak_bytes

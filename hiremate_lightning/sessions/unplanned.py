@@ -24,7 +24,7 @@ from ..kinds.step_kind import StepKind
 from ..units import format_bytes
 from .aside_room import AsideRoom
 from .current_step import CurrentStep
-from .planned import PlannedKinds, saves_nothing
+from .planned import PlannedKinds
 from .planned_model import PlannedModel
 from .templates import Templates
 from .ways import BY_GRAPHS, AsWritten, Choices, PutAside, Way, choose_way
@@ -86,7 +86,7 @@ class UnplannedSteps:
     def is_to_be_measured(self, plain: AsWritten) -> bool:
         """Whether to measure a step that runs plain."""
         released = plain.released
-        if released is not None and saves_nothing(released.own_plan):
+        if released is not None and released.own_plan.saves_nothing:
             return self.releases.is_to_be_measured(released)
         return self._plain.is_to_be_measured(plain.prediction, self._room_bytes())
 
@@ -99,7 +99,7 @@ class UnplannedSteps:
         self._plain.measured(step.calls, plain.likely, plain.prediction, added_bytes)
         if plain.released is not None and self._model.options.budget.share == 1:
             return  # the budget is what plain training takes
-        if plain.released is not None and saves_nothing(released := plain.released.own_plan):
+        if plain.released is not None and (released := plain.released.own_plan).saves_nothing:
             plan_bytes = released.measured.peak_bytes or released.planned_peak_bytes
             self.releases.measured(plain.released, peak_bytes, plan_bytes)
             return
@@ -145,7 +145,7 @@ class UnplannedSteps:
         """Learn that the step after one that was timed begins; announce where its kind runs without its plan now."""
         ratio = self.releases.next_begins(timing)
         if ratio is not None:
-            gains = "saves no memory" if saves_nothing(timing.kind.own_plan) else "recomputes nothing"
+            gains = "saves no memory" if timing.kind.own_plan.saves_nothing else "recomputes nothing"
             text = (
                 f"A plan of {self._name} {gains} and takes {ratio:.2f} times as long as the code without it: such "
                 "steps run without it from now on."
@@ -213,7 +213,7 @@ class UnplannedSteps:
         if likely is None:
             return None
         alike = self._plain.called_like(step.calls)
-        if not alike and likely.trial.is_released and saves_nothing(likely.own_plan):
+        if not alike and likely.trial.is_released and likely.own_plan.saves_nothing:
             return likely
         if alike != [likely]:
             return None
@@ -253,7 +253,7 @@ class UnplannedSteps:
     def given_back(self, step: CurrentStep, kind: StepKind) -> AsWritten | None:
         """Return how a step of a kind runs whose plan gains nothing; None where its calls are another kind's."""
         alike = self._plain.called_like(step.calls)
-        is_of_new_size = not alike and saves_nothing(kind.own_plan)
+        is_of_new_size = not alike and kind.own_plan.saves_nothing
         if kind not in alike and not is_of_new_size:
             return None
         prediction = self._plain.predict(step.calls, kind, sys.maxsize, (PlainWay.AS_IT_IS,))

@@ -173,7 +173,7 @@ def test_a_proof_leaves_gradients_hooks_and_generators_alone():
 def test_later_runs_prove_nothing_more(monkeypatch):
     module = hiremate(make_mixed(), "1 GiB", verbose=False)
     module(rows(0)).sum().backward()
-    monkeypatch.setattr(targets_of(module).session.prover, "_try", lambda *_: pytest.fail("proved again"))
+    monkeypatch.setattr(targets_of(module).session.prover, "_try", lambda *_, **__: pytest.fail("proved again"))
     module(rows(1)).sum().backward()
 
 
@@ -183,7 +183,7 @@ def test_verify_says_how_often_code_is_proved(monkeypatch, verify, times):
     from hiremate_lightning.proofs.proving import Prover
 
     prove = Prover._try
-    monkeypatch.setattr(Prover, "_try", lambda self, *given: (tried.append(1), prove(self, *given)))
+    monkeypatch.setattr(Prover, "_try", lambda self, *given, **named: (tried.append(1), prove(self, *given, **named)))
     module = hiremate(Written(lambda self, x: torch.sin(x)), "1 GiB", verbose=False, verify=verify)
     for index in range(4):
         module(rows(index)).sum().backward()
