@@ -32,7 +32,7 @@ from .ways import BY_GRAPHS, AsWritten, Choices, PutAside, Way, choose_way
 log = logging.getLogger("hiremate_lightning")
 WORTH_A_PLAN = 1.0  # of the time that a plan takes to make, spent on saving memory at one size without a plan
 WORTH_TEMPLATES = (
-    1.5  # the same, spent at all sizes: a capture with symbols and traces of a few sizes take about twice as long
+    3.0  # the same, spent at all sizes: a capture with symbols, traces of a few sizes and proofs take as long
 )
 
 
