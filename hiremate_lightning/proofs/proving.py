@@ -206,7 +206,15 @@ class Prover:
         is_plain = memory is not None and memory.has_plain
         in_files = memory is not None and memory.needs_files
         constants = [*written.parameters(), *written.buffers()]
-        trial = Trial(arguments, _names_of(written), constants, is_plain, in_files=in_files)
+        begins_in_numbers = memory is not None and memory.begins_in_numbers
+        trial = Trial(
+            arguments,
+            _names_of(written),
+            constants,
+            is_plain,
+            in_files=in_files,
+            begins_in_numbers=begins_in_numbers,
+        )
         run_written = partial(self._run_written, proof, written, memory)
         try:
             trial, expected = run_written(trial)

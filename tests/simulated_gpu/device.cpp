@@ -432,6 +432,7 @@ class HostCall {  // one call of an operation, with its arguments as the host se
     if (!tensor.defined()) return tensor;
     if (!tensor.is_cuda()) {
       has_other_ = has_other_ || tensor.dim() > 0;
+      others_.push_back(tensor);
       return tensor;
     }
     has_own_ = true;
@@ -462,6 +463,8 @@ class HostCall {  // one call of an operation, with its arguments as the host se
 
   at::Tensor to_device(const at::Tensor& tensor) {
     if (!tensor.defined()) return tensor;
+    for (const at::Tensor& other : others_)  // what is copied to the host is returned there
+      if (tensor.is_same(other)) return tensor;
     for (auto& [device, host] : pairs_)
       if (tensor.is_same(host)) return device;
     for (auto& [device, host] : pairs_) {
@@ -484,6 +487,7 @@ class HostCall {  // one call of an operation, with its arguments as the host se
   const c10::OperatorHandle& op_;
   const std::string name_;
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs_, resized_;
+  std::vector<at::Tensor> others_;
   bool has_own_ = false, has_other_ = false;
 };
 
