@@ -31,12 +31,14 @@ from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Guard
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import repeated_modules, tensor_state
 from .module_calls import realized
 from .replacing import StandIn
+from .tensor_state import storages_among
 
 log = logging.getLogger("hiremate_lightning")
 
@@ -99,11 +101,22 @@ class _Computation:
             copies[node] = graph.create_node(node.op, node.target, arguments, named)
         graph.output(copies[result])
         self._run, self._numbers = fx.GraphModule({}, graph).forward, list(inputs)
+        self._shapes = [_shape_of(value) for node in nodes for value in _tensors_of(node)]
         self.symbols = sorted(set[Any]().union(*(number.free_symbols for number in self._numbers)), key=str)
 
     def at(self, sizes: Sequence[int]) -> torch.Tensor:
-        """Compute the tensor for given values of the symbols."""
+        """Compute the tensor for given values of the symbols.
+
+        Raises:
+            _NotConstantError: If a tensor would be too large.
+        """
         values = dict(zip(self.symbols, sizes, strict=True))
+        for shape in self._shapes:
+            if (
+                math.prod(size if isinstance(size, int) else int(size.xreplace(values)) for size in shape)
+                > _MOST_ELEMENTS
+            ):
+                raise _NotConstantError("too many elements")
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             result: torch.Tensor = self._run(*(int(number.xreplace(values)) for number in self._numbers))
         return result
@@ -133,7 +146,7 @@ def _nodes_behind(result: fx.Node) -> set[fx.Node]:
 def _expect_known(node: fx.Node) -> None:
     is_method = node.op == "call_method" and _name_of(node) in _NAMES
     is_known = is_method or (node.op == "call_function" and node.target in _FUNCTIONS)
-    values = [value for value in tensor_state.leaves([_value_of(node)]) if isinstance(value, torch.Tensor)]
+    values = _tensors_of(node)
     if not is_known or "out" in node.kwargs or not values or not all(map(_is_small_and_whole, values)):
         raise _NotConstantError(f"{node.op} {node.target}")
 
@@ -147,15 +160,29 @@ def _name_of(node: fx.Node) -> str:
 def _is_small_and_whole(value: torch.Tensor) -> bool:
     is_whole = not value.dtype.is_floating_point and not value.dtype.is_complex
     is_plain = value.layout is torch.strided and type(value) in (torch.Tensor, FakeTensor)
-    return is_whole and is_plain and math.prod(map(_hint_of, value.shape)) <= _MOST_ELEMENTS
+    return is_whole and is_plain
 
 
-def _hint_of(number: int | torch.SymInt) -> int:
-    return int(number.node.hint) if isinstance(number, torch.SymInt) else number
+def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    return [value for value in tensor_state.leaves([_value_of(node)]) if isinstance(value, torch.Tensor)]
+
+
+def _shape_of(tensor: torch.Tensor) -> list[Any]:
+    """Return the sizes of a tensor as numbers, and as expressions of symbols."""
+    shape: Any = tensor.shape
+    return [size.node.expr if isinstance(size, torch.SymInt) else size for size in shape]
 
 
 def _expect_unchanged(graph: fx.Graph, needed: set[fx.Node]) -> None:
-    """Raise if an operation changes one of the needed tensors in place, or what may be a view of one."""
+    """Raise if an operation changes one of the needed tensors in place, or may: one of itself, or of a view of it.
+
+    The name of an operation says that it changes something; so does the version of a tensor, and an operation whose
+    code is not of PyTorch may do so without either.
+    """
+    values = [value for node in needed for value in _tensors_of(node)]
+    storages = storages_among(values)
+    if any(value._version for value in values):
+        raise _NotConstantError("changed in place")
     shared = set(needed)
     for node in graph.nodes:
         if node in shared or not shared.isdisjoint(node.all_input_nodes):
@@ -164,6 +191,21 @@ def _expect_unchanged(graph: fx.Graph, needed: set[fx.Node]) -> None:
             changes = name in _IN_PLACE or (name.endswith("_") and name not in _NAMES)
             if changes or "out" in node.kwargs:
                 raise _NotConstantError(f"{node.target} in place")
+            given = itertools.chain.from_iterable(map(_tensors_of, node.all_input_nodes))
+            if not _is_of_torch(node) and not storages.isdisjoint(storages_among(given)):
+                raise _NotConstantError(f"{node.target} may change what it is given")
+
+
+def _is_of_torch(node: fx.Node) -> bool:
+    """Whether a node calls one function of PyTorch or of Python, no custom operator and none that has code inside."""
+    target: Any = node.target
+    if isinstance(target, str):
+        return node.op == "call_method"
+    if isinstance(target, (HigherOrderOperator, OpOverload, OpOverloadPacket)):
+        return False
+    owner, _, inner = str(getattr(target, "__module__", None)).partition(".")
+    is_part = owner in ("torch", "_operator") and not inner.startswith("_dynamo")  # that has what changes arrays
+    return target in _FUNCTIONS or is_part
 
 
 def _numbers_in(node: fx.Node) -> Iterator[torch.SymInt]:
@@ -208,8 +250,19 @@ def _decide(tracer: InstructionTranslatorBase, variable: VariableTracker, read: 
         return None
     repeated_modules.note_unseen()  # the next module of the same kind may read another value
     if sources:
-        _guard(lambda *sizes: bool(read(computation.at(sizes)) == seen), sources)
+        _guard(lambda *sizes: _is_read_as(seen, computation, read, sizes), sources)
     return seen
+
+
+def _is_read_as(
+    seen: Any, computation: _Computation, read: Callable[[torch.Tensor], Any], sizes: Sequence[int]
+) -> bool:
+    """Whether a constant tensor has a value at some sizes; not so where it can't be computed there."""
+    try:
+        return bool(read(computation.at(sizes)) == seen)
+    except Exception as error:  # whatever the operations fail on, as when code is traced at these sizes
+        log.debug("A tensor is not constant at other sizes: %s", error)
+        return False
 
 
 def _size_of(environment: Any, symbol: Any) -> int:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from hiremate_lightning.torch_private import dynamo
+from hiremate_lightning.torch_private import constant_branches, dynamo
 
 
 class Counted:
@@ -121,6 +125,76 @@ def looks_at_fractions(x):
 @pytest.mark.parametrize("function", [changes_in_place, changes_a_view, draws])
 def test_what_inputs_or_random_numbers_decide_is_read_in_each_call(function):
     graphs_of(function, [torch.zeros(2, 1)], [torch.ones(2, 1)], [torch.zeros(2, 1)])
+
+
+@torch.library.custom_op("hiremate_branches::bump", mutates_args=("x",))
+def bump(x: torch.Tensor) -> None:
+    x.add_(5)
+
+
+@bump.register_fake
+def _(x: torch.Tensor) -> None: ...
+
+
+def add_five(x):
+    return x.add_(5).clone()
+
+
+torch.compiler.allow_in_graph(add_five)
+
+
+def add_five_checkpointed(x):
+    checkpoint(add_five_to, x, use_reentrant=False)
+
+
+def add_five_to(x):
+    x.add_(5)
+    return x * 1.0
+
+
+CHANGES = {
+    "an operator of aten": lambda x: torch.ops.aten.add_.Tensor(x, 5),
+    "an operator of a user": bump,
+    "a view given to an operator of a user": lambda x: bump(x[1:]),
+    "a function that Dynamo does not look into": add_five,
+    "a function with inplace=True": lambda x: F.relu(x, inplace=True),
+    "a function with True for inplace": lambda x: F.relu(x, True),
+    "a module with inplace=True": nn.ReLU(inplace=True),
+    "a method of an array": lambda x: x.numpy().fill(9),
+    "an operator on an array": lambda x: operator.iadd(x.numpy(), 9),
+    "checkpointed code": add_five_checkpointed,
+    "an operation on a list": lambda x: torch._foreach_add_([x], 5),
+    "out=": lambda x: torch.add(x, 5, out=x),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_changed_constant_is_not_taken_for_what_it_was(change):
+    def branches(x):
+        positions = torch.arange(-3, 0)
+        change(positions)
+        return x.sin() if (positions >= 0).any() else x.cos()
+
+    graphs_of(branches, [torch.ones(2)])
+
+
+def test_sizes_at_which_a_constant_cannot_be_computed_are_traced():
+    def looks_up(x):
+        if x.shape[1] < 7:
+            return x.sin() if torch.arange(7)[x.shape[1]] > 3 else x.cos()
+        return x.tan()
+
+    graphs_of(looks_up, *([torch.ones(2, length)] for length in (5, 6, 4, 9, 2, 1)), sizes_vary=True)
+
+
+def test_no_guard_computes_what_is_too_large(monkeypatch):
+    def has_far(x):
+        positions = torch.arange(x.shape[1])
+        return x.sin() if (positions[:, None] - positions > 2).any() else x.cos()
+
+    monkeypatch.setattr(constant_branches, "_MOST_ELEMENTS", 100)
+    assert graphs_of(has_far, *([torch.ones(2, length)] for length in (5, 6, 9, 8)), sizes_vary=True) == 2
+    assert graphs_of(has_far, *([torch.ones(2, length)] for length in (5, 6, 50)), sizes_vary=True) == 4
 
 
 def test_an_input_is_read_in_each_call():
