@@ -50,12 +50,13 @@ _NAMES = (  # of deterministic functions of torch, operators of Python, and meth
     *("eq", "ne", "lt", "le", "gt", "ge", "and", "and_", "or", "or_", "xor", "invert", "inv", "isin"),
     *("logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not"),
     *("all", "any", "sum", "max", "min", "amax", "amin", "maximum", "minimum", "diff", "cumsum", "cumprod"),
-    *("count_nonzero", "argmax", "argmin", "sort", "argsort", "where", "masked_fill", "tril", "triu", "roll", "flip"),
+    *("count_nonzero", "where", "masked_fill", "tril", "triu", "roll", "flip"),
     *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to"),
     *("repeat", "repeat_interleave", "tile", "permute", "transpose", "movedim", "t", "narrow", "select", "getitem"),
     *("cat", "concat", "stack", "chunk", "split", "unbind", "meshgrid", "gather", "index_select", "take"),
     *("to", "type", "long", "int", "bool", "clone", "contiguous", "detach", "new_zeros", "new_ones", "new_full"),
 )
+_WITH_INDICES = {"max", "min"}  # along a dimension; which of equal elements these point to differs between devices
 _FUNCTIONS = {
     function for owner in (torch, operator) for name in _NAMES if (function := getattr(owner, name, None)) is not None
 }
@@ -147,6 +148,7 @@ def _expect_known(node: fx.Node) -> None:
     is_method = node.op == "call_method" and _name_of(node) in _NAMES
     is_known = is_method or (node.op == "call_function" and node.target in _FUNCTIONS)
     values = _tensors_of(node)
+    is_known = is_known and (len(values) == 1 or _name_of(node) not in _WITH_INDICES)
     if not is_known or "out" in node.kwargs or not values or not all(map(_is_small_and_whole, values)):
         raise _NotConstantError(f"{node.op} {node.target}")
 
