@@ -54,7 +54,7 @@ def test_changing_shapes_fill_no_memory_and_no_more_plans_than_allowed(steps):
         hiremate(model, "90%", max_plans=MAX_PLANS, on_infeasible="warn", verbose=False)
         half, end = soak(model, steps, (steps // 2, steps - 1))
     session = targets_of(model).session
-    assert MAX_PLANS <= len(session.plans) <= session.captured_count
+    assert 1 <= len(session.plans) <= min(MAX_PLANS, session.captured_count)
     assert session.captured_count <= len(SIZES) + 2, "two sizes are captured before Dynamo takes them for symbols"
     assert end <= half, f"{end - half:,} bytes more after {steps} steps than after half of them"
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
