@@ -215,7 +215,7 @@ def _transformer_backward(
 
 
 def shaped(graph: Graph, shape: tuple[int, ...], item: str = "float32", rounding: int = 1) -> Graph:
-    """Give every tensor that has bytes a shape, and its storage the bytes of it."""
+    """Set a shape for each tensor that has bytes, and the size of its storage from it."""
     size = -(-math.prod(shape) * 4 // rounding) * rounding
     tensors = tuple(replace(tensor, shape=shape, dtype=item) for tensor in graph.tensors)
     return replace(graph, tensors=tensors, storages=tuple(Storage(size, s.kind) for s in graph.storages))

@@ -27,8 +27,6 @@ class ProofMemory:
         changed_bytes: Copies of what the code changes in place.
         kept_bytes: What a run gave, in memory until another one gave the same; 0 where that is not the device's memory.
         free_bytes: What is there.
-        begins_in_numbers: Whether the backward begins in results that are single numbers, as a loss, and in no others:
-            gradients of all results would not fit.
     """
 
     plain_bytes: int
@@ -39,7 +37,6 @@ class ProofMemory:
     changed_bytes: int
     kept_bytes: int
     free_bytes: int
-    begins_in_numbers: bool
 
     @property
     def needs_files(self) -> bool:
@@ -78,10 +75,7 @@ def proof_memory(
         device: Where its memory counts.
     """
     graph = captured.graph
-    own, alone = simulate(graph, profile, program.schedule), _begun_in_numbers(graph)
-    begins_in_numbers = own.peak_bytes > free_bytes and alone is not graph
-    if begins_in_numbers:
-        graph, own = alone, simulate(alone, profile, program.schedule)
+    own = simulate(graph, profile, program.schedule)
     return ProofMemory(
         plain_bytes=merge([Call(graph, profile)], [0]).plain_bytes,
         beside_bytes=simulate_plain(_without_activations(graph), profile).peak_bytes,
@@ -91,17 +85,7 @@ def proof_memory(
         changed_bytes=2 * bytes_of(graph, captured.mutated),
         kept_bytes=bytes_of(graph, (*graph.outputs, *graph.gradients)) if device.type == "cpu" else 0,
         free_bytes=max(free_bytes, own.peak_bytes),  # what the step takes in any case
-        begins_in_numbers=begins_in_numbers,
     )
-
-
-def _begun_in_numbers(graph: Graph) -> Graph:
-    """Return the graph of a backward that begins in results that are single numbers; the graph itself without any."""
-    others = {graph.tensors[t].storage for t in graph.tangents if graph.tensors[t].shape}
-    if len(others) == len(graph.tangents):
-        return graph
-    storages = (replace(s, size_bytes=0) if i in others else s for i, s in enumerate(graph.storages))
-    return replace(graph, storages=tuple(storages)) if others else graph
 
 
 def _without_activations(graph: Graph) -> Graph:

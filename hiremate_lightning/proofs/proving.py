@@ -152,8 +152,11 @@ class Prover:
         Raises:
             WrongTemplateError: If it gives other numbers there.
         """
-        smaller, some = (proof.smaller and proof.smaller(arguments)) or (None, ())
-        if smaller is None or smaller.part is None:
+        made = None if proof.smaller is None else proof.smaller(arguments)
+        if made is None:
+            return
+        smaller, some = made
+        if smaller.part is None:
             return
         sizes = smaller.part.captured.sizes
         self._prove(smaller, some, replace(template.at(sizes), protects=program.protects))
@@ -206,15 +209,7 @@ class Prover:
         is_plain = memory is not None and memory.has_plain
         in_files = memory is not None and memory.needs_files
         constants = [*written.parameters(), *written.buffers()]
-        begins_in_numbers = memory is not None and memory.begins_in_numbers
-        trial = Trial(
-            arguments,
-            _names_of(written),
-            constants,
-            is_plain,
-            in_files=in_files,
-            begins_in_numbers=begins_in_numbers,
-        )
+        trial = Trial(arguments, _names_of(written), constants, is_plain, in_files=in_files)
         run_written = partial(self._run_written, proof, written, memory)
         try:
             trial, expected = run_written(trial)

@@ -55,7 +55,6 @@ class Trial:
         copies: Whether inputs that other code has computed are copies: autograd refuses to change a leaf in place.
         in_files: Whether what lies on the host is kept in temporary files.
         fill: The byte in memory that nobody has written to.
-        begins_in_numbers: Whether the backward begins in results that are single numbers, and in no others.
     """
 
     arguments: Sequence[Any]
@@ -65,7 +64,6 @@ class Trial:
     copies: bool = False
     in_files: bool = False
     fill: int = 255
-    begins_in_numbers: bool = False
 
     def run(self, function: Callable[..., Any], keeps_nothing: bool = False) -> Outcome:
         """Run code on the inputs, and leave them and the generators as they were found.
@@ -89,7 +87,7 @@ class Trial:
                 with Writes(restoring.copy), filling, torch.enable_grad(), hooks.no_saved_tensor_hooks(), keeping:
                     results = function(*given)
                     outputs = list(results) if isinstance(results, (tuple, list)) else [results]
-                    roots = _Roots(self._begin([*outputs, *tensors])) if self.with_gradients else None
+                    roots = _Roots([*outputs, *tensors]) if self.with_gradients else None
                     values = {f"output {i}": self._kept(value, tensors) for i, value in enumerate(outputs)}
                     del results, outputs
                     gradients = self._gradients(leaves, roots) if roots is not None else {}
@@ -101,11 +99,6 @@ class Trial:
             finally:
                 restoring.restore()
         return Outcome(values, gradients, filling.has_filled)
-
-    def _begin(self, results: list[Any]) -> list[torch.Tensor]:
-        """Return the results that the backward begins in."""
-        tensors = [result for result in results if isinstance(result, torch.Tensor)]
-        return [t for t in tensors if not t.dim()] if self.begins_in_numbers else tensors
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor_state.apart(tensor).requires_grad_(tensor.requires_grad)
@@ -145,11 +138,11 @@ class _Roots:
     """Where a backward begins: in results that autograd has computed, whose memory does not stay for that.
 
     Args:
-        results: The results.
+        results: All results.
     """
 
-    def __init__(self, results: Sequence[torch.Tensor]) -> None:
-        own = [result for result in results if result.grad_fn is not None]
+    def __init__(self, results: Sequence[Any]) -> None:
+        own = [r for r in results if isinstance(r, torch.Tensor) and r.grad_fn is not None]
         self._ends = [_End.apply(root) for root in own]  # type: ignore[no-untyped-call]
 
     def run_backward(self, leaves: Sequence[torch.Tensor]) -> None:

@@ -31,7 +31,7 @@ from .ways import BY_GRAPHS, AsWritten, Choices, PutAside, Way, choose_way
 
 log = logging.getLogger("hiremate_lightning")
 WORTH_A_PLAN = 1.0  # of the time that a plan takes to make, spent on saving memory at one size without a plan
-WORTH_TEMPLATES = 8.0  # the same, spent at all sizes: templates, their proofs and decisions take about as long
+WORTH_TEMPLATES = 8.0  # the same, spent at all sizes: what templates, proofs and decisions cost a small GPT-2
 
 
 class UnplannedSteps:

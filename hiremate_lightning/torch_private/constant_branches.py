@@ -113,10 +113,8 @@ class _Computation:
         """
         values = dict(zip(self.symbols, sizes, strict=True))
         for shape in self._shapes:
-            if (
-                math.prod(size if isinstance(size, int) else int(size.xreplace(values)) for size in shape)
-                > _MOST_ELEMENTS
-            ):
+            numbers = [size if isinstance(size, int) else int(size.xreplace(values)) for size in shape]
+            if math.prod(numbers) > _MOST_ELEMENTS:
                 raise _NotConstantError("too many elements")
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             result: torch.Tensor = self._run(*(int(number.xreplace(values)) for number in self._numbers))
@@ -149,7 +147,7 @@ def _expect_known(node: fx.Node) -> None:
     is_known = is_method or (node.op == "call_function" and node.target in _FUNCTIONS)
     values = _tensors_of(node)
     is_known = is_known and (len(values) == 1 or _name_of(node) not in _WITH_INDICES)
-    if not is_known or "out" in node.kwargs or not values or not all(map(_is_small_and_whole, values)):
+    if not is_known or "out" in node.kwargs or not values or not all(map(_is_whole, values)):
         raise _NotConstantError(f"{node.op} {node.target}")
 
 
@@ -159,10 +157,10 @@ def _name_of(node: fx.Node) -> str:
     return name[2:-2] if name.startswith("__") and name.endswith("__") else name
 
 
-def _is_small_and_whole(value: torch.Tensor) -> bool:
-    is_whole = not value.dtype.is_floating_point and not value.dtype.is_complex
+def _is_whole(value: torch.Tensor) -> bool:
+    """Whether a tensor is a plain one of integers or booleans."""
     is_plain = value.layout is torch.strided and type(value) in (torch.Tensor, FakeTensor)
-    return is_whole and is_plain
+    return is_plain and not value.dtype.is_floating_point and not value.dtype.is_complex
 
 
 def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
@@ -176,10 +174,10 @@ def _shape_of(tensor: torch.Tensor) -> list[Any]:
 
 
 def _expect_unchanged(graph: fx.Graph, needed: set[fx.Node]) -> None:
-    """Raise if an operation changes one of the needed tensors in place, or may: one of itself, or of a view of it.
+    """Raise if an operation changes, or may change, a needed tensor or a view of it in place.
 
-    The name of an operation says that it changes something; so does the version of a tensor, and an operation whose
-    code is not of PyTorch may do so without either.
+    Three signs count: the name of the operation, the version of the tensor, and code that is not of PyTorch, which may
+    change what it is given without either.
     """
     values = [value for node in needed for value in _tensors_of(node)]
     storages = storages_among(values)
@@ -285,7 +283,7 @@ def _guard(is_as_seen: Callable[..., bool], sources: list[Any]) -> None:
 
 
 def _looking_first(handle: Callable[..., Any]) -> Callable[..., Any]:
-    """Give an instruction that needs a truth value the one of a constant tensor."""
+    """Replace a constant tensor by its truth value before an instruction that branches on it."""
 
     @functools.wraps(handle)
     def look(tracer: InstructionTranslatorBase, instruction: Any) -> Any:

@@ -53,14 +53,3 @@ def test_each_run_draws_the_same_gradients():
     one, other = (trial.run(lambda x, y: (x.exp(), x.half(), y * x, x.detach(), None)) for _ in range(2))
     assert all(torch.equal(one.gradients[name], other.gradients[name]) for name in one.gradients)
     assert one.gradients["the gradient of y"].dtype is torch.complex64
-
-
-def test_a_backward_may_begin_in_numbers_alone():
-    x = torch.randn(8, requires_grad=True)
-    both, alone = (
-        Trial([x], ["x"], with_gradients=True, begins_in_numbers=begins).run(lambda x: (x.exp(), x.sum()))
-        for begins in (False, True)
-    )
-    gradient = alone.gradients["the gradient of x"]
-    assert torch.equal(gradient, gradient[0].expand(8))
-    assert not torch.equal(gradient, both.gradients["the gradient of x"])

@@ -84,7 +84,7 @@ def on_lines(samples: dict[int, tuple[Graph, Profile]], block_bytes: int = 1) ->
 
 @pytest.mark.parametrize("build", [lambda n: chain(4, 100 * n), lambda n: transformer(2, size=64 * n)])
 @pytest.mark.parametrize("size", [1, 3, 7, 40, 1000])
-def test_bytes_at_another_size_are_those_of_the_step_captured_there(build, size):
+def test_predicted_bytes_equal_those_of_a_capture_at_that_size(build, size):
     graph, profile = on_lines({n: build(n) for n in (2, 5)}).at((size,))
 
     expected, costs = build(size)
