@@ -23,9 +23,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 @contextmanager
 def unmeasured(device: torch.device) -> Iterator[None]:
     """Leave random state and a measurement of the step under way as they are found."""
-    # The inner meter records too. PyTorch keeps the size of a block whose release it does not see, and reports it again
-    # when the next tensor at that address is released.
-    meter = MemoryMeter(device) if MemoryMeter.is_available(device) else nullcontext()
+    meter = MemoryMeter.covering(device) if MemoryMeter.is_available(device) else nullcontext()
     devices = [device] if device.type == "cuda" else []
     with (
         torch.cuda.device(device) if devices else nullcontext(),  # events are of the current device

@@ -97,6 +97,14 @@ class MemoryMeter:
             _DeviceStatistics(device) if device.type == "cuda" else _HostEvents(MemoryMeter._give_way)
         )
 
+    @classmethod
+    def covering(cls, device: torch.device) -> MemoryMeter:
+        """Return a meter that nobody reads, which keeps what happens meanwhile from the one that runs."""
+        meter = cls(device)
+        if device.type != "cuda":
+            meter._means = _UnreadEvents(cls._give_way)
+        return meter
+
     @staticmethod
     def is_available(device: torch.device) -> bool:
         """Whether memory can be measured now: on a CPU not inside of a backward, nor while others profile."""
@@ -220,6 +228,17 @@ class _HostEvents:
                 self._live.mark_release(name.removeprefix(self._RELEASE))
             elif size:
                 self._live.add(size)
+
+
+class _UnreadEvents(_HostEvents):
+    """Events that are recorded and not looked at: a proof has many.
+
+    They have to be recorded. PyTorch keeps the size of a block whose release it does not see, and reports it again when
+    the next tensor at that address is released.
+    """
+
+    def pause(self) -> None:
+        host_events.drop()
 
 
 class _DeviceStatistics:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from ..capturing.capture import Captured
 from ..records.costs import Profile
 from ..records.graph import Graph, StorageKind, bytes_of
 from ..records.simulation import forward_peak_bytes, simulate, simulate_plain
-from ..records.step import Call, merge
 from ..running.program import Program
 
 
@@ -63,7 +60,7 @@ class ProofMemory:
 
 
 def proof_memory(
-    captured: Captured, profile: Profile, program: Program, free_bytes: int, device: torch.device
+    captured: Captured, profile: Profile, program: Program, plain_bytes: int, free_bytes: int
 ) -> ProofMemory:
     """Find out what a proof takes.
 
@@ -71,19 +68,19 @@ def proof_memory(
         captured: The captured graph.
         profile: Costs of its operations.
         program: What it is about to run by.
+        plain_bytes: What a plain forward and backward takes.
         free_bytes: What is free.
-        device: Where its memory counts.
     """
     graph = captured.graph
     own = simulate(graph, profile, program.schedule)
     return ProofMemory(
-        plain_bytes=merge([Call(graph, profile)], [0]).plain_bytes,
+        plain_bytes=plain_bytes,
         beside_bytes=simulate_plain(_without_activations(graph), profile).peak_bytes,
         forward_bytes=forward_peak_bytes(graph, profile),
         own_bytes=own.peak_bytes,
         own_forward_bytes=max((moment.peak_bytes for moment in own.timeline[: own.turn]), default=0),
         changed_bytes=2 * bytes_of(graph, captured.mutated),
-        kept_bytes=bytes_of(graph, (*graph.outputs, *graph.gradients)) if device.type == "cpu" else 0,
+        kept_bytes=bytes_of(graph, (*graph.outputs, *graph.gradients)) if captured.device.type == "cpu" else 0,
         free_bytes=max(free_bytes, own.peak_bytes),  # what the step takes in any case
     )
 

@@ -28,6 +28,7 @@ from ..measuring.aside import saving_aside
 from ..measuring.custom_operators import has_unsteady
 from ..records.costs import Profile
 from ..records.expressions import NoTemplateError, WrongTemplateError
+from ..records.step import Call, Step, merge
 from ..reporting.report import Stages
 from ..rewriting.joint import is_collective
 from ..running.execution import Part
@@ -76,8 +77,8 @@ class Proving(Protocol):
     def costs_of(self, part: Part) -> Profile:
         """Return the costs of the operations of a part."""
 
-    def free_bytes(self, part: Part, device: torch.device) -> int:
-        """Return the bytes that the budget, and the device, leave beside what is there."""
+    def free_bytes(self, step: Step, device: torch.device) -> int:
+        """Return the bytes that the budget of a step, and the device, leave beside what is there."""
 
 
 class Prover:
@@ -284,8 +285,10 @@ class Prover:
         """Find out what the proof of a part takes, None for code without gradients: that takes what it takes."""
         if part is None or program is None:
             return None
-        profile, free_bytes = self._session.costs_of(part), self._session.free_bytes(part, device)
-        return proof_memory(part.captured, profile, program, free_bytes, device)
+        profile = self._session.costs_of(part)
+        alone = merge([Call(part.captured.graph, profile)], [0])
+        free_bytes = self._session.free_bytes(alone, device)
+        return proof_memory(part.captured, profile, program, alone.plain_bytes, free_bytes)
 
 
 def _outcome_in_segments(trial: Trial, written: fx.GraphModule, memory: ProofMemory) -> tuple[Trial, Outcome]:

@@ -8,7 +8,7 @@ import torch
 
 from ..memory.free_memory import free_bytes
 from ..records.costs import Profile
-from ..records.step import Call, merge
+from ..records.step import Step
 from ..running.execution import Part
 from ..running.program import Program
 from .graph_programs import GraphPrograms
@@ -58,9 +58,9 @@ class ProvedCode:
         """Return the costs of the operations of a part."""
         return self._model.parts.prepare(part)[1]
 
-    def free_bytes(self, part: Part, device: torch.device) -> int:
-        """Return the bytes that the budget, and the device, leave beside what is there."""
-        step, resident = merge([Call(part.captured.graph, self.costs_of(part))], [0]), self._steps.resident()
+    def free_bytes(self, step: Step, device: torch.device) -> int:
+        """Return the bytes that the budget of a step, and the device, leave beside what is there."""
+        resident = self._steps.resident()
         budget_bytes = self._planned.maker.budget_bytes(step, resident)
         plan = self._planned.latest
         if plan is not None:

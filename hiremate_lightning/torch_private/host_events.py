@@ -59,13 +59,8 @@ def stop() -> list[tuple[str, int]]:
         In order of time, ("", bytes) for each allocation (above 0) and release (below 0), and (name, 0) for each
         `mark`.
     """
-    _giving_way.pop(threading.get_ident(), None)
-    threads: list[list[Any]] = torch.autograd._disable_profiler_legacy()
-    level = _log_level()
-    if level is not None and _levels:
-        level.value = _levels.pop()
     events: list[tuple[Any, str, int]] = []
-    for thread in threads:
+    for thread in drop():
         for event in thread:
             kind = event.kind()
             if kind == "memory_alloc":
@@ -77,6 +72,16 @@ def stop() -> list[tuple[str, int]]:
     first = events[0][0]
     timed = [(first.cpu_elapsed_us(event), name, size) for event, name, size in events]
     return [(name, size) for _, name, size in sorted(timed, key=lambda e: e[0])]
+
+
+def drop() -> list[list[Any]]:
+    """End the recording, and return the events of each thread as PyTorch has them."""
+    _giving_way.pop(threading.get_ident(), None)
+    threads: list[list[Any]] = torch.autograd._disable_profiler_legacy()
+    level = _log_level()
+    if level is not None and _levels:
+        level.value = _levels.pop()
+    return threads
 
 
 @functools.cache
