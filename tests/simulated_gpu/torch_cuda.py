@@ -151,6 +151,7 @@ def install(device: ModuleType) -> None:
     }
     replaced: dict[str, Any] = {name: lambda *_, value=value, **__: value for name, value in constants.items()}
     replaced |= {
+        "_initialized": True,  # checkpoint keeps the random state of devices that are
         "memory_allocated": statistic(0),
         "max_memory_allocated": statistic(1),
         "memory_reserved": statistic(2),

@@ -79,6 +79,7 @@ def test_training_under_a_plan_is_plain_training_within_the_budget(name, budget,
     assert all(torch.equal(a, b) for a, b in zip(found, captured, strict=True))
     if name == "gpt":  # the batch norms of the other are cuDNN's in eager
         assert all(torch.equal(a, b) for a, b in zip(found, eager, strict=True))
+        assert plan.proved == "forward 1 of 1 graph, gradients 1 of 1"  # with what its dropouts draw on the device
     assert peak < plain_peak
     assert peak <= plan.budget_bytes, f"peak {peak:,}, budget {plan.budget_bytes:,}"
     rest = LEAST_REST_BYTES  # up to this much of a larger block goes to a request, if the allocator has no better one
